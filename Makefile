@@ -1,0 +1,25 @@
+# Each target does everything it needs from a fresh clone: Python >= 3.11 and make are enough.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m ts_eval.demo
+
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+# Installed once: only a change of what is installed runs it again.
+$(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-train/pyproject.toml packages/eval/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest hypothesis ruff \
+		-e packages/decoder -e packages/heads-train -e packages/eval
+	touch $(INSTALLED)
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis

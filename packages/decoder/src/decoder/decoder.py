@@ -1,0 +1,289 @@
+"""What users hold: a model with its tokenizer and heads, ready to generate."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from decoder.draft_heads import DraftHeads
+from decoder.drafters import METHODS
+from decoder.engine import Engine
+from decoder.options import TokenSwiftOptions
+from decoder.sampler import LogitsHook, Sampler
+from decoder.sampling_params import SamplingParams
+from decoder.stats import Statistics
+from decoder.target import Target
+from decoder.text_stream import TextStream
+
+Prompt = str | Sequence[int] | torch.Tensor
+HeadsLike = DraftHeads | str | os.PathLike
+
+
+def methods() -> list[str]:
+    """Names that ``method`` takes, `ar` first."""
+    return list(METHODS)
+
+
+@dataclass
+class GenerationOutput:
+    """A finished generation.
+
+    Attributes:
+        token_ids: the new tokens, a stop token included.
+        text: their text, without special tokens and without a stop string; "" when there is no tokenizer.
+        finish_reason: "length" or "stop".
+        stats: what was counted and timed.
+        logprobs: log-probability of each token under the filtered distribution, when asked for.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stats: Statistics
+    logprobs: list[float] | None = None
+
+
+@dataclass
+class Chunk:
+    """What one step added to a stream.
+
+    Attributes:
+        token_ids: the step's tokens.
+        text: newly settled text, possibly "".
+        output: the whole result, on the last chunk only.
+    """
+
+    token_ids: list[int]
+    text: str
+    output: GenerationOutput | None = None
+
+
+class Decoder:
+    """Lossless decoding with a Hugging Face causal model.
+
+    The model is used as it is and left as it was. One decoder runs several generations one after another or
+    interleaved, but is not to be used from two threads at once.
+
+    Args:
+        model: a decoder-only model with standard attention.
+        tokenizer: needed for text prompts, texts and stop strings.
+        heads: draft heads: a module, a checkpoint folder or hub id, or {kind: any of these}.
+        draft_model: a small model with the same vocabulary, for methods that draft with one.
+
+    Raises:
+        ValueError: the architecture cannot be served exactly, or the heads do not fit the model.
+        OSError: a heads checkpoint cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
+        draft_model: PreTrainedModel | None = None,
+    ):
+        self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
+        self.target = Target(model)
+        self.heads: dict[str, DraftHeads] = {}
+        given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
+        for one in given:
+            module = one if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
+            module.check_fits(self.target.hidden_size)
+            self.heads[module.kind] = module.to(self.target.device, self.target.lm_head.weight.dtype).eval()
+        if isinstance(heads, Mapping) and set(heads) != set(self.heads):
+            raise ValueError(f"heads were given as {', '.join(heads)} but are of kind {', '.join(self.heads)}")
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        options: TokenSwiftOptions | None = None,
+        stop: str | int | Sequence[str | int] | None = None,
+        ignore_eos: bool = False,
+        return_logprobs: bool = False,
+        logits_hook: LogitsHook | None = None,
+    ) -> GenerationOutput:
+        """Generate up to ``max_new_tokens`` tokens; the same seed gives the same tokens with every method.
+
+        Args:
+            prompt: text, token ids, or a LongTensor [n] or [1, n].
+            max_new_tokens: exact, unless a stop ends the text before.
+            method: one of `decoder.methods()`; None takes `tokenswift`, or `ar` without heads.
+            sampling: defaults to `SamplingParams()`.
+            options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only.
+            stop: stop strings and/or token ids that end the text.
+            ignore_eos: do not end at the end-of-sequence ids of the generation config or the tokenizer.
+            return_logprobs: give each token's log-probability under the filtered distribution.
+            logits_hook: ``hook(context_ids, logits [V]) -> logits [V]`` per position, before the penalty.
+
+        Raises:
+            ValueError: an unusable prompt, length, method or stop; the message says what to change.
+        """
+        arguments = (prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
+        output = None
+        for chunk in self.stream(*arguments):
+            output = chunk.output
+        return output
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        options: TokenSwiftOptions | None = None,
+        stop: str | int | Sequence[str | int] | None = None,
+        ignore_eos: bool = False,
+        return_logprobs: bool = False,
+        logits_hook: LogitsHook | None = None,
+    ) -> Iterator[Chunk]:
+        """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first one."""
+        sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
+        context = self._prompt_ids(prompt)
+        self._check_length(len(context), max_new_tokens)
+        method, heads = self._method(method)
+        stop_ids, stop_strings = self._stops(stop, ignore_eos)
+        text = TextStream(self.tokenizer, stop_strings) if self.tokenizer is not None else None
+
+        def ends(token: int) -> bool:
+            if text is not None:
+                text.push(token)
+            return token in stop_ids or (text is not None and text.stopped)
+
+        sampler = Sampler(
+            sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
+        )
+        drafter = METHODS[method](self.target, heads, options, context, depth=max_new_tokens)
+        engine = Engine(self.target, drafter, sampler, max_new_tokens, ends)
+        return self._run(engine, text, len(context))
+
+    def _run(self, engine: Engine, text: TextStream | None, prompt_tokens: int) -> Iterator[Chunk]:
+        engine.prefill()
+        while True:
+            tokens = [] if engine.finish_reason else engine.step()
+            done = engine.finish_reason is not None
+            piece = "" if text is None else text.take(final=done)
+            output = None
+            if done:
+                sampler = engine.sampler
+                output = GenerationOutput(
+                    token_ids=sampler.context[prompt_tokens:],
+                    text="" if text is None else text.text,
+                    finish_reason=engine.finish_reason,
+                    stats=engine.statistics,
+                    logprobs=sampler.logprobs,
+                )
+            yield Chunk(tokens, piece, output)
+            if done:
+                return
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
+            # No length warning: the length is checked against the model, in words, right after.
+            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
+        elif isinstance(prompt, torch.Tensor):
+            if prompt.is_floating_point() or prompt.ndim not in (1, 2):
+                raise ValueError("a prompt tensor holds integer token ids, of shape [n] or [1, n]")
+            if prompt.ndim == 2 and len(prompt) != 1:
+                raise ValueError(f"one prompt at a time: the batch has {len(prompt)}")
+            ids = prompt.flatten().tolist()
+        else:
+            ids = list(prompt)
+            if any(not isinstance(i, int) for i in ids):
+                raise ValueError("a prompt is text, a list of integer token ids, or a LongTensor [n] or [1, n]")
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        outside = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
+        if outside is not None:
+            raise ValueError(f"token id {outside} is outside the vocabulary of {self.target.vocab_size}")
+        return ids
+
+    def _check_length(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be an integer of at least 0, not {max_new_tokens!r}")
+        limit = self.model.config.max_position_embeddings
+        if prompt_tokens + max_new_tokens > limit:
+            raise ValueError(
+                f"prompt ({prompt_tokens} tokens) + max_new_tokens ({max_new_tokens}) is beyond the {limit} positions "
+                f"of the model: shorten one of them"
+            )
+
+    def _method(self, method: str | None) -> tuple[str, DraftHeads | None]:
+        if method is None:
+            method = "tokenswift" if self.heads else "ar"
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
+        kinds = METHODS[method].heads_kinds
+        if not kinds:
+            return method, None
+        kind = next((kind for kind in kinds if kind in self.heads), None)
+        if kind is None:
+            raise ValueError(f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'ar'")
+        return method, self.heads[kind]
+
+    def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:
+        given = [] if stop is None else [stop] if isinstance(stop, str | int) else list(stop)
+        if any(not isinstance(s, str | int) or s == "" for s in given):
+            raise ValueError("stop takes non-empty strings and token ids")
+        strings = [s for s in given if isinstance(s, str)]
+        if strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: give the Decoder one, or stop at token ids")
+        ids = {s for s in given if isinstance(s, int)}
+        if not ignore_eos:
+            config = getattr(self.model, "generation_config", None)
+            eos = getattr(config, "eos_token_id", None)
+            if eos is None and self.tokenizer is not None:
+                eos = self.tokenizer.eos_token_id
+            ids |= set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+        return ids, strings
+
+
+def load(
+    model: str | os.PathLike,
+    heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
+    *,
+    draft_model: str | os.PathLike | None = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    **model_kwargs,
+) -> Decoder:
+    """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
+
+    Args:
+        heads: a heads checkpoint folder or hub id, or {kind: checkpoint}.
+        draft_model: folder or hub id of a small model with the same vocabulary.
+        device: "auto" takes CUDA where there is one.
+        dtype: "auto" is float32 on a CPU and the checkpoint's own on CUDA; else a torch dtype or its name.
+        model_kwargs: handed to ``AutoModelForCausalLM.from_pretrained``.
+
+    Raises:
+        OSError: a model, tokenizer or heads checkpoint that cannot be found or read.
+        ValueError: one that does not fit, or an unknown device or dtype.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}: use 'auto', 'cpu' or 'cuda'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for and there is none: use 'auto' or 'cpu'")
+    if dtype == "auto":
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+    elif isinstance(dtype, str):
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"unknown dtype {dtype!r}: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
+        dtype = getattr(torch, dtype)
+
+    def read(path) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_kwargs).to(device).eval()
+
+    target = read(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return Decoder(target, tokenizer, heads, read(draft_model) if draft_model is not None else None)

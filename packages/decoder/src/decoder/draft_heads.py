@@ -1,0 +1,241 @@
+"""The draft heads: gamma small residual layers on a frozen model's last hidden state."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+KINDS = ("chained", "independent")
+ARCHITECTURE = "tokenswift-heads"
+FORMAT_VERSION = 1
+WEIGHTS = "heads.safetensors"
+CONFIG = "config.json"
+
+PUBLISHED_NAME = re.compile(r"(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight")
+PUBLISHED_PARTS = {"linear": "linear", "input_layernorm": "input_norm", "post_layernorm": "output_norm"}
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, as Llama computes it: statistics in float32 or wider."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class DraftHead(nn.Module):
+    """One head: linear layer [d, d] without bias between two norms, with a residual around the first two."""
+
+    def __init__(self, hidden_size: int, norm_eps: float):
+        super().__init__()
+        self.input_norm = RMSNorm(hidden_size, norm_eps)
+        self.linear = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.output_norm = RMSNorm(hidden_size, norm_eps)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.input_norm(hidden)) + hidden
+
+
+class DraftHeads(nn.Module):
+    """gamma = ``num_heads`` heads that share the model's language-model head (paper, multi-token self-drafting).
+
+    ``chained`` heads see each other, ``h_i = linear_i(input_norm_i(h_{i-1})) + h_{i-1}``; ``independent`` heads
+    (Medusa*) all see ``h_0``. Both start as the identity: the linear layers are zero, the norms one.
+
+    Raises ValueError for an unknown kind, fewer than one head or a hidden size below one.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int = 3, norm_eps: float = 1e-6, kind: str = "chained"):
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind of heads {kind!r}; known kinds are {', '.join(KINDS)}")
+        for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.hidden_size, self.num_heads, self.norm_eps, self.kind = hidden_size, num_heads, norm_eps, kind
+        self.heads = nn.ModuleList(DraftHead(hidden_size, norm_eps) for _ in range(num_heads))
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}, num_heads={self.num_heads}, hidden_size={self.hidden_size}"
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Return ``output_norm_i(h_i)`` for every head, ready for the language-model head.
+
+        ``hidden`` [..., d] is ``h_0``: the output of the model's last layer *before* the model's final norm.
+        ``tokens`` is for kinds whose heads read drafted tokens; chained and independent heads ignore it.
+        Returns ``num_heads`` tensors [..., d]; the i-th (from 1) is for the token i + 1 positions ahead.
+        """
+        outputs, state = [], hidden
+        for head in self.heads:
+            state = head(state if self.kind == "chained" else hidden)
+            outputs.append(head.output_norm(state))
+        return outputs
+
+    @torch.no_grad()
+    def init_from_norm(self, weight: torch.Tensor) -> None:
+        """Copy the model's final norm, ``weight`` [d], to the output norms.
+
+        Untrained heads then predict exactly what the model's own last hidden state predicts.
+        Raises ValueError when the size differs.
+        """
+        self.check_fits(weight.shape[-1])
+        for head in self.heads:
+            head.output_norm.weight.copy_(weight)
+
+    def check_fits(self, hidden_size: int) -> None:
+        """Raise ValueError unless the heads are for a model of ``hidden_size``."""
+        if hidden_size != self.hidden_size:
+            raise ValueError(f"the heads are for hidden size {self.hidden_size}, the model has {hidden_size}")
+
+    def save_pretrained(
+        self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
+    ) -> None:
+        """Write ``heads.safetensors`` and ``config.json`` into ``directory``; each file appears whole or not at all.
+
+        The dtype of the parameters is kept. ``base_model`` names the model the heads are for, ``training`` tells
+        how they were trained (anything JSON can hold). Raises OSError when the folder cannot be written.
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {
+            "architecture": ARCHITECTURE,
+            "format_version": FORMAT_VERSION,
+            "num_heads": self.num_heads,
+            "hidden_size": self.hidden_size,
+            "norm_eps": self.norm_eps,
+            "kind": self.kind,
+            "base_model": base_model,
+            "training": dict(training) if training is not None else None,
+        }
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
+            save_file(tensors, Path(scratch, WEIGHTS), metadata={"format": "pt"})
+            Path(scratch, CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for name in (WEIGHTS, CONFIG):
+                os.replace(Path(scratch, name), directory / name)
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike) -> "DraftHeads":
+        """Load heads from a folder or a Hugging Face hub id, in the dtype they were saved in.
+
+        Reads checkpoints of ``save_pretrained`` and the published TokenSwift ones, whose head tensors lie inside a
+        whole model's safetensors (one file or several). Raises OSError when there is no such folder, file or
+        reachable hub repository, ValueError when the contents are not heads of a known format.
+        """
+        directory = _local_folder(str(source))
+        config = _read_json(directory / CONFIG)
+        if config.get("architecture") == ARCHITECTURE:
+            return cls._from_own(directory, config)
+        return cls._from_published(directory, config)
+
+    @classmethod
+    def _from_own(cls, directory: Path, config: dict) -> "DraftHeads":
+        version = config.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"{directory} has heads of format version {version}, this program reads {FORMAT_VERSION}")
+        path = directory / WEIGHTS
+        if not path.is_file():
+            raise FileNotFoundError(f"{directory} has no {WEIGHTS}")
+        fields = {name: config.get(name) for name in ("hidden_size", "num_heads", "norm_eps", "kind")}
+        return cls._build(directory, fields, _read_tensors(path))
+
+    @classmethod
+    def _from_published(cls, directory: Path, config: dict) -> "DraftHeads":
+        index = directory / "model.safetensors.index.json"
+        single = directory / "model.safetensors"
+        if index.is_file():
+            shards = _read_json(index).get("weight_map", {})
+            names = sorted({file for tensor, file in shards.items() if PUBLISHED_NAME.fullmatch(tensor)})
+            files = [directory / name for name in names]
+        else:
+            files = [single] if single.is_file() else []
+        tensors = {}
+        for path in files:
+            if not path.is_file():
+                raise FileNotFoundError(f"{directory} has no {path.name}, which its index names")
+            for name, tensor in _read_tensors(path, PUBLISHED_NAME).items():
+                number, part = PUBLISHED_NAME.fullmatch(name).groups()
+                tensors[f"heads.{number}.{PUBLISHED_PARTS[part]}.weight"] = tensor
+        if not tensors:
+            raise ValueError(f"{directory} is not a heads checkpoint: {CONFIG} and tensors of no known heads format")
+        fields = {
+            "hidden_size": config.get("hidden_size"),
+            "num_heads": len({name.split(".")[1] for name in tensors}),
+            "norm_eps": config.get("rms_norm_eps"),
+            "kind": "chained",
+        }
+        return cls._build(directory, fields, tensors)
+
+    @classmethod
+    def _build(cls, directory: Path, fields: dict, tensors: dict[str, torch.Tensor]) -> "DraftHeads":
+        for name, kind in (("hidden_size", int), ("num_heads", int), ("norm_eps", float), ("kind", str)):
+            if not isinstance(fields[name], kind):
+                raise ValueError(f"{directory / CONFIG} gives no usable {name}: {fields[name]!r}")
+        with torch.device("meta"):
+            heads = cls(**fields)
+        expected = heads.state_dict()
+        for what, names in (("misses", expected.keys() - tensors.keys()), ("has extra", tensors.keys() - expected)):
+            if names:
+                raise ValueError(f"the heads in {directory} {what} tensors: {', '.join(sorted(names))}")
+        for name, tensor in tensors.items():
+            if tensor.shape != expected[name].shape:
+                shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
+                raise ValueError(f"tensor {name} of the heads in {directory} has shape {shapes}")
+            if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+                raise ValueError(f"tensor {name} of the heads in {directory} holds values that are no finite numbers")
+        heads.load_state_dict(tensors, assign=True)
+        return heads.requires_grad_(True)
+
+
+def _local_folder(source: str) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise NotADirectoryError(f"heads are read from a folder, and {source} is a file")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        raise FileNotFoundError(f"there is no folder of heads at {source}")
+    from huggingface_hub import snapshot_download
+
+    wanted = [CONFIG, "*.safetensors", "model.safetensors.index.json"]
+    try:
+        return Path(snapshot_download(source, allow_patterns=wanted))
+    except Exception as error:
+        # The hub client raises many unrelated types for one fact: it could not be read.
+        reason = f"could not be read from the Hugging Face hub ({type(error).__name__})"
+        raise OSError(f"there is no folder of heads at {source}, and it {reason}") from error
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} is not a heads checkpoint: it has no {path.name}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def _read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file whose names match ``pattern`` whole, or all of them."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if not pattern or pattern.fullmatch(name)}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file") from error

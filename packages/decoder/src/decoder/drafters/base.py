@@ -1,0 +1,42 @@
+"""What a drafter is: anything that proposes a tree. Nothing it does can change the text."""
+
+from typing import ClassVar, Protocol
+
+import torch
+
+from decoder.draft_heads import DraftHeads
+from decoder.full_cache import FullCache
+from decoder.options import TokenSwiftOptions
+from decoder.sampler import Sampler
+from decoder.stats import Statistics
+from decoder.target import Target, Verification
+from decoder.token_tree import TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes candidates, and learns what became of them.
+
+    A new method is a class with these members in a file of its own, and a line in `decoder.drafters.METHODS`.
+    """
+
+    heads_kinds: ClassVar[tuple[str, ...]]
+    """Kinds of draft heads it can run with, the preferred one first; empty when it needs none."""
+
+    max_nodes: int
+    """The widest tree it may propose, root included; the full cache keeps that much room."""
+
+    def __init__(
+        self, target: Target, heads: DraftHeads | None, options: TokenSwiftOptions, prompt: list[int], depth: int
+    ) -> None: ...
+
+    def start(self, cache: FullCache, queries: dict[int, torch.Tensor]) -> None:
+        """The prompt but its last token is committed; ``queries`` are its newest token's, per layer [B, H, D]."""
+
+    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+        """Candidates below the newest committed token, ``sampler.context[-1]``, which ``cache`` does not hold yet."""
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        """``path`` (the root first) is now in ``cache``; ``tokens`` were added to the text."""
+
+    def finish(self, statistics: Statistics) -> None:
+        """Add what only the drafter knows."""

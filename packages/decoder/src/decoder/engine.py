@@ -1,0 +1,92 @@
+"""One generation: the step that reads as the pipeline, and the loop around it."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from decoder.drafters import Drafter
+from decoder.full_cache import FullCache
+from decoder.sampler import Sampler
+from decoder.stats import Statistics
+from decoder.target import Target
+from decoder.token_tree import TokenTree
+
+
+class Engine:
+    """Decodes one prompt with any drafter; the text depends on the target and the sampler alone.
+
+    All committed tokens but the newest are in the full cache; the newest is the root of the next tree.
+
+    Args:
+        target: the model.
+        drafter: proposes the tree of each step.
+        sampler: holds the text so far, the prompt, and chooses its continuation.
+        max_new_tokens: exact number of tokens, unless ``ends`` says so before.
+        ends: called with every chosen token; True ends the text with it.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        sampler: Sampler,
+        max_new_tokens: int,
+        ends: Callable[[int], bool],
+    ):
+        self.target, self.drafter, self.sampler, self.ends = target, drafter, sampler, ends
+        self.remaining = max_new_tokens
+        self.statistics = Statistics()
+        self.finish_reason: str | None = None if max_new_tokens else "length"
+        self.cache = FullCache(len(sampler.context) + max_new_tokens + drafter.max_nodes)
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Commit the prompt but its last token."""
+        start = self._clock()
+        queries = self.target.prefill(self.sampler.context[:-1], self.cache)
+        self.drafter.start(self.cache, queries)
+        self.statistics.prefill_seconds = self._clock() - start
+
+    @torch.inference_mode()
+    def step(self) -> list[int]:
+        """Draft, verify, accept, commit: the next one or more tokens."""
+        start = self._clock()
+        tree = self.drafter.propose(self.cache, self.sampler)
+        verification = self.target.forward(tree, self.cache)
+        path, tokens = self.accept(tree, verification.logits)
+        self.cache.keep(path)
+        self.drafter.commit(self.cache, verification, path, tokens)
+        self.statistics.count_step(tree.depth, len(path) - 1, "ngrams" in tree.sources[path[-1]], len(tokens))
+        self.statistics.decode_seconds += self._clock() - start
+        if self.finish_reason:
+            self.drafter.finish(self.statistics)
+        return tokens
+
+    def accept(self, tree: TokenTree, logits: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Walk the tree from the root along the target's own choices, as long as they were drafted.
+
+        Each visited node draws one token from its own context, exactly as AR would there, so the walk is AR; a draft
+        only saves it the forward pass.
+
+        Returns:
+            The visited nodes, the root first, and the tokens drawn, one per visited node.
+        """
+        path, tokens = [0], []
+        while True:
+            token = self.sampler.choose(logits[path[-1]])
+            tokens.append(token)
+            self.remaining -= 1
+            if self.ends(token):
+                self.finish_reason = "stop"
+            elif not self.remaining:
+                self.finish_reason = "length"
+            child = tree.child(path[-1], token)
+            if self.finish_reason or child is None:
+                return path, tokens
+            path.append(child)
+
+    def _clock(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()

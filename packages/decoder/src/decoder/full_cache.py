@@ -1,0 +1,49 @@
+"""The target's memory: one preallocated buffer per layer for prompt, output and the tree under verification."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import Cache
+
+
+class FullCache(Cache):
+    """Keys and values of all committed tokens, [batch, KV heads, capacity, head size] per layer.
+
+    A forward pass writes its T tokens behind the committed ones (transformers calls `update`); `keep` then commits
+    the accepted nodes and forgets the rest. Nothing is ever concatenated or reallocated.
+
+    Args:
+        capacity: positions to hold: prompt + output + the widest tree.
+    """
+
+    def __init__(self, capacity: int):
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.length = 0
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Write [B, G, T, D] behind the committed tokens of a layer; the views [B, G, length + T, D] to attend to."""
+        end = self.length + key_states.shape[2]
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
+        if layer_idx == len(self.keys):
+            batch, groups, _, dim = key_states.shape
+            self.keys.append(key_states.new_empty(batch, groups, self.capacity, dim))
+            self.values.append(value_states.new_empty(batch, groups, self.capacity, value_states.shape[3]))
+        key, value = self.keys[layer_idx], self.values[layer_idx]
+        key[:, :, self.length : end] = key_states
+        value[:, :, self.length : end] = value_states
+        return key[:, :, :end], value[:, :, :end]
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit the nodes ``path`` (ascending) of the tokens written last; their pairs close up in place."""
+        if list(path) != list(range(len(path))):
+            index = torch.tensor(path, device=self.keys[0].device) + self.length
+            for buffer in (*self.keys, *self.values):
+                buffer[:, :, self.length : self.length + len(path)] = buffer.index_select(2, index)
+        self.length += len(path)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length

@@ -1,0 +1,58 @@
+"""Noise keyed by position: what makes every method draw the same tokens.
+
+The Gumbel noise of token t at absolute position i is a pure function of (seed, i, t). Integers come from SplitMix64
+(Steele, Lea and Flood, 2014) in wrapping 64-bit tensor arithmetic, so they are equal on every device: token t of
+position i is output t + 1 of the generator whose state is the mixed key (seed, i).
+"""
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's own carries the sign of an int64 along."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)
+
+
+def mix(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser on int64 tensors of any shape."""
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def random_bits(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """64 random bits for each (position, token): int64 [positions, tokens] from two int64 vectors."""
+    key = mix(mix(torch.full_like(positions, seed) + _GOLDEN) + (positions + 1) * _GOLDEN)
+    return mix(key[:, None] + (token_ids + 1) * _GOLDEN)
+
+
+def gumbel(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float64 [positions, tokens].
+
+    The uniform is (2k + 1) / 2**53 with k of 52 bits: exact in float64, symmetric, never 0 or 1. log1p keeps the
+    upper tail, which decides the draws, exact to the last bit.
+    """
+    k = _shift_right(random_bits(seed, positions, token_ids), 12)
+    uniform = (2 * k + 1).double() * 2.0**-53
+    return -torch.log(-torch.log1p(-uniform))
+
+
+class NoiseRows:
+    """The noise of consecutive positions, computed a block at a time and used by draft and verification alike."""
+
+    def __init__(self, seed: int, vocab_size: int, device: torch.device, block: int = 16):
+        self.seed, self.block = seed, block
+        self.token_ids = torch.arange(vocab_size, device=device)
+        self._first = 0
+        self._rows = torch.empty(0, vocab_size, dtype=torch.float64, device=device)
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """Noise of positions first .. first + count - 1, float64 [count, vocabulary]."""
+        if first < self._first or first + count > self._first + len(self._rows):
+            positions = torch.arange(first, first + max(count, self.block), device=self.token_ids.device)
+            self._first, self._rows = first, gumbel(self.seed, positions, self.token_ids)
+        return self._rows[first - self._first : first - self._first + count]

@@ -1,0 +1,99 @@
+"""The draft pass's memory: attention sinks plus the most important pairs of the full cache (paper section 3.4)."""
+
+from collections.abc import Mapping
+
+import torch
+from transformers import Cache
+
+from decoder.full_cache import FullCache
+
+
+class PartialCache(Cache):
+    """At most ``budget`` pairs per KV head, [batch, KV heads, budget + 1, head size] per layer.
+
+    The first ``sink`` positions stay. The other slots hold the most important pairs in decreasing order; accepted
+    tokens replace them from the end towards the sink, and when they would pass it the selection is made anew. As long
+    as the whole text fits, the cache simply holds all of it. The last slot is the draft pass's own token.
+
+    Args:
+        budget: slots, |B| in the paper.
+        sink: sink positions among them, |S|.
+        dynamic: False never selects a second time; replacement then starts again from the end.
+    """
+
+    def __init__(self, budget: int, sink: int, dynamic: bool = True):
+        super().__init__(layers=[])
+        self.budget, self.sink, self.dynamic = budget, sink, dynamic
+        self.rebuilds = 0
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._filled = 0
+        self._seen = 0
+        self._cursor = 0
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Put the draft pass's token [B, G, 1, D] behind the pairs of a layer; views of all [B, G, filled + 1, D]."""
+        end = self._filled + key_states.shape[2]
+        if end > self.budget + 1:
+            raise ValueError("the partial cache takes one new token at a time")
+        self._allocate(layer_idx, key_states, value_states)
+        key, value = self.keys[layer_idx], self.values[layer_idx]
+        key[:, :, self._filled : end] = key_states
+        value[:, :, self._filled : end] = value_states
+        return key[:, :, :end], value[:, :, :end]
+
+    def append(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        """Take in what ``full`` committed since the last call.
+
+        Args:
+            queries: per layer, the query [B, H, D] of the newest committed token; read only when a rebuild is due.
+        """
+        new = full.length - self._seen
+        if self._filled == self._seen and full.length <= self.budget:
+            self._copy(full, slot=self._filled, count=new)
+            self._filled += new
+        elif self._filled == self._seen or (self.dynamic and self._cursor - new < self.sink):
+            self.rebuild(full, queries)
+        else:
+            if self._cursor - new < self.sink:
+                self._cursor = self.budget
+            count = min(new, self._cursor - self.sink)
+            self._cursor -= count
+            self._copy(full, slot=self._cursor, count=count)
+        self._seen = full.length
+
+    def rebuild(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        """Select anew: the sink, then the pairs of highest importance in decreasing order.
+
+        The importance of key i for a KV head is the sum over the query heads of its group of q . K_i. The sum moves
+        inside: one product of the summed query with the keys, and no key is replicated.
+        """
+        wanted = self.budget - self.sink
+        for layer, (key, value) in enumerate(zip(full.keys, full.values, strict=True)):
+            self._allocate(layer, key, value)
+            query = queries[layer]
+            batch, groups = key.shape[:2]
+            summed = query.view(batch, groups, -1, query.shape[-1]).sum(2, keepdim=True)
+            importance = (summed @ key[:, :, self.sink : full.length].transpose(-1, -2)).squeeze(2)
+            chosen = importance.topk(wanted, dim=-1).indices + self.sink
+            for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
+                mine[:, :, : self.sink] = theirs[:, :, : self.sink]
+                index = chosen[..., None].expand(-1, -1, -1, theirs.shape[3])
+                mine[:, :, self.sink : self.budget] = theirs.gather(2, index)
+        self._filled = self._cursor = self.budget
+        self.rebuilds += 1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._filled
+
+    def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        if layer == len(self.keys):
+            for buffers, like in ((self.keys, key), (self.values, value)):
+                buffers.append(like.new_empty(like.shape[0], like.shape[1], self.budget + 1, like.shape[3]))
+
+    def _copy(self, full: FullCache, slot: int, count: int) -> None:
+        """The newest ``count`` pairs of ``full`` into the slots from ``slot`` on."""
+        for layer, (key, value) in enumerate(zip(full.keys, full.values, strict=True)):
+            self._allocate(layer, key, value)
+            self.keys[layer][:, :, slot : slot + count] = key[:, :, full.length - count : full.length]
+            self.values[layer][:, :, slot : slot + count] = value[:, :, full.length - count : full.length]

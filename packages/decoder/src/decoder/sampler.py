@@ -1,0 +1,159 @@
+"""Penalty, filters, noise: from logits to one token, the same way for every method.
+
+Pure functions on logits, and `Sampler`, which carries one generation's penalty window and noise.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from decoder.noise import NoiseRows
+from decoder.sampling_params import SamplingParams
+
+LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
+
+
+def penalise(logits: torch.Tensor, in_window: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Repetition penalty (paper section 3.5): ``logits`` [..., V] where ``in_window`` [V] bool, / or * ``penalty``."""
+    return torch.where(in_window, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Keep the k highest logits of each row; equal ones with the smaller token id first."""
+    if k >= logits.shape[-1]:
+        return logits
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    return logits.scatter(-1, order[..., k:], -torch.inf)
+
+
+def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Keep the most probable tokens until their mass reaches p; at least one, equal ones with the smaller id first."""
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = ranked.softmax(-1)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    drop = mass_before >= p
+    drop[..., 0] = False
+    return ranked.masked_fill(drop, -torch.inf).gather(-1, order.argsort(-1))
+
+
+def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Drop tokens with probability below min_p times the highest one's."""
+    log_probabilities = logits.log_softmax(-1)
+    floor = log_probabilities.amax(-1, keepdim=True) + math.log(min_p)
+    return logits.masked_fill(log_probabilities < floor, -torch.inf)
+
+
+def keep_eta(logits: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Eta sampling (Hewitt et al., 2022): drop p < min(eps, sqrt(eps) * exp(-entropy)); the best token stays."""
+    log_probabilities = logits.log_softmax(-1)
+    probabilities = log_probabilities.exp()
+    entropy = -(probabilities * log_probabilities).nan_to_num(nan=0.0).sum(-1, keepdim=True)
+    eta = torch.minimum(torch.full_like(entropy, epsilon), epsilon**0.5 * (-entropy).exp())
+    drop = (probabilities < eta) & (logits < logits.amax(-1, keepdim=True))
+    return logits.masked_fill(drop, -torch.inf)
+
+
+def process_logits(logits: torch.Tensor, params: SamplingParams, in_window: torch.Tensor | None) -> torch.Tensor:
+    """The filtered, unnormalised log-probabilities of each row: float64 [..., V], -inf where a filter dropped.
+
+    ``in_window`` [V] bool marks the tokens of the penalty window; None stands for an empty window.
+    """
+    logits = logits.double()
+    if in_window is not None and params.repetition_penalty != 1:
+        logits = penalise(logits, in_window, params.repetition_penalty)
+    if params.greedy:
+        return logits
+    logits = logits / params.temperature
+    if params.top_k:
+        logits = keep_top_k(logits, params.top_k)
+    if params.top_p < 1:
+        logits = keep_top_p(logits, params.top_p)
+    if params.min_p:
+        logits = keep_min_p(logits, params.min_p)
+    if params.eta_cutoff:
+        logits = keep_eta(logits, params.eta_cutoff)
+    return logits
+
+
+def first_argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Index of the highest score of each row of [..., V]; of equal ones the smallest, which torch does not promise."""
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    best = scores.amax(-1, keepdim=True)
+    return torch.where(scores == best, ids, scores.shape[-1]).amin(-1)
+
+
+class Sampler:
+    """One generation's choices: the penalty window that slides with the text, and the noise of each position.
+
+    Args:
+        params: the user's sampling parameters.
+        vocab_size: V, the number of logits per position.
+        device: where the logits live.
+        context: token ids so far (the prompt).
+        logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, applied before the penalty.
+        keep_logprobs: collect the log-probability of every chosen token in ``logprobs``.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        device: torch.device,
+        context: Sequence[int],
+        logits_hook: LogitsHook | None = None,
+        keep_logprobs: bool = False,
+    ):
+        self.params, self.logits_hook = params, logits_hook
+        self.context = list(context)
+        self.logprobs: list[float] | None = [] if keep_logprobs else None
+        self.noise = NoiseRows(params.seed, vocab_size, device)
+        self._penalised = params.repetition_penalty != 1 and params.penalty_window > 0
+        recent = self.context[-params.penalty_window :] if self._penalised else []
+        self._window = deque(recent)
+        self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+        if recent:
+            self._counts += torch.bincount(torch.tensor(recent, device=device), minlength=vocab_size).int()
+
+    @property
+    def in_window(self) -> torch.Tensor | None:
+        """Tokens under penalty, bool [V]; None when nothing is penalised."""
+        return self._counts > 0 if self._penalised else None
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
+        if self.logits_hook is not None:
+            logits = self.logits_hook(list(self.context), logits)
+        filtered = process_logits(logits, self.params, self.in_window)
+        if self.logprobs is not None:
+            self._distribution = filtered.log_softmax(-1)
+        return filtered if self.params.greedy else filtered + self.noise.rows(len(self.context), 1)[0]
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Draw the token of the next position from its logits [V] and move the window past it."""
+        token = int(first_argmax(self.scores(logits)))
+        if self.logprobs is not None:
+            self.logprobs.append(float(self._distribution[token]))
+        self.push(token)
+        return token
+
+    def push(self, token: int) -> None:
+        """Append a token to the text; the oldest one leaves a full window."""
+        self.context.append(token)
+        if self._penalised:
+            self._window.append(token)
+            self._counts[token] += 1
+            if len(self._window) > self.params.penalty_window:
+                self._counts[self._window.popleft()] -= 1
+
+    def draft_scores(self, logits: torch.Tensor, coupled: bool) -> torch.Tensor:
+        """Scores to rank draft candidates by, float64 [n, V], for the logits of the next n positions.
+
+        Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
+        All rows see the window as it stands now.
+        """
+        filtered = process_logits(logits, self.params, self.in_window)
+        if self.params.greedy or not coupled:
+            return filtered
+        return filtered + self.noise.rows(len(self.context), len(logits))

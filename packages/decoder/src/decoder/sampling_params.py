@@ -1,0 +1,56 @@
+"""What the user asks of the sampling: one immutable, validated record."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a token is chosen from the target's logits; names and meanings as in transformers and vLLM.
+
+    The order is fixed: repetition penalty, temperature, top-k, top-p, min-p, eta, each on the renormalised rest of
+    the one before.
+
+    Args:
+        temperature: divides the logits; 0 is greedy (the highest penalised logit, no noise).
+        top_k: keep the k most probable tokens; 0 switches off.
+        top_p: keep the smallest set of most probable tokens whose mass reaches top_p; 1 switches off.
+        min_p: drop tokens less probable than min_p times the most probable one; 0 switches off.
+        eta_cutoff: drop tokens with p < min(eta_cutoff, sqrt(eta_cutoff) * exp(-entropy)); 0 switches off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the window; 1 switches off.
+        penalty_window: how many of the last tokens, prompt included, count as the window.
+        seed: the noise is a pure function of (seed, position, token id).
+
+    Raises:
+        ValueError: a value out of range; the message names the field.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    eta_cutoff: float = 0.0
+    repetition_penalty: float = 1.0
+    penalty_window: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (self.temperature >= 0 and self.temperature < float("inf"), "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "eta_cutoff": (0 <= self.eta_cutoff < 1, "at least 0 and below 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0"),
+            "penalty_window": (self.penalty_window >= 0, "at least 0"),
+            "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
+        }
+        for name in ("top_k", "penalty_window", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} must be an integer, not {getattr(self, name)!r}")
+        for name, (fits, words) in ranges.items():
+            if not fits:
+                raise ValueError(f"{name} must be {words}, not {getattr(self, name)!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0

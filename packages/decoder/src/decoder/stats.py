@@ -1,0 +1,56 @@
+"""What the engine counts while it decodes."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Statistics:
+    """Counts of one generation; the rates are the paper's measures (section 4.1).
+
+    Attributes:
+        steps: forward passes over the full cache.
+        generated: new tokens.
+        drafted: sum over steps of the tree's depth (the paper's gamma + 1 for its fixed tree).
+        accepted: drafted tokens accepted.
+        ngram_accepted: accepted tokens of steps in which an n-gram reached as far as any candidate.
+        accepted_by_depth: entry i counts the steps that accepted a drafted token at depth i + 1.
+        prefill_seconds, decode_seconds: device-synchronised wall time.
+        cache_rebuilds: selections of the partial cache.
+    """
+
+    steps: int = 0
+    generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    ngram_accepted: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    cache_rebuilds: int = 0
+
+    def count_step(self, depth: int, accepted: int, by_ngram: bool, generated: int) -> None:
+        """One step: a tree of ``depth``, of which ``accepted`` tokens were taken, gave ``generated`` tokens."""
+        self.steps += 1
+        self.generated += generated
+        self.drafted += depth
+        self.accepted += accepted
+        if by_ngram:
+            self.ngram_accepted += accepted
+        self.accepted_by_depth += [0] * (depth - len(self.accepted_by_depth))
+        for level in range(accepted):
+            self.accepted_by_depth[level] += 1
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """alpha = accepted / drafted; None when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def ngram_acceptance_rate(self) -> float | None:
+        """beta: the share of drafted tokens that n-grams got accepted; None when nothing was drafted."""
+        return self.ngram_accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """New tokens per verification; None before the first step."""
+        return self.generated / self.steps if self.steps else None
