@@ -236,6 +236,7 @@ def _read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, to
     """The tensors of a safetensors file whose names match ``pattern`` whole, or all of them."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if not pattern or pattern.fullmatch(name)}
+            names = [name for name in file.keys() if not pattern or pattern.fullmatch(name)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file") from error

@@ -44,16 +44,18 @@ class Engine:
     def prefill(self) -> None:
         """Commit the prompt but its last token."""
         start = self._clock()
-        queries = self.target.prefill(self.sampler.context[:-1], self.cache)
-        self.drafter.start(self.cache, queries)
+        with self.target.borrowed():
+            queries = self.target.prefill(self.sampler.context[:-1], self.cache)
+            self.drafter.start(self.cache, queries)
         self.statistics.prefill_seconds = self._clock() - start
 
     @torch.inference_mode()
     def step(self) -> list[int]:
         """Draft, verify, accept, commit: the next one or more tokens."""
         start = self._clock()
-        tree = self.drafter.propose(self.cache, self.sampler)
-        verification = self.target.forward(tree, self.cache)
+        with self.target.borrowed():
+            tree = self.drafter.propose(self.cache, self.sampler)
+            verification = self.target.forward(tree, self.cache)
         path, tokens = self.accept(tree, verification.logits)
         self.cache.keep(path)
         self.drafter.commit(self.cache, verification, path, tokens)

@@ -10,6 +10,7 @@ from transformers import Cache, PreTrainedModel
 
 from decoder import attention
 from decoder.full_cache import FullCache
+from decoder.linear import few_rows
 from decoder.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -55,7 +56,7 @@ class Verification:
 
 
 class Target:
-    """Runs the user's model over a cache and leaves the model as it was.
+    """Runs the user's model over a cache, inside a `borrowed` block, and leaves the model as it was.
 
     Raises:
         ValueError: an architecture that could not be decoded exactly.
@@ -72,31 +73,36 @@ class Target:
         self.norm: nn.Module = norm
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.hidden_size: int = self.lm_head.weight.shape[1]
+        plain = self.device.type == "cpu" and self.lm_head.weight.dtype in (torch.float32, torch.float64)
+        self._linears = [m for m in model.modules() if type(m) is nn.Linear] if plain else []
 
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
     @contextmanager
-    def borrowed(self) -> Iterator[list[torch.Tensor]]:
-        """The model with our attention and in eval mode; yields a list that receives the final norm's inputs.
+    def borrowed(self) -> Iterator[None]:
+        """The model in eval mode, with our attention and linear layers, its final norm's input recorded.
 
         Borrowed for one step at a time, so that between two chunks of a stream the model is the user's own.
         """
         config, training = self.model.config, self.model.training
         implementation = config._attn_implementation
-        hidden: list[torch.Tensor] = []
-        hook = self.norm.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+        hook = self.norm.register_forward_pre_hook(self._record)
         config._attn_implementation = attention.NAME
         if training:
             self.model.eval()
         try:
-            yield hidden
+            with few_rows(self._linears):
+                yield
         finally:
             hook.remove()
             config._attn_implementation = implementation
             if training:
                 self.model.train()
+
+    def _record(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._hidden = args[0]
 
     def _inputs(self, tokens: Sequence[int], positions: Sequence[int], cache: Cache) -> dict:
         ids = torch.tensor([list(tokens), list(positions)], device=self.device)
@@ -105,29 +111,25 @@ class Target:
     def prefill(self, tokens: Sequence[int], cache: FullCache) -> dict[int, torch.Tensor]:
         """Commit ``tokens`` to an empty cache, chunk by chunk; the newest token's query per layer, [B, H, D]."""
         queries: dict[int, torch.Tensor] = {}
-        with self.borrowed() as hidden:
-            for start in range(0, len(tokens), _PREFILL_CHUNK):
-                chunk = tokens[start : start + _PREFILL_CHUNK]
-                positions = range(start, start + len(chunk))
-                self.decoder(**self._inputs(chunk, positions, cache), queries=queries)
-                cache.keep(range(len(chunk)))
-                hidden.clear()
-            return {layer: query[:, :, -1].clone() for layer, query in queries.items()}
+        for start in range(0, len(tokens), _PREFILL_CHUNK):
+            chunk = tokens[start : start + _PREFILL_CHUNK]
+            positions = range(start, start + len(chunk))
+            self.decoder(**self._inputs(chunk, positions, cache), queries=queries)
+            cache.keep(range(len(chunk)))
+        return {layer: query[:, :, -1].clone() for layer, query in queries.items()}
 
     def forward(self, tree: TokenTree, cache: FullCache) -> Verification:
         """Verify: every node of ``tree`` over the full cache, at position committed tokens + depth."""
-        with self.borrowed() as hidden:
-            queries: dict[int, torch.Tensor] = {}
-            positions = [cache.length + depth for depth in tree.depths]
-            mask = tree.ancestor_mask(self.device)
-            output = self.model(**self._inputs(tree.tokens, positions, cache), tree_mask=mask, queries=queries)
-            return Verification(hidden[0][0], output.logits[0], queries)
+        queries: dict[int, torch.Tensor] = {}
+        positions = [cache.length + depth for depth in tree.depths]
+        mask = tree.ancestor_mask(self.device)
+        output = self.model(**self._inputs(tree.tokens, positions, cache), tree_mask=mask, queries=queries)
+        return Verification(self._hidden[0], output.logits[0], queries)
 
     def draft(self, token: int, position: int, cache: Cache) -> torch.Tensor:
         """The hidden state h0 [d] before the final norm of one token over ``cache``, usually a partial one."""
-        with self.borrowed() as hidden:
-            self.decoder(**self._inputs([token], [position], cache))
-            return hidden[0][0, 0]
+        self.decoder(**self._inputs([token], [position], cache))
+        return self._hidden[0, 0]
 
     def head(self, normalised: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of normalised hidden states [..., d]."""

@@ -1,0 +1,1 @@
+"""ts_eval: compares decoders by speed, acceptance, diversity and losslessness."""

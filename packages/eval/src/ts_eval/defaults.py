@@ -1,0 +1,16 @@
+"""What `ts-eval compare` takes for what is not given; free of heavy imports, so that --help is quick."""
+
+SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.1,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.2,
+    "penalty_window": 1024,
+}
+MAX_NEW_TOKENS = 1024
+RUNS = 3
+OUTPUT = "runs/compare"
+BOOK_TOKENS = 1024
+"""Prompt tokens taken from a shipped book, which is longer than any context."""

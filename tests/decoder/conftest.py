@@ -1,0 +1,52 @@
+"""Tiny random models: small enough for float64, sharp enough that drafts are right often."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decoder import DraftHeads, Decoder
+
+VOCAB = 48
+
+
+def tiny_llama(dtype=torch.float64, seed=0, **overrides):
+    settings = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).to(dtype).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    return model
+
+
+def random_heads(model, num_heads=3, kind="chained", seed=1):
+    torch.manual_seed(seed)
+    heads = DraftHeads(model.config.hidden_size, num_heads=num_heads, kind=kind)
+    for parameter in heads.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return heads
+
+
+@pytest.fixture(scope="session")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def dec(model):
+    return Decoder(model, heads=random_heads(model))
+
+
+@pytest.fixture(scope="session")
+def prompt():
+    return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(7)).tolist()

@@ -1,0 +1,233 @@
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from decoder.draft_heads import DraftHeads
+
+D = 16
+
+
+def random_heads(kind="chained", num_heads=3, dtype=torch.float32) -> DraftHeads:
+    torch.manual_seed(0)
+    heads = DraftHeads(D, num_heads, norm_eps=1e-5, kind=kind)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return heads.to(dtype)
+
+
+def llama_norm(weight, x):
+    norm = LlamaRMSNorm(D, eps=1e-5).to(weight.dtype)
+    norm.weight.data.copy_(weight)
+    return norm(x)
+
+
+@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_follows_the_paper_with_llamas_own_norm(kind, dtype):
+    heads = random_heads(kind, dtype=dtype)
+    hidden = torch.randn(2, 5, D, dtype=dtype)
+    outputs = heads(hidden)
+    assert len(outputs) == 3
+    state = hidden
+    for i, output in enumerate(outputs):
+        weights = {
+            name: heads.state_dict()[f"heads.{i}.{name}.weight"] for name in ("linear", "input_norm", "output_norm")
+        }
+        before = state if kind == "chained" else hidden
+        state = llama_norm(weights["input_norm"], before) @ weights["linear"].T + before
+        assert output.dtype == dtype
+        assert torch.allclose(output, llama_norm(weights["output_norm"], state), atol=1e-6)
+
+
+def test_tensor_names_and_shapes_are_those_of_the_file_format():
+    expected = {}
+    for i in range(2):
+        expected |= {f"heads.{i}.linear.weight": (D, D)}
+        expected |= {f"heads.{i}.{norm}.weight": (D,) for norm in ("input_norm", "output_norm")}
+    assert {name: tuple(t.shape) for name, t in DraftHeads(D, 2).state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("kind", ["chained", "independent"])
+def test_untrained_heads_give_the_models_own_normalised_state(kind):
+    heads = DraftHeads(D, 3, norm_eps=1e-5, kind=kind)
+    weight, hidden = torch.rand(D), torch.randn(4, D)
+    heads.init_from_norm(weight)
+    for output in heads(hidden):
+        assert torch.equal(output, llama_norm(weight, hidden))
+
+
+def test_float64_is_not_narrowed_by_the_norms():
+    heads, hidden = random_heads(dtype=torch.float64), torch.randn(3, D, dtype=torch.float64)
+    weight, eps = heads.heads[0].input_norm.weight, heads.norm_eps
+    exact = weight * hidden / (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
+    assert torch.allclose(heads.heads[0].input_norm(hidden), exact, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"kind": "magic"}, "unknown kind of heads 'magic'; known kinds are chained, independent"),
+        ({"num_heads": 0}, "num_heads must be at least 1"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+    ],
+)
+def test_impossible_heads_are_refused(arguments, reason):
+    with pytest.raises(ValueError, match=reason):
+        DraftHeads(**({"hidden_size": D} | arguments))
+
+
+def test_heads_for_another_hidden_size_are_refused():
+    heads = DraftHeads(64)
+    heads.check_fits(64)
+    for refuse in (lambda: heads.check_fits(384), lambda: heads.init_from_norm(torch.ones(384))):
+        with pytest.raises(ValueError, match="the heads are for hidden size 64, the model has 384"):
+            refuse()
+
+
+@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_heads_load_as_they_were(tmp_path, kind, dtype):
+    heads = random_heads(kind, num_heads=2, dtype=dtype)
+    heads.save_pretrained(tmp_path / "heads", base_model="some/model", training={"steps": 7})
+    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == ["config.json", "heads.safetensors"]
+    loaded = DraftHeads.from_pretrained(tmp_path / "heads")
+    assert (loaded.kind, loaded.num_heads, loaded.norm_eps) == (kind, 2, 1e-5)
+    for name, tensor in heads.state_dict().items():
+        assert loaded.state_dict()[name].dtype == dtype
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    assert all(p.requires_grad for p in loaded.parameters())
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    assert config == {
+        "architecture": "tokenswift-heads",
+        "format_version": 1,
+        "num_heads": 2,
+        "hidden_size": D,
+        "norm_eps": 1e-5,
+        "kind": kind,
+        "base_model": "some/model",
+        "training": {"steps": 7},
+    }
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_half_written(tmp_path):
+    random_heads().save_pretrained(tmp_path)
+    before = (tmp_path / "heads.safetensors").read_bytes()
+    with pytest.raises(TypeError):
+        DraftHeads(D).save_pretrained(tmp_path, training={"not": object()})
+    assert (tmp_path / "heads.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "heads.safetensors"]
+
+
+def published(folder, heads, sharded, prefix="model.") -> None:
+    """Write a whole model's checkpoint with heads inside, as TokenSwift's authors publish it."""
+    LlamaConfig(hidden_size=D, num_attention_heads=2, rms_norm_eps=1e-5).save_pretrained(folder)
+    parts = {"linear": "linear", "input_norm": "input_layernorm", "output_norm": "post_layernorm"}
+    tensors = {"model.embed_tokens.weight": torch.zeros(4, D), "model.layers.0.input_layernorm.weight": torch.ones(D)}
+    for name, tensor in heads.state_dict().items():
+        _, number, part, _ = name.split(".")
+        tensors[f"{prefix}medusa_layers.{number}.{parts[part]}.weight"] = tensor
+    names = sorted(tensors)
+    groups = [names[0::3], names[1::3], names[2::3]] if sharded else [names]
+    weight_map = {}
+    for number, group in enumerate(groups):
+        file = f"model-{number + 1:05}-of-{len(groups):05}.safetensors" if sharded else "model.safetensors"
+        save_file({name: tensors[name] for name in group}, folder / file)
+        weight_map |= dict.fromkeys(group, file)
+    if sharded:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_published_checkpoints_are_read_for_their_head_tensors_alone(tmp_path, sharded):
+    heads = random_heads(dtype=torch.bfloat16)
+    published(tmp_path, heads, sharded)
+    loaded = DraftHeads.from_pretrained(tmp_path)
+    assert (loaded.kind, loaded.num_heads, loaded.hidden_size, loaded.norm_eps) == ("chained", 3, D, 1e-5)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+
+
+def test_a_published_checkpoint_that_lacks_a_shard_is_refused(tmp_path):
+    published(tmp_path, random_heads(), sharded=True)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(OSError, match="has no model-00002-of-00003"):
+        DraftHeads.from_pretrained(tmp_path)
+
+
+def edit_config(**changes):
+    def edit(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_tensors(change):
+    def edit(folder):
+        path = folder / "heads.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return edit
+
+
+def cut_file(name, size):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "reason"),
+    [
+        (edit_config(architecture="other"), ValueError, "is not a heads checkpoint"),
+        (edit_config(format_version=2), ValueError, "heads of format version 2, this program reads 1"),
+        (edit_config(kind="magic"), ValueError, "unknown kind of heads 'magic'"),
+        (edit_config(num_heads=4), ValueError, "misses tensors: heads.3.input_norm.weight"),
+        (edit_config(num_heads=2), ValueError, "has extra tensors: heads.2.input_norm.weight"),
+        (edit_config(num_heads=None), ValueError, "gives no usable num_heads"),
+        (edit_config(hidden_size=8), ValueError, r"has shape \[16\], not \[8\]|has shape \[16, 16\], not \[8, 8\]"),
+        (edit_tensors(lambda t: t["heads.1.linear.weight"].fill_(float("nan"))), ValueError, "no finite numbers"),
+        (edit_tensors(lambda t: t["heads.0.input_norm.weight"].fill_(float("inf"))), ValueError, "no finite numbers"),
+        (edit_tensors(lambda t: t.update(other=torch.ones(1))), ValueError, "has extra tensors: other"),
+        (cut_file("config.json", 20), ValueError, "is not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "holds no JSON object"),
+        (cut_file("heads.safetensors", 500), ValueError, "is not a whole safetensors file"),
+        (lambda folder: (folder / "heads.safetensors").unlink(), OSError, "has no heads.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), OSError, "it has no config.json"),
+    ],
+)
+def test_spoilt_checkpoints_are_refused_with_the_reason(tmp_path, spoil, error, reason):
+    random_heads().save_pretrained(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(error, match=reason):
+        DraftHeads.from_pretrained(tmp_path)
+
+
+def test_missing_folders_and_files_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="there is no folder of heads at"):
+        DraftHeads.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="is a file"):
+        DraftHeads.from_pretrained(tmp_path / "file")
+
+
+def test_a_hub_id_is_fetched_without_the_files_it_does_not_need(tmp_path, monkeypatch):
+    random_heads().save_pretrained(tmp_path)
+    calls = []
+    fetch = lambda name, allow_patterns: calls.append((name, allow_patterns)) or str(tmp_path)  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert DraftHeads.from_pretrained("someone/heads").num_heads == 3
+    assert calls == [("someone/heads", ["config.json", "*.safetensors", "model.safetensors.index.json"])]
+
+
+def test_an_unreachable_hub_is_one_sentence(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(OSError, match=r"^there is no folder of heads at someone/heads, and it could not be read from"):
+        DraftHeads.from_pretrained("someone/heads")

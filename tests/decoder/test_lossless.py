@@ -1,0 +1,208 @@
+"""The product: whatever drafts, the same seed gives the same tokens as AR, and AR is transformers' own decoding."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from .scipy_free import chi_square_tail
+from transformers import (
+    LlamaConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.sampler import process_logits
+
+from .conftest import VOCAB, random_heads, tiny_llama
+
+SAMPLERS = {
+    "plain": SamplingParams(seed=1),
+    "paper": SamplingParams(seed=2, min_p=0.1, repetition_penalty=1.2, penalty_window=1024),
+    "short window": SamplingParams(seed=3, top_p=0.9, repetition_penalty=1.5, penalty_window=7),
+    "all filters": SamplingParams(
+        seed=4, temperature=0.8, top_k=20, top_p=0.95, min_p=0.02, eta_cutoff=1e-3, repetition_penalty=1.1
+    ),
+    "greedy": SamplingParams(temperature=0),
+    "greedy, penalised": SamplingParams(temperature=0, repetition_penalty=1.3, penalty_window=32),
+}
+OPTIONS = {
+    "paper": TokenSwiftOptions(),
+    "narrow": TokenSwiftOptions(tree=(1, 2), ngrams=2, budget=20),
+    "chain": TokenSwiftOptions(tree=(1, 1, 1, 1), ngrams=0, budget=17),
+    "wide": TokenSwiftOptions(tree=(3, 3, 3, 3), ngrams=5, budget=33, sink=4),
+    "static": TokenSwiftOptions(cache="static", budget=24),
+    "full": TokenSwiftOptions(cache="full", coupled=False),
+    "deeper than the heads": TokenSwiftOptions(tree=(1, 2, 1, 1, 3, 3), ngrams=50, budget=4000, sink=0),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS)
+def test_tokenswift_equals_ar(dec, prompt, sampling, options):
+    expected = dec.generate(prompt, 150, "ar", sampling)
+    drafted = dec.generate(prompt, 150, "tokenswift", sampling, options)
+    assert drafted.token_ids == expected.token_ids
+    assert drafted.stats.accepted > 0
+    assert drafted.stats.steps < expected.stats.steps
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tokenswift_equals_ar_whatever_the_settings(dec, data):
+    draw = data.draw
+    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=90))
+    sampling = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
+        top_k=draw(st.sampled_from([0, 1, 5, 100])),
+        top_p=draw(st.sampled_from([0.5, 0.95, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 0.2])),
+        repetition_penalty=draw(st.sampled_from([1.0, 0.8, 1.4])),
+        penalty_window=draw(st.integers(0, 60)),
+        seed=draw(st.integers(0, 2**40)),
+    )
+    sink = draw(st.integers(0, 8))
+    options = TokenSwiftOptions(
+        tree=tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))),
+        ngrams=draw(st.integers(0, 10)),
+        budget=draw(st.none() | st.integers(sink + 1, 150)),
+        sink=sink,
+        cache=draw(st.sampled_from(["dynamic", "static", "full"])),
+        coupled=draw(st.booleans()),
+    )
+    length = draw(st.integers(0, 60))
+    expected = dec.generate(prompt, length, "ar", sampling)
+    assert dec.generate(prompt, length, "tokenswift", sampling, options).token_ids == expected.token_ids
+    assert len(expected.token_ids) == length
+
+
+@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("num_heads", [1, 2, 5])
+def test_any_gamma_and_kind(model, prompt, num_heads, kind):
+    dec = Decoder(model, heads=random_heads(model, num_heads, kind))
+    sampling = SamplingParams(seed=5, repetition_penalty=1.2)
+    expected = dec.generate(prompt, 60, "ar", sampling).token_ids
+    options = TokenSwiftOptions(tree=(2, 2, 1, 1, 1, 1, 1))
+    assert dec.generate(prompt, 60, "tokenswift", sampling, options).token_ids == expected
+
+
+FAMILIES = {
+    "llama MHA": LlamaConfig(num_key_value_heads=4),
+    "llama MQA, tied": LlamaConfig(num_key_value_heads=1, tie_word_embeddings=True),
+    "llama3 rope": LlamaConfig(
+        num_key_value_heads=2,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "qwen2": Qwen2Config(num_key_value_heads=2),
+    "qwen3": Qwen3Config(num_key_value_heads=2, head_dim=16),
+    "mistral": MistralConfig(num_key_value_heads=2, sliding_window=None, head_dim=8),
+}
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("penalty", [1.0, 1.25])
+def test_greedy_equals_transformers_generate(config, penalty, prompt):
+    shape = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    for name, value in {**shape, "max_position_embeddings": 1024, "eos_token_id": None, "bos_token_id": None}.items():
+        setattr(config, name, value)
+    torch.manual_seed(3)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    ids = torch.tensor([prompt])
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=80,
+        repetition_penalty=penalty,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    dec = Decoder(model, heads=random_heads(model))
+    sampling = SamplingParams(temperature=0, repetition_penalty=penalty)
+    assert dec.generate(prompt, 80, "ar", sampling).token_ids == expected
+    assert dec.generate(prompt, 80, "tokenswift", sampling, OPTIONS["narrow"]).token_ids == expected
+
+
+def test_first_sampled_token_follows_transformers_distribution(dec, model, prompt):
+    """Chi-square over 2,000 seeds against probabilities from transformers' own processors; false alarm 1 in 10^6."""
+    ids = torch.tensor([prompt])
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.3),
+            TemperatureLogitsWarper(0.9),
+            TopKLogitsWarper(12),
+            MinPLogitsWarper(0.02),
+        ]
+    )
+    with torch.inference_mode():
+        logits = model(ids).logits[:, -1]
+        expected = processors(ids, logits.clone())[0].softmax(-1)
+    draws = 2000
+    counts = torch.zeros(VOCAB)
+    window = torch.zeros(VOCAB, dtype=torch.bool)
+    window[prompt] = True
+    params = SamplingParams(temperature=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3)
+    ours = process_logits(logits[0], params, window).softmax(-1)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    for seed in range(draws):
+        sampling = SamplingParams(temperature=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3, seed=seed)
+        counts[dec.generate(prompt, 1, "ar", sampling).token_ids[0]] += 1
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    statistic = ((counts - draws * expected)[possible] ** 2 / (draws * expected[possible])).sum().item()
+    assert chi_square_tail(statistic, int(possible.sum()) - 1) > 1e-6
+
+
+def test_a_drafter_that_lies_changes_nothing(dec, prompt, monkeypatch):
+    """Any proposal is safe: here trees of random tokens, right only by chance."""
+    from decoder.drafters import METHODS, Autoregressive
+    from decoder.token_tree import TokenTree
+
+    generator = torch.Generator().manual_seed(0)
+
+    class Liar(Autoregressive):
+        def __init__(self, *args, **kwargs):
+            self.max_nodes = 30
+
+        def propose(self, cache, sampler):
+            tree = TokenTree(sampler.context[-1])
+            while len(tree) < 30:
+                parent = int(torch.randint(len(tree), (1,), generator=generator))
+                tree.add(parent, int(torch.randint(VOCAB, (1,), generator=generator)), "chance")
+            return tree
+
+    monkeypatch.setitem(METHODS, "liar", Liar)
+    sampling = SamplingParams(seed=9, repetition_penalty=1.2, penalty_window=16)
+    lied = dec.generate(prompt, 100, "liar", sampling)
+    assert lied.token_ids == dec.generate(prompt, 100, "ar", sampling).token_ids
+    assert lied.stats.accepted > 0
+
+
+def test_bfloat16_runs_and_is_of_the_right_length(prompt):
+    model = tiny_llama(torch.bfloat16)
+    out = Decoder(model, heads=random_heads(model)).generate(prompt, 64, sampling=SamplingParams(seed=1))
+    assert len(out.token_ids) == 64
+
+
+@pytest.mark.gpu
+def test_cuda_equals_ar_on_cuda(prompt):
+    model = tiny_llama().cuda()
+    dec = Decoder(model, heads=random_heads(model))
+    for sampling in SAMPLERS.values():
+        expected = dec.generate(prompt, 100, "ar", sampling).token_ids
+        assert dec.generate(prompt, 100, "tokenswift", sampling, OPTIONS["narrow"]).token_ids == expected

@@ -1,0 +1,40 @@
+"""A tiny random model with tokenizer, heads and prompts, laid out as data/ is."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_reference import BOOKS, save_model
+
+from decoder import DraftHeads
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Threads that wait for each other in tiny products cost more than they give, the more so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A data folder: reference-model, heads-chained, pg19/test.jsonl.gz."""
+    folder = tmp_path_factory.mktemp("data")
+    save_model(folder / "reference-model")
+    DraftHeads(32).save_pretrained(folder / "heads-chained")
+    (folder / "pg19").mkdir()
+    with gzip.open(folder / "pg19/test.jsonl.gz", "wt", encoding="utf-8") as books:
+        for title, text in BOOKS.items():
+            books.write(json.dumps({"short_book_title": title, "text": text}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def prompt_file(tmp_path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text(BOOKS["The Mill"], encoding="utf-8")
+    return path

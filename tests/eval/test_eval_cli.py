@@ -1,0 +1,79 @@
+"""The command as installed, the demo, and the data folder's whereabouts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import decoder
+from ts_eval import data_dir, demo
+from ts_eval.cli import main
+
+
+def test_methods_lists_the_decoders():
+    assert CliRunner().invoke(main, ["methods"]).stdout.split() == decoder.methods()
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys; from ts_eval.cli import main; main(['compare', '--help'], standalone_mode=False); "
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--check-lossless" in done.stdout
+
+
+def test_no_command_shows_the_help():
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 2
+    assert "compare" in result.output
+
+
+def test_demo_writes_both_comparisons_and_runs_twice(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--data-dir", str(data), "--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1"]
+    assert demo.main(arguments) == 0
+    for name, temperature in (("demo", 1.0), ("demo-greedy", 0.0)):
+        results = json.loads(Path(f"runs/{name}/results.json").read_text())
+        assert results["settings"]["sampling"]["temperature"] == temperature
+        assert list(results["methods"]) == ["ar", demo.PAPER, "tokenswift"]
+        assert all(row["identical_to_ar"] for row in results["methods"].values())
+    assert demo.main(arguments) == 0
+    assert "3 finished generations taken over" in capsys.readouterr().err
+
+
+class Record:
+    """An installed distribution with pip's record of where it came from."""
+
+    def __init__(self, record: dict | None):
+        self.record = record
+
+    def read_text(self, name: str) -> str | None:
+        return json.dumps(self.record) if self.record else None
+
+
+@pytest.mark.parametrize("extra", [{"dir_info": {"editable": True}}, {"dir_info": {}}])
+def test_data_is_found_in_the_checkout_it_was_installed_from(tmp_path, monkeypatch, extra):
+    checkout = tmp_path / "a check-out"
+    (checkout / "data").mkdir(parents=True)
+    record = Record({"url": (checkout / "packages/eval").as_uri(), **extra})
+    monkeypatch.setattr(data_dir.metadata, "distribution", lambda name: record)
+    assert data_dir.find_data_dir() == checkout / "data"
+
+
+@pytest.mark.parametrize("record", [None, {"url": "https://example.org/eval.whl"}, {"url": "file:///nowhere/at/all"}])
+def test_without_a_checkout_it_says_how_to_get_the_data(tmp_path, monkeypatch, record):
+    monkeypatch.setattr(data_dir.metadata, "distribution", lambda name: Record(record))
+    with pytest.raises(FileNotFoundError, match="--data-dir or TS_DATA_DIR"):
+        data_dir.find_data_dir()
+    monkeypatch.delenv("TS_DATA_DIR", raising=False)
+    result = CliRunner().invoke(main, ["compare", "ar", "--output", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "TS_DATA_DIR" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_data_folder_may_come_from_the_environment(data, tmp_path):
+    arguments = ["compare", "ar", "--prompt-tokens", "20", "--max-new-tokens", "4", "--output", str(tmp_path)]
+    result = CliRunner(env={"TS_DATA_DIR": str(data)}).invoke(main, [*arguments, "--runs", "1"])
+    assert result.exit_code == 0, result.output
