@@ -15,11 +15,12 @@ import click
 import lightning as L
 import numpy as np
 import torch
-from books import read_books
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from books import read_books
 
 STEP_TOKENS = 16_384
 SHORT = 512
@@ -51,7 +52,9 @@ class Size:
 SIZES = {
     # 7.9M parameters; wide and shallow, because on a CPU every layer costs a fixed overhead per step.
     "reference": Size(
-        dict(hidden_size=384, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=1024),
+        dict(
+            hidden_size=384, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=1024
+        ),
         (Phase(1250, SHORT, 1.0, 0.2, decay=0.5), Phase(40, 4096, 0.2, 0.14), Phase(28, 16_384, 0.14, 0.02)),
     ),
     # 0.9M parameters, the drafter of `triforce`; StreamingLLM keeps its context short.
@@ -206,9 +209,12 @@ def main(size: str, books: Path, tokenizer: Path, output: Path, work: Path, thre
     tokens = tokenise(books, tokenizer, work / "tokens", "train")
     module = LanguageModel(SIZES[size], len(tok), tok.eos_token_id)
     total = sum(phase.steps for phase in module.size.phases)
-    click.echo(f"{sum(p.numel() for p in module.model.parameters()):,} parameters, {total} steps of {STEP_TOKENS} tokens")
+    click.echo(
+        f"{sum(p.numel() for p in module.model.parameters()):,} parameters, {total} steps of {STEP_TOKENS} tokens"
+    )
 
     folder = work / size
+
     class Data(L.LightningDataModule):
         def train_dataloader(self):
             steps = Steps(tokens, module.size.phases, module.steps_done, seed)

@@ -1,14 +1,15 @@
 """Train the byte-level BPE tokenizer of the reference model on the train books.
 
-    python data/scripts/train_tokenizer.py --books BOOKS --output data/reference-model
+python data/scripts/train_tokenizer.py --books BOOKS --output data/reference-model
 """
 
 from pathlib import Path
 
 import click
-from books import read_books
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from books import read_books
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decoder import DraftHeads, Decoder
+from decoder import Decoder, DraftHeads
 
 VOCAB = 48
 

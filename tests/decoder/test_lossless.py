@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from .scipy_free import chi_square_tail
 from transformers import (
     LlamaConfig,
     LogitsProcessorList,
@@ -22,6 +21,7 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.sampler import process_logits
 
 from .conftest import VOCAB, random_heads, tiny_llama
+from .scipy_free import chi_square_tail
 
 SAMPLERS = {
     "plain": SamplingParams(seed=1),

@@ -1,0 +1,72 @@
+"""The noise: known answers, uniformity, tail, and that it depends on nothing but seed, position and token."""
+
+import math
+
+import torch
+
+from decoder.noise import _GOLDEN, NoiseRows, gumbel, mix, random_bits
+
+from .scipy_free import chi_square_tail
+
+
+def test_known_answers_of_splitmix64():
+    """First outputs for seed 1234567, as published with several implementations of SplitMix64."""
+    counter = torch.full((5,), 1234567, dtype=torch.int64) + torch.arange(1, 6) * _GOLDEN
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [value % 2**64 for value in mix(counter).tolist()] == expected
+
+
+def test_integers_equal_a_plain_python_computation():
+    word = 2**64 - 1
+
+    def mixed(z):
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
+        return z ^ (z >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    for seed, position, token in ((0, 0, 0), (3, 17, 4095), (2**63 - 1, 131_071, 128_255)):
+        key = mixed((mixed((seed + golden) & word) + (position + 1) * golden) & word)
+        expected = mixed((key + (token + 1) * golden) & word)
+        bits = random_bits(seed, torch.tensor([position]), torch.tensor([token]))
+        assert bits.item() % 2**64 == expected
+
+
+def test_bits_are_fair_and_neighbours_unrelated():
+    """Each of 64 bits over a million values within 5.5 deviations of one half (false alarm 2 in 10^6)."""
+    bits = random_bits(5, torch.arange(250), torch.arange(4000)).flatten()
+    for shift in range(64):
+        ones = ((bits >> shift) & 1).double().mean().item()
+        assert abs(ones - 0.5) < 5.5 * 0.5 / math.sqrt(len(bits))
+    noise = gumbel(5, torch.arange(250), torch.arange(4000))
+    for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1])):
+        correlation = torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1].item()
+        assert abs(correlation) < 6 / math.sqrt(a.numel())
+
+
+def test_gumbel_distribution_with_its_tail():
+    """Chi-square over 16 cells equal in probability, the last one cut again at 2^-7 .. 2^-15; odds 1 in 10^6."""
+    noise = gumbel(11, torch.arange(200), torch.arange(5000)).flatten()
+    survival = [k / 16 for k in range(15, 0, -1)] + [2.0**-e for e in range(7, 16, 2)]
+    edges = [-math.log(-math.log1p(-s)) for s in survival]
+    counts = torch.histc(torch.bucketize(noise, torch.tensor(edges, dtype=torch.float64)).double(), len(edges) + 1)
+    mass = torch.tensor([1.0, *survival]) - torch.tensor([*survival, 0.0])
+    expected = mass * len(noise)
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    assert chi_square_tail(statistic, len(edges)) > 1e-6
+    assert torch.isfinite(noise).all()
+
+
+def test_rows_do_not_depend_on_what_was_asked_before():
+    fresh = NoiseRows(3, 50, torch.device("cpu")).rows(40, 5)
+    used = NoiseRows(3, 50, torch.device("cpu"), block=4)
+    for first, count in ((0, 1), (1, 9), (39, 2), (38, 6)):
+        used.rows(first, count)
+    torch.testing.assert_close(used.rows(40, 5), fresh, rtol=0, atol=0)
+    assert not torch.equal(NoiseRows(4, 50, torch.device("cpu")).rows(40, 5), fresh)

@@ -1,0 +1,190 @@
+"""Tree, n-gram table, attention and caches against slow and obvious versions."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from decoder.attention import tree_attention
+from decoder.full_cache import FullCache
+from decoder.linear import few_rows_linear
+from decoder.ngram_table import NgramTable
+from decoder.partial_cache import PartialCache
+from decoder.token_tree import TokenTree
+
+
+class Layer:
+    layer_idx = 0
+
+
+def test_tree_merges_sources_as_a_trie():
+    tree = TokenTree(9)
+    tree.add_levels([[1], [2, 3]], "heads")
+    node = tree.add_path([1, 3, 4], "ngrams")
+    assert tree.tokens == [9, 1, 2, 3, 4]
+    assert tree.parents == [-1, 0, 1, 1, 3]
+    assert tree.depths == [0, 1, 2, 2, 3]
+    assert tree.depth == 3
+    assert tree.sources[node] == {"ngrams"}
+    assert tree.sources[3] == {"heads", "ngrams"}
+    assert tree.child(1, 3) == 3
+    assert tree.child(1, 7) is None
+
+
+def test_ancestor_mask_of_the_papers_tree():
+    tree = TokenTree(0)
+    tree.add_levels([[1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], "heads")
+    assert len(tree) == 41
+    mask = tree.ancestor_mask(torch.device("cpu"))
+    for node in range(41):
+        ancestors, at = {node}, node
+        while tree.parents[at] >= 0:
+            at = tree.parents[at]
+            ancestors.add(at)
+        assert set(mask[node].nonzero().flatten().tolist()) == ancestors
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 4), st.integers(1, 6))
+def test_ngram_table_equals_counting_anew(text, n, k):
+    table = NgramTable(n)
+    for token in text:
+        table.extend([token])
+    grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+    counts, last = Counter(grams), {gram: i for i, gram in enumerate(grams)}
+    for first in range(4):
+        mine = sorted((g for g in counts if g[0] == first), key=lambda g: (-counts[g], -last[g]))
+        assert table.most_frequent(first, k) == mine[:k]
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("cached, new, masked", [(0, 1, False), (0, 9, False), (13, 1, False), (13, 9, True)])
+def test_attention_equals_torch_with_replicated_keys(heads, groups, cached, new, masked, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, heads, new, 8, dtype=torch.float64, generator=generator)
+    key, value = torch.randn(2, 2, groups, cached + new, 8, dtype=torch.float64, generator=generator)
+    block = torch.ones(new, new, dtype=torch.bool).tril()
+    if masked:
+        block &= torch.rand(new, new, generator=generator) < 0.5
+        block |= torch.eye(new, dtype=torch.bool)
+    visible = torch.cat((torch.ones(new, cached, dtype=torch.bool), block), dim=1)
+    repeated = [x.repeat_interleave(heads // groups, dim=1) for x in (key, value)]
+    expected = F.scaled_dot_product_attention(query, *repeated, attn_mask=visible, scale=0.3).transpose(1, 2)
+    recorded = {}
+    for limit in (2**26, 1):
+        monkeypatch.setattr("decoder.attention._MAX_SCORES", limit)
+        mask = block if masked else None
+        actual, _ = tree_attention(Layer, query, key, value, None, scaling=0.3, tree_mask=mask, queries=recorded)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert recorded[0] is query
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 65])
+@pytest.mark.parametrize("bias", [True, False])
+def test_few_rows_linear_equals_torch(rows, bias):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(12, 7, bias=bias).double()
+    x = torch.randn(1, rows, 12, dtype=torch.float64)
+    torch.testing.assert_close(few_rows_linear(module, x), module(x), rtol=1e-12, atol=1e-12)
+
+
+def filled_cache(length, groups=2, dim=4, layers=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    cache = FullCache(length + 8)
+    for layer in range(layers):
+        pairs = torch.randn(2, 1, groups, length, dim, dtype=torch.float64, generator=generator)
+        cache.update(*pairs, layer)
+    cache.keep(range(length))
+    return cache
+
+
+def test_full_cache_keeps_the_accepted_nodes_and_forgets_the_rest():
+    cache = filled_cache(5)
+    before = cache.keys[1][:, :, :5].clone()
+    new = torch.randn(1, 2, 6, 4, dtype=torch.float64)
+    for layer in range(2):
+        seen, _ = cache.update(new + layer, -new, layer)
+        assert seen.shape[2] == 11
+    storage = cache.keys[1].data_ptr()
+    cache.keep([0, 2, 5])
+    assert cache.length == 8
+    torch.testing.assert_close(cache.keys[1][:, :, :5], before)
+    torch.testing.assert_close(cache.keys[1][:, :, 5:8], new[:, :, [0, 2, 5]] + 1)
+    torch.testing.assert_close(cache.values[0][:, :, 5:8], -new[:, :, [0, 2, 5]])
+    assert cache.keys[1].data_ptr() == storage
+    with pytest.raises(ValueError, match="holds 13 positions"):
+        cache.update(new, new, 0)
+
+
+def queries_for(cache, heads=4, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    dim = cache.keys[0].shape[-1]
+    return {i: torch.randn(1, heads, dim, dtype=torch.float64, generator=generator) for i in range(len(cache.keys))}
+
+
+def test_partial_cache_holds_sink_then_most_important_pairs():
+    """Selection against importance summed head by head with replicated keys."""
+    full = filled_cache(40)
+    queries = queries_for(full)
+    partial = PartialCache(budget=12, sink=3)
+    partial.append(full, queries)
+    assert partial.rebuilds == 1
+    for layer in range(2):
+        for group in range(2):
+            keys, values = full.keys[layer][0, group, :40], full.values[layer][0, group, :40]
+            importance = sum(keys @ queries[layer][0, head] for head in (2 * group, 2 * group + 1))
+            ranked = sorted(range(3, 40), key=lambda i: -importance[i].item())[:9]
+            expected = [0, 1, 2, *ranked]
+            torch.testing.assert_close(partial.keys[layer][0, group, :12], keys[expected])
+            torch.testing.assert_close(partial.values[layer][0, group, :12], values[expected])
+
+
+def commit(full, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(len(full.keys)):
+        full.update(*torch.randn(2, 1, 2, count, 4, dtype=torch.float64, generator=generator), layer)
+    full.keep(range(count))
+
+
+def test_accepted_pairs_replace_the_least_important_until_a_rebuild_is_due():
+    full = filled_cache(40)
+    full.capacity = 1000
+    for buffers in (full.keys, full.values):
+        buffers[:] = [torch.cat((b, b.new_zeros(1, 2, 900, 4)), dim=2) for b in buffers]
+    partial = PartialCache(budget=12, sink=3)
+    partial.append(full, queries_for(full))
+    kept = partial.keys[0].clone()
+    commit(full, 3, seed=5)
+    partial.append(full, {})
+    torch.testing.assert_close(partial.keys[0][:, :, 9:12], full.keys[0][:, :, 40:43])
+    torch.testing.assert_close(partial.keys[0][:, :, :9], kept[:, :, :9])
+    commit(full, 5, seed=6)
+    partial.append(full, {})
+    torch.testing.assert_close(partial.keys[0][:, :, 4:9], full.keys[0][:, :, 43:48])
+    assert partial.rebuilds == 1
+    commit(full, 2, seed=7)
+    partial.append(full, queries_for(full, seed=8))
+    assert partial.rebuilds == 2
+
+    static = PartialCache(budget=12, sink=3, dynamic=False)
+    static.append(full, queries_for(full))
+    for step in range(30):
+        commit(full, 1 + step % 4, seed=step)
+        static.append(full, {})
+    assert static.rebuilds == 1
+    torch.testing.assert_close(static.keys[0][:, :, :3], full.keys[0][:, :, :3])
+
+
+def test_a_text_shorter_than_the_budget_is_held_whole():
+    full = filled_cache(10)
+    partial = PartialCache(budget=64, sink=16)
+    partial.append(full, {})
+    torch.testing.assert_close(partial.keys[1][:, :, :10], full.keys[1][:, :, :10])
+    assert partial.rebuilds == 0
+    key, _ = partial.update(torch.ones(1, 2, 1, 4).double(), torch.ones(1, 2, 1, 4).double(), 0)
+    assert key.shape[2] == 11
+    with pytest.raises(ValueError, match="one new token"):
+        PartialCache(budget=2, sink=1).update(torch.ones(1, 2, 4, 4), torch.ones(1, 2, 4, 4), 0)

@@ -1,0 +1,118 @@
+"""Penalty and filters mean what transformers means; the window slides as AR's."""
+
+import pytest
+import torch
+from transformers import (
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decoder import SamplingParams
+from decoder.sampler import Sampler, first_argmax, keep_eta, keep_min_p, keep_top_k, keep_top_p, penalise
+
+LOGITS = torch.randn(6, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (lambda x: keep_top_k(x, 7), TopKLogitsWarper(7)),
+        (lambda x: keep_top_k(x, 1000), TopKLogitsWarper(1000)),
+        (lambda x: keep_top_p(x, 0.8), TopPLogitsWarper(0.8)),
+        (lambda x: keep_top_p(x, 0.05), TopPLogitsWarper(0.05)),
+        (lambda x: keep_min_p(x, 0.1), MinPLogitsWarper(0.1)),
+        (lambda x: keep_min_p(x, 1.0), MinPLogitsWarper(1.0)),
+        (lambda x: keep_eta(x, 3e-2), EtaLogitsWarper(3e-2)),
+        (lambda x: keep_eta(x, 2e-4), EtaLogitsWarper(2e-4)),
+    ],
+)
+def test_filters_equal_transformers(ours, theirs):
+    torch.testing.assert_close(ours(LOGITS), theirs(None, LOGITS.clone()), rtol=0, atol=0)
+
+
+def test_filters_run_on_what_the_one_before_left():
+    chain = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(20)(None, LOGITS.clone()))
+    torch.testing.assert_close(keep_top_p(keep_top_k(LOGITS, 20), 0.9), chain, rtol=0, atol=0)
+
+
+def test_penalty_equals_transformers():
+    ids = torch.randint(200, (6, 50), generator=torch.Generator().manual_seed(1))
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, LOGITS.clone())
+    for row in range(6):
+        window = torch.zeros(200, dtype=torch.bool)
+        window[ids[row]] = True
+        torch.testing.assert_close(penalise(LOGITS[row], window, 1.3), expected[row], rtol=0, atol=0)
+
+
+def test_ties_go_to_the_smaller_token_id():
+    equal = torch.zeros(1, 10, dtype=torch.float64)
+    assert torch.isfinite(keep_top_k(equal, 3))[0].nonzero().flatten().tolist() == [0, 1, 2]
+    assert torch.isfinite(keep_top_p(equal, 0.35))[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert torch.isfinite(keep_min_p(equal, 0.5)).all()
+    assert torch.isfinite(keep_eta(equal, 0.5)).all()
+    assert first_argmax(torch.tensor([1.0, 5.0, 5.0, 2.0])) == 1
+
+
+@pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "logits",
+    [torch.full((20,), -torch.inf).index_fill(0, torch.tensor([7]), 2.0), torch.arange(20) * -1e30 + 7e30],
+    ids=["one finite logit", "huge values"],
+)
+def test_extreme_logits_leave_the_best_token(only, logits):
+    sampler = Sampler(SamplingParams(**only), 20, CPU, [0])
+    assert sampler.choose(logits) == int(logits.argmax())
+
+
+def test_the_window_slides_with_the_text():
+    """Incremental counts against a window recomputed from scratch at every position, repeats included."""
+    generator = torch.Generator().manual_seed(2)
+    for window in (0, 1, 3, 8, 100):
+        sampler = Sampler(SamplingParams(repetition_penalty=2.0, penalty_window=window), 6, CPU, [1, 2, 2])
+        for _ in range(40):
+            recent = set(sampler.context[-window:]) if window else set()
+            in_window = sampler.in_window
+            marked = set() if in_window is None else set(in_window.nonzero().flatten().tolist())
+            assert marked == recent
+            sampler.push(int(torch.randint(6, (1,), generator=generator)))
+
+
+def test_logprobs_are_of_the_filtered_distribution():
+    sampler = Sampler(SamplingParams(temperature=0.7, top_k=5, seed=4), 200, CPU, [3], keep_logprobs=True)
+    token = sampler.choose(LOGITS[0])
+    expected = keep_top_k(LOGITS[:1] / 0.7, 5).log_softmax(-1)[0, token].item()
+    assert sampler.logprobs == [expected]
+    assert expected < 0
+
+
+def test_coupled_drafts_of_the_true_distribution_are_the_targets_choice():
+    params = SamplingParams(seed=6, repetition_penalty=1.2, min_p=0.02)
+    for position in range(1, 30):
+        sampler = Sampler(params, 200, CPU, [0] * position)
+        drafted = int(sampler.draft_scores(LOGITS[:1], coupled=True)[0].argmax())
+        assert drafted == sampler.choose(LOGITS[0])
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("eta_cutoff", 1.0),
+        ("repetition_penalty", 0.0),
+        ("penalty_window", -1),
+        ("seed", -1),
+    ],
+)
+def test_out_of_range_values_name_their_field(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})

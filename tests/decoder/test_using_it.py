@@ -1,0 +1,276 @@
+"""What users touch: arguments, streams, stops, and a model left as it was."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+import decoder
+from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
+from decoder.text_stream import TextStream
+
+from .conftest import VOCAB, random_heads, tiny_llama
+
+
+def byte_tokenizer():
+    """One token per byte, so that every accented letter is split over two tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def speaking():
+    model = tiny_llama(vocab_size=256)
+    return Decoder(model, byte_tokenizer(), random_heads(model))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    model = tiny_llama(torch.float32, vocab_size=256)
+    model.save_pretrained(root / "model")
+    byte_tokenizer().save_pretrained(root / "model")
+    random_heads(model).save_pretrained(root / "heads")
+    (root / "prompt.txt").write_text("Call me Ishmael.", encoding="utf-8")
+    return root
+
+
+def test_a_stream_is_the_generation_in_pieces(speaking):
+    sampling = SamplingParams(seed=3, repetition_penalty=1.1)
+    whole = speaking.generate("Call me", 80, sampling=sampling)
+    chunks = list(speaking.stream("Call me", 80, sampling=sampling))
+    assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+    assert "".join(c.text for c in chunks) == whole.text == chunks[-1].output.text
+    assert all(c.output is None for c in chunks[:-1])
+    assert whole.text == speaking.tokenizer.decode(whole.token_ids)
+    assert whole.finish_reason == "length"
+
+
+def test_streamed_text_never_splits_a_character():
+    tokenizer = byte_tokenizer()
+    text = "déjà vu \u2014 na\u00efve \U0001f40b!"
+    stream, pieces = TextStream(tokenizer), []
+    ids = tokenizer(text)["input_ids"]
+    for token in ids:
+        stream.push(token)
+        pieces.append(stream.take())
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    unfinished = TextStream(tokenizer)
+    unfinished.push(ids[1])
+    assert unfinished.take() == ""
+    assert unfinished.take(final=True) == "\ufffd"
+
+
+def test_stop_strings_across_chunks_are_never_shown():
+    tokenizer = byte_tokenizer()
+    stream = TextStream(tokenizer, stop=["END", "never"])
+    shown = ""
+    for token in tokenizer("An EN and the END of it")["input_ids"]:
+        stream.push(token)
+        shown += stream.take()
+        if stream.stopped:
+            break
+    assert shown == stream.text == "An EN and the "
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_stops_cut_where_ar_stops(speaking, method):
+    free = speaking.generate("Call me", 60, "ar").token_ids
+    token = free[20]
+    first = free.index(token)
+    out = speaking.generate("Call me", 60, method, stop=token)
+    assert out.token_ids == free[: first + 1]
+    assert out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_stop_strings_end_the_text_before_them(speaking, method):
+    letters = torch.zeros(256, dtype=torch.bool)
+    letters[speaking.tokenizer("abcdefgh")["input_ids"]] = True
+
+    def hook(context, logits):
+        return logits.masked_fill(~letters, -torch.inf)
+
+    free = speaking.generate("Call me", 60, "ar", logits_hook=hook).text
+    stop = free[30:33]
+    shown = [c.text for c in speaking.stream("Call me", 60, method, stop=[stop, "xyz"], logits_hook=hook)]
+    assert "".join(shown) == free[: free.index(stop)]
+
+
+def test_eos_of_the_generation_config_ends_unless_ignored(model, prompt):
+    free = Decoder(model).generate(prompt, 50, "ar").token_ids
+    try:
+        model.generation_config.eos_token_id = [free[30]]
+        ended = Decoder(model).generate(prompt, 50)
+        assert ended.token_ids == free[: free.index(free[30]) + 1]
+        assert ended.finish_reason == "stop"
+        assert Decoder(model).generate(prompt, 50, ignore_eos=True).token_ids == free
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+def test_the_model_is_left_as_it_was(prompt):
+    model = tiny_llama()
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = Decoder(model, heads=random_heads(model)).stream(prompt, 30)
+    for _ in range(3):
+        next(stream)
+        assert model.config._attn_implementation == "sdpa"
+        assert model.training
+        assert not model.model.norm._forward_pre_hooks
+        assert all("forward" not in module.__dict__ for module in model.modules())
+        assert model(torch.tensor([prompt])).logits.requires_grad
+    stream.close()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_interleaved_generations_do_not_disturb_each_other(model, prompt):
+    one, two = Decoder(model, heads=random_heads(model)), Decoder(model)
+    expected = two.generate(prompt, 40, sampling=SamplingParams(seed=1)).token_ids
+    streams = [d.stream(prompt, 40, sampling=SamplingParams(seed=1)) for d in (one, two, one)]
+    texts = [[], [], []]
+    while any(streams):
+        for i, stream in enumerate(streams):
+            chunk = next(stream, None) if stream else None
+            if chunk is None:
+                streams[i] = None
+            else:
+                texts[i] += chunk.token_ids
+    assert texts == [expected] * 3
+
+
+def test_logits_hook_and_logprobs_are_the_same_for_every_method(dec, prompt):
+    allowed = torch.zeros(VOCAB, dtype=torch.bool)
+    allowed[::3] = True
+
+    def hook(context, logits):
+        assert context[: len(prompt)] == prompt
+        return logits.masked_fill(~allowed.roll(len(context)), -torch.inf)
+
+    runs = [dec.generate(prompt, 40, method, logits_hook=hook, return_logprobs=True) for method in ("ar", "tokenswift")]
+    assert runs[0].token_ids == runs[1].token_ids
+    assert all(allowed.roll(len(prompt) + i)[t] for i, t in enumerate(runs[0].token_ids))
+    torch.testing.assert_close(torch.tensor(runs[0].logprobs), torch.tensor(runs[1].logprobs))
+
+
+def test_statistics_add_up(dec, prompt):
+    out = dec.generate(prompt, 100, sampling=SamplingParams(seed=2))
+    stats = out.stats
+    assert stats.generated == len(out.token_ids) == stats.accepted + stats.steps
+    assert stats.accepted == sum(stats.accepted_by_depth)
+    assert stats.drafted <= 4 * stats.steps
+    assert stats.acceptance_rate == stats.accepted / stats.drafted
+    assert 0 <= stats.ngram_acceptance_rate <= stats.acceptance_rate
+    assert stats.tokens_per_step == 100 / stats.steps
+    assert stats.prefill_seconds > 0 and stats.decode_seconds > 0
+
+
+def test_a_repeating_text_is_drafted_by_ngrams(model):
+    """Greedy decoding of a tiny model loops; the table must then reach as deep as any candidate."""
+    dec = Decoder(model, heads=DraftHeads(model.config.hidden_size))
+    out = dec.generate([1, 2, 3], 300, sampling=SamplingParams(temperature=0))
+    assert out.stats.ngram_acceptance_rate > 0.5
+
+
+def test_prompt_forms(speaking):
+    ids = speaking.tokenizer("Call me")["input_ids"]
+    expected = speaking.generate("Call me", 10).token_ids
+    for prompt in (ids, torch.tensor(ids), torch.tensor([ids])):
+        assert speaking.generate(prompt, 10).token_ids == expected
+    assert speaking.generate("Call me", 0).token_ids == []
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(prompt=""), "empty"),
+        (dict(prompt=[]), "empty"),
+        (dict(prompt=[VOCAB * 100]), "outside the vocabulary"),
+        (dict(prompt=[-1]), "outside the vocabulary"),
+        (dict(prompt=torch.zeros(2, 3, dtype=torch.long)), "one prompt at a time"),
+        (dict(prompt=torch.zeros(3)), "integer token ids"),
+        (dict(prompt=["a"]), "integer token ids"),
+        (dict(max_new_tokens=-1), "max_new_tokens"),
+        (dict(max_new_tokens=5000), "4096 positions"),
+        (dict(method="faster"), "unknown method 'faster'"),
+        (dict(stop=""), "stop"),
+    ],
+)
+def test_bad_arguments_are_told_at_once(speaking, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        speaking.stream(**{"prompt": [1], "max_new_tokens": 5, **arguments})
+
+
+def test_what_needs_a_tokenizer_or_heads_says_so(model):
+    bare = Decoder(model)
+    assert bare.generate([1], 3).stats.drafted == 0
+    for arguments, words in (
+        (dict(prompt="text"), "tokenizer"),
+        (dict(prompt=[1], stop="x"), "tokenizer"),
+        (dict(prompt=[1], method="tokenswift"), "needs draft heads"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bare.generate(max_new_tokens=3, **arguments)
+    with pytest.raises(ValueError, match="64"):
+        Decoder(model, heads=DraftHeads(64))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("tree", ()), ("tree", (0,)), ("ngrams", -1), ("sink", -1), ("budget", 16), ("cache", "x"), ("verification", "x")],
+)
+def test_options_out_of_range_name_their_field(field, value):
+    with pytest.raises(ValueError, match=field):
+        TokenSwiftOptions(**{field: value})
+
+
+def test_a_binding_window_is_refused():
+    config = MistralConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    with pytest.raises(ValueError, match="sliding attention"):
+        Decoder(MistralForCausalLM(config))
+
+
+def test_load_reads_folders(folders):
+    dec = decoder.load(folders / "model", folders / "heads")
+    assert dec.model.dtype == torch.float32
+    assert dec.generate("Call me", 20, ignore_eos=True).stats.drafted > 0
+    for arguments, error, words in (
+        (dict(model=folders / "nothing"), OSError, "nothing"),
+        (dict(model=folders / "model", heads=folders / "nothing"), OSError, "nothing"),
+        (dict(model=folders / "model", device="tpu9"), ValueError, "tpu9"),
+        (dict(model=folders / "model", dtype="int3"), ValueError, "int3"),
+    ):
+        with pytest.raises(error, match=words):
+            decoder.load(**arguments)
+
+
+def run_command(*arguments):
+    return subprocess.run([sys.executable, "-m", "decoder", *map(str, arguments)], capture_output=True, timeout=120)
+
+
+def test_the_command_streams_text(folders):
+    common = ["--model", folders / "model", "--prompt-file", folders / "prompt.txt", "--max-new-tokens", 30]
+    drafted = run_command(*common, "--heads", folders / "heads", "--seed", 5, "--tree", "1,2")
+    plain = run_command(*common, "--method", "ar", "--seed", 5)
+    assert drafted.returncode == plain.returncode == 0, drafted.stderr
+    assert drafted.stdout == plain.stdout != b""
+    assert b"30 tokens" in drafted.stderr
+    missing = run_command(*common[:2], "--prompt-file", folders / "none.txt", "--max-new-tokens", 3)
+    assert missing.returncode == 2
+    assert missing.stderr.count(b"\n") == 1 and b"none.txt" in missing.stderr
