@@ -61,14 +61,13 @@ def test_paper_configs_hold_the_settings_of_the_paper(parsed, name):
     assert (model.num_heads, model.kind) == (3, "chained")
 
 
-def test_the_two_reference_configs_differ_in_kind_and_output_only(parsed):
-    chained, medusa = (
-        parsed("fit", "--config", name).as_dict() for name in ("reference.yaml", "reference-medusa.yaml")
-    )
-    assert (chained["model"].pop("kind"), medusa["model"].pop("kind")) == ("chained", "independent")
-    assert (chained.pop("output"), medusa.pop("output")) == ("runs/heads-chained", "runs/heads-independent")
-    chained.pop("config"), medusa.pop("config")
-    assert chained == medusa
+@pytest.mark.parametrize("name, kind", [("reference-medusa", "independent"), ("reference-conditioned", "conditioned")])
+def test_the_reference_configs_differ_in_kind_and_output_only(parsed, name, kind):
+    chained, other = (parsed("fit", "--config", file).as_dict() for file in ("reference.yaml", f"{name}.yaml"))
+    assert (chained["model"].pop("kind"), other["model"].pop("kind")) == ("chained", kind)
+    assert (chained.pop("output"), other.pop("output")) == ("runs/heads-chained", f"runs/heads-{kind}")
+    chained.pop("config"), other.pop("config")
+    assert chained == other
 
 
 def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, monkeypatch):
@@ -82,7 +81,7 @@ def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, mon
     [
         (["--model.model_name_or_path=/no/model"], "there is no model folder at /no/model"),
         (["--data.source=/no/books"], "there is no file or folder of books at /no/books"),
-        (["--model.kind=magic"], "unknown kind of heads 'magic'; known kinds are chained, independent"),
+        (["--model.kind=magic"], "unknown kind of heads 'magic'; known kinds are chained, independent, conditioned"),
         (["--model.num_heads=0"], "num_heads must be at least 1, got 0"),
         (["--model.num_heads=many"], "num_heads"),
         (["--no-such-flag"], "no-such-flag"),

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_books import HIDDEN
 from transformers import AutoModelForCausalLM
 
-from decoder.draft_heads import DraftHeads
+from decoder.draft_heads import KINDS, DraftHeads
 from heads_train import HeadsModule, chunked_cross_entropy
 from heads_train.cli import main
 
@@ -57,7 +57,18 @@ def test_loss_matches_torch_for_the_sum_of_heads(module):
     assert torch.allclose(module.losses(ids, with_ranks=False)[0][0], loss)
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent"])
+def test_conditioned_heads_read_the_true_tokens_before_their_targets(model):
+    """Position t of head i gets the embedding of token t + i: what a drafter would have drafted just before."""
+    module = HeadsModule(str(model), kind="conditioned", backbone_dtype="float32")
+    module.configure_model()
+    ids = torch.randint(0, 15, (2, 20))
+    tokens = module._tokens_before(ids)
+    table = module.backbone.get_input_embeddings().weight
+    for i in range(1, 4):
+        assert torch.equal(tokens[:, : 20 - i, i - 1], table[ids[:, i:]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_fit_lowers_every_loss_and_leaves_heads_logs_and_curves(flags, model, tmp_path, kind):
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert main(["fit", *flags, f"--model.kind={kind}", "--trainer.max_steps=36", "--model.learning_rate=0.03"]) == 0

@@ -147,8 +147,9 @@ class Sampler:
             if len(self._window) > self.params.penalty_window:
                 self._counts[self._window.popleft()] -= 1
 
-    def draft_scores(self, logits: torch.Tensor, coupled: bool) -> torch.Tensor:
-        """Scores to rank draft candidates by, float64 [n, V], for the logits of the next n positions.
+    def draft_scores(self, logits: torch.Tensor, coupled: bool, ahead: int = 0) -> torch.Tensor:
+        """Scores to rank draft candidates by, float64 [n, V], for the logits of n positions, the first one ``ahead``
+        positions after the next.
 
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
         All rows see the window as it stands now.
@@ -156,4 +157,4 @@ class Sampler:
         filtered = process_logits(logits, self.params, self.in_window)
         if self.params.greedy or not coupled:
             return filtered
-        return filtered + self.noise.rows(len(self.context), len(logits))
+        return filtered + self.noise.rows(len(self.context) + ahead, len(logits))

@@ -28,7 +28,7 @@ class HeadsModule(L.LightningModule):
     Args:
         model_name_or_path: folder or Hugging Face hub id of the model the heads are for.
         num_heads: how many heads (gamma).
-        kind: ``chained`` or ``independent`` (Medusa*).
+        kind: ``chained``, ``independent`` (Medusa*) or ``conditioned`` (each head also reads the token before).
         learning_rate: peak rate of AdamW.
         weight_decay: of the linear layers; norms have none.
         beta1: AdamW's decay of the mean of gradients.
@@ -95,7 +95,18 @@ class HeadsModule(L.LightningModule):
         if not self.heads.num_heads + 2 <= length <= longest:
             least = self.heads.num_heads + 2
             raise ValueError(f"data.chunk_tokens is {length}; these heads and this model take {least} to {longest}")
-        return self.heads(self.last_hidden(input_ids))
+        return self.heads(self.last_hidden(input_ids), self._tokens_before(input_ids))
+
+    @torch.no_grad()
+    def _tokens_before(self, input_ids: Tensor) -> Tensor | None:
+        """For conditioned heads, what they will have drafted: embeddings [batch, length, heads, d] of the true tokens.
+
+        The last positions wrap around; the loss leaves them out, since they have no target.
+        """
+        if not self.heads.conditioned:
+            return None
+        embedded = self.backbone.get_input_embeddings()(input_ids)
+        return torch.stack([embedded.roll(-i, dims=1) for i in range(1, self.heads.num_heads + 1)], dim=-2)
 
     def losses(self, input_ids: Tensor, with_ranks: bool) -> tuple[list[Tensor], list[Tensor | None]]:
         """Per head: mean cross entropy in nats per token, and the ranks [targets] of its targets if asked for."""

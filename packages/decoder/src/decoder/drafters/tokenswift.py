@@ -1,4 +1,6 @@
-"""TokenSwift (paper section 3): one draft pass with a partial cache and chained heads, plus n-grams of the text."""
+"""TokenSwift (paper section 3): one draft pass with a partial cache and a few heads, plus n-grams of the text."""
+
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +18,7 @@ from decoder.token_tree import TokenTree
 class TokenSwift:
     """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens."""
 
-    heads_kinds = ("chained", "independent")
+    heads_kinds = ("conditioned", "chained", "independent")
 
     def __init__(
         self, target: Target, heads: DraftHeads, options: TokenSwiftOptions, prompt: list[int], depth: int
@@ -43,26 +45,43 @@ class TokenSwift:
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         newest = sampler.context[-1]
-        scores = sampler.draft_scores(self._draft_logits(newest, cache), self.options.coupled)
-        candidates = self._best(scores)
+        memory = cache if self.partial is None else self.partial
+        hidden = self.target.draft(newest, cache.length, memory)
+        draft = self._draft_in_turn if self.heads.conditioned else self._draft_at_once
+        candidates = draft(hidden, sampler)
         tree = TokenTree(newest)
         tree.add_levels(candidates, "heads")
         for gram in self.table.most_frequent(candidates[0][0], self.options.ngrams):
             tree.add_path(gram, "ngrams")
         return tree
 
-    def _draft_logits(self, newest: int, cache: FullCache) -> torch.Tensor:
-        """l_0 .. l_gamma (paper equations 1 to 3), [levels, V]."""
-        memory = cache if self.partial is None else self.partial
-        hidden = self.target.draft(newest, cache.length, memory)
+    def _draft_at_once(self, hidden: torch.Tensor, sampler: Sampler) -> list[list[int]]:
+        """Candidates per level from l_0 .. l_gamma (paper equations 1 to 3), all computed from h_0 [d] together."""
         states = [self.target.norm(hidden), *self.heads(hidden)]
-        return self.target.head(torch.stack(states[: len(self.branching)]))
+        logits = self.target.head(torch.stack(states[: len(self.branching)]))
+        return self._best(sampler.draft_scores(logits, self.options.coupled), self.branching)
 
-    def _best(self, scores: torch.Tensor) -> list[list[int]]:
-        """Per level the highest-scoring token ids; tokens that the filters dropped are no candidates."""
-        values, tokens = scores.topk(max(self.branching), dim=-1)
+    def _draft_in_turn(self, hidden: torch.Tensor, sampler: Sampler) -> list[list[int]]:
+        """Candidates per level from conditioned heads: each reads the best token of the level before.
+
+        With coupling that token is mostly the one that the target will draw.
+        """
+        candidates: list[list[int]] = []
+        normalised = self.target.norm(hidden)
+        for level, count in enumerate(self.branching):
+            if level:
+                embedding = self.target.embed(candidates[-1][0])
+                hidden, normalised = self.heads.advance(level - 1, hidden, embedding)
+            scores = sampler.draft_scores(self.target.head(normalised[None]), self.options.coupled, ahead=level)
+            candidates += self._best(scores, [count])
+        return candidates
+
+    @staticmethod
+    def _best(scores: torch.Tensor, counts: Sequence[int]) -> list[list[int]]:
+        """Per row of scores [n, V] the ids of its highest ones; tokens that the filters dropped are no candidates."""
+        values, tokens = scores.topk(max(counts), dim=-1)
         levels = []
-        for count, row, ids in zip(self.branching, values.tolist(), tokens.tolist(), strict=True):
+        for count, row, ids in zip(counts, values.tolist(), tokens.tolist(), strict=True):
             levels.append([token for token, value in zip(ids[:count], row, strict=False) if value > float("-inf")])
         return levels
 
