@@ -13,6 +13,7 @@ from decoder.full_cache import FullCache
 from decoder.linear import few_rows_linear
 from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
+from decoder.suffix_index import SuffixIndex
 from decoder.token_tree import TokenTree
 
 
@@ -58,6 +59,23 @@ def test_ngram_table_equals_counting_anew(text, n, k):
     for first in range(4):
         mine = sorted((g for g in counts if g[0] == first), key=lambda g: (-counts[g], -last[g]))
         assert table.most_frequent(first, k) == mine[:k]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 9))
+def test_suffix_index_equals_searching_the_text(text, longest, count):
+    index = SuffixIndex(longest)
+    index.extend(text)
+    expected = []
+    for n in range(min(longest, len(text) - 1), 0, -1):
+        places = [i for i in range(n, len(text)) if text[i - n : i] == text[-n:]]
+        if places:
+            copied = list(text)
+            for i in range(count):
+                copied.append(copied[places[-1] + i])
+            expected = copied[len(text) :]
+            break
+    assert index.continuation(count) == expected
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])

@@ -20,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", help="heads checkpoint folder or hub id")
     parser.add_argument("--prompt-file", required=True, type=Path, help="UTF-8 text")
     parser.add_argument("--max-new-tokens", required=True, type=int)
-    parser.add_argument("--method", choices=methods(), help="default: tokenswift, or ar without heads")
+    parser.add_argument("--method", choices=methods(), help="default: tokenswift, or prompt-lookup without heads")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.draft_heads import DraftHeads
-from decoder.drafters import METHODS
+from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
 from decoder.options import TokenSwiftOptions
 from decoder.sampler import LogitsHook, Sampler
@@ -73,7 +73,7 @@ class Decoder:
         draft_model: a small model with the same vocabulary, for methods that draft with one.
 
     Raises:
-        ValueError: the architecture cannot be served exactly, or the heads do not fit the model.
+        ValueError: the architecture cannot be served exactly, or heads or draft model do not fit the model.
         OSError: a heads checkpoint cannot be read.
     """
 
@@ -86,6 +86,10 @@ class Decoder:
     ):
         self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
         self.target = Target(model)
+        self.draft_target = None if draft_model is None else Target(draft_model)
+        if self.draft_target is not None and self.draft_target.vocab_size != self.target.vocab_size:
+            sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
+            raise ValueError(f"the draft model has another vocabulary: {sizes}")
         self.heads: dict[str, DraftHeads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
@@ -112,7 +116,7 @@ class Decoder:
         Args:
             prompt: text, token ids, or a LongTensor [n] or [1, n].
             max_new_tokens: exact, unless a stop ends the text before.
-            method: one of `decoder.methods()`; None takes `tokenswift`, or `ar` without heads.
+            method: one of `decoder.methods()`; None takes `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
             options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only.
             stop: stop strings and/or token ids that end the text.
@@ -157,7 +161,7 @@ class Decoder:
         sampler = Sampler(
             sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
         )
-        drafter = METHODS[method](self.target, heads, options, context, depth=max_new_tokens)
+        drafter = METHODS[method](Resources(self.target, heads, self.draft_target, options, context, max_new_tokens))
         engine = Engine(self.target, drafter, sampler, max_new_tokens, ends)
         return self._run(engine, text, len(context))
 
@@ -216,7 +220,7 @@ class Decoder:
 
     def _method(self, method: str | None) -> tuple[str, DraftHeads | None]:
         if method is None:
-            method = "tokenswift" if self.heads else "ar"
+            method = "tokenswift" if self.heads else "prompt-lookup"
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
         kinds = METHODS[method].heads_kinds
@@ -224,7 +228,9 @@ class Decoder:
             return method, None
         kind = next((kind for kind in kinds if kind in self.heads), None)
         if kind is None:
-            raise ValueError(f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'ar'")
+            raise ValueError(
+                f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'prompt-lookup'"
+            )
         return method, self.heads[kind]
 
     def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:

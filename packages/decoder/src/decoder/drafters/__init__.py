@@ -1,9 +1,14 @@
 """The methods: every drafter under the name that users give."""
 
 from decoder.drafters.autoregressive import Autoregressive
-from decoder.drafters.base import Drafter
+from decoder.drafters.base import Drafter, Resources
+from decoder.drafters.prompt_lookup import PromptLookup
 from decoder.drafters.tokenswift import TokenSwift
 
-METHODS: dict[str, type[Drafter]] = {"ar": Autoregressive, "tokenswift": TokenSwift}
+METHODS: dict[str, type[Drafter]] = {
+    "ar": Autoregressive,
+    "tokenswift": TokenSwift,
+    "prompt-lookup": PromptLookup,
+}
 
-__all__ = ["METHODS", "Autoregressive", "Drafter", "TokenSwift"]
+__all__ = ["METHODS", "Autoregressive", "Drafter", "PromptLookup", "Resources", "TokenSwift"]

@@ -1,15 +1,16 @@
 """TokenSwift (paper section 3): one draft pass with a partial cache and chained heads, plus n-grams of the text."""
 
+from collections.abc import Mapping
+
 import torch
 
-from decoder.draft_heads import DraftHeads
+from decoder.drafters.base import Resources
 from decoder.full_cache import FullCache
 from decoder.ngram_table import NgramTable
-from decoder.options import TokenSwiftOptions
 from decoder.partial_cache import PartialCache
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
-from decoder.target import Target, Verification
+from decoder.target import Verification
 from decoder.token_tree import TokenTree
 
 
@@ -18,11 +19,10 @@ class TokenSwift:
 
     heads_kinds = ("chained", "independent")
 
-    def __init__(
-        self, target: Target, heads: DraftHeads, options: TokenSwiftOptions, prompt: list[int], depth: int
-    ) -> None:
-        self.target, self.heads, self.options = target, heads, options
-        self.branching = options.tree[: min(heads.num_heads + 1, depth)]
+    def __init__(self, resources: Resources) -> None:
+        self.target, self.heads, self.options = resources.target, resources.heads, resources.options
+        options, heads, prompt = resources.options, resources.heads, resources.prompt
+        self.branching = options.tree[: min(heads.num_heads + 1, resources.max_new_tokens)]
         level, nodes = 1, 1
         for children in self.branching:
             level *= children
@@ -37,7 +37,7 @@ class TokenSwift:
             else PartialCache(options.budget_for(len(prompt)), options.sink, dynamic=options.cache == "dynamic")
         )
 
-    def start(self, cache: FullCache, queries: dict[int, torch.Tensor]) -> None:
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.partial is not None and cache.length:
             self.partial.append(cache, queries)
 
