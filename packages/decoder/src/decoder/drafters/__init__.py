@@ -2,13 +2,15 @@
 
 from decoder.drafters.autoregressive import Autoregressive
 from decoder.drafters.base import Drafter, Resources
+from decoder.drafters.medusa import Medusa
 from decoder.drafters.prompt_lookup import PromptLookup
 from decoder.drafters.tokenswift import TokenSwift
 
 METHODS: dict[str, type[Drafter]] = {
     "ar": Autoregressive,
     "tokenswift": TokenSwift,
+    "medusa": Medusa,
     "prompt-lookup": PromptLookup,
 }
 
-__all__ = ["METHODS", "Autoregressive", "Drafter", "PromptLookup", "Resources", "TokenSwift"]
+__all__ = ["METHODS", "Autoregressive", "Drafter", "Medusa", "PromptLookup", "Resources", "TokenSwift"]

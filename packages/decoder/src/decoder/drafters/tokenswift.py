@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from decoder.drafters.base import Resources
+from decoder.drafters.levels import best_tokens, node_count
 from decoder.full_cache import FullCache
 from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
@@ -23,12 +24,8 @@ class TokenSwift:
         self.target, self.heads, self.options = resources.target, resources.heads, resources.options
         options, heads, prompt = resources.options, resources.heads, resources.prompt
         self.branching = options.tree[: min(heads.num_heads + 1, resources.max_new_tokens)]
-        level, nodes = 1, 1
-        for children in self.branching:
-            level *= children
-            nodes += level
         gram = heads.num_heads + 1
-        self.max_nodes = nodes + options.ngrams * gram
+        self.max_nodes = node_count(self.branching) + options.ngrams * gram
         self.table = NgramTable(gram)
         self.table.extend(prompt)
         self.partial = (
@@ -44,7 +41,7 @@ class TokenSwift:
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         newest = sampler.context[-1]
         scores = sampler.draft_scores(self._draft_logits(newest, cache), self.options.coupled)
-        candidates = self._best(scores)
+        candidates = best_tokens(scores, self.branching)
         tree = TokenTree(newest)
         tree.add_levels(candidates, "heads")
         for gram in self.table.most_frequent(candidates[0][0], self.options.ngrams):
@@ -57,14 +54,6 @@ class TokenSwift:
         hidden = self.target.draft(newest, cache.length, memory)
         states = [self.target.norm(hidden), *self.heads(hidden)]
         return self.target.head(torch.stack(states[: len(self.branching)]))
-
-    def _best(self, scores: torch.Tensor) -> list[list[int]]:
-        """Per level the highest-scoring token ids; tokens that the filters dropped are no candidates."""
-        values, tokens = scores.topk(max(self.branching), dim=-1)
-        levels = []
-        for count, row, ids in zip(self.branching, values.tolist(), tokens.tolist(), strict=True):
-            levels.append([token for token, value in zip(ids[:count], row, strict=False) if value > float("-inf")])
-        return levels
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.table.extend(tokens)

@@ -1,0 +1,48 @@
+"""What each drafter proposes: right where it can know the answer, in as few passes as it promises."""
+
+import pytest
+import torch
+
+from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
+
+from .conftest import VOCAB, tiny_llama
+
+
+def markov_llama():
+    """A model whose next token depends on the newest one alone: no layers, t's state is e(t), t + 1 follows."""
+    model = tiny_llama(hidden_size=VOCAB, num_hidden_layers=1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCAB))
+        model.lm_head.weight.copy_(torch.eye(VOCAB).roll(1, 0))
+    return model
+
+
+def shifting_heads(num_heads, kind):
+    """Heads that know `markov_llama`: independent head i turns e(t) into e(t + i), so it predicts t + i + 1."""
+    heads = DraftHeads(VOCAB, num_heads, kind=kind).double()
+    identity = torch.eye(VOCAB, dtype=torch.float64)
+    with torch.no_grad():
+        for i, head in enumerate(heads.heads, start=1):
+            # The residual brings e(t) along; its norm has made e(t) longer by sqrt(V).
+            ahead = i if kind == "independent" else 1
+            head.linear.weight.copy_((identity.roll(ahead, 0) - identity) / VOCAB**0.5)
+    return heads
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize("method, levels", [("tokenswift", 4), ("medusa", 3)])
+@pytest.mark.parametrize("kind", ["chained", "independent"])
+def test_heads_that_know_the_text_are_accepted_whole(method, levels, kind):
+    """Each level is the head of its own position: off by one, nothing would be accepted."""
+    dec = Decoder(markov_llama(), heads=shifting_heads(3, kind))
+    options = TokenSwiftOptions(tree=(1, 1, 1, 1), ngrams=0)
+    out = dec.generate([5], 41, method, GREEDY, options)
+    assert out.token_ids == [(6 + i) % VOCAB for i in range(41)]
+    first_steps = 1 if method == "medusa" else 0
+    assert out.stats.steps - first_steps == -(-(41 - first_steps) // (levels + 1))
