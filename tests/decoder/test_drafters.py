@@ -46,3 +46,14 @@ def test_heads_that_know_the_text_are_accepted_whole(method, levels, kind):
     assert out.token_ids == [(6 + i) % VOCAB for i in range(41)]
     first_steps = 1 if method == "medusa" else 0
     assert out.stats.steps - first_steps == -(-(41 - first_steps) // (levels + 1))
+
+
+@pytest.mark.parametrize("penalty_window", [5, 1024])
+@pytest.mark.parametrize("tree, steps", [((1,), 20), ((1, 3, 3, 3), 8), ((2,) * 9, 4)])
+def test_self_speculation_that_sees_the_whole_text_is_right_every_time(dec, prompt, tree, steps, penalty_window):
+    """A chain as deep as the tree, drafted with the noise and the penalty window of its own positions."""
+    sampling = SamplingParams(seed=8, repetition_penalty=1.3, penalty_window=penalty_window)
+    options = TokenSwiftOptions(tree=tree, budget=100)
+    out = dec.generate(prompt, 40, "magicdec", sampling, options)
+    assert out.stats.steps == steps
+    assert out.stats.accepted == 40 - steps

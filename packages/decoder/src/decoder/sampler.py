@@ -6,6 +6,7 @@ Pure functions on logits, and `Sampler`, which carries one generation's penalty 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 
 import torch
 
@@ -116,16 +117,25 @@ class Sampler:
         if recent:
             self._counts += torch.bincount(torch.tensor(recent, device=device), minlength=vocab_size).int()
 
-    @property
-    def in_window(self) -> torch.Tensor | None:
-        """Tokens under penalty, bool [V]; None when nothing is penalised."""
-        return self._counts > 0 if self._penalised else None
+    def in_window(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
+        """Tokens under penalty once ``drafted`` has entered the text, bool [V]; None when nothing is penalised."""
+        if not self._penalised:
+            return None
+        if not drafted:
+            return self._counts > 0
+        counts = self._counts.clone()
+        for token in drafted:
+            counts[token] += 1
+        leaving = len(self._window) + len(drafted) - self.params.penalty_window
+        for token in islice(chain(self._window, drafted), max(0, leaving)):
+            counts[token] -= 1
+        return counts > 0
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
         if self.logits_hook is not None:
             logits = self.logits_hook(list(self.context), logits)
-        filtered = process_logits(logits, self.params, self.in_window)
+        filtered = process_logits(logits, self.params, self.in_window())
         if self.logprobs is not None:
             self._distribution = filtered.log_softmax(-1)
         return filtered if self.params.greedy else filtered + self.noise.rows(len(self.context), 1)[0]
@@ -147,13 +157,13 @@ class Sampler:
             if len(self._window) > self.params.penalty_window:
                 self._counts[self._window.popleft()] -= 1
 
-    def draft_scores(self, logits: torch.Tensor, coupled: bool) -> torch.Tensor:
-        """Scores to rank draft candidates by, float64 [n, V], for the logits of the next n positions.
+    def draft_scores(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int] = ()) -> torch.Tensor:
+        """Scores to rank draft candidates by, float64 [n, V], for the logits of the n positions behind ``drafted``.
 
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
-        All rows see the window as it stands now.
+        All rows see the window as it stands once ``drafted`` has entered the text.
         """
-        filtered = process_logits(logits, self.params, self.in_window)
+        filtered = process_logits(logits, self.params, self.in_window(drafted))
         if self.params.greedy or not coupled:
             return filtered
-        return filtered + self.noise.rows(len(self.context), len(logits))
+        return filtered + self.noise.rows(len(self.context), len(drafted) + len(logits))[len(drafted) :]

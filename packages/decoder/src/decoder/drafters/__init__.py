@@ -2,6 +2,7 @@
 
 from decoder.drafters.autoregressive import Autoregressive
 from decoder.drafters.base import Drafter, Resources
+from decoder.drafters.magicdec import MagicDec
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.prompt_lookup import PromptLookup
 from decoder.drafters.tokenswift import TokenSwift
@@ -10,7 +11,8 @@ METHODS: dict[str, type[Drafter]] = {
     "ar": Autoregressive,
     "tokenswift": TokenSwift,
     "medusa": Medusa,
+    "magicdec": MagicDec,
     "prompt-lookup": PromptLookup,
 }
 
-__all__ = ["METHODS", "Autoregressive", "Drafter", "Medusa", "PromptLookup", "Resources", "TokenSwift"]
+__all__ = ["METHODS", "Autoregressive", "Drafter", "MagicDec", "Medusa", "PromptLookup", "Resources", "TokenSwift"]

@@ -51,7 +51,7 @@ class TokenSwift:
     def _draft_logits(self, newest: int, cache: FullCache) -> torch.Tensor:
         """l_0 .. l_gamma (paper equations 1 to 3), [levels, V]."""
         memory = cache if self.partial is None else self.partial
-        hidden = self.target.draft(newest, cache.length, memory)
+        hidden = self.target.draft([newest], cache.length, memory)[0]
         states = [self.target.norm(hidden), *self.heads(hidden)]
         return self.target.head(torch.stack(states[: len(self.branching)]))
 
