@@ -57,3 +57,34 @@ def test_self_speculation_that_sees_the_whole_text_is_right_every_time(dec, prom
     out = dec.generate(prompt, 40, "magicdec", sampling, options)
     assert out.stats.steps == steps
     assert out.stats.accepted == 40 - steps
+
+
+@pytest.mark.parametrize("tree, steps", [((1,), 20), ((1, 3, 3, 3), 8), ((2,) * 9, 4)])
+@pytest.mark.parametrize("small", ["itself", "another"])
+def test_triforce_whose_partial_cache_holds_the_text_is_right_every_time(model, dec, prompt, small, tree, steps):
+    """The middle tier decides, however good the small model is; the model may even be its own small one."""
+    draft_model = model if small == "itself" else dec.draft_model
+    sampling = SamplingParams(seed=8, repetition_penalty=1.3, penalty_window=6)
+    options = TokenSwiftOptions(tree=tree, budget=100)
+    out = Decoder(model, draft_model=draft_model).generate(prompt, 40, "triforce", sampling, options)
+    assert out.stats.steps == steps
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("small_is_right", [True, False])
+def test_triforce_takes_the_small_models_guesses(model, dec, prompt, small_is_right, monkeypatch):
+    """A perfect small model makes one pass over the partial cache a step; a poor one costs more of them."""
+    passes = []
+    decoder = Decoder(model, draft_model=tiny_llama() if small_is_right else dec.draft_model)
+    draft = decoder.target.draft
+    monkeypatch.setattr(decoder.target, "draft", lambda *arguments: passes.append(1) or draft(*arguments))
+    out = decoder.generate(prompt, 60, "triforce", SamplingParams(seed=3), TokenSwiftOptions(budget=120))
+    assert out.stats.steps == 12
+    assert (len(passes) == 12) is small_is_right
+
+
+def test_the_small_model_reads_a_long_prompt_in_chunks(model, dec):
+    prompt = torch.randint(VOCAB, (600,), generator=torch.Generator().manual_seed(1)).tolist()
+    sampling, options = SamplingParams(seed=3), TokenSwiftOptions(budget=40)
+    expected = dec.generate(prompt, 30, "ar", sampling).token_ids
+    assert dec.generate(prompt, 30, "triforce", sampling, options).token_ids == expected

@@ -78,9 +78,7 @@ def test_the_window_slides_with_the_text():
             in_window = sampler.in_window()
             marked = set() if in_window is None else set(in_window.nonzero().flatten().tolist())
             assert marked == recent
-            drafted = torch.randint(
-                6, (int(torch.randint(5, (1,), generator=generator)),), generator=generator
-            ).tolist()
+            drafted = torch.randint(6, (len(sampler.context) % 5,), generator=generator).tolist()
             ahead = sampler.in_window(drafted)
             marked = set() if ahead is None else set(ahead.nonzero().flatten().tolist())
             assert marked == (set([*sampler.context, *drafted][-window:]) if window else set())

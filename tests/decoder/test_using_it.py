@@ -14,8 +14,6 @@ from decoder.text_stream import TextStream
 
 from .conftest import VOCAB, random_heads, tiny_llama
 
-METHODS_WITHOUT_DRAFT_MODEL = [method for method in decoder.methods() if method != "triforce"]
-
 
 def byte_tokenizer():
     """One token per byte, so that every accented letter is split over two tokens."""
@@ -29,7 +27,7 @@ def byte_tokenizer():
 @pytest.fixture(scope="module")
 def speaking():
     model = tiny_llama(vocab_size=256)
-    return Decoder(model, byte_tokenizer(), random_heads(model))
+    return Decoder(model, byte_tokenizer(), random_heads(model), draft_model=tiny_llama(seed=1, vocab_size=256))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +80,7 @@ def test_stop_strings_across_chunks_are_never_shown():
     assert shown == stream.text == "An EN and the "
 
 
-@pytest.mark.parametrize("method", METHODS_WITHOUT_DRAFT_MODEL)
+@pytest.mark.parametrize("method", decoder.methods())
 def test_stops_cut_where_ar_stops(speaking, method):
     free = speaking.generate("Call me", 60, "ar").token_ids
     token = free[20]
@@ -92,7 +90,7 @@ def test_stops_cut_where_ar_stops(speaking, method):
     assert out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("method", METHODS_WITHOUT_DRAFT_MODEL)
+@pytest.mark.parametrize("method", decoder.methods())
 def test_stop_strings_end_the_text_before_them(speaking, method):
     letters = torch.zeros(256, dtype=torch.bool)
     letters[speaking.tokenizer("abcdefgh")["input_ids"]] = True
@@ -219,6 +217,8 @@ def test_what_needs_a_tokenizer_or_heads_says_so(model):
         (dict(prompt="text"), "tokenizer"),
         (dict(prompt=[1], stop="x"), "tokenizer"),
         (dict(prompt=[1], method="tokenswift"), "needs draft heads"),
+        (dict(prompt=[1], method="medusa"), "needs draft heads"),
+        (dict(prompt=[1], method="triforce"), "draft_model="),
     ):
         with pytest.raises(ValueError, match=words):
             bare.generate(max_new_tokens=3, **arguments)
@@ -276,6 +276,8 @@ def test_the_command_streams_text(folders):
     assert drafted.returncode == plain.returncode == 0, drafted.stderr
     assert drafted.stdout == plain.stdout != b""
     assert b"30 tokens" in drafted.stderr
+    small = run_command(*common, "--draft-model", folders / "model", "--method", "triforce", "--seed", 5)
+    assert small.stdout == plain.stdout, small.stderr
     missing = run_command(*common[:2], "--prompt-file", folders / "none.txt", "--max-new-tokens", 3)
     assert missing.returncode == 2
     assert missing.stderr.count(b"\n") == 1 and b"none.txt" in missing.stderr

@@ -18,6 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m decoder", description=__doc__)
     parser.add_argument("--model", required=True, help="model folder or hub id")
     parser.add_argument("--heads", help="heads checkpoint folder or hub id")
+    parser.add_argument("--draft-model", help="small model's folder or hub id, for triforce")
     parser.add_argument("--prompt-file", required=True, type=Path, help="UTF-8 text")
     parser.add_argument("--max-new-tokens", required=True, type=int)
     parser.add_argument("--method", choices=methods(), help="default: tokenswift, or prompt-lookup without heads")
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         sampling = SamplingParams(**{field.name: getattr(args, field.name) for field in fields(SamplingParams)})
         options = TokenSwiftOptions(tree=args.tree, ngrams=args.ngrams, budget=args.budget)
         prompt = args.prompt_file.read_text(encoding="utf-8")
-        decoder = load(args.model, args.heads, device=args.device, dtype=args.dtype)
+        decoder = load(args.model, args.heads, draft_model=args.draft_model, device=args.device, dtype=args.dtype)
         output = None
         for chunk in decoder.stream(
             prompt, args.max_new_tokens, args.method, sampling, options, ignore_eos=args.ignore_eos

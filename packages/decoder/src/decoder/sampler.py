@@ -167,3 +167,7 @@ class Sampler:
         if self.params.greedy or not coupled:
             return filtered
         return filtered + self.noise.rows(len(self.context), len(drafted) + len(logits))[len(drafted) :]
+
+    def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
+        """The best candidate for the position behind ``drafted``, from its logits [V]."""
+        return int(first_argmax(self.draft_scores(logits[None], coupled, drafted)[0]))

@@ -6,13 +6,25 @@ from decoder.drafters.magicdec import MagicDec
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.prompt_lookup import PromptLookup
 from decoder.drafters.tokenswift import TokenSwift
+from decoder.drafters.triforce import TriForce
 
 METHODS: dict[str, type[Drafter]] = {
     "ar": Autoregressive,
     "tokenswift": TokenSwift,
     "medusa": Medusa,
+    "triforce": TriForce,
     "magicdec": MagicDec,
     "prompt-lookup": PromptLookup,
 }
 
-__all__ = ["METHODS", "Autoregressive", "Drafter", "MagicDec", "Medusa", "PromptLookup", "Resources", "TokenSwift"]
+__all__ = [
+    "METHODS",
+    "Autoregressive",
+    "Drafter",
+    "MagicDec",
+    "Medusa",
+    "PromptLookup",
+    "Resources",
+    "TokenSwift",
+    "TriForce",
+]

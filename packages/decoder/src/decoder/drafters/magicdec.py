@@ -37,7 +37,7 @@ class MagicDec:
             self.recent.hold(step)
             hidden = self.target.draft([tree.tokens[-1]], cache.length + step, self.recent)
             logits = self.target.head(self.target.norm(hidden))
-            chain.append(int(sampler.draft_scores(logits, self.options.coupled, chain)[0].argmax()))
+            chain.append(sampler.draft_choice(logits[0], self.options.coupled, chain))
             tree.add(step, chain[-1], "target")
         return tree
 
