@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from decoder.acceptance import Independent, exact
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
@@ -118,7 +119,7 @@ class Decoder:
             max_new_tokens: exact, unless a stop ends the text before.
             method: one of `decoder.methods()`; None takes `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
-            options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only.
+            options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only (but see ``verification``).
             stop: stop strings and/or token ids that end the text.
             ignore_eos: do not end at the end-of-sequence ids of the generation config or the tokenizer.
             return_logprobs: give each token's log-probability under the filtered distribution.
@@ -162,7 +163,8 @@ class Decoder:
             sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
         )
         drafter = METHODS[method](Resources(self.target, heads, self.draft_target, options, context, max_new_tokens))
-        engine = Engine(self.target, drafter, sampler, max_new_tokens, ends)
+        accept = Independent(sampling.seed, self.target.device) if options.verification == "independent" else exact
+        engine = Engine(self.target, drafter, sampler, max_new_tokens, ends, accept)
         return self._run(engine, text, len(context))
 
     def _run(self, engine: Engine, text: TextStream | None, prompt_tokens: int) -> Iterator[Chunk]:

@@ -131,22 +131,34 @@ class Sampler:
             counts[token] -= 1
         return counts > 0
 
+    def filtered(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
+        """Hook, penalty and filters on logits [V]: unnormalised log-probabilities, float64 [V].
+
+        The hook sees the text with ``drafted`` behind it; the penalty window is that of the text alone.
+        """
+        if self.logits_hook is not None:
+            logits = self.logits_hook([*self.context, *drafted], logits)
+        return process_logits(logits, self.params, self.in_window())
+
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
-        if self.logits_hook is not None:
-            logits = self.logits_hook(list(self.context), logits)
-        filtered = process_logits(logits, self.params, self.in_window())
-        if self.logprobs is not None:
-            self._distribution = filtered.log_softmax(-1)
+        return self._perturbed(self.filtered(logits))
+
+    def _perturbed(self, filtered: torch.Tensor) -> torch.Tensor:
         return filtered if self.params.greedy else filtered + self.noise.rows(len(self.context), 1)[0]
 
     def choose(self, logits: torch.Tensor) -> int:
         """Draw the token of the next position from its logits [V] and move the window past it."""
-        token = int(first_argmax(self.scores(logits)))
-        if self.logprobs is not None:
-            self.logprobs.append(float(self._distribution[token]))
-        self.push(token)
+        filtered = self.filtered(logits)
+        token = int(first_argmax(self._perturbed(filtered)))
+        self.take(token, filtered)
         return token
+
+    def take(self, token: int, filtered: torch.Tensor) -> None:
+        """Append a token that was drawn from ``filtered`` [V] to the text."""
+        if self.logprobs is not None:
+            self.logprobs.append(float(filtered.log_softmax(-1)[token]))
+        self.push(token)
 
     def push(self, token: int) -> None:
         """Append a token to the text; the oldest one leaves a full window."""
