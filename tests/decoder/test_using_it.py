@@ -271,11 +271,11 @@ def run_command(*arguments):
 
 def test_the_command_streams_text(folders):
     common = ["--model", folders / "model", "--prompt-file", folders / "prompt.txt", "--max-new-tokens", 30]
-    drafted = run_command(*common, "--heads", folders / "heads", "--seed", 5, "--tree", "1,2")
+    drafted = run_command(*common, "--heads", folders / "heads", "--seed", 5, "--tree", "1,2", "--audit")
     plain = run_command(*common, "--method", "ar", "--seed", 5)
     assert drafted.returncode == plain.returncode == 0, drafted.stderr
     assert drafted.stdout == plain.stdout != b""
-    assert b"30 tokens" in drafted.stderr
+    assert b"30 tokens" in drafted.stderr and b"all 30 tokens are" in drafted.stderr
     small = run_command(*common, "--draft-model", folders / "model", "--method", "triforce", "--seed", 5)
     assert small.stdout == plain.stdout, small.stderr
     missing = run_command(*common[:2], "--prompt-file", folders / "none.txt", "--max-new-tokens", 3)

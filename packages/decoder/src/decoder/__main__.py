@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
+    parser.add_argument("--audit", action="store_true", help="score the text again afterwards and say what was found")
     sampling = parser.add_argument_group("sampling")
     for field in fields(SamplingParams):
         flag = "--" + field.name.replace("_", "-")
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         ):
             print(chunk.text, end="", flush=True)
             output = chunk.output
+        audit = f"; {decoder.audit(output)}" if args.audit else ""
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     rate = "" if stats.acceptance_rate is None else f", acceptance {stats.acceptance_rate:.2f}"
     speed = f"{stats.generated / stats.decode_seconds:.1f} tokens/s" if stats.decode_seconds else "nothing generated"
     per_step = "" if stats.tokens_per_step is None else f", {stats.tokens_per_step:.2f} tokens per step"
-    print(f"\n{stats.generated} tokens, {speed}{per_step}{rate}", file=sys.stderr)
+    print(f"\n{stats.generated} tokens, {speed}{per_step}{rate}{audit}", file=sys.stderr)
     return 0
 
 

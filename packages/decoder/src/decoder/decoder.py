@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.acceptance import Independent, exact
+from decoder.audit import Audit, audit
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
@@ -27,6 +28,23 @@ def methods() -> list[str]:
     return list(METHODS)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a generation was asked for, as far as its text follows from it.
+
+    Attributes:
+        prompt_ids: the prompt's token ids.
+        sampling: how tokens were chosen.
+        verification: the rule of `TokenSwiftOptions.verification`.
+        logits_hook: the user's hook, if any.
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    verification: str
+    logits_hook: LogitsHook | None
+
+
 @dataclass
 class GenerationOutput:
     """A finished generation.
@@ -36,6 +54,7 @@ class GenerationOutput:
         text: their text, without special tokens and without a stop string; "" when there is no tokenizer.
         finish_reason: "length" or "stop".
         stats: what was counted and timed.
+        request: what was asked for; `Decoder.audit` reads it.
         logprobs: log-probability of each token under the filtered distribution, when asked for.
     """
 
@@ -43,6 +62,7 @@ class GenerationOutput:
     text: str
     finish_reason: str
     stats: Statistics
+    request: Request
     logprobs: list[float] | None = None
 
 
@@ -165,9 +185,22 @@ class Decoder:
         drafter = METHODS[method](Resources(self.target, heads, self.draft_target, options, context, max_new_tokens))
         accept = Independent(sampling.seed, self.target.device) if options.verification == "independent" else exact
         engine = Engine(self.target, drafter, sampler, max_new_tokens, ends, accept)
-        return self._run(engine, text, len(context))
+        return self._run(engine, text, Request(context, sampling, options.verification, logits_hook))
 
-    def _run(self, engine: Engine, text: TextStream | None, prompt_tokens: int) -> Iterator[Chunk]:
+    def audit(self, output: GenerationOutput) -> Audit:
+        """Score a finished generation again with the plain model, and recompute every choice from the seed.
+
+        Tells a floating-point tie (margin of the order of rounding) from a fault.
+
+        Raises:
+            ValueError: the generation was verified independently, so its choices do not follow from the seed alone.
+        """
+        request = output.request
+        if request.verification != "exact":
+            raise ValueError(f"only exact verification can be audited, and this was {request.verification!r}")
+        return audit(self.model, request.prompt_ids, output.token_ids, request.sampling, request.logits_hook)
+
+    def _run(self, engine: Engine, text: TextStream | None, request: Request) -> Iterator[Chunk]:
         engine.prefill()
         while True:
             tokens = [] if engine.finish_reason else engine.step()
@@ -177,10 +210,11 @@ class Decoder:
             if done:
                 sampler = engine.sampler
                 output = GenerationOutput(
-                    token_ids=sampler.context[prompt_tokens:],
+                    token_ids=sampler.context[len(request.prompt_ids) :],
                     text="" if text is None else text.text,
                     finish_reason=engine.finish_reason,
                     stats=engine.statistics,
+                    request=request,
                     logprobs=sampler.logprobs,
                 )
             yield Chunk(tokens, piece, output)
