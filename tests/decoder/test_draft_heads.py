@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from decoder.draft_heads import DraftHeads
+from decoder.draft_heads import KINDS, DraftHeads
 
 D = 16
 
@@ -26,38 +26,49 @@ def llama_norm(weight, x):
     return norm(x)
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_follows_the_paper_with_llamas_own_norm(kind, dtype):
     heads = random_heads(kind, dtype=dtype)
-    hidden = torch.randn(2, 5, D, dtype=dtype)
-    outputs = heads(hidden)
+    hidden, tokens = torch.randn(2, 5, D, dtype=dtype), torch.randn(2, 5, 3, D, dtype=dtype) * 7
+    outputs = heads(hidden, tokens)
     assert len(outputs) == 3
     state = hidden
     for i, output in enumerate(outputs):
         weights = {
             name: heads.state_dict()[f"heads.{i}.{name}.weight"] for name in ("linear", "input_norm", "output_norm")
         }
-        before = state if kind == "chained" else hidden
-        state = llama_norm(weights["input_norm"], before) @ weights["linear"].T + before
+        before = hidden if kind == "independent" else state
+        features = llama_norm(weights["input_norm"], before)
+        if kind == "conditioned":
+            unit = tokens[..., i, :].float()
+            unit = unit / unit.pow(2).mean(-1, keepdim=True).sqrt()
+            features = torch.cat((features, unit.to(dtype)), dim=-1)
+        state = features @ weights["linear"].T + before
         assert output.dtype == dtype
         assert torch.allclose(output, llama_norm(weights["output_norm"], state), atol=1e-6)
 
 
-def test_tensor_names_and_shapes_are_those_of_the_file_format():
+@pytest.mark.parametrize("kind, width", [("chained", D), ("independent", D), ("conditioned", 2 * D)])
+def test_tensor_names_and_shapes_are_those_of_the_file_format(kind, width):
     expected = {}
     for i in range(2):
-        expected |= {f"heads.{i}.linear.weight": (D, D)}
+        expected |= {f"heads.{i}.linear.weight": (D, width)}
         expected |= {f"heads.{i}.{norm}.weight": (D,) for norm in ("input_norm", "output_norm")}
-    assert {name: tuple(t.shape) for name, t in DraftHeads(D, 2).state_dict().items()} == expected
+    assert {name: tuple(t.shape) for name, t in DraftHeads(D, 2, kind=kind).state_dict().items()} == expected
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent"])
+def test_conditioned_heads_ask_for_their_tokens():
+    with pytest.raises(ValueError, match="need the embeddings"):
+        random_heads("conditioned")(torch.randn(4, D))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_untrained_heads_give_the_models_own_normalised_state(kind):
     heads = DraftHeads(D, 3, norm_eps=1e-5, kind=kind)
     weight, hidden = torch.rand(D), torch.randn(4, D)
     heads.init_from_norm(weight)
-    for output in heads(hidden):
+    for output in heads(hidden, torch.randn(4, 3, D)):
         assert torch.equal(output, llama_norm(weight, hidden))
 
 
@@ -71,7 +82,7 @@ def test_float64_is_not_narrowed_by_the_norms():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"kind": "magic"}, "unknown kind of heads 'magic'; known kinds are chained, independent"),
+        ({"kind": "magic"}, "unknown kind of heads 'magic'; known kinds are chained, independent, conditioned"),
         ({"num_heads": 0}, "num_heads must be at least 1"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
     ],
@@ -89,7 +100,7 @@ def test_heads_for_another_hidden_size_are_refused():
             refuse()
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_heads_load_as_they_were(tmp_path, kind, dtype):
     heads = random_heads(kind, num_heads=2, dtype=dtype)

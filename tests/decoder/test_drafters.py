@@ -37,7 +37,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize("method, levels", [("tokenswift", 4), ("medusa", 3)])
-@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned"])
 def test_heads_that_know_the_text_are_accepted_whole(method, levels, kind):
     """Each level is the head of its own position: off by one, nothing would be accepted."""
     dec = Decoder(markov_llama(), heads=shifting_heads(3, kind))

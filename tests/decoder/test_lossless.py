@@ -89,7 +89,7 @@ def test_every_method_equals_ar_whatever_the_settings(dec, data):
     assert len(expected.token_ids) == length
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned"])
 @pytest.mark.parametrize("num_heads", [1, 2, 5])
 def test_any_gamma_and_kind(model, prompt, num_heads, kind):
     dec = Decoder(model, heads=random_heads(model, num_heads, kind))

@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
-KINDS = ("chained", "independent")
+KINDS = ("chained", "independent", "conditioned")
 ARCHITECTURE = "tokenswift-heads"
 FORMAT_VERSION = 1
 WEIGHTS = "heads.safetensors"
@@ -37,24 +38,34 @@ class RMSNorm(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """One head: linear layer [d, d] without bias between two norms, with a residual around the first two."""
+    """One head: a linear layer without bias between two norms, with a residual around the first two.
 
-    def __init__(self, hidden_size: int, norm_eps: float):
+    The layer is [d, d], or [d, 2d] when ``conditioned``: it then also reads the embedding of the token before.
+    """
+
+    def __init__(self, hidden_size: int, norm_eps: float, conditioned: bool):
         super().__init__()
         self.input_norm = RMSNorm(hidden_size, norm_eps)
-        self.linear = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.linear = nn.Linear(hidden_size * (2 if conditioned else 1), hidden_size, bias=False)
         self.output_norm = RMSNorm(hidden_size, norm_eps)
         nn.init.zeros_(self.linear.weight)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.input_norm(hidden)) + hidden
+    def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+        features = self.input_norm(hidden)
+        if embedding is not None:
+            # Embeddings are of any scale; a root mean square of one suits the normalised state beside them.
+            unit = functional.rms_norm(embedding, embedding.shape[-1:])
+            features = torch.cat((features, unit.to(features.dtype)), dim=-1)
+        return self.linear(features) + hidden
 
 
 class DraftHeads(nn.Module):
     """gamma = ``num_heads`` heads that share the model's language-model head (paper, multi-token self-drafting).
 
     ``chained`` heads see each other, ``h_i = linear_i(input_norm_i(h_{i-1})) + h_{i-1}``; ``independent`` heads
-    (Medusa*) all see ``h_0``. Both start as the identity: the linear layers are zero, the norms one.
+    (Medusa*) all see ``h_0``; ``conditioned`` heads are chained and also read the embedding of the token drafted
+    before, ``h_i = linear_i([input_norm_i(h_{i-1}); e(x_i)]) + h_{i-1}`` with e scaled to a root mean square of one
+    (compare Hydra, arXiv 2402.05109). All start as the identity: the linear layers are zero, the norms one.
 
     Raises ValueError for an unknown kind, fewer than one head or a hidden size below one.
     """
@@ -67,7 +78,12 @@ class DraftHeads(nn.Module):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.hidden_size, self.num_heads, self.norm_eps, self.kind = hidden_size, num_heads, norm_eps, kind
-        self.heads = nn.ModuleList(DraftHead(hidden_size, norm_eps) for _ in range(num_heads))
+        self.heads = nn.ModuleList(DraftHead(hidden_size, norm_eps, self.conditioned) for _ in range(num_heads))
+
+    @property
+    def conditioned(self) -> bool:
+        """Whether each head needs the embedding of the token drafted before it."""
+        return self.kind == "conditioned"
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, num_heads={self.num_heads}, hidden_size={self.hidden_size}"
@@ -76,14 +92,29 @@ class DraftHeads(nn.Module):
         """Return ``output_norm_i(h_i)`` for every head, ready for the language-model head.
 
         ``hidden`` [..., d] is ``h_0``: the output of the model's last layer *before* the model's final norm.
-        ``tokens`` is for kinds whose heads read drafted tokens; chained and independent heads ignore it.
+        ``tokens`` [..., num_heads, d] are the input embeddings of the tokens 1 .. num_heads positions ahead; only
+        conditioned heads read them.
         Returns ``num_heads`` tensors [..., d]; the i-th (from 1) is for the token i + 1 positions ahead.
+        Raises ValueError when conditioned heads get no tokens.
         """
+        if self.conditioned and tokens is None:
+            raise ValueError("conditioned heads need the embeddings of the tokens before each head")
         outputs, state = [], hidden
-        for head in self.heads:
-            state = head(state if self.kind == "chained" else hidden)
-            outputs.append(head.output_norm(state))
+        for i in range(self.num_heads):
+            before = state if self.kind != "independent" else hidden
+            state, output = self.advance(i, before, tokens[..., i, :] if self.conditioned else None)
+            outputs.append(output)
         return outputs
+
+    def advance(
+        self, index: int, state: torch.Tensor, embedding: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run head ``index`` (from 0) alone: h and output_norm(h), both [..., d], from the state [..., d] before it.
+
+        ``embedding`` [..., d] is for conditioned heads: the token drafted before this one.
+        """
+        state = self.heads[index](state, embedding)
+        return state, self.heads[index].output_norm(state)
 
     @torch.no_grad()
     def init_from_norm(self, weight: torch.Tensor) -> None:

@@ -134,6 +134,10 @@ class Target:
         self.decoder(**self._inputs(tokens, range(position, position + len(tokens)), cache))
         return self._hidden[0]
 
+    def embed(self, token: int) -> torch.Tensor:
+        """Input embedding [d] of a token."""
+        return self.model.get_input_embeddings()(torch.tensor(token, device=self.device))
+
     def head(self, normalised: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of normalised hidden states [..., d]."""
         return self.lm_head(normalised)

@@ -25,7 +25,7 @@ from ts_eval.prompts import SHIPPED, Prompt, read_prompts
 from ts_eval.results import SCHEMA_VERSION, GenerationLog, digest_files, environment, write_json
 
 REFERENCE_MODEL = "reference-model"
-DEFAULT_HEADS = {"tokenswift": "heads-chained"}
+DEFAULT_HEADS = {"tokenswift": "heads-conditioned"}
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from decoder.drafters.base import Resources
-from decoder.drafters.levels import best_tokens, node_count
+from decoder.drafters.levels import HeadLevels, node_count
 from decoder.full_cache import FullCache
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
@@ -21,12 +21,13 @@ class Medusa:
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds = ("independent", "chained")
+    heads_kinds = ("independent", "chained", "conditioned")
 
     def __init__(self, resources: Resources) -> None:
-        self.target, self.heads, self.options = resources.target, resources.heads, resources.options
-        self.branching = self.options.tree[: min(self.heads.num_heads, resources.max_new_tokens)]
-        self.max_nodes = node_count(self.branching)
+        heads, options = resources.heads, resources.options
+        branching = options.tree[: min(heads.num_heads, resources.max_new_tokens)]
+        self.levels = HeadLevels(resources.target, heads, branching, options.coupled)
+        self.max_nodes = node_count(branching)
         self.hidden: torch.Tensor | None = None
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -35,9 +36,7 @@ class Medusa:
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         if self.hidden is not None:
-            states = self.heads(self.hidden)[: len(self.branching)]
-            scores = sampler.draft_scores(self.target.head(torch.stack(states)), self.options.coupled)
-            tree.add_levels(best_tokens(scores, self.branching), "heads")
+            tree.add_levels(self.levels.candidates(self.hidden, sampler, own_level=False), "heads")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:

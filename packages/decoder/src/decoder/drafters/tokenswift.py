@@ -1,11 +1,11 @@
-"""TokenSwift (paper section 3): one draft pass with a partial cache and chained heads, plus n-grams of the text."""
+"""TokenSwift (paper section 3): one draft pass with a partial cache and a few heads, plus n-grams of the text."""
 
 from collections.abc import Mapping
 
 import torch
 
 from decoder.drafters.base import Resources
-from decoder.drafters.levels import best_tokens, node_count
+from decoder.drafters.levels import HeadLevels, node_count
 from decoder.full_cache import FullCache
 from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
@@ -18,14 +18,15 @@ from decoder.token_tree import TokenTree
 class TokenSwift:
     """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens."""
 
-    heads_kinds = ("chained", "independent")
+    heads_kinds = ("conditioned", "chained", "independent")
 
     def __init__(self, resources: Resources) -> None:
-        self.target, self.heads, self.options = resources.target, resources.heads, resources.options
+        self.target, self.options = resources.target, resources.options
         options, heads, prompt = resources.options, resources.heads, resources.prompt
-        self.branching = options.tree[: min(heads.num_heads + 1, resources.max_new_tokens)]
+        branching = options.tree[: min(heads.num_heads + 1, resources.max_new_tokens)]
+        self.levels = HeadLevels(self.target, heads, branching, options.coupled)
         gram = heads.num_heads + 1
-        self.max_nodes = node_count(self.branching) + options.ngrams * gram
+        self.max_nodes = node_count(branching) + options.ngrams * gram
         self.table = NgramTable(gram)
         self.table.extend(prompt)
         self.partial = (
@@ -40,20 +41,14 @@ class TokenSwift:
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         newest = sampler.context[-1]
-        scores = sampler.draft_scores(self._draft_logits(newest, cache), self.options.coupled)
-        candidates = best_tokens(scores, self.branching)
+        memory = cache if self.partial is None else self.partial
+        hidden = self.target.draft([newest], cache.length, memory)[0]
+        candidates = self.levels.candidates(hidden, sampler, own_level=True)
         tree = TokenTree(newest)
         tree.add_levels(candidates, "heads")
         for gram in self.table.most_frequent(candidates[0][0], self.options.ngrams):
             tree.add_path(gram, "ngrams")
         return tree
-
-    def _draft_logits(self, newest: int, cache: FullCache) -> torch.Tensor:
-        """l_0 .. l_gamma (paper equations 1 to 3), [levels, V]."""
-        memory = cache if self.partial is None else self.partial
-        hidden = self.target.draft([newest], cache.length, memory)[0]
-        states = [self.target.norm(hidden), *self.heads(hidden)]
-        return self.target.head(torch.stack(states[: len(self.branching)]))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.table.extend(tokens)

@@ -1,0 +1,90 @@
+"""The frozen model under the heads: its configuration, its tokenizer, its last hidden state."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from decoder.draft_heads import DraftHeads
+
+
+def _load(what: str, loader: Callable, name: str, **kwargs):
+    """Call a ``from_pretrained``; its many errors become one OSError that names the model."""
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") != 1
+    if looks_local and not Path(name).is_dir():
+        raise FileNotFoundError(f"there is no model folder at {name}")
+    try:
+        return loader(name, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()
+        detail = f": {reason[0].rstrip('.')}" if reason else ""
+        raise OSError(f"the {what} of model {name} cannot be loaded{detail}") from error
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The text configuration of a model folder or hub id. Raises OSError when it cannot be loaded."""
+    return _load("configuration", AutoConfig.from_pretrained, name).get_text_config()
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a model folder or hub id. Raises OSError when it cannot be loaded."""
+    return _load("tokenizer", AutoTokenizer.from_pretrained, name)
+
+
+def load_backbone(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder or hub id in ``dtype``, frozen, in eval mode. Raises OSError when it cannot be loaded."""
+    model = _load("weights", AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the language-model head.
+
+    Raises ValueError for a model that has none, or one whose norm is not a plain RMSNorm: the heads' output
+    norms could not start as its copy.
+    """
+    decoder = model.get_decoder()
+    hidden_size = model.config.get_text_config().hidden_size
+    norms = [
+        child
+        for child in decoder.children()
+        if isinstance(weight := getattr(child, "weight", None), Tensor) and weight.shape == (hidden_size,)
+    ]
+    eps = norm_eps(model.config.get_text_config())
+    if norms:
+        weight = norms[-1].weight
+        copy = DraftHeads(hidden_size, 1, eps).to(weight)
+        copy.init_from_norm(weight)
+        probe = torch.linspace(-3, 3, hidden_size).to(weight)
+        if torch.allclose(norms[-1](probe), copy(probe)[0], rtol=1e-2, atol=1e-2):
+            return norms[-1]
+    raise ValueError(f"{type(model).__name__} is not supported: it has no RMSNorm with a plain weight after its layers")
+
+
+def norm_eps(config: PretrainedConfig) -> float:
+    """The epsilon of the model's norms. Raises ValueError when the configuration has none."""
+    eps = getattr(config, "rms_norm_eps", None)
+    if eps is None:
+        raise ValueError(f"models of type {config.model_type} are not supported: they have no rms_norm_eps")
+    return eps
+
+
+class LastHidden:
+    """Runs a model's layers and returns h_0, the input of its final norm."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.decoder = model.get_decoder()
+        self.hidden: Tensor | None = None
+        final_norm(model).register_forward_pre_hook(self._keep)
+
+    def _keep(self, _, inputs: tuple) -> None:
+        self.hidden = inputs[0]
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """``input_ids`` [batch, length] -> h_0 [batch, length, d], without gradients."""
+        self.decoder(input_ids=input_ids, use_cache=False)
+        hidden, self.hidden = self.hidden, None
+        return hidden

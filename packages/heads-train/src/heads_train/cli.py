@@ -1,0 +1,158 @@
+"""The ``heads-train`` command: LightningCLI with shipped configurations and errors of one sentence."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from heads_train.callbacks import Checkpoints, ExportHeads, LossCurves, TokensPerSecond
+from heads_train.data import BooksDataModule
+from heads_train.module import HeadsModule, TrainingDiverged
+
+CONFIGS = Path(__file__).parent / "configs"
+
+QUIET = (
+    ".*args parameter is intended to run from within Python.*",
+    ".*callbacks used to create the checkpoint need to be provided.*",
+    ".*is not supported by the model summary.*",
+    ".*module\\(s\\) in eval mode at the start of training.*",
+    ".*isinstance\\(treespec, LeafSpec\\).*",
+    ".*does not have many workers.*",
+    # The order of the books is a function of the step, so resuming inside an epoch is exact.
+    ".*dataloader is not resumable.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    ".*smaller than the logging interval.*",
+)
+
+
+class Parser(LightningArgumentParser):
+    """Reports a wrong command line in one sentence."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:
+        raise ValueError(message) from ex
+
+
+class SaveConfig(SaveConfigCallback):
+    """Keeps the settings of a training run, and of no other, beside its results."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
+class HeadsCLI(LightningCLI):
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {name: skip for name, skip in LightningCLI.subcommands().items() if name != "predict"}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--output",
+            type=str,
+            default="runs/heads",
+            help="folder of the results: heads in last/ and best/, checkpoints/, logs, loss_curves.png; "
+            "a cut run goes on when it is given again",
+        )
+        parser.add_argument("--save_every", type=int, default=50, help="steps between checkpoints to go on from")
+        parser.link_arguments("model.model_name_or_path", "data.tokenizer")
+
+    @property
+    def output(self) -> Path:
+        return Path(self._get(self.config, "output"))
+
+    def instantiate_trainer(self, **kwargs) -> L.Trainer:
+        config = self._get(self.config_init, "trainer")
+        if config["logger"] in (None, True):
+            config["logger"] = TensorBoardLogger(self.output, name="", version="")
+        if config["default_root_dir"] is None:
+            config["default_root_dir"] = str(self.output)
+        if self.subcommand == "fit":
+            config["callbacks"] = [*(config["callbacks"] or []), *self._results(config)]
+        return super().instantiate_trainer(**config, **kwargs)
+
+    def _results(self, trainer: dict) -> list[L.Callback]:
+        callbacks = [TokensPerSecond(), ExportHeads(self.output), LossCurves(self.output / "loss_curves.png")]
+        if trainer["logger"]:
+            callbacks.append(LearningRateMonitor("step"))
+        if trainer["enable_checkpointing"] is not False:
+            every = self._get(self.config, "save_every")
+            callbacks.append(Checkpoints(self.output / "checkpoints", every))
+        return callbacks
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        last = self.output / "checkpoints" / "last.ckpt"
+        if kwargs["ckpt_path"] is None and subcommand == "fit" and last.is_file():
+            print(f"going on from {last}; give another --output to start afresh", file=sys.stderr)
+            kwargs["ckpt_path"] = str(last)
+        # A checkpoint is the user's own file and holds Lightning's callback states beside tensors.
+        kwargs["weights_only"] = False
+        return kwargs
+
+
+def find_config(name: str) -> str:
+    """The path of a configuration: the file itself, else the shipped one of that name.
+
+    Raises FileNotFoundError that lists the shipped names.
+    """
+    if Path(name).is_file():
+        return name
+    shipped = CONFIGS / name
+    if Path(name).name == name and shipped.is_file():
+        return str(shipped)
+    names = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
+    raise FileNotFoundError(f"there is no configuration {name}; shipped are {names}")
+
+
+def _with_configs(args: Sequence[str]) -> list[str]:
+    """``args`` with every ``--config`` resolved by :func:`find_config`."""
+    found, is_name = [], False
+    for arg in args:
+        option, equals, value = arg.partition("=")
+        if is_name:
+            arg = find_config(arg)
+        elif option == "--config" and equals:
+            arg = f"{option}={find_config(value)}"
+        is_name = arg in ("--config", "-c")
+        found.append(arg)
+    return found
+
+
+def run(args: Sequence[str]) -> HeadsCLI:
+    """Run ``heads-train`` with these arguments; errors are raised."""
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message=message)
+    return HeadsCLI(
+        HeadsModule,
+        BooksDataModule,
+        save_config_callback=SaveConfig,
+        save_config_kwargs={"overwrite": True},
+        # The sampler shards by rank itself; the check before training measures the untrained heads.
+        trainer_defaults={"use_distributed_sampler": False, "num_sanity_val_steps": -1},
+        seed_everything_default=0,
+        parser_class=Parser,
+        auto_configure_optimizers=False,
+        args=_with_configs(args),
+    )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0 done, 1 training diverged, 2 wrong usage or missing input."""
+    try:
+        run(sys.argv[1:] if args is None else args)
+    except TrainingDiverged as error:
+        return _fail(error, 1)
+    except (OSError, ValueError, MisconfigurationException) as error:
+        return _fail(error, 2)
+    return 0
+
+
+def _fail(error: Exception, status: int) -> int:
+    print("heads-train:", " ".join(str(error).split()), file=sys.stderr)
+    return status

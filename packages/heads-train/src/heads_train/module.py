@@ -1,0 +1,208 @@
+"""The LightningModule: a frozen backbone, the heads on it, one cross entropy per head."""
+
+from typing import Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from transformers import get_cosine_schedule_with_warmup
+
+from decoder.draft_heads import DraftHeads
+from heads_train.backbone import LastHidden, final_norm, load_backbone, load_config, norm_eps
+from heads_train.loss import chunked_cross_entropy
+from heads_train.metrics import TopKAccuracy, top_k_accuracy
+
+TOP_K = 3
+
+
+class TrainingDiverged(ArithmeticError):
+    """The loss is no longer a finite number."""
+
+
+class HeadsModule(L.LightningModule):
+    """Trains :class:`decoder.DraftHeads` on a frozen model (paper, "Training the heads").
+
+    Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' mean cross entropies.
+
+    Args:
+        model_name_or_path: folder or Hugging Face hub id of the model the heads are for.
+        num_heads: how many heads (gamma).
+        kind: ``chained``, ``independent`` (Medusa*) or ``conditioned`` (each head also reads the token before).
+        learning_rate: peak rate of AdamW.
+        weight_decay: of the linear layers; norms have none.
+        beta1: AdamW's decay of the mean of gradients.
+        beta2: AdamW's decay of the mean of squared gradients.
+        warmup_steps: steps over which the rate rises to its peak, before it falls along a cosine to zero.
+        loss_chunk_tokens: tokens whose logits exist at the same time.
+        backbone_dtype: dtype of the frozen weights; ``auto`` follows the trainer's precision.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: str,
+        num_heads: int = 3,
+        kind: str = "chained",
+        learning_rate: float = 5e-3,
+        weight_decay: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        warmup_steps: int = 50,
+        loss_chunk_tokens: int = 512,
+        backbone_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ):
+        super().__init__()
+        self.config = load_config(model_name_or_path)
+        self.heads = DraftHeads(self.config.hidden_size, num_heads, norm_eps(self.config), kind)
+        self.model_name_or_path = model_name_or_path
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, (beta1, beta2)
+        self.warmup_steps = warmup_steps
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.backbone_dtype = backbone_dtype
+        self.backbone = None
+        self.val_metrics: dict[str, float] = {}
+        self.val_losses = nn.ModuleList(MeanMetric() for _ in range(num_heads))
+        self.val_accuracies = nn.ModuleList(TopKAccuracy(TOP_K) for _ in range(num_heads))
+        # A checkpoint holds the heads only; `on_load_checkpoint` checks what is in it.
+        self.strict_loading = False
+
+    def configure_model(self) -> None:
+        if self.backbone is not None:
+            return
+        self.backbone = load_backbone(self.model_name_or_path, self._backbone_dtype())
+        self.heads.init_from_norm(final_norm(self.backbone).weight)
+        self.last_hidden = LastHidden(self.backbone)
+
+    def _backbone_dtype(self) -> torch.dtype:
+        if self.backbone_dtype != "auto":
+            return getattr(torch, self.backbone_dtype)
+        precision = str(self.trainer.precision)
+        named = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+        return next((dtype for prefix, dtype in named.items() if precision.startswith(prefix)), torch.float32)
+
+    def train(self, mode: bool = True) -> "HeadsModule":
+        super().train(mode)
+        if self.backbone is not None:
+            self.backbone.eval()
+        return self
+
+    def forward(self, input_ids: Tensor) -> list[Tensor]:
+        """``input_ids`` [batch, length] -> for each head the hidden states [batch, length, d] the LM head reads.
+
+        Raises ValueError when the sequences are too short for the heads or too long for the model.
+        """
+        length, longest = input_ids.shape[1], self.config.max_position_embeddings
+        if not self.heads.num_heads + 2 <= length <= longest:
+            least = self.heads.num_heads + 2
+            raise ValueError(f"data.chunk_tokens is {length}; these heads and this model take {least} to {longest}")
+        return self.heads(self.last_hidden(input_ids), self._tokens_before(input_ids))
+
+    @torch.no_grad()
+    def _tokens_before(self, input_ids: Tensor) -> Tensor | None:
+        """For conditioned heads, what they will have drafted: embeddings [batch, length, heads, d] of the true tokens.
+
+        The last positions wrap around; the loss leaves them out, since they have no target.
+        """
+        if not self.heads.conditioned:
+            return None
+        embedded = self.backbone.get_input_embeddings()(input_ids)
+        return torch.stack([embedded.roll(-i, dims=1) for i in range(1, self.heads.num_heads + 1)], dim=-2)
+
+    def losses(self, input_ids: Tensor, with_ranks: bool) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Per head: mean cross entropy in nats per token, and the ranks [targets] of its targets if asked for."""
+        lm_head = self.backbone.get_output_embeddings()
+        losses, ranks = [], []
+        for i, hidden in enumerate(self(input_ids), start=1):
+            loss, rank = chunked_cross_entropy(
+                hidden[:, : -1 - i].flatten(0, 1),
+                lm_head.weight,
+                input_ids[:, 1 + i :].flatten(),
+                getattr(lm_head, "bias", None),
+                self.loss_chunk_tokens,
+                with_ranks,
+            )
+            losses.append(loss)
+            ranks.append(rank)
+        return losses, ranks
+
+    def training_step(self, input_ids: Tensor, batch_idx: int) -> Tensor:
+        # Ranks cost a pass over the logits: only where they are looked at.
+        log_now = (self.global_step + 1) % self.trainer.log_every_n_steps == 0
+        losses, ranks = self.losses(input_ids, with_ranks=log_now)
+        total = torch.stack(losses).sum()
+        if not torch.isfinite(total):
+            raise TrainingDiverged(
+                f"the loss is {total.item()} after {self.global_step} steps; lower --model.learning_rate "
+                "(the heads saved last are from before)"
+            )
+        if log_now:
+            for i, (loss, rank) in enumerate(zip(losses, ranks, strict=True), start=1):
+                self.log(f"train_loss_head{i}", loss.detach())
+                for k in range(1, TOP_K + 1):
+                    self.log(f"train_top{k}_head{i}", top_k_accuracy(rank, k))
+        self.log("train_loss", total.detach(), prog_bar=True)
+        return total
+
+    def validation_step(self, input_ids: Tensor, batch_idx: int) -> None:
+        losses, ranks = self.losses(input_ids, with_ranks=True)
+        for i, (loss, rank) in enumerate(zip(losses, ranks, strict=True)):
+            self.val_losses[i].update(loss, weight=len(rank))
+            self.val_accuracies[i].update(rank)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_means("val")
+
+    def test_step(self, input_ids: Tensor, batch_idx: int) -> None:
+        self.validation_step(input_ids, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_means("test")
+
+    def _log_means(self, stage: str) -> None:
+        means = {}
+        for i, (loss, accuracy) in enumerate(zip(self.val_losses, self.val_accuracies, strict=True), start=1):
+            means[f"{stage}_loss_head{i}"] = loss.compute().item()
+            for k, share in enumerate(accuracy.compute().tolist(), start=1):
+                means[f"{stage}_top{k}_head{i}"] = share
+            loss.reset()
+            accuracy.reset()
+        means[f"{stage}_loss"] = sum(value for name, value in means.items() if "_loss_" in name)
+        self.val_metrics = means
+        self.log_dict(means)
+
+    def configure_optimizers(self) -> dict:
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError("the cosine schedule needs an end: give --trainer.max_steps or --trainer.max_epochs")
+        matrices = [p for p in self.heads.parameters() if p.ndim > 1]
+        vectors = [p for p in self.heads.parameters() if p.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, int(total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def state_dict(self, *args, **kwargs) -> dict:
+        state = super().state_dict(*args, **kwargs)
+        return {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
+
+    def describe(self) -> dict:
+        """What the heads are for; a checkpoint that differs in it is another run's."""
+        return {
+            "model_name_or_path": self.model_name_or_path,
+            "num_heads": self.heads.num_heads,
+            "kind": self.heads.kind,
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["heads"] = self.describe()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        saved = checkpoint.get("heads")
+        if saved is None or set(checkpoint["state_dict"]) != set(self.state_dict()):
+            raise ValueError("the checkpoint is not one of heads-train with these heads")
+        for name, value in self.describe().items():
+            if saved[name] != value:
+                raise ValueError(
+                    f"the checkpoint was made with model.{name} {saved[name]}, this run has {value}; "
+                    "give another --output to start afresh"
+                )

@@ -1,0 +1,132 @@
+"""The command line: shipped configurations, and errors of one sentence."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from heads_train import cli
+from heads_train.cli import CONFIGS, main
+
+PAPER = {
+    "llama31": ("meta-llama/Llama-3.1-8B", 200, 3, 5e-3),
+    "llama2-yarn": ("NousResearch/Yarn-Llama-2-7b-128k", 200, 3, 5e-3),
+    "qwen25-1.5b": ("Qwen/Qwen2.5-1.5B", 200, 3, 5e-3),
+    "qwen25-7b": ("Qwen/Qwen2.5-7B", 200, 3, 5e-3),
+    "qwen25-14b": ("Qwen/Qwen2.5-14B", 600, 1, 1e-3),
+}
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """Parse arguments with the real command, starting nothing; returns the settings of its subcommand."""
+
+    class Parsed(Exception):
+        pass
+
+    def stop(self):
+        raise Parsed(self.config[self.config.subcommand])
+
+    monkeypatch.setattr(cli.HeadsCLI, "before_instantiate_classes", stop)
+
+    def parse(*args):
+        with pytest.raises(Parsed) as caught:
+            cli.run(args)
+        return caught.value.args[0]
+
+    return parse
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_every_shipped_config_is_found_by_name_and_parsed(parsed, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = parsed("fit", "--config", name, "--model.num_heads", "2")
+    assert settings.model.num_heads == 2
+    assert settings.data.tokenizer == settings.model.model_name_or_path
+    assert settings.trainer.max_steps > 0
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_configs_hold_the_settings_of_the_paper(parsed, name):
+    settings = parsed("fit", f"--config={name}.yaml")
+    model, data, trainer = settings.model, settings.data, settings.trainer
+    found = (model.model_name_or_path, trainer.max_steps, data.batch_size, model.learning_rate)
+    assert found == PAPER[name]
+    assert (data.source, data.chunk_tokens, data.chunks_per_book) == ("emozilla/pg19", 8192, 1)
+    assert (model.warmup_steps, model.weight_decay, model.beta1, model.beta2) == (50, 0.1, 0.9, 0.999)
+    assert (trainer.accumulate_grad_batches, trainer.devices) == (10, 4)
+    assert str(trainer.precision).startswith("bf16")
+    assert (model.num_heads, model.kind) == (3, "chained")
+
+
+@pytest.mark.parametrize("name, kind", [("reference-medusa", "independent"), ("reference-conditioned", "conditioned")])
+def test_the_reference_configs_differ_in_kind_text_and_output_only(parsed, name, kind):
+    chained, other = (parsed("fit", "--config", file).as_dict() for file in ("reference.yaml", f"{name}.yaml"))
+    assert (chained["model"].pop("kind"), other["model"].pop("kind")) == ("chained", kind)
+    assert (chained.pop("output"), other.pop("output")) == ("runs/heads-chained", f"runs/heads-{kind}")
+    for config in (chained, other):
+        config.pop("config")
+        config.pop("data")
+    assert chained == other
+
+
+def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reference.yaml").write_text("output: here\nmodel:\n  model_name_or_path: m\ndata:\n  source: s\n")
+    assert parsed("fit", "--config", "reference.yaml").output == "here"
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (["--model.model_name_or_path=/no/model"], "there is no model folder at /no/model"),
+        (["--data.source=/no/books"], "there is no file or folder of books at /no/books"),
+        (["--model.kind=magic"], "unknown kind of heads 'magic'; known kinds are chained, independent, conditioned"),
+        (["--model.num_heads=0"], "num_heads must be at least 1, got 0"),
+        (["--model.num_heads=many"], "num_heads"),
+        (["--no-such-flag"], "no-such-flag"),
+        (["--data.chunk_tokens=0"], "data.chunk_tokens must be at least 1, got 0"),
+        (["--data.batch_size=0"], "data.batch_size must be at least 1, got 0"),
+        (["--data.chunk_tokens=150"], "lower --data.chunk_tokens"),
+        (["--data.batch_size=99"], "do not fill one step of 1 x 99; lower --data.batch_size"),
+        (["--data.chunk_tokens=4"], "data.chunk_tokens is 4; these heads and this model take 5 to 256"),
+        (["--trainer.max_steps=-1", "--trainer.max_epochs=-1"], "the cosine schedule needs an end"),
+        (["--config=nothing.yaml"], "there is no configuration nothing.yaml; shipped are"),
+        (["--ckpt_path=/no/such.ckpt"], "/no/such.ckpt"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence_and_status_2(flags, tmp_path, capsys, extra, reason):
+    assert main(["fit", *flags, *extra]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("heads-train: ") and reason in last
+    assert not (tmp_path / "out" / "last").exists()
+
+
+def test_a_model_without_rms_norms_is_refused(flags, model, tmp_path, capsys):
+    GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'gpt2'}"]) == 2
+    assert "models of type gpt2 are not supported: they have no rms_norm_eps" in capsys.readouterr().err
+
+
+def test_a_run_of_other_heads_is_not_gone_on_with(flags, capsys):
+    assert main(["fit", *flags, "--trainer.max_steps=2", "--save_every=1"]) == 0
+    assert main(["fit", *flags, "--model.kind=independent"]) == 2
+    assert "model.kind chained, this run has independent; give another --output" in capsys.readouterr().err
+    assert main(["fit", *flags, "--model.num_heads=2"]) == 2
+    assert "not one of heads-train with these heads" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_program_is_refused(flags, tmp_path, capsys):
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, tmp_path / "other.ckpt")
+    assert main(["validate", *flags, f"--ckpt_path={tmp_path / 'other.ckpt'}"]) == 2
+    assert "the checkpoint is not one of heads-train" in capsys.readouterr().err
+
+
+def test_the_installed_command_reports_without_a_traceback(tmp_path):
+    command = [sys.executable, "-c", "import sys; from heads_train.cli import main; sys.exit(main())"]
+    done = subprocess.run([*command, "fit", "--config", "no.yaml"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("heads-train: there is no configuration no.yaml")
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,147 @@
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_books import WORDS
+from transformers import AutoTokenizer
+
+from heads_train.data import BooksDataModule, EpochOrder
+from heads_train.sources import find_source
+
+
+@pytest.fixture
+def chunks_of(model, tmp_path):
+    """The chunks of a split, by a data module with the given settings."""
+
+    def read(source, split="train", **settings) -> np.ndarray:
+        settings = {"chunk_tokens": 8, "cache_dir": str(tmp_path / "cache")} | settings
+        return BooksDataModule(str(source), str(model), **settings)._cached(split)
+
+    return read
+
+
+def write_books(path, texts, column="text"):
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def words(count, begin=0):
+    return " ".join(WORDS[(begin + i) % len(WORDS)] for i in range(count))
+
+
+def test_first_chunk_of_each_book_or_as_many_as_asked(chunks_of, model, tmp_path, capsys):
+    texts = [words(30), words(7), words(20, 5)]
+    write_books(tmp_path / "train.jsonl", texts)
+    ids = AutoTokenizer.from_pretrained(model)(texts)["input_ids"]
+    first = chunks_of(tmp_path)
+    assert first.tolist() == [ids[0][:8], ids[2][:8]]
+    assert "3 books" in (said := capsys.readouterr().out) and "1 shorter books left out" in said
+    assert chunks_of(tmp_path, chunks_per_book=2).tolist() == [ids[0][:8], ids[0][8:16], ids[2][:8], ids[2][8:16]]
+    assert len(chunks_of(tmp_path, chunks_per_book=None)) == 3 + 2
+
+
+def test_only_the_needed_start_of_a_long_book_is_tokenised_and_agrees(chunks_of, model, tmp_path):
+    # Words of 40 letters: the first reach of characters holds too few tokens, so the whole text is taken.
+    long = " ".join(["x" * 40] * 400 + WORDS * 10)
+    texts = [words(4000), long]
+    write_books(tmp_path / "train.jsonl", texts)
+    ids = AutoTokenizer.from_pretrained(model)(texts)["input_ids"]
+    got = chunks_of(tmp_path, chunk_tokens=64, chunks_per_book=6)
+    assert got.tolist() == [book[i * 64 : i * 64 + 64] for book in ids for i in range(6)]
+
+
+def test_every_kind_of_file_gives_the_same_chunks(chunks_of, tmp_path):
+    texts = [words(30), words(20, 5)]
+    folders = {kind: tmp_path / kind for kind in ("jsonl", "parquet", "txt", "nested")}
+    for folder in folders.values():
+        folder.mkdir()
+    write_books(folders["jsonl"] / "train.jsonl", texts)
+    pq.write_table(pa.table({"text": texts}), folders["parquet"] / "train-00000-of-00001.parquet")
+    (folders["nested"] / "train").mkdir()
+    for i, text in enumerate(texts):
+        (folders["txt"] / f"train-{i}.txt").write_text(text)
+        (folders["nested"] / "train" / f"{i}.txt").write_text(text)
+    expected = chunks_of(folders["jsonl"]).tolist()
+    assert len(expected) == 2
+    for folder in folders.values():
+        assert chunks_of(folder).tolist() == expected
+
+
+def test_a_hub_data_set_gives_its_text_column(chunks_of, monkeypatch):
+    rows = datasets.Dataset.from_dict({"body": [words(30)], "title": ["A Book"]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    assert len(chunks_of("someone/books", text_column="body")) == 1
+    with pytest.raises(ValueError, match="no text column 'text' but body, title"):
+        chunks_of("someone/books")
+
+
+def test_a_single_file_holds_out_its_last_tenth(chunks_of, tmp_path):
+    (tmp_path / "book.txt").write_text(words(160))
+    train, held_out = (chunks_of(tmp_path / "book.txt", split, chunks_per_book=None) for split in ("train", "test"))
+    assert (len(train), len(held_out)) == (18, 2)
+    assert not {tuple(chunk) for chunk in train.tolist()[-2:]} & {tuple(chunk) for chunk in held_out.tolist()}
+
+
+def test_books_are_tokenised_once_until_they_change(chunks_of, tmp_path, monkeypatch):
+    write_books(tmp_path / "train.jsonl", [words(30)])
+    calls = []
+    tokenise = BooksDataModule._tokenise
+    monkeypatch.setattr(BooksDataModule, "_tokenise", lambda *args: calls.append(1) or tokenise(*args))
+    chunks_of(tmp_path)
+    chunks_of(tmp_path)
+    assert len(calls) == 1
+    chunks_of(tmp_path, chunk_tokens=16)
+    write_books(tmp_path / "train.jsonl", [words(30), words(30)])
+    assert len(chunks_of(tmp_path)) == 2
+    assert len(calls) == 3
+
+
+def test_order_changes_with_the_epoch_and_goes_on_where_it_was_cut():
+    whole = EpochOrder(10, seed=1)
+    first = list(whole)
+    whole.set_epoch(1)
+    second = list(whole)
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    cut = EpochOrder(10, seed=1, first_epoch=1, skip=4)
+    assert list(cut) == second[4:]
+    assert len(cut) == 10
+
+
+def test_ranks_share_an_epoch_without_overlap():
+    shares = [list(EpochOrder(11, 0, rank, 2)) for rank in range(2)]
+    assert len(shares[0]) == len(shares[1]) == 5
+    assert not set(shares[0]) & set(shares[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("train.jsonl", '{"body": "a"}\n', "no text column 'text' but body"),
+        ("train.jsonl", "no json\n", "line 1 of .* is not JSON"),
+        ("train.parquet", "no parquet", "is not a parquet file"),
+        ("train.txt", "the sea", "none of 1 books .* has 8 tokens; lower --data.chunk_tokens"),
+    ],
+)
+def test_unusable_books_are_refused_with_the_reason(chunks_of, tmp_path, name, content, reason):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=reason):
+        chunks_of(tmp_path)
+
+
+def test_missing_sources_are_refused_with_the_name(tmp_path, monkeypatch):
+    (tmp_path / "notes.pdf").write_text("")
+    with pytest.raises(FileNotFoundError, match="has no validation file"):
+        find_source(str(tmp_path), "validation")
+    with pytest.raises(ValueError, match="of no known kind"):
+        find_source(str(tmp_path / "notes.pdf"), "train")
+    with pytest.raises(FileNotFoundError, match="no file or folder of books at /nowhere/at/all"):
+        find_source("/nowhere/at/all", "train")
+
+    def unreachable(name, split):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(OSError, match="no books at some/books here, and its train split could not be read"):
+        find_source("some/books", "train")

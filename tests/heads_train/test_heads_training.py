@@ -1,0 +1,188 @@
+"""Training through the real command on a tiny random model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_books import HIDDEN
+from transformers import AutoModelForCausalLM
+
+from decoder.draft_heads import KINDS, DraftHeads
+from heads_train import HeadsModule, chunked_cross_entropy
+from heads_train.cli import main
+
+HEADS = (1, 2, 3)
+
+
+def heads_of(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "heads.safetensors")
+
+
+@pytest.fixture
+def module(model) -> HeadsModule:
+    """Untrained heads on the tiny model in float64, without a trainer."""
+    module = HeadsModule(str(model))
+    module.backbone_dtype = "float64"
+    module.configure_model()
+    return module.double()
+
+
+def test_untrained_heads_predict_what_the_model_predicts(module):
+    ids = torch.randint(0, 15, (2, 20))
+    logits = module.backbone(ids).logits
+    for hidden in module(ids):
+        assert torch.allclose(module.backbone.get_output_embeddings()(hidden), logits, atol=1e-6)
+
+
+def test_head_i_at_position_t_learns_the_token_after_the_next_i(module):
+    for parameter in module.heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(0, 15, (2, 20))
+    losses, ranks = module.losses(ids, with_ranks=True)
+    for i, hidden in enumerate(module(ids), start=1):
+        log_probs = module.backbone.get_output_embeddings()(hidden).log_softmax(-1)
+        pairs = [(row, t) for row in range(2) for t in range(20 - 1 - i)]
+        naive = -sum(log_probs[row, t, ids[row, t + 1 + i]] for row, t in pairs) / len(pairs)
+        assert torch.allclose(losses[i - 1], naive, rtol=0, atol=1e-9)
+        assert len(ranks[i - 1]) == len(pairs)
+
+
+def test_loss_matches_torch_for_the_sum_of_heads(module):
+    ids = torch.randint(0, 15, (1, 12))
+    hidden = module(ids)[0][:, :-2].flatten(0, 1)
+    lm_head = module.backbone.get_output_embeddings().weight
+    loss, _ = chunked_cross_entropy(hidden, lm_head, ids[:, 2:].flatten())
+    assert torch.allclose(module.losses(ids, with_ranks=False)[0][0], loss)
+
+
+def test_conditioned_heads_read_the_true_tokens_before_their_targets(model):
+    """Position t of head i gets the embedding of token t + i: what a drafter would have drafted just before."""
+    module = HeadsModule(str(model), kind="conditioned", backbone_dtype="float32")
+    module.configure_model()
+    ids = torch.randint(0, 15, (2, 20))
+    tokens = module._tokens_before(ids)
+    table = module.backbone.get_input_embeddings().weight
+    for i in range(1, 4):
+        assert torch.equal(tokens[:, : 20 - i, i - 1], table[ids[:, i:]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_lowers_every_loss_and_leaves_heads_logs_and_curves(flags, model, tmp_path, kind):
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert main(["fit", *flags, f"--model.kind={kind}", "--trainer.max_steps=36", "--model.learning_rate=0.03"]) == 0
+    out = tmp_path / "out"
+    for name in ("last", "best"):
+        heads = DraftHeads.from_pretrained(out / name)
+        assert (heads.kind, heads.num_heads, heads.hidden_size, heads.norm_eps) == (kind, 3, HIDDEN, 1e-5)
+        config = json.loads((out / name / "config.json").read_text())
+        assert config["base_model"] == str(model)
+        training = config["training"]
+        for i in HEADS:
+            assert training["validation"][f"val_loss_head{i}"] < training["untrained"][f"val_loss_head{i}"] - 0.2
+    assert (out / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+    logs = EventAccumulator(str(out)).Reload()
+    for i in HEADS:
+        for stage in ("train", "val"):
+            names = [f"{stage}_loss_head{i}", *(f"{stage}_top{k}_head{i}" for k in (1, 2, 3))]
+            assert set(names) <= set(logs.Tags()["scalars"])
+    assert {"train_loss", "val_loss", "tokens_per_second", "lr-AdamW/pg1"} <= set(logs.Tags()["scalars"])
+    after = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_backbone_gets_no_gradient_no_training_mode_and_no_place_in_checkpoints(flags, model, tmp_path, monkeypatch):
+    seen = []
+
+    def look(module, *_):
+        module.train()
+        seen.append({name: tensor.clone() for name, tensor in module.backbone.state_dict().items()})
+        assert not module.backbone.training and module.heads.training
+        assert all(p.grad is None and not p.requires_grad for p in module.backbone.parameters())
+
+    monkeypatch.setattr(HeadsModule, "on_train_batch_end", look)
+    assert main(["fit", *flags]) == 0
+    assert all(torch.equal(seen[0][name], tensor) for name, tensor in seen[-1].items())
+    checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=False)
+    assert set(checkpoint["state_dict"]) == {f"heads.{name}" for name in DraftHeads(HIDDEN).state_dict()}
+    assert len(checkpoint["optimizer_states"][0]["state"]) == 3 * 3
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+# An epoch has 6 batches and a validation: cut inside the first, on its edge, and inside a later one.
+@pytest.mark.parametrize(("cut_at", "accumulate"), [(3, 1), (6, 1), (8, 2)])
+def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, accumulate):
+    flags = [*flags, "--save_every=1", f"--trainer.accumulate_grad_batches={accumulate}"]
+    assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
+    training_step = HeadsModule.training_step
+
+    def cut(module, *args):
+        if module.global_step == cut_at:
+            raise OSError("power cut")
+        return training_step(module, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadsModule, "training_step", cut)
+        assert main(["fit", *flags]) == 2
+    assert main(["fit", *flags]) == 0
+    for name in ("last", "best"):
+        whole, resumed = heads_of(tmp_path / "whole" / name), heads_of(tmp_path / "out" / name)
+        assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
+        configs = [json.loads((tmp_path / run / name / "config.json").read_text()) for run in ("whole", "out")]
+        assert configs[0]["training"] == configs[1]["training"]
+    ends = [torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=False) for run in ("whole", "out")]
+    for callback in ("LossCurves", "ExportHeads"):
+        assert ends[0]["callbacks"][callback] == ends[1]["callbacks"][callback]
+
+
+def test_validate_and_test_take_a_checkpoint(flags, tmp_path, capsys):
+    assert main(["fit", *flags, "--trainer.max_steps=30"]) == 0
+    ckpt = f"--ckpt_path={tmp_path / 'out' / 'checkpoints' / 'last.ckpt'}"
+    capsys.readouterr()
+    losses = []
+    for extra in ([], [ckpt]):
+        assert main(["validate", *flags, *extra]) == 0
+        rows = (line.split() for line in capsys.readouterr().out.splitlines())
+        losses.append(next(float(row[3]) for row in rows if "val_loss" in row))
+    assert losses[1] < losses[0]
+    assert main(["test", *flags, ckpt]) == 0
+    assert "test_top3_head3" in capsys.readouterr().out
+
+
+def test_without_validation_the_last_heads_are_the_best(flags, tmp_path):
+    assert main(["fit", *flags, "--trainer.limit_val_batches=0"]) == 0
+    assert heads_of(tmp_path / "out" / "best").keys() == heads_of(tmp_path / "out" / "last").keys()
+
+
+def test_divergence_stops_with_a_sentence_and_keeps_the_last_good_heads(flags, tmp_path, monkeypatch, capsys):
+    training_step = HeadsModule.training_step
+
+    def explode(module, *args):
+        if module.global_step == 8:
+            module.heads.heads[0].linear.weight.data.fill_(float("nan"))
+        return training_step(module, *args)
+
+    monkeypatch.setattr(HeadsModule, "training_step", explode)
+    assert main(["fit", *flags]) == 1
+    assert "the loss is nan after 8 steps; lower --model.learning_rate" in capsys.readouterr().err
+    assert DraftHeads.from_pretrained(tmp_path / "out" / "last").num_heads == 3
+    assert json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["steps"] == 6
+
+
+def test_heads_of_a_diverged_validation_are_not_written(flags, tmp_path, monkeypatch, capsys):
+    def explode(module):
+        module.val_metrics = {"val_loss": float("nan")}
+
+    monkeypatch.setattr(HeadsModule, "on_validation_epoch_end", explode)
+    assert main(["fit", *flags]) == 1
+    assert "the validation loss is nan after 6 steps" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "last").exists()
+
+
+def test_bf16_trains_float32_heads_on_a_bf16_model(flags, tmp_path, monkeypatch):
+    dtypes = set()
+    monkeypatch.setattr(HeadsModule, "on_train_start", lambda module: dtypes.add(module.backbone.dtype))
+    assert main(["fit", *flags, "--trainer.precision=bf16-mixed"]) == 0
+    assert dtypes == {torch.bfloat16}
+    assert all(tensor.dtype == torch.float32 for tensor in heads_of(tmp_path / "out" / "last").values())
