@@ -44,7 +44,8 @@ def model():
 
 @pytest.fixture(scope="session")
 def dec(model):
-    return Decoder(model, heads=random_heads(model))
+    small = tiny_llama(seed=2, num_hidden_layers=1, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
+    return Decoder(model, heads=random_heads(model), draft_model=small)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.sampler import process_logits
 
 from .conftest import VOCAB, random_heads, tiny_llama
@@ -44,19 +44,24 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+DRAFTING = [method for method in methods() if method != "ar"]
+CASES = [("tokenswift", name) for name in OPTIONS]
+CASES += [(method, name) for method in DRAFTING if method != "tokenswift" for name in ("paper", "narrow")]
+
+
+@pytest.mark.parametrize("method, options", CASES)
 @pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS)
-def test_tokenswift_equals_ar(dec, prompt, sampling, options):
+def test_every_method_equals_ar(dec, prompt, sampling, method, options):
     expected = dec.generate(prompt, 150, "ar", sampling)
-    drafted = dec.generate(prompt, 150, "tokenswift", sampling, options)
+    drafted = dec.generate(prompt, 150, method, sampling, OPTIONS[options])
     assert drafted.token_ids == expected.token_ids
     assert drafted.stats.accepted > 0
     assert drafted.stats.steps < expected.stats.steps
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_tokenswift_equals_ar_whatever_the_settings(dec, data):
+def test_every_method_equals_ar_whatever_the_settings(dec, data):
     draw = data.draw
     prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=90))
     sampling = SamplingParams(
@@ -79,7 +84,8 @@ def test_tokenswift_equals_ar_whatever_the_settings(dec, data):
     )
     length = draw(st.integers(0, 60))
     expected = dec.generate(prompt, length, "ar", sampling)
-    assert dec.generate(prompt, length, "tokenswift", sampling, options).token_ids == expected.token_ids
+    method = draw(st.sampled_from(DRAFTING))
+    assert dec.generate(prompt, length, method, sampling, options).token_ids == expected.token_ids
     assert len(expected.token_ids) == length
 
 
@@ -90,7 +96,10 @@ def test_any_gamma_and_kind(model, prompt, num_heads, kind):
     sampling = SamplingParams(seed=5, repetition_penalty=1.2)
     expected = dec.generate(prompt, 60, "ar", sampling).token_ids
     options = TokenSwiftOptions(tree=(2, 2, 1, 1, 1, 1, 1))
-    assert dec.generate(prompt, 60, "tokenswift", sampling, options).token_ids == expected
+    for method, levels in (("tokenswift", num_heads + 1), ("medusa", num_heads)):
+        out = dec.generate(prompt, 60, method, sampling, options)
+        assert out.token_ids == expected
+        assert len(out.stats.accepted_by_depth) >= levels
 
 
 FAMILIES = {
@@ -202,7 +211,8 @@ def test_bfloat16_runs_and_is_of_the_right_length(prompt):
 @pytest.mark.gpu
 def test_cuda_equals_ar_on_cuda(prompt):
     model = tiny_llama().cuda()
-    dec = Decoder(model, heads=random_heads(model))
+    dec = Decoder(model, heads=random_heads(model), draft_model=tiny_llama(seed=2, num_hidden_layers=1).cuda())
     for sampling in SAMPLERS.values():
         expected = dec.generate(prompt, 100, "ar", sampling).token_ids
-        assert dec.generate(prompt, 100, "tokenswift", sampling, OPTIONS["narrow"]).token_ids == expected
+        for method in DRAFTING:
+            assert dec.generate(prompt, 100, method, sampling, OPTIONS["narrow"]).token_ids == expected

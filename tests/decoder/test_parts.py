@@ -13,6 +13,8 @@ from decoder.full_cache import FullCache
 from decoder.linear import few_rows_linear
 from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
+from decoder.recent_cache import RecentCache
+from decoder.suffix_index import SuffixIndex
 from decoder.token_tree import TokenTree
 
 
@@ -58,6 +60,23 @@ def test_ngram_table_equals_counting_anew(text, n, k):
     for first in range(4):
         mine = sorted((g for g in counts if g[0] == first), key=lambda g: (-counts[g], -last[g]))
         assert table.most_frequent(first, k) == mine[:k]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 9))
+def test_suffix_index_equals_searching_the_text(text, longest, count):
+    index = SuffixIndex(longest)
+    index.extend(text)
+    expected = []
+    for n in range(min(longest, len(text) - 1), 0, -1):
+        places = [i for i in range(n, len(text)) if text[i - n : i] == text[-n:]]
+        if places:
+            copied = list(text)
+            for i in range(count):
+                copied.append(copied[places[-1] + i])
+            expected = copied[len(text) :]
+            break
+    assert index.continuation(count) == expected
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
@@ -186,5 +205,38 @@ def test_a_text_shorter_than_the_budget_is_held_whole():
     assert partial.rebuilds == 0
     key, _ = partial.update(torch.ones(1, 2, 1, 4).double(), torch.ones(1, 2, 1, 4).double(), 0)
     assert key.shape[2] == 11
-    with pytest.raises(ValueError, match="one new token"):
+    with pytest.raises(ValueError, match="room for 1 drafted tokens"):
         PartialCache(budget=2, sink=1).update(torch.ones(1, 2, 4, 4), torch.ones(1, 2, 4, 4), 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(0, 3), st.integers(1, 9), st.booleans())
+def test_recent_cache_holds_the_sink_and_the_newest(counts, sink, window, from_itself):
+    """Whether its pairs come from a full cache or from its own drafted tokens, and with drafted tokens held."""
+    full, recent = FullCache(200), RecentCache(budget=sink + window, sink=sink, room=9)
+    for count in counts:
+        numbers = torch.arange(full.length, full.length + count).double() + 1
+        pairs = numbers.view(1, 1, count, 1).expand(1, 2, count, 3)
+        full.update(pairs, -pairs, 0)
+        full.keep(range(count))
+        if from_itself:
+            recent.update(pairs, -pairs, 0)
+            recent.keep(count)
+        else:
+            recent.append(full)
+        drafted = torch.full((1, 2, 4, 3), 500.0).double()
+        recent.update(drafted, drafted, 0)
+        recent.hold(3)
+        key, value = recent.update(drafted[:, :, :2], drafted[:, :, :2], 0)
+        kept = [p + 1 for p in range(full.length) if p < sink or p >= full.length - window]
+        assert sorted(key[0, 1, :, 0].tolist()) == [*kept, *[500.0] * 5]
+        assert sorted(-value[0, 0, : len(kept), 2]) == kept
+        recent.hold(0)
+
+
+@pytest.mark.parametrize("cache", [PartialCache(12, 3, room=5), RecentCache(12, 3, room=5)], ids=["partial", "recent"])
+def test_memory_of_a_draft_cache_is_what_the_formula_says(cache):
+    """2 (keys, values) x layers x KV heads x (budget + room) x head size x bytes, however long the text."""
+    full = filled_cache(40)
+    cache.append(full, queries_for(full)) if isinstance(cache, PartialCache) else cache.append(full)
+    assert sum(buffer.nbytes for buffer in (*cache.keys, *cache.values)) == 2 * 2 * 2 * (12 + 5) * 4 * 8

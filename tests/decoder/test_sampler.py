@@ -75,9 +75,13 @@ def test_the_window_slides_with_the_text():
         sampler = Sampler(SamplingParams(repetition_penalty=2.0, penalty_window=window), 6, CPU, [1, 2, 2])
         for _ in range(40):
             recent = set(sampler.context[-window:]) if window else set()
-            in_window = sampler.in_window
+            in_window = sampler.in_window()
             marked = set() if in_window is None else set(in_window.nonzero().flatten().tolist())
             assert marked == recent
+            drafted = torch.randint(6, (len(sampler.context) % 5,), generator=generator).tolist()
+            ahead = sampler.in_window(drafted)
+            marked = set() if ahead is None else set(ahead.nonzero().flatten().tolist())
+            assert marked == (set([*sampler.context, *drafted][-window:]) if window else set())
             sampler.push(int(torch.randint(6, (1,), generator=generator)))
 
 
@@ -93,8 +97,10 @@ def test_coupled_drafts_of_the_true_distribution_are_the_targets_choice():
     params = SamplingParams(seed=6, repetition_penalty=1.2, min_p=0.02)
     for position in range(1, 30):
         sampler = Sampler(params, 200, CPU, [0] * position)
-        drafted = int(sampler.draft_scores(LOGITS[:1], coupled=True)[0].argmax())
-        assert drafted == sampler.choose(LOGITS[0])
+        chain = []
+        for _ in range(3):
+            chain.append(int(sampler.draft_scores(LOGITS[:1], coupled=True, drafted=chain)[0].argmax()))
+        assert chain == [sampler.choose(LOGITS[0]) for _ in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def byte_tokenizer():
 @pytest.fixture(scope="module")
 def speaking():
     model = tiny_llama(vocab_size=256)
-    return Decoder(model, byte_tokenizer(), random_heads(model))
+    return Decoder(model, byte_tokenizer(), random_heads(model), draft_model=tiny_llama(seed=1, vocab_size=256))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_stop_strings_across_chunks_are_never_shown():
     assert shown == stream.text == "An EN and the "
 
 
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+@pytest.mark.parametrize("method", decoder.methods())
 def test_stops_cut_where_ar_stops(speaking, method):
     free = speaking.generate("Call me", 60, "ar").token_ids
     token = free[20]
@@ -90,7 +90,7 @@ def test_stops_cut_where_ar_stops(speaking, method):
     assert out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+@pytest.mark.parametrize("method", decoder.methods())
 def test_stop_strings_end_the_text_before_them(speaking, method):
     letters = torch.zeros(256, dtype=torch.bool)
     letters[speaking.tokenizer("abcdefgh")["input_ids"]] = True
@@ -155,10 +155,11 @@ def test_logits_hook_and_logprobs_are_the_same_for_every_method(dec, prompt):
         assert context[: len(prompt)] == prompt
         return logits.masked_fill(~allowed.roll(len(context)), -torch.inf)
 
-    runs = [dec.generate(prompt, 40, method, logits_hook=hook, return_logprobs=True) for method in ("ar", "tokenswift")]
-    assert runs[0].token_ids == runs[1].token_ids
+    runs = [dec.generate(prompt, 40, m, logits_hook=hook, return_logprobs=True) for m in decoder.methods()]
     assert all(allowed.roll(len(prompt) + i)[t] for i, t in enumerate(runs[0].token_ids))
-    torch.testing.assert_close(torch.tensor(runs[0].logprobs), torch.tensor(runs[1].logprobs))
+    for run in runs[1:]:
+        assert run.token_ids == runs[0].token_ids
+        torch.testing.assert_close(torch.tensor(run.logprobs), torch.tensor(runs[0].logprobs))
 
 
 def test_statistics_add_up(dec, prompt):
@@ -211,16 +212,20 @@ def test_bad_arguments_are_told_at_once(speaking, arguments, words):
 
 def test_what_needs_a_tokenizer_or_heads_says_so(model):
     bare = Decoder(model)
-    assert bare.generate([1], 3).stats.drafted == 0
+    assert len(bare.generate([1], 3).token_ids) == 3
     for arguments, words in (
         (dict(prompt="text"), "tokenizer"),
         (dict(prompt=[1], stop="x"), "tokenizer"),
         (dict(prompt=[1], method="tokenswift"), "needs draft heads"),
+        (dict(prompt=[1], method="medusa"), "needs draft heads"),
+        (dict(prompt=[1], method="triforce"), "draft_model="),
     ):
         with pytest.raises(ValueError, match=words):
             bare.generate(max_new_tokens=3, **arguments)
     with pytest.raises(ValueError, match="64"):
         Decoder(model, heads=DraftHeads(64))
+    with pytest.raises(ValueError, match="another vocabulary"):
+        Decoder(model, draft_model=tiny_llama(vocab_size=VOCAB + 1))
 
 
 @pytest.mark.parametrize(
@@ -266,11 +271,13 @@ def run_command(*arguments):
 
 def test_the_command_streams_text(folders):
     common = ["--model", folders / "model", "--prompt-file", folders / "prompt.txt", "--max-new-tokens", 30]
-    drafted = run_command(*common, "--heads", folders / "heads", "--seed", 5, "--tree", "1,2")
+    drafted = run_command(*common, "--heads", folders / "heads", "--seed", 5, "--tree", "1,2", "--audit")
     plain = run_command(*common, "--method", "ar", "--seed", 5)
     assert drafted.returncode == plain.returncode == 0, drafted.stderr
     assert drafted.stdout == plain.stdout != b""
-    assert b"30 tokens" in drafted.stderr
+    assert b"30 tokens" in drafted.stderr and b"all 30 tokens are" in drafted.stderr
+    small = run_command(*common, "--draft-model", folders / "model", "--method", "triforce", "--seed", 5)
+    assert small.stdout == plain.stdout, small.stderr
     missing = run_command(*common[:2], "--prompt-file", folders / "none.txt", "--max-new-tokens", 3)
     assert missing.returncode == 2
     assert missing.stderr.count(b"\n") == 1 and b"none.txt" in missing.stderr

@@ -18,12 +18,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m decoder", description=__doc__)
     parser.add_argument("--model", required=True, help="model folder or hub id")
     parser.add_argument("--heads", help="heads checkpoint folder or hub id")
+    parser.add_argument("--draft-model", help="small model's folder or hub id, for triforce")
     parser.add_argument("--prompt-file", required=True, type=Path, help="UTF-8 text")
     parser.add_argument("--max-new-tokens", required=True, type=int)
-    parser.add_argument("--method", choices=methods(), help="default: tokenswift, or ar without heads")
+    parser.add_argument("--method", choices=methods(), help="default: tokenswift, or prompt-lookup without heads")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
+    parser.add_argument("--audit", action="store_true", help="score the text again afterwards and say what was found")
     sampling = parser.add_argument_group("sampling")
     for field in fields(SamplingParams):
         flag = "--" + field.name.replace("_", "-")
@@ -42,13 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
         sampling = SamplingParams(**{field.name: getattr(args, field.name) for field in fields(SamplingParams)})
         options = TokenSwiftOptions(tree=args.tree, ngrams=args.ngrams, budget=args.budget)
         prompt = args.prompt_file.read_text(encoding="utf-8")
-        decoder = load(args.model, args.heads, device=args.device, dtype=args.dtype)
+        decoder = load(args.model, args.heads, draft_model=args.draft_model, device=args.device, dtype=args.dtype)
         output = None
         for chunk in decoder.stream(
             prompt, args.max_new_tokens, args.method, sampling, options, ignore_eos=args.ignore_eos
         ):
             print(chunk.text, end="", flush=True)
             output = chunk.output
+        audit = f"; {decoder.audit(output)}" if args.audit else ""
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -59,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     rate = "" if stats.acceptance_rate is None else f", acceptance {stats.acceptance_rate:.2f}"
     speed = f"{stats.generated / stats.decode_seconds:.1f} tokens/s" if stats.decode_seconds else "nothing generated"
     per_step = "" if stats.tokens_per_step is None else f", {stats.tokens_per_step:.2f} tokens per step"
-    print(f"\n{stats.generated} tokens, {speed}{per_step}{rate}", file=sys.stderr)
+    print(f"\n{stats.generated} tokens, {speed}{per_step}{rate}{audit}", file=sys.stderr)
     return 0
 
 

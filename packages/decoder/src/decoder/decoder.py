@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from decoder.acceptance import Independent, exact
+from decoder.audit import Audit, audit
 from decoder.draft_heads import DraftHeads
-from decoder.drafters import METHODS
+from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
 from decoder.options import TokenSwiftOptions
 from decoder.sampler import LogitsHook, Sampler
@@ -26,6 +28,23 @@ def methods() -> list[str]:
     return list(METHODS)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a generation was asked for, as far as its text follows from it.
+
+    Attributes:
+        prompt_ids: the prompt's token ids.
+        sampling: how tokens were chosen.
+        verification: the rule of `TokenSwiftOptions.verification`.
+        logits_hook: the user's hook, if any.
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    verification: str
+    logits_hook: LogitsHook | None
+
+
 @dataclass
 class GenerationOutput:
     """A finished generation.
@@ -35,6 +54,7 @@ class GenerationOutput:
         text: their text, without special tokens and without a stop string; "" when there is no tokenizer.
         finish_reason: "length" or "stop".
         stats: what was counted and timed.
+        request: what was asked for; `Decoder.audit` reads it.
         logprobs: log-probability of each token under the filtered distribution, when asked for.
     """
 
@@ -42,6 +62,7 @@ class GenerationOutput:
     text: str
     finish_reason: str
     stats: Statistics
+    request: Request
     logprobs: list[float] | None = None
 
 
@@ -73,7 +94,7 @@ class Decoder:
         draft_model: a small model with the same vocabulary, for methods that draft with one.
 
     Raises:
-        ValueError: the architecture cannot be served exactly, or the heads do not fit the model.
+        ValueError: the architecture cannot be served exactly, or heads or draft model do not fit the model.
         OSError: a heads checkpoint cannot be read.
     """
 
@@ -86,6 +107,10 @@ class Decoder:
     ):
         self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
         self.target = Target(model)
+        self.draft_target = None if draft_model is None else Target(draft_model)
+        if self.draft_target is not None and self.draft_target.vocab_size != self.target.vocab_size:
+            sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
+            raise ValueError(f"the draft model has another vocabulary: {sizes}")
         self.heads: dict[str, DraftHeads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
@@ -112,9 +137,9 @@ class Decoder:
         Args:
             prompt: text, token ids, or a LongTensor [n] or [1, n].
             max_new_tokens: exact, unless a stop ends the text before.
-            method: one of `decoder.methods()`; None takes `tokenswift`, or `ar` without heads.
+            method: one of `decoder.methods()`; None takes `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
-            options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only.
+            options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only (but see ``verification``).
             stop: stop strings and/or token ids that end the text.
             ignore_eos: do not end at the end-of-sequence ids of the generation config or the tokenizer.
             return_logprobs: give each token's log-probability under the filtered distribution.
@@ -157,11 +182,25 @@ class Decoder:
         sampler = Sampler(
             sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
         )
-        drafter = METHODS[method](self.target, heads, options, context, depth=max_new_tokens)
-        engine = Engine(self.target, drafter, sampler, max_new_tokens, ends)
-        return self._run(engine, text, len(context))
+        drafter = METHODS[method](Resources(self.target, heads, self.draft_target, options, context, max_new_tokens))
+        accept = Independent(sampling.seed, self.target.device) if options.verification == "independent" else exact
+        engine = Engine(self.target, drafter, sampler, max_new_tokens, ends, accept)
+        return self._run(engine, text, Request(context, sampling, options.verification, logits_hook))
 
-    def _run(self, engine: Engine, text: TextStream | None, prompt_tokens: int) -> Iterator[Chunk]:
+    def audit(self, output: GenerationOutput) -> Audit:
+        """Score a finished generation again with the plain model, and recompute every choice from the seed.
+
+        Tells a floating-point tie (margin of the order of rounding) from a fault.
+
+        Raises:
+            ValueError: the generation was verified independently, so its choices do not follow from the seed alone.
+        """
+        request = output.request
+        if request.verification != "exact":
+            raise ValueError(f"only exact verification can be audited, and this was {request.verification!r}")
+        return audit(self.model, request.prompt_ids, output.token_ids, request.sampling, request.logits_hook)
+
+    def _run(self, engine: Engine, text: TextStream | None, request: Request) -> Iterator[Chunk]:
         engine.prefill()
         while True:
             tokens = [] if engine.finish_reason else engine.step()
@@ -171,10 +210,11 @@ class Decoder:
             if done:
                 sampler = engine.sampler
                 output = GenerationOutput(
-                    token_ids=sampler.context[prompt_tokens:],
+                    token_ids=sampler.context[len(request.prompt_ids) :],
                     text="" if text is None else text.text,
                     finish_reason=engine.finish_reason,
                     stats=engine.statistics,
+                    request=request,
                     logprobs=sampler.logprobs,
                 )
             yield Chunk(tokens, piece, output)
@@ -216,7 +256,7 @@ class Decoder:
 
     def _method(self, method: str | None) -> tuple[str, DraftHeads | None]:
         if method is None:
-            method = "tokenswift" if self.heads else "ar"
+            method = "tokenswift" if self.heads else "prompt-lookup"
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
         kinds = METHODS[method].heads_kinds
@@ -224,7 +264,9 @@ class Decoder:
             return method, None
         kind = next((kind for kind in kinds if kind in self.heads), None)
         if kind is None:
-            raise ValueError(f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'ar'")
+            raise ValueError(
+                f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'prompt-lookup'"
+            )
         return method, self.heads[kind]
 
     def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:

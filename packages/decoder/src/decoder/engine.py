@@ -5,16 +5,16 @@ from collections.abc import Callable
 
 import torch
 
+from decoder.acceptance import Acceptance, exact
 from decoder.drafters import Drafter
 from decoder.full_cache import FullCache
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
 from decoder.target import Target
-from decoder.token_tree import TokenTree
 
 
 class Engine:
-    """Decodes one prompt with any drafter; the text depends on the target and the sampler alone.
+    """Decodes one prompt with any drafter; accepted exactly, the text depends on target and sampler alone.
 
     All committed tokens but the newest are in the full cache; the newest is the root of the next tree.
 
@@ -24,6 +24,7 @@ class Engine:
         sampler: holds the text so far, the prompt, and chooses its continuation.
         max_new_tokens: exact number of tokens, unless ``ends`` says so before.
         ends: called with every chosen token; True ends the text with it.
+        accept: the rule by which a verified tree gives tokens.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class Engine:
         sampler: Sampler,
         max_new_tokens: int,
         ends: Callable[[int], bool],
+        accept: Acceptance = exact,
     ):
-        self.target, self.drafter, self.sampler, self.ends = target, drafter, sampler, ends
+        self.target, self.drafter, self.sampler, self.ends, self.accept = target, drafter, sampler, ends, accept
         self.remaining = max_new_tokens
         self.statistics = Statistics()
         self.finish_reason: str | None = None if max_new_tokens else "length"
@@ -56,7 +58,7 @@ class Engine:
         with self.target.borrowed():
             tree = self.drafter.propose(self.cache, self.sampler)
             verification = self.target.forward(tree, self.cache)
-        path, tokens = self.accept(tree, verification.logits)
+        path, tokens = self.accept(tree, verification.logits, self.sampler, self._took)
         self.cache.keep(path)
         self.drafter.commit(self.cache, verification, path, tokens)
         self.statistics.count_step(tree.depth, len(path) - 1, "ngrams" in tree.sources[path[-1]], len(tokens))
@@ -65,28 +67,14 @@ class Engine:
             self.drafter.finish(self.statistics)
         return tokens
 
-    def accept(self, tree: TokenTree, logits: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Walk the tree from the root along the target's own choices, as long as they were drafted.
-
-        Each visited node draws one token from its own context, exactly as AR would there, so the walk is AR; a draft
-        only saves it the forward pass.
-
-        Returns:
-            The visited nodes, the root first, and the tokens drawn, one per visited node.
-        """
-        path, tokens = [0], []
-        while True:
-            token = self.sampler.choose(logits[path[-1]])
-            tokens.append(token)
-            self.remaining -= 1
-            if self.ends(token):
-                self.finish_reason = "stop"
-            elif not self.remaining:
-                self.finish_reason = "length"
-            child = tree.child(path[-1], token)
-            if self.finish_reason or child is None:
-                return path, tokens
-            path.append(child)
+    def _took(self, token: int) -> bool:
+        """Count a new token; True when it is the last one."""
+        self.remaining -= 1
+        if self.ends(token):
+            self.finish_reason = "stop"
+        elif not self.remaining:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":

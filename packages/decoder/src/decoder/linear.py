@@ -28,11 +28,15 @@ def few_rows_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def few_rows(modules: list[nn.Linear]) -> Iterator[None]:
-    """`few_rows_linear` in place of the forward of each module, until the end of the block."""
+    """`few_rows_linear` in place of the forward of each module, until the end of the block; blocks nest."""
+    before = [module.__dict__.get("forward") for module in modules]
     for module in modules:
         module.__dict__["forward"] = partial(few_rows_linear, module)
     try:
         yield
     finally:
-        for module in modules:
-            del module.__dict__["forward"]
+        for module, forward in zip(modules, before, strict=True):
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward

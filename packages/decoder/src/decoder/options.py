@@ -1,9 +1,10 @@
-"""How to draft: settings that change the speed and never the text."""
+"""How to draft: settings that change the speed and, but for one kept for reproduction, never the text."""
 
 from dataclasses import dataclass
 
 MIN_BUDGET = 64
 CACHES = ("dynamic", "static", "full")
+VERIFICATIONS = ("exact", "independent")
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class TokenSwiftOptions:
         sink: attention-sink positions that always stay in the partial cache (|S|).
         cache: the draft pass's memory: ``dynamic`` (rebuilt by importance), ``static`` (chosen once) or ``full``.
         coupled: rank draft candidates by log q + the noise of their position instead of log q.
-        verification: ``exact``: one draw per node from that node's own context.
+        verification: ``exact``: one draw per node from that node's own context, so the text is AR's. ``independent``:
+            the paper's Algorithm 1 as written, an own draw per candidate path of which the longest match wins. It
+            favours drafted tokens, so the text is *not* distributed as AR's; for reproduction only.
 
     Raises:
         ValueError: a value out of range; the message names the field.
@@ -44,8 +47,8 @@ class TokenSwiftOptions:
             raise ValueError(f"budget must be an integer above sink ({self.sink}), not {self.budget!r}")
         if self.cache not in CACHES:
             raise ValueError(f"cache must be one of {', '.join(CACHES)}, not {self.cache!r}")
-        if self.verification != "exact":
-            raise ValueError(f"verification must be 'exact', not {self.verification!r}")
+        if self.verification not in VERIFICATIONS:
+            raise ValueError(f"verification must be one of {', '.join(VERIFICATIONS)}, not {self.verification!r}")
 
     def budget_for(self, prompt_tokens: int) -> int:
         """Slots of the partial cache for a prompt of ``prompt_tokens`` tokens."""

@@ -3,44 +3,31 @@
 from collections.abc import Mapping
 
 import torch
-from transformers import Cache
 
+from decoder.draft_cache import DraftCache
 from decoder.full_cache import FullCache
 
 
-class PartialCache(Cache):
-    """At most ``budget`` pairs per KV head, [batch, KV heads, budget + 1, head size] per layer.
+class PartialCache(DraftCache):
+    """At most ``budget`` pairs per KV head, chosen by importance.
 
     The first ``sink`` positions stay. The other slots hold the most important pairs in decreasing order; accepted
     tokens replace them from the end towards the sink, and when they would pass it the selection is made anew. As long
-    as the whole text fits, the cache simply holds all of it. The last slot is the draft pass's own token.
+    as the whole text fits, the cache simply holds all of it.
 
     Args:
         budget: slots, |B| in the paper.
         sink: sink positions among them, |S|.
         dynamic: False never selects a second time; replacement then starts again from the end.
+        room: drafted tokens behind them; one is what a single draft pass takes.
     """
 
-    def __init__(self, budget: int, sink: int, dynamic: bool = True):
-        super().__init__(layers=[])
-        self.budget, self.sink, self.dynamic = budget, sink, dynamic
+    def __init__(self, budget: int, sink: int, dynamic: bool = True, room: int = 1):
+        super().__init__(budget, room)
+        self.sink, self.dynamic = sink, dynamic
         self.rebuilds = 0
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self._filled = 0
         self._seen = 0
         self._cursor = 0
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Put the draft pass's token [B, G, 1, D] behind the pairs of a layer; views of all [B, G, filled + 1, D]."""
-        end = self._filled + key_states.shape[2]
-        if end > self.budget + 1:
-            raise ValueError("the partial cache takes one new token at a time")
-        self._allocate(layer_idx, key_states, value_states)
-        key, value = self.keys[layer_idx], self.values[layer_idx]
-        key[:, :, self._filled : end] = key_states
-        value[:, :, self._filled : end] = value_states
-        return key[:, :, :end], value[:, :, :end]
 
     def append(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         """Take in what ``full`` committed since the last call.
@@ -61,6 +48,7 @@ class PartialCache(Cache):
             self._cursor -= count
             self._copy(full, slot=self._cursor, count=count)
         self._seen = full.length
+        self._held = 0
 
     def rebuild(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         """Select anew: the sink, then the pairs of highest importance in decreasing order.
@@ -82,14 +70,6 @@ class PartialCache(Cache):
                 mine[:, :, self.sink : self.budget] = theirs.gather(2, index)
         self._filled = self._cursor = self.budget
         self.rebuilds += 1
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._filled
-
-    def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        if layer == len(self.keys):
-            for buffers, like in ((self.keys, key), (self.values, value)):
-                buffers.append(like.new_empty(like.shape[0], like.shape[1], self.budget + 1, like.shape[3]))
 
     def _copy(self, full: FullCache, slot: int, count: int) -> None:
         """The newest ``count`` pairs of ``full`` into the slots from ``slot`` on."""

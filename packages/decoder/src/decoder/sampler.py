@@ -6,6 +6,7 @@ Pure functions on logits, and `Sampler`, which carries one generation's penalty 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 
 import torch
 
@@ -116,27 +117,48 @@ class Sampler:
         if recent:
             self._counts += torch.bincount(torch.tensor(recent, device=device), minlength=vocab_size).int()
 
-    @property
-    def in_window(self) -> torch.Tensor | None:
-        """Tokens under penalty, bool [V]; None when nothing is penalised."""
-        return self._counts > 0 if self._penalised else None
+    def in_window(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
+        """Tokens under penalty once ``drafted`` has entered the text, bool [V]; None when nothing is penalised."""
+        if not self._penalised:
+            return None
+        if not drafted:
+            return self._counts > 0
+        counts = self._counts.clone()
+        for token in drafted:
+            counts[token] += 1
+        leaving = len(self._window) + len(drafted) - self.params.penalty_window
+        for token in islice(chain(self._window, drafted), max(0, leaving)):
+            counts[token] -= 1
+        return counts > 0
+
+    def filtered(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
+        """Hook, penalty and filters on logits [V]: unnormalised log-probabilities, float64 [V].
+
+        The hook sees the text with ``drafted`` behind it; the penalty window is that of the text alone.
+        """
+        if self.logits_hook is not None:
+            logits = self.logits_hook([*self.context, *drafted], logits)
+        return process_logits(logits, self.params, self.in_window())
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
-        if self.logits_hook is not None:
-            logits = self.logits_hook(list(self.context), logits)
-        filtered = process_logits(logits, self.params, self.in_window)
-        if self.logprobs is not None:
-            self._distribution = filtered.log_softmax(-1)
+        return self._perturbed(self.filtered(logits))
+
+    def _perturbed(self, filtered: torch.Tensor) -> torch.Tensor:
         return filtered if self.params.greedy else filtered + self.noise.rows(len(self.context), 1)[0]
 
     def choose(self, logits: torch.Tensor) -> int:
         """Draw the token of the next position from its logits [V] and move the window past it."""
-        token = int(first_argmax(self.scores(logits)))
-        if self.logprobs is not None:
-            self.logprobs.append(float(self._distribution[token]))
-        self.push(token)
+        filtered = self.filtered(logits)
+        token = int(first_argmax(self._perturbed(filtered)))
+        self.take(token, filtered)
         return token
+
+    def take(self, token: int, filtered: torch.Tensor) -> None:
+        """Append a token that was drawn from ``filtered`` [V] to the text."""
+        if self.logprobs is not None:
+            self.logprobs.append(float(filtered.log_softmax(-1)[token]))
+        self.push(token)
 
     def push(self, token: int) -> None:
         """Append a token to the text; the oldest one leaves a full window."""
@@ -147,14 +169,17 @@ class Sampler:
             if len(self._window) > self.params.penalty_window:
                 self._counts[self._window.popleft()] -= 1
 
-    def draft_scores(self, logits: torch.Tensor, coupled: bool, ahead: int = 0) -> torch.Tensor:
-        """Scores to rank draft candidates by, float64 [n, V], for the logits of n positions, the first one ``ahead``
-        positions after the next.
+    def draft_scores(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int] = ()) -> torch.Tensor:
+        """Scores to rank draft candidates by, float64 [n, V], for the logits of the n positions behind ``drafted``.
 
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
-        All rows see the window as it stands now.
+        All rows see the window as it stands once ``drafted`` has entered the text.
         """
-        filtered = process_logits(logits, self.params, self.in_window)
+        filtered = process_logits(logits, self.params, self.in_window(drafted))
         if self.params.greedy or not coupled:
             return filtered
-        return filtered + self.noise.rows(len(self.context) + ahead, len(logits))
+        return filtered + self.noise.rows(len(self.context), len(drafted) + len(logits))[len(drafted) :]
+
+    def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
+        """The best candidate for the position behind ``drafted``, from its logits [V]."""
+        return int(first_argmax(self.draft_scores(logits[None], coupled, drafted)[0]))

@@ -126,10 +126,13 @@ class Target:
         output = self.model(**self._inputs(tree.tokens, positions, cache), tree_mask=mask, queries=queries)
         return Verification(self._hidden[0], output.logits[0], queries)
 
-    def draft(self, token: int, position: int, cache: Cache) -> torch.Tensor:
-        """The hidden state h0 [d] before the final norm of one token over ``cache``, usually a partial one."""
-        self.decoder(**self._inputs([token], [position], cache))
-        return self._hidden[0, 0]
+    def draft(self, tokens: Sequence[int], position: int, cache: Cache) -> torch.Tensor:
+        """Hidden states h0 [T, d] before the final norm of a run of tokens, the first at ``position``.
+
+        They attend to ``cache``, usually one that holds a part of the text, and to each other causally.
+        """
+        self.decoder(**self._inputs(tokens, range(position, position + len(tokens)), cache))
+        return self._hidden[0]
 
     def embed(self, token: int) -> torch.Tensor:
         """Input embedding [d] of a token."""

@@ -58,6 +58,17 @@ class TokenTree:
         for tokens in candidates:
             level = [self.add(parent, token, source) for parent in level for token in tokens]
 
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to ``node``."""
+        nodes = [node]
+        while nodes[-1]:
+            nodes.append(self.parents[nodes[-1]])
+        return nodes[::-1]
+
+    def leaves(self) -> list[int]:
+        """The nodes without children: each ends a candidate path."""
+        return [node for node, children in enumerate(self._children) if not children]
+
     def ancestor_mask(self, device: torch.device) -> torch.Tensor | None:
         """Which node sees which, bool [T, T]: itself and its ancestors; None for a chain, which is plain causal."""
         if all(parent == node - 1 for node, parent in enumerate(self.parents)):

@@ -1,13 +1,14 @@
 """No drafter: plain autoregressive decoding, the referee of all others."""
 
+from collections.abc import Mapping
+
 import torch
 
-from decoder.draft_heads import DraftHeads
+from decoder.drafters.base import Resources
 from decoder.full_cache import FullCache
-from decoder.options import TokenSwiftOptions
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
-from decoder.target import Target, Verification
+from decoder.target import Verification
 from decoder.token_tree import TokenTree
 
 
@@ -16,12 +17,10 @@ class Autoregressive:
 
     heads_kinds = ()
 
-    def __init__(
-        self, target: Target, heads: DraftHeads | None, options: TokenSwiftOptions, prompt: list[int], depth: int
-    ) -> None:
+    def __init__(self, resources: Resources) -> None:
         self.max_nodes = 1
 
-    def start(self, cache: FullCache, queries: dict[int, torch.Tensor]) -> None:
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:

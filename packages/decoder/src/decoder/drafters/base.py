@@ -1,5 +1,7 @@
 """What a drafter is: anything that proposes a tree. Nothing it does can change the text."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -11,6 +13,27 @@ from decoder.sampler import Sampler
 from decoder.stats import Statistics
 from decoder.target import Target, Verification
 from decoder.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a drafter may draw on for one generation.
+
+    Attributes:
+        target: the model itself, borrowed by the engine whenever the drafter proposes or starts.
+        heads: draft heads of the first of its `Drafter.heads_kinds` at hand; None when it names none.
+        draft_model: the small model, which the drafter borrows itself; None when the user gave none.
+        options: the user's settings.
+        prompt: its token ids.
+        max_new_tokens: tokens to generate at most; a deeper tree is of no use.
+    """
+
+    target: Target
+    heads: DraftHeads | None
+    draft_model: Target | None
+    options: TokenSwiftOptions
+    prompt: list[int]
+    max_new_tokens: int
 
 
 class Drafter(Protocol):
@@ -25,11 +48,10 @@ class Drafter(Protocol):
     max_nodes: int
     """The widest tree it may propose, root included; the full cache keeps that much room."""
 
-    def __init__(
-        self, target: Target, heads: DraftHeads | None, options: TokenSwiftOptions, prompt: list[int], depth: int
-    ) -> None: ...
+    def __init__(self, resources: Resources) -> None:
+        """Raises ValueError, in one sentence, when ``resources`` lack what the method needs."""
 
-    def start(self, cache: FullCache, queries: dict[int, torch.Tensor]) -> None:
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         """The prompt but its last token is committed; ``queries`` are its newest token's, per layer [B, H, D]."""
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:

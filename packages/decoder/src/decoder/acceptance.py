@@ -1,0 +1,83 @@
+"""From a verified tree to the tokens it gives: the exact walk, and the paper's own rule, which is biased."""
+
+from collections.abc import Callable
+from itertools import pairwise, takewhile
+from typing import Protocol
+
+import torch
+
+from decoder.sampler import Sampler, first_argmax
+from decoder.token_tree import TokenTree
+
+
+class Acceptance(Protocol):
+    """Chooses the accepted path, and appends its tokens to the sampler's text."""
+
+    def __call__(
+        self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+    ) -> tuple[list[int], list[int]]:
+        """Accept a path of ``tree`` by the target's ``logits`` [T, V].
+
+        Args:
+            ends: called with every token in turn; True ends the text with it.
+
+        Returns:
+            The path, the root first, and one token per node of it: what follows that node in the text.
+        """
+
+
+def exact(
+    tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+) -> tuple[list[int], list[int]]:
+    """Walk from the root along the target's own choices, as long as they were drafted.
+
+    Each visited node draws one token from its own context, exactly as AR would there, so the walk is AR; a draft only
+    saves it the forward pass.
+    """
+    path, tokens = [0], []
+    while True:
+        tokens.append(sampler.choose(logits[path[-1]]))
+        done = ends(tokens[-1])
+        child = tree.child(path[-1], tokens[-1])
+        if done or child is None:
+            return path, tokens
+        path.append(child)
+
+
+class Independent:
+    """The paper's Algorithm 1 as written; for reproduction only, since it is biased.
+
+    Every candidate path draws a token of its own at each of its nodes, all from the root's penalty window, and is
+    accepted as far as its drafted tokens equal its draws; the longest one wins, ties at random, and its next draw is
+    the one more token. A drafted token thus gets as many chances as there are paths through it: of probability p, it
+    comes out with 1 - (1 - p)^paths. The text follows from the seed and the tree, and so from the method too.
+    """
+
+    def __init__(self, seed: int, device: torch.device):
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(
+        self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+    ) -> tuple[list[int], list[int]]:
+        filtered = torch.stack(
+            [sampler.filtered(row, [tree.tokens[n] for n in tree.path(node)[1:]]) for node, row in enumerate(logits)]
+        )
+        paths = [tree.path(leaf) for leaf in tree.leaves()]
+        if sampler.params.greedy:
+            draws = first_argmax(filtered)[:, None].expand(-1, len(paths)).tolist()
+        else:
+            chances = filtered.softmax(-1)
+            draws = torch.multinomial(chances, len(paths), replacement=True, generator=self.generator).tolist()
+        accepted = []
+        for number, path in enumerate(paths):
+            matches = (tree.tokens[child] == draws[node][number] for node, child in pairwise(path))
+            accepted.append(sum(1 for _ in takewhile(bool, matches)))
+        winners = [number for number, count in enumerate(accepted) if count == max(accepted)]
+        winner = winners[int(torch.randint(len(winners), (), generator=self.generator, device=filtered.device))]
+        visited, tokens = paths[winner][: accepted[winner] + 1], []
+        for node in visited:
+            tokens.append(draws[node][winner])
+            sampler.take(tokens[-1], filtered[node])
+            if ends(tokens[-1]):
+                break
+        return visited[: len(tokens)], tokens

@@ -1,0 +1,111 @@
+"""Was every token the one that the seed and the model give? A finished generation, scored again."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from decoder.sampler import LogitsHook, Sampler, first_argmax
+from decoder.sampling_params import SamplingParams
+
+_CHUNK = 128
+_LARGEST_CHANGE = 1000.0
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found: all choices equal, or the first one that differs.
+
+    Attributes:
+        checked: tokens compared, the differing one included.
+        index: where in the output the first difference is; None when there is none, as for the fields below.
+        token: what the generation has there.
+        expected: what scoring it again gives.
+        token_score, expected_score: their perturbed scores; -inf for a token that a filter drops.
+        margin: by how much the difference of the two logits would have to change to give ``token``: of the order of
+            rounding for a floating-point tie; infinite when no change below 1,000 does.
+    """
+
+    checked: int
+    index: int | None = None
+    token: int | None = None
+    expected: int | None = None
+    token_score: float | None = None
+    expected_score: float | None = None
+    margin: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        return self.index is None
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"all {self.checked} tokens are the model's own choices"
+        scores = f"scores {self.token_score:.6f} and {self.expected_score:.6f}, margin {self.margin:.1e}"
+        return f"token {self.index} is {self.token}, scored again it is {self.expected} ({scores})"
+
+
+@torch.inference_mode()
+def audit(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    logits_hook: LogitsHook | None = None,
+) -> Audit:
+    """Score ``token_ids`` again by one teacher-forced pass of the plain model, and compare with the seed's choices.
+
+    The pass is chunked and uses the model's own attention and transformers' own cache: it shares nothing with the
+    generation but the weights and the sampler. It stops at the first difference, behind which the texts are others.
+    """
+    text = [*prompt_ids, *token_ids]
+    ids = torch.tensor([text], device=model.device)
+    cache = DynamicCache(config=model.config)
+    sampler: Sampler | None = None
+    first = len(prompt_ids) - 1
+    training = model.training
+    model.eval()
+    try:
+        for start in range(0, len(text) - 1, _CHUNK):
+            end = min(start + _CHUNK, len(text) - 1)
+            rows = end - max(start, first)
+            output = model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=max(1, rows))
+            for position in range(max(start, first), end):
+                logits = output.logits[0, position - end]
+                sampler = sampler or Sampler(sampling, len(logits), logits.device, prompt_ids, logits_hook)
+                scores = sampler.scores(logits)
+                expected, token = int(first_argmax(scores)), text[position + 1]
+                if token != expected:
+                    index = position - first
+                    pair = (float(scores[token]), float(scores[expected]))
+                    return Audit(index + 1, index, token, expected, *pair, _margin(sampler, logits, token, expected))
+                sampler.push(token)
+    finally:
+        model.train(training)
+    return Audit(len(token_ids))
+
+
+def _margin(sampler: Sampler, logits: torch.Tensor, token: int, expected: int) -> float:
+    """The least change of the two logits' difference [V] under which ``token`` is drawn, to one part in a million.
+
+    Not the gap of their scores, which is infinite where a filter drops one of them by a hair.
+    """
+
+    def drawn(change: float) -> bool:
+        moved = logits.double().clone()
+        moved[token] += change / 2
+        moved[expected] -= change / 2
+        return int(first_argmax(sampler.scores(moved))) == token
+
+    high = 1e-12
+    while not drawn(high):
+        high *= 2
+        if high > _LARGEST_CHANGE:
+            return math.inf
+    low = high / 2
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if drawn(middle) else (middle, high)
+    return high

@@ -1,0 +1,48 @@
+"""MagicDec (arXiv 2408.11049): the model drafts for itself, over a StreamingLLM cache that does not grow."""
+
+from collections.abc import Mapping
+
+import torch
+
+from decoder.drafters.base import Resources
+from decoder.full_cache import FullCache
+from decoder.recent_cache import RecentCache
+from decoder.sampler import Sampler
+from decoder.stats import Statistics
+from decoder.target import Verification
+from decoder.token_tree import TokenTree
+
+
+class MagicDec:
+    """Drafts a chain as deep as ``options.tree`` in as many autoregressive steps of the target itself.
+
+    Each step reads all weights but few pairs, so it pays where the full cache outweighs the model.
+    """
+
+    heads_kinds = ()
+
+    def __init__(self, resources: Resources) -> None:
+        self.target, self.options = resources.target, resources.options
+        self.count = min(len(self.options.tree), resources.max_new_tokens)
+        self.max_nodes = 1 + self.count
+        self.recent = RecentCache(self.options.budget_for(len(resources.prompt)), self.options.sink, room=self.count)
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        self.recent.append(cache)
+
+    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+        tree = TokenTree(sampler.context[-1])
+        chain: list[int] = []
+        for step in range(self.count):
+            self.recent.hold(step)
+            hidden = self.target.draft([tree.tokens[-1]], cache.length + step, self.recent)
+            logits = self.target.head(self.target.norm(hidden))
+            chain.append(sampler.draft_choice(logits[0], self.options.coupled, chain))
+            tree.add(step, chain[-1], "target")
+        return tree
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        self.recent.append(cache)
+
+    def finish(self, statistics: Statistics) -> None:
+        pass

@@ -1,0 +1,46 @@
+"""Medusa* of the paper's Table 3: heads on the verification's own hidden state, same tree, no draft pass."""
+
+from collections.abc import Mapping
+
+import torch
+
+from decoder.drafters.base import Resources
+from decoder.drafters.levels import HeadLevels, node_count
+from decoder.full_cache import FullCache
+from decoder.sampler import Sampler
+from decoder.stats import Statistics
+from decoder.target import Verification
+from decoder.token_tree import TokenTree
+
+
+class Medusa:
+    """Drafts from the hidden state of the last accepted node, which the verification has computed anyway.
+
+    That node is at the position before the newest token, whose own hidden state is not known yet; it is the root of
+    the next tree. Head i (from 1) predicts the token i + 1 positions after its hidden state, so head 1 fills the
+    tree's first level. The first step has nothing to draft from and verifies the root alone.
+    """
+
+    heads_kinds = ("independent", "chained", "conditioned")
+
+    def __init__(self, resources: Resources) -> None:
+        heads, options = resources.heads, resources.options
+        branching = options.tree[: min(heads.num_heads, resources.max_new_tokens)]
+        self.levels = HeadLevels(resources.target, heads, branching, options.coupled)
+        self.max_nodes = node_count(branching)
+        self.hidden: torch.Tensor | None = None
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        pass
+
+    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+        tree = TokenTree(sampler.context[-1])
+        if self.hidden is not None:
+            tree.add_levels(self.levels.candidates(self.hidden, sampler, own_level=False), "heads")
+        return tree
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        self.hidden = verification.hidden[path[-1]]
+
+    def finish(self, statistics: Statistics) -> None:
+        pass

@@ -1,0 +1,42 @@
+"""Prompt lookup: copy what followed the end of the text when it last occurred (A. Saxena, 2023)."""
+
+from collections.abc import Mapping
+
+import torch
+
+from decoder.drafters.base import Resources
+from decoder.full_cache import FullCache
+from decoder.sampler import Sampler
+from decoder.stats import Statistics
+from decoder.suffix_index import SuffixIndex
+from decoder.target import Verification
+from decoder.token_tree import TokenTree
+
+LONGEST_SUFFIX = 3
+CHAIN = 10  # transformers' default for prompt_lookup_num_tokens
+
+
+class PromptLookup:
+    """Drafts a chain from prompt and output alone; costs no pass over any weights."""
+
+    heads_kinds = ()
+
+    def __init__(self, resources: Resources) -> None:
+        self.count = min(CHAIN, resources.max_new_tokens)
+        self.max_nodes = 1 + self.count
+        self.index = SuffixIndex(LONGEST_SUFFIX)
+        self.index.extend(resources.prompt)
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        pass
+
+    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+        tree = TokenTree(sampler.context[-1])
+        tree.add_path(self.index.continuation(self.count), "lookup")
+        return tree
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        self.index.extend(tokens)
+
+    def finish(self, statistics: Statistics) -> None:
+        pass

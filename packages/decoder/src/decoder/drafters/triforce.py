@@ -1,0 +1,106 @@
+"""TriForce* (arXiv 2404.11912; paper, Table 3): a small model drafts for the target over a partial cache, and that for
+the target over the full one."""
+
+from collections.abc import Mapping
+
+import torch
+
+from decoder.drafters.base import Resources
+from decoder.full_cache import FullCache
+from decoder.partial_cache import PartialCache
+from decoder.recent_cache import RecentCache
+from decoder.sampler import Sampler
+from decoder.stats import Statistics
+from decoder.target import Verification
+from decoder.token_tree import TokenTree
+
+_CHUNK = 256
+
+
+class TriForce:
+    """Drafts a chain as deep as ``options.tree``, chosen by the target over its partial cache.
+
+    That chain is itself drafted: round by round a small model with a StreamingLLM cache guesses the tokens still
+    missing, and one pass of the target over the partial cache takes the guesses as far as they equal its own choices,
+    and one choice more. The partial cache follows the text as TokenSwift's does ("*": the original chose it once).
+    """
+
+    heads_kinds = ()
+
+    def __init__(self, resources: Resources) -> None:
+        if resources.draft_model is None:
+            raise ValueError("method 'triforce' needs a small model with the same vocabulary: give draft_model=")
+        self.target, self.small, self.options = resources.target, resources.draft_model, resources.options
+        self.count = min(len(self.options.tree), resources.max_new_tokens)
+        self.max_nodes = 1 + self.count
+        self.prompt = resources.prompt
+        budget, sink = self.options.budget_for(len(self.prompt)), self.options.sink
+        self.partial = PartialCache(budget, sink, dynamic=self.options.cache != "static", room=self.count)
+        self.recent = RecentCache(budget, sink, room=max(_CHUNK, self.count))
+        self.read: list[int] = []  # tokens whose pairs stand behind those of the text in `recent`
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        if cache.length:
+            self.partial.append(cache, queries)
+        with self.small.borrowed():
+            self._read_text(self.prompt[:-1])
+
+    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+        tree = TokenTree(sampler.context[-1])
+        chain: list[int] = []
+        with self.small.borrowed():
+            while len(chain) < self.count:
+                guesses = self._guess(sampler, chain, self.count - len(chain) - 1)
+                self.partial.hold(len(chain))
+                newest = chain[-1] if chain else tree.tokens[0]
+                hidden = self.target.draft([newest, *guesses], cache.length + len(chain), self.partial)
+                logits = self.target.head(self.target.norm(hidden))
+                for row, guess in zip(logits, [*guesses, None], strict=True):
+                    chain.append(sampler.draft_choice(row, self.options.coupled, chain))
+                    if chain[-1] != guess:
+                        break
+        tree.add_path(chain, "target")
+        return tree
+
+    def _guess(self, sampler: Sampler, chain: list[int], count: int) -> list[int]:
+        """The small model's ``count`` tokens after ``chain``, one pass each; before that it catches up with both."""
+        if not count:
+            return []
+        if chain:
+            agreed = 0
+            while agreed < len(chain) - 1 and self.read[agreed : agreed + 1] == chain[agreed : agreed + 1]:
+                agreed += 1
+            self.read = self.read[:agreed]
+            hidden = self._read_ahead(chain[agreed:])
+        else:
+            hidden = self._read_text(sampler.context[self.recent.seen :])
+        guesses: list[int] = []
+        while True:
+            logits = self.small.head(self.small.norm(hidden[-1]))
+            guesses.append(sampler.draft_choice(logits, self.options.coupled, [*chain, *guesses]))
+            if len(guesses) == count:
+                return guesses
+            hidden = self._read_ahead(guesses[-1:])
+
+    def _read_text(self, tokens: list[int]) -> torch.Tensor | None:
+        """Let the small model take in committed tokens; the hidden states of the last chunk."""
+        self.read, hidden = [], None
+        self.recent.hold(0)
+        for start in range(0, len(tokens), _CHUNK):
+            chunk = tokens[start : start + _CHUNK]
+            hidden = self.small.draft(chunk, self.recent.seen, self.recent)
+            self.recent.keep(len(chunk))
+        return hidden
+
+    def _read_ahead(self, tokens: list[int]) -> torch.Tensor:
+        """Let the small model take in tokens behind those in ``read``, for this step; their hidden states."""
+        self.recent.hold(len(self.read))
+        hidden = self.small.draft(tokens, self.recent.seen + len(self.read), self.recent)
+        self.read += tokens
+        return hidden
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        self.partial.append(cache, {layer: query[:, :, path[-1]] for layer, query in verification.queries.items()})
+
+    def finish(self, statistics: Statistics) -> None:
+        statistics.cache_rebuilds = self.partial.rebuilds

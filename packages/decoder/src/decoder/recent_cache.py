@@ -1,0 +1,50 @@
+"""StreamingLLM's memory (arXiv 2309.17453): attention sinks and a window of the newest pairs."""
+
+from collections.abc import Sequence
+
+import torch
+
+from decoder.draft_cache import DraftCache
+from decoder.full_cache import FullCache
+
+
+class RecentCache(DraftCache):
+    """The first ``sink`` positions and the newest ``budget - sink`` ones, which go round in a ring.
+
+    Keys keep their original rotary positions, as in the partial cache, so a pair is copied once and never touched.
+
+    Args:
+        budget: slots in all.
+        sink: sink positions among them.
+        room: drafted tokens behind them.
+    """
+
+    def __init__(self, budget: int, sink: int, room: int):
+        super().__init__(budget, room)
+        self.sink = sink
+        self.seen = 0
+
+    def append(self, full: FullCache) -> None:
+        """Take in what ``full`` committed since the last call."""
+        self._commit(full.keys, full.values, start=self.seen, count=full.length - self.seen)
+
+    def keep(self, count: int) -> None:
+        """Commit the first ``count`` drafted tokens: they were no guesses but the text itself."""
+        self._commit(self.keys, self.values, start=self._filled, count=count)
+
+    def _commit(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], start: int, count: int) -> None:
+        """Copy ``count`` pairs from ``start`` on in ``keys`` and ``values``, the positions from ``seen`` on."""
+        end = self.seen + count
+        window = self.budget - self.sink
+        first = max(self.seen, end - window)
+        positions = [*range(self.seen, min(self.sink, first)), *range(first, end)]
+        sources = torch.tensor([p - self.seen + start for p in positions], dtype=torch.long)
+        slots = torch.tensor([p if p < self.sink else self.sink + (p - self.sink) % window for p in positions])
+        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+            self._allocate(layer, key, value)
+            to, source = slots.to(key.device, torch.long), sources.to(key.device)
+            for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
+                mine.index_copy_(2, to, theirs.index_select(2, source))
+        self.seen = end
+        self._filled = min(self.budget, end)
+        self._held = 0
