@@ -24,7 +24,7 @@ def markov_llama():
 def shifting_heads(num_heads, kind):
     """Heads that know `markov_llama`: independent head i turns e(t) into e(t + i), so it predicts t + i + 1.
 
-    Conditioned ones know it from the token before alone: they drop the state and turn e(x) into e(x + 1).
+    Conditioned ones know it from the token before alone: they put its embedding in the place of the state.
     """
     heads = DraftHeads(VOCAB, num_heads, kind=kind).double()
     identity = torch.eye(VOCAB, dtype=torch.float64)
@@ -34,7 +34,7 @@ def shifting_heads(num_heads, kind):
             ahead = i if kind == "independent" else 1
             weight = identity.roll(ahead, 0) - identity
             if kind == "conditioned":
-                weight = torch.cat((-identity, identity.roll(1, 0)), dim=1)
+                weight = torch.cat((-identity, identity), dim=1)
             head.linear.weight.copy_(weight / VOCAB**0.5)
     return heads
 

@@ -22,10 +22,10 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A data folder: reference-model, heads-conditioned, pg19/test.jsonl.gz."""
+    """A data folder: reference-model, heads-chained, pg19/test.jsonl.gz."""
     folder = tmp_path_factory.mktemp("data")
     save_model(folder / "reference-model")
-    DraftHeads(32, kind="conditioned").save_pretrained(folder / "heads-conditioned")
+    DraftHeads(32).save_pretrained(folder / "heads-chained")
     (folder / "pg19").mkdir()
     with gzip.open(folder / "pg19/test.jsonl.gz", "wt", encoding="utf-8") as books:
         for title, text in BOOKS.items():

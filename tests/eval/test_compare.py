@@ -368,6 +368,6 @@ def test_a_method_takes_options_of_every_kind():
 
 def test_heads_may_be_given_per_method(data, tmp_path):
     result = compare(data, tmp_path, "--model", str(data / "reference-model"), "--heads",
-                     f"tokenswift={data / 'heads-conditioned'}")  # fmt: skip
+                     f"tokenswift={data / 'heads-chained'}")  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert load(tmp_path)["settings"]["heads"] == {"ar": None, "tokenswift": str(data / "heads-conditioned")}
+    assert load(tmp_path)["settings"]["heads"] == {"ar": None, "tokenswift": str(data / "heads-chained")}

@@ -25,7 +25,8 @@ from ts_eval.prompts import SHIPPED, Prompt, read_prompts
 from ts_eval.results import SCHEMA_VERSION, GenerationLog, digest_files, environment, write_json
 
 REFERENCE_MODEL = "reference-model"
-DEFAULT_HEADS = {"tokenswift": "heads-conditioned"}
+DEFAULT_HEADS = {"tokenswift": "heads-chained", "medusa": "heads-independent"}
+DRAFT_MODEL = "draft-model"
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16
 
@@ -115,7 +116,7 @@ def compare(
 
     Args:
         methods: specifications as in `MethodSpec`; ``ar`` is put first when it is not among them.
-        model: folder or hub id; None takes the reference model of the data folder, and its heads.
+        model: folder or hub id; None takes the reference model of the data folder, with its heads and draft model.
         heads: one checkpoint for every method, or METHOD=CHECKPOINT pairs.
         draft_model: folder or hub id of the model that drafts for ``triforce``.
         prompts: text file (one prompt) or .jsonl(.gz); None takes the shipped PG-19 test books.
@@ -152,6 +153,8 @@ def compare(
     if model is None:
         model = str(find_data_dir(data_dir) / REFERENCE_MODEL)
         own_heads = {name: str(find_data_dir(data_dir) / folder) for name, folder in DEFAULT_HEADS.items()}
+        if draft_model is None and any(spec.name == "triforce" for spec in specs):
+            draft_model = str(find_data_dir(data_dir) / DRAFT_MODEL)
     else:
         own_heads = {}
     checkpoints = _heads_by_method(specs, heads, own_heads)
