@@ -88,19 +88,21 @@ class DraftHeads(nn.Module):
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, num_heads={self.num_heads}, hidden_size={self.hidden_size}"
 
-    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return ``output_norm_i(h_i)`` for every head, ready for the language-model head.
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor | None = None, count: int | None = None
+    ) -> list[torch.Tensor]:
+        """Return ``output_norm_i(h_i)`` for every head, or the first ``count``, ready for the language-model head.
 
         ``hidden`` [..., d] is ``h_0``: the output of the model's last layer *before* the model's final norm.
         ``tokens`` [..., num_heads, d] are the input embeddings of the tokens 1 .. num_heads positions ahead; only
         conditioned heads read them.
-        Returns ``num_heads`` tensors [..., d]; the i-th (from 1) is for the token i + 1 positions ahead.
+        Returns ``num_heads`` (or ``count``) tensors [..., d]; the i-th (from 1) is for the token i + 1 positions ahead.
         Raises ValueError when conditioned heads get no tokens.
         """
         if self.conditioned and tokens is None:
             raise ValueError("conditioned heads need the embeddings of the tokens before each head")
         outputs, state = [], hidden
-        for i in range(self.num_heads):
+        for i in range(self.num_heads if count is None else count):
             before = state if self.kind != "independent" else hidden
             state, output = self.advance(i, before, tokens[..., i, :] if self.conditioned else None)
             outputs.append(output)

@@ -51,8 +51,8 @@ class HeadLevels:
 
     def _at_once(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
         states = [self.target.norm(hidden)] if own_level else []
-        states += self.heads(hidden)
-        logits = self.target.head(torch.stack(states[: len(self.branching)]))
+        states += self.heads(hidden, count=len(self.branching) - len(states))
+        logits = self.target.head(torch.stack(states))
         return best_tokens(sampler.draft_scores(logits, self.coupled), self.branching)
 
     def _in_turn(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
