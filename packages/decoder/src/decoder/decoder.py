@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +115,8 @@ class Decoder:
         self.heads: dict[str, DraftHeads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
-            module = one if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
+            # A module of the user's own is copied: moving it in place would change it under them.
+            module = deepcopy(one) if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
             module.check_fits(self.target.hidden_size)
             self.heads[module.kind] = module.to(self.target.device, self.target.lm_head.weight.dtype).eval()
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
