@@ -5,19 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_reference import BOOKS, save_model
 
 from decoder import DraftHeads
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Threads that wait for each other in tiny products cost more than they give, the more so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,7 @@
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_books import make_books, make_model
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """Threads only wait for each other on a model this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
