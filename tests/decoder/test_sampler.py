@@ -108,6 +108,8 @@ def test_coupled_drafts_of_the_true_distribution_are_the_targets_choice():
     [
         ("temperature", -1.0),
         ("temperature", float("nan")),
+        ("temperature", "x"),
+        ("min_p", None),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_p", 0.0),

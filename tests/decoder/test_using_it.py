@@ -201,6 +201,13 @@ def test_prompt_forms(speaking):
         (dict(prompt=["a"]), "integer token ids"),
         (dict(max_new_tokens=-1), "max_new_tokens"),
         (dict(max_new_tokens=5000), "4096 positions"),
+        (dict(prompt=None), "a prompt is text"),
+        (dict(prompt=b"abc"), "a prompt is text"),
+        (dict(prompt=[True]), "a prompt is text"),
+        (dict(sampling={"seed": 1}), "sampling must be a SamplingParams"),
+        (dict(options={"tree": (1,)}), "options must be a TokenSwiftOptions"),
+        (dict(method=["ar"]), "unknown method"),
+        (dict(stop=1.5), "stop"),
         (dict(method="faster"), "unknown method 'faster'"),
         (dict(stop=""), "stop"),
     ],
@@ -230,7 +237,17 @@ def test_what_needs_a_tokenizer_or_heads_says_so(model):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("tree", ()), ("tree", (0,)), ("ngrams", -1), ("sink", -1), ("budget", 16), ("cache", "x"), ("verification", "x")],
+    [
+        ("tree", ()),
+        ("tree", 3),
+        ("tree", (0,)),
+        ("coupled", "no"),
+        ("ngrams", -1),
+        ("sink", -1),
+        ("budget", 16),
+        ("cache", "x"),
+        ("verification", "x"),
+    ],
 )
 def test_options_out_of_range_name_their_field(field, value):
     with pytest.raises(ValueError, match=field):
@@ -249,6 +266,11 @@ def test_a_binding_window_is_refused():
     )
     with pytest.raises(ValueError, match="sliding attention"):
         Decoder(MistralForCausalLM(config))
+
+
+def test_nan_logits_are_told_and_not_decoded(speaking):
+    with pytest.raises(ValueError, match="logits hold NaN"):
+        speaking.generate("Call me", 4, logits_hook=lambda context, logits: logits * float("nan"))
 
 
 def test_load_reads_folders(folders):

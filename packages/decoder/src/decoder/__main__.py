@@ -37,13 +37,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no prompt file {path}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt file {path} is not UTF-8 text") from error
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 when done, 2 for wrong input, 130 when interrupted."""
     args = _parser().parse_args(arguments)
     try:
         sampling = SamplingParams(**{field.name: getattr(args, field.name) for field in fields(SamplingParams)})
         options = TokenSwiftOptions(tree=args.tree, ngrams=args.ngrams, budget=args.budget)
-        prompt = args.prompt_file.read_text(encoding="utf-8")
+        prompt = _read(args.prompt_file)
         decoder = load(args.model, args.heads, draft_model=args.draft_model, device=args.device, dtype=args.dtype)
         output = None
         for chunk in decoder.stream(

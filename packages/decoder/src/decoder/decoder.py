@@ -1,9 +1,11 @@
 """What users hold: a model with its tokenizer and heads, ready to generate."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -170,6 +172,9 @@ class Decoder:
     ) -> Iterator[Chunk]:
         """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first one."""
         sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
+        for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
         context = self._prompt_ids(prompt)
         self._check_length(len(context), max_new_tokens)
         method, heads = self._method(method)
@@ -235,10 +240,10 @@ class Decoder:
             if prompt.ndim == 2 and len(prompt) != 1:
                 raise ValueError(f"one prompt at a time: the batch has {len(prompt)}")
             ids = prompt.flatten().tolist()
-        else:
+        elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt) and not isinstance(prompt, bytes):
             ids = list(prompt)
-            if any(not isinstance(i, int) for i in ids):
-                raise ValueError("a prompt is text, a list of integer token ids, or a LongTensor [n] or [1, n]")
+        else:
+            raise ValueError("a prompt is text, a list of integer token ids, or a LongTensor [n] or [1, n]")
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         outside = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
@@ -259,7 +264,7 @@ class Decoder:
     def _method(self, method: str | None) -> tuple[str, DraftHeads | None]:
         if method is None:
             method = "tokenswift" if self.heads else "prompt-lookup"
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
         kinds = METHODS[method].heads_kinds
         if not kinds:
@@ -272,6 +277,8 @@ class Decoder:
         return method, self.heads[kind]
 
     def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:
+        if stop is not None and not isinstance(stop, str | int | Sequence):
+            raise ValueError("stop takes non-empty strings and token ids")
         given = [] if stop is None else [stop] if isinstance(stop, str | int) else list(stop)
         if any(not isinstance(s, str | int) or s == "" for s in given):
             raise ValueError("stop takes non-empty strings and token ids")
@@ -324,6 +331,10 @@ def load(
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"unknown dtype {dtype!r}: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
         dtype = getattr(torch, dtype)
+
+    for path in (model, draft_model):
+        if path is not None and not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+            raise FileNotFoundError(f"there is no model folder at {path}, and it is no hub id (owner/name) either")
 
     def read(path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_kwargs).to(device).eval()

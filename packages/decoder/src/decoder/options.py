@@ -36,7 +36,9 @@ class TokenSwiftOptions:
     verification: str = "exact"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tree", tuple(self.tree))
+        object.__setattr__(self, "tree", () if isinstance(self.tree, int | None) else tuple(self.tree))
+        if not isinstance(self.coupled, bool):
+            raise ValueError(f"coupled must be true or false, not {self.coupled!r}")
         if not self.tree or any(not isinstance(k, int) or k < 1 for k in self.tree):
             raise ValueError(f"tree must be one or more positive integers, one per depth, not {self.tree!r}")
         if not isinstance(self.ngrams, int) or self.ngrams < 0:

@@ -151,6 +151,9 @@ class Sampler:
         """Draw the token of the next position from its logits [V] and move the window past it."""
         filtered = self.filtered(logits)
         token = int(first_argmax(self._perturbed(filtered)))
+        # NaN equals nothing, so no id is found.
+        if token == len(filtered):
+            raise ValueError("the logits hold NaN: the model's dtype overflows, or logits_hook returned it")
         self.take(token, filtered)
         return token
 

@@ -1,6 +1,6 @@
 """What the user asks of the sampling: one immutable, validated record."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(getattr(self, field.name), int | float):
+                raise ValueError(f"{field.name} must be a number, not {getattr(self, field.name)!r}")
         ranges = {
             "temperature": (self.temperature >= 0 and self.temperature < float("inf"), "at least 0"),
             "top_k": (self.top_k >= 0, "at least 0"),

@@ -109,6 +109,8 @@ class GenerationLog:
     """
 
     def __init__(self, folder: Path, settings: dict, environment: dict, *, overwrite: bool = False):
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"--output {folder} is a file: name a folder")
         self.path = folder / "generations.jsonl"
         self._header = {"schema_version": SCHEMA_VERSION, "settings": settings, "environment": environment}
         self._fingerprint = _fingerprint(self._header)

@@ -12,9 +12,11 @@ from decoder.draft_heads import DraftHeads
 
 def _load(what: str, loader: Callable, name: str, **kwargs):
     """Call a ``from_pretrained``; its many errors become one OSError that names the model."""
-    looks_local = name.startswith(("/", ".", "~")) or name.count("/") != 1
+    # data/ and runs/ are this repository's own folders and no owners on the hub.
+    looks_local = name.startswith(("/", ".", "~", "data/", "runs/")) or name.count("/") != 1
     if looks_local and not Path(name).is_dir():
-        raise FileNotFoundError(f"there is no model folder at {name}")
+        where = "" if Path(name).is_absolute() else " (looked for below the current folder)"
+        raise FileNotFoundError(f"there is no model folder at {name}{where}")
     try:
         return loader(name, **kwargs)
     except (OSError, ValueError, KeyError) as error:
