@@ -21,6 +21,7 @@ from decoder.sampling_params import SamplingParams
 from decoder.stats import Statistics
 from decoder.target import Target
 from decoder.text_stream import TextStream
+from decoder.verify_costs import VerifyCosts
 
 Prompt = str | Sequence[int] | torch.Tensor
 HeadsLike = DraftHeads | str | os.PathLike
@@ -117,6 +118,7 @@ class Decoder:
         if self.draft_target is not None and self.draft_target.vocab_size != self.target.vocab_size:
             sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
+        self.verify_costs = VerifyCosts(self.target)
         self.heads: dict[str, DraftHeads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
@@ -193,7 +195,10 @@ class Decoder:
         sampler = Sampler(
             sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
         )
-        drafter = METHODS[method](Resources(self.target, heads, self.draft_target, sampling, options, context, limit))
+        resources = Resources(
+            self.target, heads, self.draft_target, sampling, options, context, self.verify_costs, limit
+        )
+        drafter = METHODS[method](resources)
         accept = Independent(sampling.seed, self.target.device) if options.verification == "independent" else exact
         engine = Engine(self.target, drafter, sampler, limit, ends, accept, open_ended=max_new_tokens is None)
         return self._run(engine, text, Request(self.model, context, sampling, options.verification, logits_hook))
@@ -270,11 +275,11 @@ class Decoder:
         if not kinds:
             return method, None
         kind = next((kind for kind in kinds if kind in self.heads), None)
-        if kind is None:
+        if kind is None and METHODS[method].needs_heads:
             raise ValueError(
                 f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'prompt-lookup'"
             )
-        return method, self.heads[kind]
+        return method, self.heads.get(kind)
 
     def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:
         if stop is not None and not isinstance(stop, str | int | Sequence):

@@ -144,6 +144,11 @@ class Target:
         """Input embedding [d] of a token."""
         return self.model.get_input_embeddings()(torch.tensor(token, device=self.device))
 
+    def wait(self) -> None:
+        """Return once the device has done all it was asked for, so that clocks mean something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def head(self, normalised: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of normalised hidden states [..., d]."""
         return self.lm_head(normalised)
