@@ -1,5 +1,6 @@
 """``python -m decoder``: what it prints and keeps, what it refuses, and that a cut run goes on as if it never was."""
 
+import errno
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 import decoder.__main__ as command
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.continuation import stream_on
+from decoder.terminal import StatusLine
 
 from .conftest import random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
@@ -340,6 +343,8 @@ def test_another_request_is_not_resumed(run, common, folders, tmp_path, change, 
         (["--system", "x"], "--system goes with --chat"),
         (["--chat", "x"], "not allowed with"),
         (["--resume"], "--resume needs --output"),
+        (["--verification", "independent", "--audit"], "--audit needs exact verification"),
+        (["--output", "folder"], "folder is a folder"),
         (["--output", "nowhere/out"], "no folder nowhere"),
         (["--output", "prompt.txt"], "prompt.txt exists"),
         (["--output", "prompt.txt", "--resume"], "cannot be resumed, it has no record"),
@@ -436,19 +441,88 @@ def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
     assert resumed[1] == run(*arguments[:-2])[1]
 
 
-def test_a_full_disk_ends_in_a_sentence_and_loses_nothing(run, common, tmp_path):
+@pytest.mark.parametrize("steps", [1, 5, 14])
+@pytest.mark.parametrize(
+    "error, status, words",
+    [
+        (KeyboardInterrupt, 130, "interrupted after"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device after"),
+        (torch.OutOfMemoryError("CUDA out of memory."), 1, "CUDA out of memory. after"),
+    ],
+    ids=["interrupt", "full-disk", "out-of-memory"],
+)
+def test_a_run_that_breaks_off_says_how_to_go_on(run, common, tmp_path, monkeypatch, steps, error, status, words):
+    def breaking(*arguments):
+        for number, chunk in enumerate(stream_on(*arguments)):
+            if number > steps:
+                raise error
+            yield chunk
+
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 60, "--output", file]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "stream_on", breaking)
+        broken = run(*arguments)
+        independent = run(*arguments[:-1], tmp_path / "other", "--verification", "independent")
+    count = len(tokens_in(file))
+    assert broken[0] == independent[0] == status
+    assert f"{words} {count} tokens; the same command with --resume goes on" in broken[2]
+    assert "--resume" not in independent[2] and f"{tmp_path / 'other'} keeps" in independent[2]
+    resumed = run(*arguments, "--resume")
+    assert resumed[0] == 0 and f"({count} of them before)" in resumed[2]
+    assert resumed[1] == run(*arguments[:-2])[1] == file.read_text(encoding="utf-8")
+
+
+def test_a_full_disk_loses_no_step(run, common, tmp_path):
     """The limit on a file's size stands in for a full disk: a write takes a part, the next one fails."""
     file = tmp_path / "out"
     arguments = [*common, "--max-new-tokens", 60, "--output", file]
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
-    process = spawn(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=limit)
-    told = process.communicate()[1].decode()
-    assert process.returncode == 1
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        status, _, told = run(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 1
     assert "File too large after" in told and "--resume goes on" in told and told.count("\n") == 1
     assert Path(f"{file}.tokens").stat().st_size == 1000
     status, text, _ = run(*arguments, "--resume")
     assert status == 0
     assert text == run(*arguments[:-2])[1] == file.read_text(encoding="utf-8")
+
+
+def test_a_reader_that_leaves_ends_the_run_without_a_traceback(run, common, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        status, _, told = run(*common, "--max-new-tokens", 30)
+    assert status == 1
+    assert "standard output was closed after" in told and told.count("\n") == 1
+
+
+def test_the_status_line_keeps_to_the_last_row(monkeypatch):
+    reader, writer = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with open(writer, "w") as terminal:
+        termios.tcsetwinsize(writer, (10, 20))
+        with StatusLine(terminal) as status:
+            status.show("a line that is longer than the terminal", now=True)
+            status.show("too soon")
+            termios.tcsetwinsize(writer, (8, 20))
+            status.show("smaller", now=True)
+        written = os.read(reader, 4096).decode()
+        monkeypatch.setenv("TERM", "dumb")
+        with StatusLine(terminal) as status:
+            status.show("nothing", now=True)
+        terminal.write("end")
+        terminal.flush()
+        assert os.read(reader, 4096) == b"end"
+    os.close(reader)
+    assert "\x1b[1;9r" in written and "\x1b[10;1H\x1b[2Ka line that is long\x1b8" in written
+    assert "\x1b[1;7r" in written and written.index("\x1b[8;1H\x1b[2Ksmaller") < written.rindex("\x1b[r")
+    assert "too soon" not in written
+    plain = io.StringIO()
+    with StatusLine(plain) as status:
+        status.show("nothing", now=True)
+    assert plain.getvalue() == ""

@@ -79,6 +79,8 @@ def _check(args: argparse.Namespace) -> None:
             f"--verification {args.verification} cannot be resumed exactly: "
             f"its draws do not follow from their positions"
         )
+    if args.audit and args.verification != "exact":
+        raise ValueError(f"--audit needs exact verification, not {args.verification}")
     if args.system is not None and args.chat is None:
         raise ValueError("--system goes with --chat")
     if args.method and METHODS[args.method].heads_kinds and args.heads is None:
@@ -116,7 +118,10 @@ def _read(file: str | None) -> str:
 
 
 def _prompt_ids(args: argparse.Namespace, text: str | None) -> list[int]:
-    config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    except OSError as error:
+        raise OSError(f"the model {args.model} cannot be read: {error}") from error
     if args.chat is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         ids = chat_ids([*system, {"role": "user", "content": args.chat}], tokenizer)

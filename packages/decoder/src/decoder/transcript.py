@@ -35,6 +35,8 @@ class Transcript:
     """
 
     def __init__(self, path: Path, resume: bool):
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder: name a file in it for the text")
         self.path, self.tokens_path = path, path.with_name(path.name + ".tokens")
         self.request: dict[str, Any] | None = None
         self.token_ids: list[int] = []
