@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from decoder.acceptance import Independent, exact
 from decoder.auditing import Audit, audit
+from decoder.chat import chat_ids, is_chat
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
@@ -23,7 +24,7 @@ from decoder.target import Target
 from decoder.text_stream import TextStream
 from decoder.verify_costs import VerifyCosts
 
-Prompt = str | Sequence[int] | torch.Tensor
+Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
 HeadsLike = DraftHeads | str | os.PathLike
 
 
@@ -79,11 +80,13 @@ class Chunk:
     Attributes:
         token_ids: the step's tokens.
         text: newly settled text, possibly "".
+        stats: what was counted and timed so far; goes on counting with the next chunk.
         output: the whole result, on the last chunk only.
     """
 
     token_ids: list[int]
     text: str
+    stats: Statistics
     output: GenerationOutput | None = None
 
 
@@ -144,7 +147,8 @@ class Decoder:
         """Generate up to ``max_new_tokens`` tokens; the same seed gives the same tokens with every method.
 
         Args:
-            prompt: text, token ids, or a LongTensor [n] or [1, n].
+            prompt: text, token ids, a LongTensor [n] or [1, n], or chat messages ({"role": ..., "content": ...} each)
+                for the tokenizer's chat template.
             max_new_tokens: exact, unless a stop ends the text before; None goes on until a stop or the model's last
                 position, in a cache that grows with the text.
             method: one of `decoder.methods()`; None takes `tokenswift`, or `prompt-lookup` without heads.
@@ -224,7 +228,7 @@ class Decoder:
                     request=request,
                     logprobs=sampler.logprobs,
                 )
-            yield Chunk(tokens, piece, output)
+            yield Chunk(tokens, piece, engine.statistics, output)
             if done:
                 return
 
@@ -234,6 +238,8 @@ class Decoder:
                 raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
             # No length warning: the length is checked against the model, in words, right after.
             ids = self.tokenizer(prompt, verbose=False)["input_ids"]
+        elif is_chat(prompt):
+            ids = chat_ids(prompt, self.tokenizer)
         elif isinstance(prompt, torch.Tensor):
             if prompt.is_floating_point() or prompt.ndim not in (1, 2):
                 raise ValueError("a prompt tensor holds integer token ids, of shape [n] or [1, n]")
@@ -243,7 +249,9 @@ class Decoder:
         elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt) and not isinstance(prompt, bytes):
             ids = list(prompt)
         else:
-            raise ValueError("a prompt is text, a list of integer token ids, or a LongTensor [n] or [1, n]")
+            raise ValueError(
+                "a prompt is text, chat messages, a list of integer token ids, or a LongTensor [n] or [1, n]"
+            )
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         outside = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
