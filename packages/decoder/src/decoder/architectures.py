@@ -32,6 +32,10 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
             raise ValueError(f"{name} caps its logits ({field}); models with soft caps cannot be accelerated")
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{name} caches compressed keys (multi-head latent attention), which cannot be ranked for drafts"
+        )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = part.get("rope_type", part.get("type"))
@@ -47,6 +51,8 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
             raise ValueError(
                 f"{name} does not use transformers' attention interface, so its attention cannot be given a token tree"
             )
+    if not getattr(config, "max_position_embeddings", None):
+        raise ValueError(f"{name} names no max_position_embeddings, so it is not known how long its texts may be")
 
 
 def _refuse_layers(config: PreTrainedConfig) -> None:
@@ -56,10 +62,10 @@ def _refuse_layers(config: PreTrainedConfig) -> None:
     # Mistral has no layer types: a window there binds every layer. Qwen2 has a switch beside it.
     if window and getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
         kinds.add("sliding_attention")
-    if "sliding_attention" in kinds and window and window >= config.max_position_embeddings:
+    if window and window >= getattr(config, "max_position_embeddings", float("inf")):
         kinds.discard("sliding_attention")
     if kinds - {"full_attention"}:
         kind = sorted(kinds - {"full_attention"})[0].replace("_", " ")
         raise ValueError(
-            f"{config.model_type} has layers with {kind}; only full attention over the whole text can be accelerated"
+            f"{config.model_type} has {kind} layers; only full attention over the whole text can be accelerated"
         )

@@ -38,11 +38,11 @@ def tree_attention(
     causal without one. Query heads are packed per KV head, so no key or value is ever replicated.
 
     Args:
-        query: [B, H, T, D]. key: [B, G, L + T, D], value: [B, G, L + T, E], the T new entries last.
+        query: [B, H, T, D]. key, value: [B, G, L + T, D], the T new entries last.
         queries: where given, the layer's queries are left there under its index.
 
     Returns:
-        [B, T, H, E], and None for the weights.
+        [B, T, H, D], and None for the weights.
 
     Raises:
         ValueError: the model asks for more than causal attention: a mask of its own, a window that binds, attention
@@ -71,7 +71,7 @@ def tree_attention(
             block.masked_fill_(blocked[start : start + rows], -torch.inf)
         # Half precision is too coarse to sum many small weights in.
         weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(value.dtype)
-        outputs.append((weights @ value).reshape(batch, heads, count, value.shape[-1]))
+        outputs.append((weights @ value).reshape(batch, heads, count, dim))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     # Some models take a view of this, as they may of what transformers' own functions return.
     return output.transpose(1, 2).contiguous(), None
