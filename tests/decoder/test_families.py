@@ -154,7 +154,7 @@ def test_drafts_from_the_whole_text_are_right_every_time(family, prompt):
     "dtype, tie", [(torch.float32, 1e-4), (torch.bfloat16, 0.5), (torch.float16, 0.1)], ids=["float32", "bf16", "fp16"]
 )
 def test_every_dtype_runs_and_the_audit_explains_what_differs(model_type, dtype, tie, prompt):
-    """Margins are rounding errors of logits of the order of 5, larger where a router's tie has chosen another expert."""
+    """Margins are rounding errors of logits of the order of 5, larger where a tie has chosen another expert."""
     overrides = {"qwen3_moe": EXPERTS, "granite": {"logits_scaling": 2.0}}.get(model_type, {})
     dec = Decoder(tiny(model_type, dtype, **overrides), heads=random_heads(tiny(model_type, **overrides)))
     for method in ("ar", "tokenswift", "magicdec"):
