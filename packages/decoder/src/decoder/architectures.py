@@ -26,10 +26,10 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
         if not known and not getattr(config, "auto_map", None):
             raise ValueError(f"{name} is no causal language model; only decoder-only causal models can be accelerated")
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
-    _refuse_layers(config)
     for field, value in vars(config).items():
         if "softcap" in field and value:
             raise ValueError(f"{name} caps its logits ({field}); models with soft caps cannot be accelerated")
+    _refuse_layers(config)
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
     if getattr(config, "kv_lora_rank", None):
