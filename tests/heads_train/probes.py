@@ -17,6 +17,17 @@ class Slow(L.Callback):
         time.sleep(self.seconds)
 
 
+class Cut(L.Callback):
+    """Ends the run as a power cut would, before step ``step``."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_) -> None:
+        if trainer.global_step == self.step:
+            raise OSError("power cut")
+
+
 class Shares(L.Callback):
     """Writes to ``folder/RANK.json`` how many numbers of the layers and of the heads this process holds."""
 

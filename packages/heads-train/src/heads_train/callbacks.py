@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from safetensors import SafetensorError
 
 from heads_train.data import BooksDataModule
-from heads_train.model_card import write_model_card
+from heads_train.model_card import implied_tokens_per_step, write_model_card
 from heads_train.module import DIVERGED, HeadsModule, TrainingDiverged
 
 VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
@@ -65,6 +65,10 @@ class ExportHeads(L.Callback):
         self._save(trainer, module, "last")
         if self.best_loss == float("inf"):
             self._save(trainer, module, "best")
+        if trainer.is_global_zero:
+            print(f"\nheads in {self.output / 'best'}; figures and settings in its README.md", flush=True)
+            if module.val_metrics:
+                print(implied_tokens_per_step(module.val_metrics), flush=True)
 
     def _save(self, trainer: L.Trainer, module: HeadsModule, name: str) -> None:
         heads = module.whole_heads()

@@ -1,6 +1,7 @@
 """The ``heads-train`` command: LightningCLI with shipped configurations and errors of one sentence."""
 
 import errno
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -156,10 +157,15 @@ def _with_configs(args: Sequence[str]) -> list[str]:
     return found
 
 
+def _no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: " not in record.getMessage()
+
+
 def run(args: Sequence[str]) -> HeadsCLI:
     """Run ``heads-train`` with these arguments; errors are raised."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
     return HeadsCLI(
         HeadsModule,
         BooksDataModule,

@@ -49,6 +49,12 @@ print(dec.generate("It was a dark night, and", 200).text)
 {_rows(training["versions"])}"""
 
 
+def implied_tokens_per_step(validation: dict[str, float]) -> str:
+    """What the accuracies of a validation are worth, in one line."""
+    figures = [f"{validation[f'val_tokens_per_step_top{k}']:.2f} with {k}" for k in (1, 2, 3)]
+    return f"expected tokens per step: {', '.join(figures)} guesses per head"
+
+
 def _rows(values: dict) -> str:
     return "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in values.items())
 
@@ -62,14 +68,13 @@ def _figures(heads: DraftHeads, training: dict) -> str:
         top = " | ".join(f"{found[f'val_top{k}_head{i}']:.3f}" for k in (1, 2, 3))
         was = f"{before[f'val_loss_head{i}']:.2f}" if before else "-"
         head_rows += f"| {i} | {was} | {found[f'val_loss_head{i}']:.2f} | {top} |\n"
-    implied = ", ".join(f"{found[f'val_tokens_per_step_top{k}']:.2f} with {k}" for k in (1, 2, 3))
     return f"""Cross entropy in nats per token before and after {training["steps"]} steps, and how often the token
 was among a head's first guesses:
 
 | head | before | after | top-1 | top-2 | top-3 |
 |---|---|---|---|---|---|
 {head_rows}
-Tokens per step that this implies: {implied} guesses per head. Measured over the same held-out text: how many heads in a
-row were right, and two more, for the draft pass's own next token, taken as always accepted, and the one that every
-verification adds. Text that the model writes itself can be easier or harder than this text.
+{implied_tokens_per_step(found).capitalize()}: how many heads in a row were right at every position
+of the same text, and two more, for the draft pass's own next token, taken as always accepted, and the one that every
+verification adds. On text that the model writes itself it can be more or less.
 """
