@@ -116,6 +116,16 @@ def test_every_shipped_config_trains_one_step_of_a_small_model_of_its_architectu
     assert any(state["exp_avg"].abs().max() > 0 for state in optimizer["state"].values())
 
 
+def test_print_config_prints_what_a_run_would_use(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["fit", "--config", "r1-qwen-32b.yaml", "--model.num_heads", "4", "--print_config"])
+    assert end.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["num_heads"] == 4
+    assert printed["trainer"]["strategy"] == "fsdp"
+    assert printed["data"]["chunk_tokens"] == 8192
+
+
 def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reference.yaml").write_text("output: here\nmodel:\n  model_name_or_path: m\ndata:\n  source: s\n")
@@ -155,6 +165,12 @@ def test_bad_input_ends_in_one_sentence_and_status_2(flags, tmp_path, capsys, ex
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("heads-train: ") and reason in last
     assert not (tmp_path / "out" / "last").exists()
+
+
+def test_a_missing_setting_is_named(capsys):
+    assert main(["fit", "--data.source=books"]) == 2
+    said = capsys.readouterr().err
+    assert "model.model_name_or_path" in said and "give it as a flag, or a --config that has it" in said
 
 
 def test_a_model_without_rms_norms_is_refused(flags, model, tmp_path, capsys):

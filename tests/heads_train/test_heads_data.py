@@ -138,6 +138,13 @@ def test_a_stream_is_read_no_further_than_asked(chunks_of, hub, monkeypatch):
     assert np.array_equal(first, chunks_of("someone/large", streaming=True, max_chunks=20, cache_dir=str(hub / "c")))
 
 
+def test_a_stream_that_breaks_off_says_so(chunks_of, hub):
+    write_parquet(hub / "broken" / "train-0.parquet", [words(30)] * 2)
+    (hub / "broken" / "train-1.parquet").write_bytes(b"PAR1 cut short")
+    with pytest.raises(OSError, match="the data set someone/broken could not be read from the Hugging Face hub"):
+        chunks_of("someone/broken", streaming=True)
+
+
 def test_reading_stops_at_max_chunks(chunks_of, tmp_path):
     write_books(tmp_path / "train.jsonl", [words(30, i) for i in range(5)])
     whole = chunks_of(tmp_path, chunks_per_book=None)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def test_two_processes_train_the_heads_of_one_with_the_doubled_batch(two_process
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", SHARED)
-def test_a_cut_run_of_two_processes_goes_on(two_processes, tmp_path, strategy):
+def test_a_cut_run_of_two_processes_goes_on_with_two_or_one(two_processes, tmp_path, strategy):
     assert main(["fit", *two_processes["one"]]) == 0
     flags = [*two_processes[strategy], "--save_every=1"]
     done = launch([*flags, "--trainer.callbacks+=probes.Cut", "--trainer.callbacks.step=4"])
@@ -86,6 +87,9 @@ def test_a_cut_run_of_two_processes_goes_on(two_processes, tmp_path, strategy):
     # A checkpoint holds the heads whole, and no share of the model, however it was trained.
     shapes = {f"heads.{name}": tensor.shape for name, tensor in DraftHeads(32).state_dict().items()}
     assert {name: tensor.shape for name, tensor in saved["state_dict"].items()} == shapes
+    shutil.copytree(tmp_path / strategy, tmp_path / "alone")
     done = launch(flags)
     assert done.returncode == 0, done.stderr
     assert_same_heads(tmp_path / "one" / "last", tmp_path / strategy / "last")
+    assert main(["fit", *two_processes["one"], f"--output={tmp_path / 'alone'}"]) == 0
+    assert_same_heads(tmp_path / "one" / "last", tmp_path / "alone" / "last")

@@ -229,6 +229,7 @@ class LossCurves(L.Callback):
                     )
         axes.set(xlabel="step", ylabel="cross entropy (nats per token)", title=f"{module.heads.kind} heads")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.path, dpi=120)

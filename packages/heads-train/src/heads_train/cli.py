@@ -47,6 +47,8 @@ class Parser(LightningArgumentParser):
     """Reports a wrong command line in one sentence."""
 
     def error(self, message: str, ex: Exception | None = None) -> None:
+        if message.endswith("Got value: None"):
+            message += " (it is missing: give it as a flag, or a --config that has it)"
         raise ValueError(message) from ex
 
 

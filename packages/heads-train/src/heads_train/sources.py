@@ -53,7 +53,8 @@ class Source:
         # A stream may not know its columns before the first row.
         if column in (rows.column_names or ()):
             rows = rows.select_columns([column])
-        for row in rows:
+        rows = iter(rows)
+        while row := _from_hub(self.name, next, rows, None):
             if column not in row:
                 raise _no_column(self.name, column, list(row))
             yield _text(self.name, column, row[column])
