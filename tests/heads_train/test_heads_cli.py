@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import yaml
-from test_heads_architectures import make_random_model
+from tiny_books import make_random_model
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from decoder import DraftHeads
@@ -203,6 +203,12 @@ def test_a_hub_that_cannot_be_reached_is_named(flags, tmp_path, flag, reason):
     assert done.returncode == 2
     assert reason in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_compiling_without_a_compiler_is_refused(flags, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert main(["fit", *flags, "--model.compile=true"]) == 2
+    assert "model.compile needs a C++ compiler: install /no/compiler" in capsys.readouterr().err
 
 
 def test_heads_that_do_not_fit_the_run_are_refused(flags, tmp_path, capsys):

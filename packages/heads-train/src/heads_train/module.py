@@ -1,5 +1,8 @@
 """The LightningModule: a frozen backbone, the heads on it, one cross entropy per head."""
 
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -66,6 +69,9 @@ class HeadsModule(L.LightningModule):
         super().__init__()
         if loss_chunk_tokens < 1:
             raise ValueError(f"model.loss_chunk_tokens must be at least 1, got {loss_chunk_tokens}")
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if compile and shutil.which(compiler) is None:
+            raise ValueError(f"model.compile needs a C++ compiler: install {compiler}, or name another one in CXX")
         self.config = load_config(model_name_or_path)
         self.heads = DraftHeads(self.config.hidden_size, num_heads, norm_eps(self.config), kind)
         self.model_name_or_path, self.start_heads = model_name_or_path, heads
