@@ -38,16 +38,38 @@ def test_chunked_loss_and_gradient_equal_the_referees(case, chunk_tokens, with_b
     bias = bias if with_bias else None
     naive = referee(hidden, weight, targets, bias)
     (naive_grad,) = torch.autograd.grad(3.0 * naive, hidden)
-    loss, _ = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens)
+    loss, _, _ = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens)
     (grad,) = torch.autograd.grad(3.0 * loss, hidden)
     assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 512])
+def test_distilling_loss_gradient_and_overlap_equal_torchs(case, chunk_tokens):
+    """Against cross entropy with probabilities for targets, and against the total variation written out."""
+    hidden, weight, bias, targets = case
+    teacher = torch.randn(37, 16, dtype=torch.float64)
+    wanted = F.linear(teacher, weight, bias).softmax(-1)
+    logits = F.linear(hidden, weight, bias)
+    naive = F.cross_entropy(logits, wanted)
+    (naive_grad,) = torch.autograd.grad(3.0 * naive, hidden, retain_graph=True)
+    loss, _, overlap = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens, teacher=teacher, soft=True)
+    (grad,) = torch.autograd.grad(3.0 * loss, hidden)
+    assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
+    assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
+    variation = (logits.softmax(-1) - wanted).abs().sum(-1) / 2
+    assert torch.allclose(overlap, 1 - variation.mean(), rtol=0, atol=1e-9)
+    hard, ranks, same = chunked_cross_entropy(
+        hidden, weight, targets, bias, chunk_tokens, with_ranks=True, teacher=teacher
+    )
+    assert torch.allclose(hard, naive_loss(hidden, weight, targets, bias), rtol=0, atol=1e-9)
+    assert torch.allclose(same, overlap) and len(ranks) == 37
+
+
 def test_loss_in_bf16_stays_near_the_float64_loss(case):
     hidden, weight, _, targets = case
     exact = F.cross_entropy(hidden @ weight.T, targets)
-    loss, _ = chunked_cross_entropy(hidden.float(), weight.bfloat16(), targets, chunk_tokens=8)
+    loss, _, _ = chunked_cross_entropy(hidden.float(), weight.bfloat16(), targets, chunk_tokens=8)
     assert loss.dtype == torch.float32
     assert abs(loss.item() - exact.item()) < 0.02 * exact.item()
 
@@ -56,14 +78,14 @@ def test_ranks_count_the_likelier_tokens(case):
     hidden, weight, _, targets = case
     order = (hidden @ weight.T).argsort(-1, descending=True)
     expected = (order == targets[:, None]).int().argmax(-1)
-    _, ranks = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=8, with_ranks=True)
+    _, ranks, _ = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=8, with_ranks=True)
     assert torch.equal(ranks, expected)
 
 
 def test_top_k_accuracy_equals_torchmetrics(case):
     hidden, weight, _, targets = case
     logits = hidden @ weight.T
-    _, ranks = chunked_cross_entropy(hidden, weight, targets, with_ranks=True)
+    _, ranks, _ = chunked_cross_entropy(hidden, weight, targets, with_ranks=True)
     metric = TopKAccuracy(3)
     metric.update(ranks[:10])
     metric.update(ranks[10:])

@@ -42,7 +42,7 @@ def module(model) -> HeadsModule:
 def test_untrained_heads_predict_what_the_model_predicts(module):
     ids = torch.randint(0, 15, (2, 20))
     logits = module.backbone(ids).logits
-    for hidden in module(ids):
+    for hidden in module(ids)[0]:
         assert torch.allclose(module.backbone.get_output_embeddings()(hidden), logits, atol=1e-6)
 
 
@@ -50,8 +50,8 @@ def test_head_i_at_position_t_learns_the_token_after_the_next_i(module):
     for parameter in module.heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(0, 15, (2, 20))
-    losses, ranks = module.losses(ids, with_ranks=True)
-    for i, hidden in enumerate(module(ids), start=1):
+    losses, ranks, _ = module.losses(ids, with_ranks=True)
+    for i, hidden in enumerate(module(ids)[0], start=1):
         log_probs = module.backbone.get_output_embeddings()(hidden).log_softmax(-1)
         pairs = [(row, t) for row in range(2) for t in range(20 - 1 - i)]
         naive = -sum(log_probs[row, t, ids[row, t + 1 + i]] for row, t in pairs) / len(pairs)
@@ -59,11 +59,28 @@ def test_head_i_at_position_t_learns_the_token_after_the_next_i(module):
         assert len(ranks[i - 1]) == len(pairs)
 
 
+def test_a_distilled_head_learns_the_models_own_distribution_of_its_token(module):
+    """Head i at position t against the model's logits at t + i, position by position."""
+    for parameter in module.heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    module.distill = True
+    ids = torch.randint(0, 15, (2, 20))
+    own = module.backbone(ids).logits.softmax(-1)
+    losses, _, overlaps = module.losses(ids, with_ranks=False, with_overlap=True)
+    for i, states in enumerate(module(ids)[0], start=1):
+        log_probs = module.backbone.get_output_embeddings()(states).log_softmax(-1)
+        pairs = [(row, t) for row in range(2) for t in range(20 - 1 - i)]
+        naive = -sum((own[row, t + i] * log_probs[row, t]).sum() for row, t in pairs) / len(pairs)
+        shared = sum(torch.minimum(own[row, t + i], log_probs[row, t].exp()).sum() for row, t in pairs) / len(pairs)
+        assert torch.allclose(losses[i - 1], naive, rtol=0, atol=1e-9)
+        assert torch.allclose(overlaps[i - 1], shared, rtol=0, atol=1e-9)
+
+
 def test_loss_matches_torch_for_the_sum_of_heads(module):
     ids = torch.randint(0, 15, (1, 12))
-    hidden = module(ids)[0][:, :-2].flatten(0, 1)
+    hidden = module(ids)[0][0][:, :-2].flatten(0, 1)
     lm_head = module.backbone.get_output_embeddings().weight
-    loss, _ = chunked_cross_entropy(hidden, lm_head, ids[:, 2:].flatten())
+    loss, _, _ = chunked_cross_entropy(hidden, lm_head, ids[:, 2:].flatten())
     assert torch.allclose(module.losses(ids, with_ranks=False)[0][0], loss)
 
 

@@ -94,7 +94,8 @@ class LastHidden:
     def __init__(self, model: PreTrainedModel):
         self.decoder = model.get_decoder()
         self.hidden: Tensor | None = None
-        final_norm(model).register_forward_pre_hook(self._keep)
+        self.norm = final_norm(model)
+        self.norm.register_forward_pre_hook(self._keep)
 
     def _keep(self, _, inputs: tuple) -> None:
         self.hidden = inputs[0]

@@ -32,19 +32,24 @@ class TrainingDiverged(ArithmeticError):
 class HeadsModule(L.LightningModule):
     """Trains :class:`decoder.DraftHeads` on a frozen model (paper, "Training the heads").
 
-    Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' mean cross entropies.
+    Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' mean cross entropies. With
+    ``distill`` it learns the model's own distribution of that token instead, given the text before it: a sum over the
+    vocabulary says more than one token drawn from it, so the heads learn in fewer steps.
 
     Args:
         model_name_or_path: folder or Hugging Face hub id of the model the heads are for.
         heads: folder or hub id of heads to start from; None starts untrained.
         num_heads: how many heads (gamma).
-        kind: ``chained``, ``independent`` (Medusa*) or ``conditioned`` (each head also reads the token before).
+        kind: ``chained``, ``independent`` (Medusa*), ``conditioned`` (each head also reads the token before) or
+            ``gated`` (conditioned, with a gated unit in each head).
         learning_rate: peak rate of AdamW.
         weight_decay: of the linear layers; norms have none.
         beta1: AdamW's decay of the mean of gradients.
         beta2: AdamW's decay of the mean of squared gradients.
         warmup_steps: steps over which the rate rises to its peak, before it falls along a cosine to zero.
         head_weights: weight of each head's loss in the sum; None is 1 for all.
+        distill: learn the model's own distributions instead of the text's tokens; suits conditioned and gated heads,
+            which know the tokens before.
         loss_chunk_tokens: tokens whose logits exist at the same time.
         backbone_dtype: dtype of the frozen weights; ``auto`` follows the trainer's precision.
         compile: run the backbone's layers through ``torch.compile``; needs a C++ compiler.
@@ -62,6 +67,7 @@ class HeadsModule(L.LightningModule):
         beta2: float = 0.999,
         warmup_steps: int = 50,
         head_weights: Sequence[float] | None = None,
+        distill: bool = False,
         loss_chunk_tokens: int = 512,
         backbone_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         compile: bool = False,
@@ -80,6 +86,7 @@ class HeadsModule(L.LightningModule):
         self.head_weights = [1.0] * num_heads if head_weights is None else list(head_weights)
         if len(self.head_weights) != num_heads or min(self.head_weights) < 0 or not sum(self.head_weights) < torch.inf:
             raise ValueError(f"model.head_weights must be {num_heads} numbers of at least 0, got {self.head_weights}")
+        self.distill = distill
         self.loss_chunk_tokens = loss_chunk_tokens
         self.backbone_dtype = backbone_dtype
         self.compile_layers = compile
@@ -88,6 +95,7 @@ class HeadsModule(L.LightningModule):
         self.first_loss: float | None = None
         self.high_batches = 0
         self.val_losses = nn.ModuleList(MeanMetric() for _ in range(num_heads))
+        self.val_overlaps = nn.ModuleList(MeanMetric() for _ in range(num_heads))
         self.val_accuracies = nn.ModuleList(TopKAccuracy(TOP_K) for _ in range(num_heads))
         self.val_tokens_per_step = TokensPerStep(num_heads, TOP_K)
         # A checkpoint holds the heads only; `on_load_checkpoint` checks what is in it.
@@ -138,8 +146,8 @@ class HeadsModule(L.LightningModule):
             self.backbone.eval()
         return self
 
-    def forward(self, input_ids: Tensor) -> list[Tensor]:
-        """``input_ids`` [batch, length] -> for each head the hidden states [batch, length, d] the LM head reads.
+    def forward(self, input_ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What the LM head reads, for ``input_ids`` [batch, length]: each head's states and h_0, [batch, length, d].
 
         Raises ValueError when the sequences are too short for the heads or too long for the model.
         """
@@ -147,7 +155,8 @@ class HeadsModule(L.LightningModule):
         if not self.heads.num_heads + 2 <= length <= longest:
             least = self.heads.num_heads + 2
             raise ValueError(f"data.chunk_tokens is {length}; these heads and this model take {least} to {longest}")
-        return self.heads(self.last_hidden(input_ids), self._tokens_before(input_ids))
+        hidden = self.last_hidden(input_ids)
+        return self.heads(hidden, self._tokens_before(input_ids)), hidden
 
     @torch.no_grad()
     def _tokens_before(self, input_ids: Tensor) -> Tensor | None:
@@ -160,27 +169,36 @@ class HeadsModule(L.LightningModule):
         embedded = self.backbone.get_input_embeddings()(input_ids)
         return torch.stack([embedded.roll(-i, dims=1) for i in range(1, self.heads.num_heads + 1)], dim=-2)
 
-    def losses(self, input_ids: Tensor, with_ranks: bool) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Per head: mean cross entropy in nats per token, and the ranks [targets] of its targets if asked for."""
+    def losses(
+        self, input_ids: Tensor, with_ranks: bool, with_overlap: bool = False
+    ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
+        """Per head: mean cross entropy in nats per token; and where asked for the ranks [targets] of its targets, and
+        the mean overlap (1 - total variation) of its distribution with the model's own."""
         lm_head = self.backbone.get_output_embeddings()
-        losses, ranks = [], []
-        for i, hidden in enumerate(self(input_ids), start=1):
-            loss, rank = chunked_cross_entropy(
-                hidden[:, : -1 - i].flatten(0, 1),
-                lm_head.weight,
-                input_ids[:, 1 + i :].flatten(),
-                getattr(lm_head, "bias", None),
-                self.loss_chunk_tokens,
-                with_ranks,
+        outputs, hidden = self(input_ids)
+        with torch.no_grad():
+            own = self.last_hidden.norm(hidden) if self.distill or with_overlap else None
+        results = []
+        for i, states in enumerate(outputs, start=1):
+            results.append(
+                chunked_cross_entropy(
+                    states[:, : -1 - i].flatten(0, 1),
+                    lm_head.weight,
+                    input_ids[:, 1 + i :].flatten(),
+                    getattr(lm_head, "bias", None),
+                    self.loss_chunk_tokens,
+                    with_ranks,
+                    # The state at t + i gives the model's own distribution of token t + 1 + i.
+                    None if own is None else own[:, i:-1].flatten(0, 1),
+                    self.distill,
+                )
             )
-            losses.append(loss)
-            ranks.append(rank)
-        return losses, ranks
+        return tuple(map(list, zip(*results, strict=True)))
 
     def training_step(self, input_ids: Tensor, batch_idx: int) -> Tensor:
         # Ranks cost a pass over the logits: only where they are looked at.
         log_now = (self.global_step + 1) % self.trainer.log_every_n_steps == 0
-        losses, ranks = self.losses(input_ids, with_ranks=log_now)
+        losses, ranks, _ = self.losses(input_ids, with_ranks=log_now)
         total = self._weighted(losses)
         # All processes see the same number, so that all of them stop or none.
         mean = self.trainer.strategy.reduce(total.detach().clone(), reduce_op="mean")
@@ -208,9 +226,10 @@ class HeadsModule(L.LightningModule):
             )
 
     def validation_step(self, input_ids: Tensor, batch_idx: int) -> None:
-        losses, ranks = self.losses(input_ids, with_ranks=True)
-        for i, (loss, rank) in enumerate(zip(losses, ranks, strict=True)):
+        losses, ranks, overlaps = self.losses(input_ids, with_ranks=True, with_overlap=True)
+        for i, (loss, rank, overlap) in enumerate(zip(losses, ranks, overlaps, strict=True)):
             self.val_losses[i].update(loss, weight=len(rank))
+            self.val_overlaps[i].update(overlap, weight=len(rank))
             self.val_accuracies[i].update(rank)
         self.val_tokens_per_step.update([rank.unflatten(0, (len(input_ids), -1)) for rank in ranks])
 
@@ -229,8 +248,10 @@ class HeadsModule(L.LightningModule):
             means[f"{stage}_loss_head{i}"] = loss.compute().item()
             for k, share in enumerate(accuracy.compute().tolist(), start=1):
                 means[f"{stage}_top{k}_head{i}"] = share
-            loss.reset()
-            accuracy.reset()
+            overlap = self.val_overlaps[i - 1]
+            means[f"{stage}_overlap_head{i}"] = overlap.compute().item()
+            for metric in (loss, accuracy, overlap):
+                metric.reset()
         means[f"{stage}_loss"] = self._weighted(
             [means[f"{stage}_loss_head{i + 1}"] for i in range(len(self.val_losses))]
         )
