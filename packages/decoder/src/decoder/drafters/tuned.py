@@ -16,7 +16,10 @@ from decoder.target import Verification
 from decoder.token_tree import TokenTree
 from decoder.verify_costs import WIDTHS
 
-_FORGET = 0.98
+_FORGET = 0.98  # of tokens and seconds per step, from which the rate comes
+_LEARN = 0.05  # how fast measured costs follow what steps really took
+_TRUST = 10.0  # expected tokens after which experience outweighs the estimates
+_WORST = 3.0  # a step that took longer than so many times its cost was disturbed
 
 
 class Offer(NamedTuple):
@@ -72,7 +75,12 @@ class Tuned:
         self.sources = self.make_sources(resources)
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
         self._tokens = self._seconds = 0.0
-        self._spent = 0.0
+        # What a step takes, sampling included, as a multiple of its verification's measured cost: plain, with a tree.
+        self._dearer = [1.0, 1.0]
+        # The best of many estimates is mostly one that is too high: accepted tokens as a share of those expected.
+        self._hoped = self._hopes = self._hits = 0.0
+        self._began = self._drafting = 0.0
+        self._expected = 1.0
 
     def make_sources(self, resources: Resources) -> list[Source]:
         raise NotImplementedError
@@ -81,12 +89,15 @@ class Tuned:
         self.costs.at(cache)
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
-        costs = self.costs.at(cache)
-        start = time.perf_counter()
+        measured = self.costs.at(cache)
+        self._began = time.perf_counter()
+        plain, wide = self._dearer
+        costs = [0.0, plain * measured[1], *(wide * cost for cost in measured[2:])]
         rate = self._tokens / self._seconds if self._seconds else 1 / costs[1]
         tree, chances = self._grow(costs, rate, sampler)
         tree.cut(self._best_size(costs, rate, chances))
-        self._spent = time.perf_counter() - start + costs[len(tree)]
+        self._expected = measured[len(tree)]
+        self._drafting = time.perf_counter() - self._began
         return tree
 
     def _grow(self, costs: list[float], rate: float, sampler: Sampler) -> tuple[TokenTree, list[float]]:
@@ -127,10 +138,12 @@ class Tuned:
 
     def _best_size(self, costs: list[float], rate: float, chances: list[float]) -> int:
         best, size, tokens = float("-inf"), 1, 0.0
+        kept = (self._hits + _TRUST) / (self._hopes + _TRUST)
         for nodes, chance in enumerate(chances, start=1):
-            tokens += chance
+            tokens += chance if nodes == 1 else kept * chance
             if tokens - rate * costs[nodes] > best:
                 best, size = tokens - rate * costs[nodes], nodes
+        self._hoped = sum(chances[1:size])
         return size
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
@@ -139,8 +152,15 @@ class Tuned:
                 self.odds.observe(kind, offered == token)
         for source in self.sources:
             source.commit(verification, path, tokens)
+        seconds = time.perf_counter() - self._began
+        times = min(_WORST, (seconds - self._drafting) / self._expected)
+        used = int(self._hoped > 0)
+        if used:
+            self._hits = self._hits * _FORGET + len(path) - 1
+            self._hopes = self._hopes * _FORGET + self._hoped
+        self._dearer[used] += _LEARN * (times - self._dearer[used])
         self._tokens = self._tokens * _FORGET + len(tokens)
-        self._seconds = self._seconds * _FORGET + self._spent
+        self._seconds = self._seconds * _FORGET + min(seconds, self._drafting + _WORST * self._expected)
 
     def finish(self, statistics: Statistics) -> None:
         pass
