@@ -179,6 +179,8 @@ def start(flags: list[str]) -> subprocess.Popen:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background lets them, and so their children, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
