@@ -217,7 +217,7 @@ def test_heads_that_do_not_fit_the_run_are_refused(flags, tmp_path, capsys):
     assert main(["fit", *flags, f"--model.heads={tmp_path / 'two'}"]) == 2
     assert "are 2 of kind chained, and 3 of kind chained were asked for" in capsys.readouterr().err
     assert main(["fit", *flags, f"--model.heads={tmp_path / 'small'}"]) == 2
-    assert "the heads are for hidden size 16, the model has 32" in capsys.readouterr().err
+    assert "small are for hidden size 16, the model has 32" in capsys.readouterr().err
 
 
 def test_a_run_of_other_heads_is_not_gone_on_with(flags, capsys):
