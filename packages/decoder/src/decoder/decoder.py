@@ -76,11 +76,13 @@ class Chunk:
     Attributes:
         token_ids: the step's tokens.
         text: newly settled text, possibly "".
+        stats: counts and times so far; the generation's own record, which goes on counting.
         output: the whole result, on the last chunk only.
     """
 
     token_ids: list[int]
     text: str
+    stats: Statistics
     output: GenerationOutput | None = None
 
 
@@ -224,7 +226,7 @@ class Decoder:
                     request=request,
                     logprobs=sampler.logprobs,
                 )
-            yield Chunk(tokens, piece, output)
+            yield Chunk(tokens, piece, engine.statistics, output)
             if done:
                 return
 
