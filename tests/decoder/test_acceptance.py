@@ -6,7 +6,7 @@ import torch
 from decoder import SamplingParams, TokenSwiftOptions
 from decoder.acceptance import Independent, exact
 from decoder.sampler import Sampler
-from decoder.token_tree import TokenTree
+from decoder.token_tree import TokenTree, rank_paths
 
 from .scipy_free import chi_square_tail
 
@@ -18,7 +18,7 @@ DRAWS = 2000
 def papers_tree(first):
     """27 paths through one first token."""
     tree = TokenTree(0)
-    tree.add_levels([[first], [1, 2, 3], [1, 2, 3], [4, 5, 6]], "heads")
+    tree.add_ranked([[first], [1, 2, 3], [1, 2, 3], [4, 5, 6]], rank_paths((1, 3, 3, 3), 4), "heads")
     return tree
 
 
@@ -69,7 +69,7 @@ def test_independent_ties_are_broken_at_random():
     Were the first to win ties, it would win twice as often.
     """
     tree = TokenTree(0)
-    tree.add_levels([[1, 2]], "heads")
+    tree.add_ranked([[1, 2]], rank_paths((2,), 1), "heads")
     logits = torch.tensor([-torch.inf, 0.0, 0.0]).double().expand(3, -1)
     wins = [0, 0, 0]
     for seed in range(DRAWS):

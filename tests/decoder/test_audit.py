@@ -21,7 +21,7 @@ def test_every_method_passes(dec, prompt, method):
 
     dec.model.train()
     try:
-        report = dec.audit(dec.generate(prompt, 300, method, SAMPLING, logits_hook=hook))
+        report = decoder.audit(dec.generate(prompt, 300, method, SAMPLING, logits_hook=hook))
         assert dec.model.training
     finally:
         dec.model.eval()

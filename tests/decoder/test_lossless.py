@@ -18,7 +18,6 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.sampler import process_logits
 
 from .conftest import VOCAB, random_heads, tiny_llama
 from .scipy_free import chi_square_tail
@@ -40,13 +39,14 @@ OPTIONS = {
     "wide": TokenSwiftOptions(tree=(3, 3, 3, 3), ngrams=5, budget=33, sink=4),
     "static": TokenSwiftOptions(cache="static", budget=24),
     "full": TokenSwiftOptions(cache="full", coupled=False),
+    "paths": TokenSwiftOptions(tree=((0, 0, 0), (0, 1), (1,), (2, 0, 0, 0)), ngrams=3, ngram_delay=True, budget=30),
     "deeper than the heads": TokenSwiftOptions(tree=(1, 2, 1, 1, 3, 3), ngrams=50, budget=4000, sink=0),
 }
 
 
 DRAFTING = [method for method in methods() if method != "ar"]
 CASES = [("tokenswift", name) for name in OPTIONS]
-CASES += [(method, name) for method in DRAFTING if method != "tokenswift" for name in ("paper", "narrow")]
+CASES += [(method, name) for method in DRAFTING if method != "tokenswift" for name in ("paper", "narrow", "paths")]
 
 
 @pytest.mark.parametrize("method, options", CASES)
@@ -59,10 +59,21 @@ def test_every_method_equals_ar(dec, prompt, sampling, method, options):
     assert drafted.stats.steps < expected.stats.steps
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture(scope="module")
+def decoders(dec):
+    """GQA, MHA, and MQA with tied embeddings and untrained heads of another gamma and kind."""
+    found = [dec]
+    for groups, tied, num_heads, kind in ((4, False, 2, "conditioned"), (1, True, 4, "independent")):
+        model = tiny_llama(seed=groups, num_key_value_heads=groups, tie_word_embeddings=tied)
+        found.append(Decoder(model, heads=random_heads(model, num_heads, kind), draft_model=dec.draft_model))
+    return found
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_method_equals_ar_whatever_the_settings(dec, data):
+def test_every_method_equals_ar_whatever_the_settings(decoders, data, monkeypatch):
     draw = data.draw
+    dec = draw(st.sampled_from(decoders))
     prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=90))
     sampling = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
@@ -72,18 +83,26 @@ def test_every_method_equals_ar_whatever_the_settings(dec, data):
         repetition_penalty=draw(st.sampled_from([1.0, 0.8, 1.4])),
         penalty_window=draw(st.integers(0, 60)),
         seed=draw(st.integers(0, 2**40)),
+        suppress_tokens=draw(st.sampled_from([(), (3, 17), tuple(range(VOCAB - 2))])),
     )
     sink = draw(st.integers(0, 8))
+    branching = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+    paths = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), min_size=1, max_size=9)
     options = TokenSwiftOptions(
-        tree=tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))),
+        tree=draw(branching | paths),
         ngrams=draw(st.integers(0, 10)),
+        ngram_delay=draw(st.booleans()),
         budget=draw(st.none() | st.integers(sink + 1, 150)),
         sink=sink,
         cache=draw(st.sampled_from(["dynamic", "static", "full"])),
+        draft_cache=draw(st.sampled_from(["streaming", "snapkv"])),
+        draft_budget=draw(st.none() | st.integers(sink + 1, 40)),
         coupled=draw(st.booleans()),
     )
     length = draw(st.integers(0, 60))
     expected = dec.generate(prompt, length, "ar", sampling)
+    monkeypatch.setattr("decoder.target._PREFILL_CHUNK", draw(st.sampled_from([1, 7, 512])))
+    monkeypatch.setattr("decoder.attention._MAX_SCORES", draw(st.sampled_from([1, 900, 2**26])))
     method = draw(st.sampled_from(DRAFTING))
     assert dec.generate(prompt, length, method, sampling, options).token_ids == expected.token_ids
     assert len(expected.token_ids) == length
@@ -147,34 +166,48 @@ def test_greedy_equals_transformers_generate(config, penalty, prompt):
     assert dec.generate(prompt, 80, "tokenswift", sampling, OPTIONS["narrow"]).token_ids == expected
 
 
-def test_first_sampled_token_follows_transformers_distribution(dec, model, prompt):
-    """Chi-square over 2,000 seeds against probabilities from transformers' own processors; false alarm 1 in 10^6."""
-    ids = torch.tensor([prompt])
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_the_first_three_sampled_tokens_follow_transformers_distribution(method):
+    """Chi-square of each position's marginal over 2,000 seeds; a false alarm once in 10^6 per position.
+
+    The referee walks the whole tree of two tokens with transformers' processors: the marginal of the third token is
+    the sum over all that may stand before it.
+    """
+    vocab, prompt, draws = 12, [3, 1, 4, 1, 5], 2000
+    model = tiny_llama(vocab_size=vocab)
+    dec = Decoder(model, heads=random_heads(model))
     processors = LogitsProcessorList(
         [
             RepetitionPenaltyLogitsProcessor(1.3),
             TemperatureLogitsWarper(0.9),
-            TopKLogitsWarper(12),
+            TopKLogitsWarper(8),
             MinPLogitsWarper(0.02),
         ]
     )
-    with torch.inference_mode():
-        logits = model(ids).logits[:, -1]
-        expected = processors(ids, logits.clone())[0].softmax(-1)
-    draws = 2000
-    counts = torch.zeros(VOCAB)
-    window = torch.zeros(VOCAB, dtype=torch.bool)
-    window[prompt] = True
-    params = SamplingParams(temperature=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3)
-    ours = process_logits(logits[0], params, window).softmax(-1)
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    texts, chances, marginals = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64), []
+    for _ in range(3):
+        with torch.inference_mode():
+            following = processors(texts, model(texts).logits[:, -1]).softmax(-1)
+        joint = chances[:, None] * following
+        marginals.append(joint.sum(0))
+        texts = torch.cat((texts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(texts))[:, None]), dim=1)
+        texts, chances = texts[joint.flatten() > 0], joint.flatten()[joint.flatten() > 0]
+    counts = torch.zeros(3, vocab)
     for seed in range(draws):
-        sampling = SamplingParams(temperature=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3, seed=seed)
-        counts[dec.generate(prompt, 1, "ar", sampling).token_ids[0]] += 1
-    possible = expected > 0
-    assert counts[~possible].sum() == 0
-    statistic = ((counts - draws * expected)[possible] ** 2 / (draws * expected[possible])).sum().item()
-    assert chi_square_tail(statistic, int(possible.sum()) - 1) > 1e-6
+        sampling = SamplingParams(temperature=0.9, top_k=8, min_p=0.02, repetition_penalty=1.3, seed=seed)
+        for position, token in enumerate(dec.generate(prompt, 3, method, sampling).token_ids):
+            counts[position, token] += 1
+    for count, expected in zip(counts, marginals, strict=True):
+        possible = expected > 0
+        assert count[~possible].sum() == 0
+        # Cells of less than 5 expected draws go together, as the test's distribution asks.
+        rare = possible & (draws * expected < 5)
+        cells = [(count[i], expected[i]) for i in (possible & ~rare).nonzero().flatten()]
+        if rare.any():
+            cells.append((count[rare].sum(), expected[rare].sum()))
+        statistic = sum(float((seen - draws * p) ** 2 / (draws * p)) for seen, p in cells)
+        assert len(cells) > 2
+        assert chi_square_tail(statistic, len(cells) - 1) > 1e-6
 
 
 def test_a_drafter_that_lies_changes_nothing(dec, prompt, monkeypatch):

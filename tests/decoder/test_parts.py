@@ -1,6 +1,7 @@
 """Tree, n-gram table, attention and caches against slow and obvious versions."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from decoder import TokenSwiftOptions
 from decoder.attention import tree_attention
 from decoder.full_cache import FullCache
 from decoder.linear import few_rows_linear
@@ -15,7 +17,7 @@ from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
 from decoder.recent_cache import RecentCache
 from decoder.suffix_index import SuffixIndex
-from decoder.token_tree import TokenTree
+from decoder.token_tree import TokenTree, rank_paths
 
 
 class Layer:
@@ -24,7 +26,7 @@ class Layer:
 
 def test_tree_merges_sources_as_a_trie():
     tree = TokenTree(9)
-    tree.add_levels([[1], [2, 3]], "heads")
+    tree.add_ranked([[1], [2, 3]], rank_paths((1, 2), 2), "heads")
     node = tree.add_path([1, 3, 4], "ngrams")
     assert tree.tokens == [9, 1, 2, 3, 4]
     assert tree.parents == [-1, 0, 1, 1, 3]
@@ -36,9 +38,25 @@ def test_tree_merges_sources_as_a_trie():
     assert tree.child(1, 7) is None
 
 
+@pytest.mark.parametrize("tree, nodes", [((1, 3, 3, 3), 40), ((3, 3, 3, 3), 120), ((1, 9, 9, 9), 820), ((2,) * 7, 254)])
+def test_branching_is_every_combination_of_ranks(tree, nodes):
+    paths = rank_paths(tree, len(tree))
+    assert len(paths) == len(set(paths)) == nodes
+    assert set(paths) == {p for n in range(len(tree)) for p in product(*map(range, tree[: n + 1]))}
+    assert rank_paths(tree, 2) == [path for path in paths if len(path) <= 2]
+
+
+def test_explicit_paths_fill_in_their_prefixes_and_skip_missing_candidates():
+    paths = rank_paths(((0, 2, 0), (1,), (0, 0), (1, 1)), 3)
+    assert paths == [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0)]
+    tree = TokenTree(9)
+    tree.add_ranked([[5, 6], [1, 2], [7]], paths, "heads")
+    assert [[tree.tokens[n] for n in tree.path(leaf)] for leaf in tree.leaves()] == [[9, 5, 1], [9, 6, 2]]
+
+
 def test_ancestor_mask_of_the_papers_tree():
     tree = TokenTree(0)
-    tree.add_levels([[1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], "heads")
+    tree.add_ranked([[1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], rank_paths((1, 3, 3, 3), 4), "heads")
     assert len(tree) == 41
     mask = tree.ancestor_mask(torch.device("cpu"))
     for node in range(41):
@@ -138,6 +156,41 @@ def test_full_cache_keeps_the_accepted_nodes_and_forgets_the_rest():
         cache.update(new, new, 0)
 
 
+def test_a_growable_cache_keeps_its_pairs_and_grows_seldom():
+    """Against the pairs concatenated; each is copied about twice, however long the text becomes."""
+    cache, written, copied = FullCache(4, growable=True), [], 0
+    for step in range(600):
+        new = torch.full((1, 2, 9, 3), float(step))
+        before = cache.capacity
+        for layer in range(2):
+            cache.update(new + layer, -new, layer)
+        copied += cache.length if cache.capacity != before else 0
+        cache.keep([0, 3, 5, 6, 7, 8] if step % 2 else range(9))
+        written += [step] * (6 if step % 2 else 9)
+    expected = torch.tensor(written).float()
+    assert cache.length == len(written) == 4500
+    torch.testing.assert_close(cache.keys[1][0, 1, :4500, 2], expected + 1)
+    torch.testing.assert_close(cache.values[0][0, 0, :4500, 0], -expected)
+    assert copied < 2 * cache.length
+    assert cache.capacity < 2 * cache.length
+
+
+def test_memory_of_the_full_cache_is_what_the_formula_says(model, dec, prompt):
+    """2 (keys, values) x layers x KV heads x (prompt + output + widest tree) x head size x bytes, from the start on."""
+    seen = {}
+
+    class Watched(FullCache):
+        def keep(self, path):
+            super().keep(path)
+            seen[self.nbytes] = self.capacity
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decoder.engine.FullCache", Watched)
+        dec.generate(prompt, 100, "tokenswift", options=TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20))
+    positions = 40 + 100 + 41 + 20 * 4
+    assert seen == {2 * 2 * 2 * positions * 8 * 8: positions}
+
+
 def queries_for(cache, heads=4, seed=3):
     generator = torch.Generator().manual_seed(seed)
     dim = cache.keys[0].shape[-1]
@@ -232,6 +285,43 @@ def test_recent_cache_holds_the_sink_and_the_newest(counts, sink, window, from_i
         assert sorted(key[0, 1, :, 0].tolist()) == [*kept, *[500.0] * 5]
         assert sorted(-value[0, 0, : len(kept), 2]) == kept
         recent.hold(0)
+
+
+def test_snapkv_keeps_what_the_end_of_the_prompt_attends_to():
+    """Against attention head by head with replicated keys; afterwards the newest pairs go round as before."""
+    full = filled_cache(60)
+    queries = {
+        layer: torch.randn(1, 4, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(layer))
+        for layer in range(2)
+    }
+    snap = RecentCache(budget=20, sink=10, room=2)
+    snap.append(full)
+    snap.observe(full, queries)
+    for layer in range(2):
+        for group in range(2):
+            keys = full.keys[layer][0, group, :50]
+            weights = sum(
+                (queries[layer][0, head] @ keys.T / 2).softmax(-1).sum(0) for head in (2 * group, 2 * group + 1)
+            )
+            smoothed = [weights[max(0, i - 3) : i + 4].max().item() for i in range(50)]
+            tenth = sorted(smoothed, reverse=True)[9]
+            held = {
+                int((full.keys[layer][0, group] == key).all(-1).nonzero()[0]) for key in snap.keys[layer][0, group, :10]
+            }
+            assert len(held) == 10 and all(smoothed[i] >= tenth for i in held)
+            newest = {
+                int((full.keys[layer][0, group] == key).all(-1).nonzero()[0])
+                for key in snap.keys[layer][0, group, 10:20]
+            }
+            assert newest == set(range(50, 60))
+    chosen = snap.keys[0][:, :, :10].clone()
+    commit(full, 3, seed=1)
+    snap.append(full)
+    torch.testing.assert_close(snap.keys[0][:, :, :10], chosen)
+    short = RecentCache(budget=80, sink=40, room=2)
+    short.append(full)
+    short.observe(full, queries)
+    torch.testing.assert_close(short.keys[0][:, :, :63], full.keys[0][:, :, :63])
 
 
 @pytest.mark.parametrize("cache", [PartialCache(12, 3, room=5), RecentCache(12, 3, room=5)], ids=["partial", "recent"])

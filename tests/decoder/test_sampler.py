@@ -6,6 +6,7 @@ from transformers import (
     EtaLogitsWarper,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -55,6 +56,35 @@ def test_ties_go_to_the_smaller_token_id():
     assert torch.isfinite(keep_min_p(equal, 0.5)).all()
     assert torch.isfinite(keep_eta(equal, 0.5)).all()
     assert first_argmax(torch.tensor([1.0, 5.0, 5.0, 2.0])) == 1
+
+
+@pytest.mark.parametrize("spread", [1, 2, 5])
+def test_with_ties_the_filters_keep_as_many_as_transformers(spread):
+    """transformers' top-k keeps all that equal the k-th; ours exactly k, the smaller ids, so that the text is fixed."""
+    tied = torch.randint(spread, (6, 200), generator=torch.Generator().manual_seed(3)).double()
+
+    def kept(logits):
+        return torch.isfinite(logits).sum(-1)
+
+    for p in (0.103, 0.503, 0.933):
+        assert (kept(keep_top_p(tied, p)) == kept(TopPLogitsWarper(p)(None, tied.clone()))).all()
+    for p in (0.05, 0.3, 1.0):
+        assert (kept(keep_min_p(tied, p)) == kept(MinPLogitsWarper(p)(None, tied.clone()))).all()
+    for epsilon in (2e-4, 4e-3, 0.1):
+        assert (kept(keep_eta(tied, epsilon)) == kept(EtaLogitsWarper(epsilon)(None, tied.clone()))).all()
+    for k in (1, 10, 150):
+        theirs = TopKLogitsWarper(k)(None, tied.clone())
+        assert (kept(keep_top_k(tied, k)) == k).all()
+        assert (torch.isfinite(theirs) | ~torch.isfinite(keep_top_k(tied, k))).all()
+
+
+def test_suppressed_tokens_equal_transformers_and_leave_the_others_chances():
+    banned = (0, 5, 199)
+    expected = MinPLogitsWarper(0.01)(None, SuppressTokensLogitsProcessor(list(banned), CPU)(None, LOGITS.clone()))
+    sampler = Sampler(SamplingParams(min_p=0.01, suppress_tokens=banned), 200, CPU, [0])
+    for row, theirs in zip(LOGITS, expected, strict=True):
+        torch.testing.assert_close(sampler.filtered(row), theirs, rtol=0, atol=0)
+        assert torch.isinf(sampler.draft_scores(row[None], coupled=True)[0, list(banned)]).all()
 
 
 @pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}])
@@ -119,6 +149,9 @@ def test_coupled_drafts_of_the_true_distribution_are_the_targets_choice():
         ("repetition_penalty", 0.0),
         ("penalty_window", -1),
         ("seed", -1),
+        ("suppress_tokens", 3),
+        ("suppress_tokens", [-1]),
+        ("suppress_tokens", [True]),
     ],
 )
 def test_out_of_range_values_name_their_field(field, value):

@@ -1,7 +1,10 @@
 """What users touch: arguments, streams, stops, and a model left as it was."""
 
+import gc
+import math
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerF
 
 import decoder
 from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
+from decoder.full_cache import FullCache
+from decoder.options import parse_tree
 from decoder.text_stream import TextStream
 
 from .conftest import VOCAB, random_heads, tiny_llama
@@ -241,6 +246,13 @@ def test_what_needs_a_tokenizer_or_heads_says_so(model):
         ("tree", ()),
         ("tree", 3),
         ("tree", (0,)),
+        ("tree", (1, (0, 1))),
+        ("tree", ((0, -1),)),
+        ("tree", ((), (0,))),
+        ("tree", "1,2"),
+        ("ngram_delay", 1),
+        ("draft_budget", 16),
+        ("draft_cache", "x"),
         ("coupled", "no"),
         ("ngrams", -1),
         ("sink", -1),
@@ -273,6 +285,70 @@ def test_nan_logits_are_told_and_not_decoded(speaking):
         speaking.generate("Call me", 4, logits_hook=lambda context, logits: logits * float("nan"))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_a_hook_that_forbids_everything_or_returns_something_else_is_told(speaking, method, temperature):
+    sampling = SamplingParams(temperature=temperature, min_p=0.1, top_p=0.9)
+    for hook, words in (
+        (lambda context, logits: logits - math.inf, "no token is left"),
+        (lambda context, logits: logits[:5], r"shape it was given, \[256\]"),
+        (lambda context, logits: None, "must return a tensor"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            speaking.generate("Call me", 4, method, sampling, logits_hook=hook)
+
+
+def test_suppressed_tokens_outside_or_all_of_the_vocabulary_are_told_at_once(speaking):
+    for banned, words in (([256], "256, which is outside"), (range(256), "the whole vocabulary")):
+        with pytest.raises(ValueError, match=words):
+            speaking.stream("Call me", 4, sampling=SamplingParams(suppress_tokens=banned))
+
+
+@pytest.mark.parametrize("method", decoder.methods())
+def test_without_a_length_the_text_goes_to_a_stop_or_the_models_last_position(method):
+    model = tiny_llama(max_position_embeddings=400)
+    dec = Decoder(model, heads=random_heads(model), draft_model=tiny_llama(seed=2, num_hidden_layers=1))
+    whole = dec.generate([1, 2, 3], None, method)
+    assert whole.token_ids == dec.generate([1, 2, 3], 397, "ar").token_ids
+    assert whole.finish_reason == "length"
+    token = whole.token_ids[200]
+    assert (
+        dec.generate([1, 2, 3], None, method, stop=token).token_ids
+        == whole.token_ids[: whole.token_ids.index(token) + 1]
+    )
+
+
+def test_closing_a_stream_frees_its_caches(dec, prompt, monkeypatch):
+    made = []
+
+    class Watched(FullCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("decoder.engine.FullCache", Watched)
+    stream = dec.stream(prompt, 30)
+    next(stream)
+    gc.collect()
+    assert made[0]() is not None
+    stream.close()
+    del stream
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_accepted_tokens_are_counted_by_who_proposed_them(dec, prompt):
+    stats = dec.generate(prompt, 300, options=TokenSwiftOptions(tree=(1, 1), ngrams=5)).stats
+    sources = stats.accepted_by_source
+    assert set(sources) == {"heads", "ngrams"}
+    assert max(sources.values()) <= stats.accepted <= sum(sources.values())
+    assert sources["heads"] > 0 < sources["ngrams"]
+    lookup = dec.generate(prompt * 3, 100, "prompt-lookup", SamplingParams(temperature=0)).stats
+    assert lookup.accepted > 0
+    assert lookup.accepted_by_source == {"lookup": lookup.accepted}
+    assert dec.generate(prompt, 20, "ar").stats.accepted_by_source == {}
+
+
 def test_load_reads_folders(folders):
     dec = decoder.load(folders / "model", folders / "heads")
     assert dec.model.dtype == torch.float32
@@ -303,3 +379,13 @@ def test_the_command_streams_text(folders):
     missing = run_command(*common[:2], "--prompt-file", folders / "none.txt", "--max-new-tokens", 3)
     assert missing.returncode == 2
     assert missing.stderr.count(b"\n") == 1 and b"none.txt" in missing.stderr
+
+
+def test_a_tree_reads_as_it_is_written():
+    assert parse_tree("1,3,3,3") == (1, 3, 3, 3)
+    assert parse_tree("4") == (4,)
+    assert parse_tree("0.0.0 0.1 1") == ((0, 0, 0), (0, 1), (1,))
+    assert TokenSwiftOptions(tree=parse_tree("0.0.0 1")).depth == 3
+    for text in ("x", "", "0.x 1", "1;2"):
+        with pytest.raises(ValueError, match="written as branching"):
+            parse_tree(text)

@@ -1,6 +1,6 @@
 """Lossless acceleration of ultra-long generation with Hugging Face causal language models."""
 
-from decoder.audit import Audit
+from decoder.auditing import Audit, audit
 from decoder.decoder import Chunk, Decoder, GenerationOutput, Request, load, methods
 from decoder.draft_heads import DraftHeads
 from decoder.options import TokenSwiftOptions
@@ -17,6 +17,7 @@ __all__ = [
     "SamplingParams",
     "Statistics",
     "TokenSwiftOptions",
+    "audit",
     "load",
     "methods",
 ]

@@ -4,14 +4,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.acceptance import Independent, exact
-from decoder.audit import Audit, audit
+from decoder.auditing import Audit, audit
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
@@ -36,12 +36,14 @@ class Request:
     """What a generation was asked for, as far as its text follows from it.
 
     Attributes:
+        model: the model that generated it.
         prompt_ids: the prompt's token ids.
         sampling: how tokens were chosen.
         verification: the rule of `TokenSwiftOptions.verification`.
         logits_hook: the user's hook, if any.
     """
 
+    model: PreTrainedModel = field(repr=False)
     prompt_ids: list[int]
     sampling: SamplingParams
     verification: str
@@ -57,7 +59,7 @@ class GenerationOutput:
         text: their text, without special tokens and without a stop string; "" when there is no tokenizer.
         finish_reason: "length" or "stop".
         stats: what was counted and timed.
-        request: what was asked for; `Decoder.audit` reads it.
+        request: what was asked for; `decoder.audit` reads it.
         logprobs: log-probability of each token under the filtered distribution, when asked for.
     """
 
@@ -90,7 +92,8 @@ class Decoder:
     """Lossless decoding with a Hugging Face causal model.
 
     The model is used as it is and left as it was. One decoder runs several generations one after another or
-    interleaved, but is not to be used from two threads at once.
+    interleaved, and several decoders may share a model; but since a step borrows the model, neither a decoder nor two
+    decoders of one model are to be used from two threads at once. Closing a stream ends it and frees its caches.
 
     Args:
         model: a decoder-only model with standard attention.
@@ -129,7 +132,7 @@ class Decoder:
     def generate(
         self,
         prompt: Prompt,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         options: TokenSwiftOptions | None = None,
@@ -142,7 +145,8 @@ class Decoder:
 
         Args:
             prompt: text, token ids, or a LongTensor [n] or [1, n].
-            max_new_tokens: exact, unless a stop ends the text before.
+            max_new_tokens: exact, unless a stop ends the text before; None goes on until a stop or the model's last
+                position, in a cache that grows with the text.
             method: one of `decoder.methods()`; None takes `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
             options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only (but see ``verification``).
@@ -163,7 +167,7 @@ class Decoder:
     def stream(
         self,
         prompt: Prompt,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         options: TokenSwiftOptions | None = None,
@@ -178,7 +182,7 @@ class Decoder:
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
         context = self._prompt_ids(prompt)
-        self._check_length(len(context), max_new_tokens)
+        limit = self._length_limit(len(context), max_new_tokens)
         method, heads = self._method(method)
         stop_ids, stop_strings = self._stops(stop, ignore_eos)
         text = TextStream(self.tokenizer, stop_strings) if self.tokenizer is not None else None
@@ -191,23 +195,14 @@ class Decoder:
         sampler = Sampler(
             sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
         )
-        drafter = METHODS[method](Resources(self.target, heads, self.draft_target, options, context, max_new_tokens))
+        drafter = METHODS[method](Resources(self.target, heads, self.draft_target, sampling, options, context, limit))
         accept = Independent(sampling.seed, self.target.device) if options.verification == "independent" else exact
-        engine = Engine(self.target, drafter, sampler, max_new_tokens, ends, accept)
-        return self._run(engine, text, Request(context, sampling, options.verification, logits_hook))
+        engine = Engine(self.target, drafter, sampler, limit, ends, accept, open_ended=max_new_tokens is None)
+        return self._run(engine, text, Request(self.model, context, sampling, options.verification, logits_hook))
 
     def audit(self, output: GenerationOutput) -> Audit:
-        """Score a finished generation again with the plain model, and recompute every choice from the seed.
-
-        Tells a floating-point tie (margin of the order of rounding) from a fault.
-
-        Raises:
-            ValueError: the generation was verified independently, so its choices do not follow from the seed alone.
-        """
-        request = output.request
-        if request.verification != "exact":
-            raise ValueError(f"only exact verification can be audited, and this was {request.verification!r}")
-        return audit(self.model, request.prompt_ids, output.token_ids, request.sampling, request.logits_hook)
+        """`decoder.audit`, which tells a floating-point tie from a fault."""
+        return audit(output)
 
     def _run(self, engine: Engine, text: TextStream | None, request: Request) -> Iterator[Chunk]:
         engine.prefill()
@@ -253,15 +248,20 @@ class Decoder:
             raise ValueError(f"token id {outside} is outside the vocabulary of {self.target.vocab_size}")
         return ids
 
-    def _check_length(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be an integer of at least 0, not {max_new_tokens!r}")
-        limit = self.model.config.max_position_embeddings
-        if prompt_tokens + max_new_tokens > limit:
+    def _length_limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """How many tokens may be generated."""
+        positions = self.model.config.max_position_embeddings
+        wanted = max_new_tokens
+        if wanted is None:
+            wanted = max(0, positions - prompt_tokens)
+        if not isinstance(wanted, int) or wanted < 0:
+            raise ValueError(f"max_new_tokens must be an integer of at least 0, or None, not {max_new_tokens!r}")
+        if prompt_tokens + wanted > positions:
             raise ValueError(
-                f"prompt ({prompt_tokens} tokens) + max_new_tokens ({max_new_tokens}) is beyond the {limit} positions "
+                f"prompt ({prompt_tokens} tokens) + max_new_tokens ({wanted}) is beyond the {positions} positions "
                 f"of the model: shorten one of them"
             )
+        return wanted
 
     def _method(self, method: str | None) -> tuple[str, DraftHeads | None]:
         if method is None:

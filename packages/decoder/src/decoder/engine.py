@@ -23,6 +23,7 @@ class Engine:
         drafter: proposes the tree of each step.
         sampler: holds the text so far, the prompt, and chooses its continuation.
         max_new_tokens: exact number of tokens, unless ``ends`` says so before.
+        open_ended: ``max_new_tokens`` is a bound that is hardly reached, so the full cache starts small and grows.
         ends: called with every chosen token; True ends the text with it.
         accept: the rule by which a verified tree gives tokens.
     """
@@ -35,12 +36,14 @@ class Engine:
         max_new_tokens: int,
         ends: Callable[[int], bool],
         accept: Acceptance = exact,
+        open_ended: bool = False,
     ):
         self.target, self.drafter, self.sampler, self.ends, self.accept = target, drafter, sampler, ends, accept
         self.remaining = max_new_tokens
         self.statistics = Statistics()
         self.finish_reason: str | None = None if max_new_tokens else "length"
-        self.cache = FullCache(len(sampler.context) + max_new_tokens + drafter.max_nodes)
+        start = len(sampler.context) + drafter.max_nodes
+        self.cache = FullCache(start if open_ended else start + max_new_tokens, growable=open_ended)
 
     @torch.inference_mode()
     def prefill(self) -> None:
@@ -61,7 +64,7 @@ class Engine:
         path, tokens = self.accept(tree, verification.logits, self.sampler, self._took)
         self.cache.keep(path)
         self.drafter.commit(self.cache, verification, path, tokens)
-        self.statistics.count_step(tree.depth, len(path) - 1, "ngrams" in tree.sources[path[-1]], len(tokens))
+        self.statistics.count_step(tree.depth, [tree.sources[node] for node in path[1:]], len(tokens))
         self.statistics.decode_seconds += self._clock() - start
         if self.finish_reason:
             self.drafter.finish(self.statistics)

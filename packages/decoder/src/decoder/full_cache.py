@@ -5,20 +5,24 @@ from collections.abc import Sequence
 import torch
 from transformers import Cache
 
+_SMALLEST_GROWTH = 1024
+
 
 class FullCache(Cache):
     """Keys and values of all committed tokens, [batch, KV heads, capacity, head size] per layer.
 
     A forward pass writes its T tokens behind the committed ones (transformers calls `update`); `keep` then commits
-    the accepted nodes and forgets the rest. Nothing is ever concatenated or reallocated.
+    the accepted nodes and forgets the rest. Nothing is ever concatenated.
 
     Args:
         capacity: positions to hold: prompt + output + the widest tree.
+        growable: the length is open-ended: a full buffer is replaced by one half as long again, so that a text of any
+            length copies each pair twice on average. Otherwise more positions are an error.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, growable: bool = False):
         super().__init__(layers=[])
-        self.capacity = capacity
+        self.capacity, self.growable = capacity, growable
         self.length = 0
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -27,7 +31,7 @@ class FullCache(Cache):
         """Write [B, G, T, D] behind the committed tokens of a layer; the views [B, G, length + T, D] to attend to."""
         end = self.length + key_states.shape[2]
         if end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
+            self._grow(end)
         if layer_idx == len(self.keys):
             batch, groups, _, dim = key_states.shape
             self.keys.append(key_states.new_empty(batch, groups, self.capacity, dim))
@@ -36,6 +40,21 @@ class FullCache(Cache):
         key[:, :, self.length : end] = key_states
         value[:, :, self.length : end] = value_states
         return key[:, :, :end], value[:, :, :end]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers: 2 x layers x batch x KV heads x capacity x head size x bytes per number."""
+        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
+
+    def _grow(self, end: int) -> None:
+        if not self.growable:
+            raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
+        self.capacity = max(end, self.capacity + max(_SMALLEST_GROWTH, self.capacity // 2))
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                batch, groups, _, dim = old.shape
+                buffers[layer] = old.new_empty(batch, groups, self.capacity, dim)
+                buffers[layer][:, :, : self.length] = old[:, :, : self.length]
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the nodes ``path`` (ascending) of the tokens written last; their pairs close up in place."""

@@ -1,9 +1,11 @@
 """How to draft: settings that change the speed and, but for one kept for reproduction, never the text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_BUDGET = 64
 CACHES = ("dynamic", "static", "full")
+DRAFT_CACHES = ("streaming", "snapkv")
 VERIFICATIONS = ("exact", "independent")
 
 
@@ -12,12 +14,19 @@ class TokenSwiftOptions:
     """Settings of the drafters; a drafter ignores those that do not apply to it.
 
     Args:
-        tree: branching per depth. The first number counts candidates for the next token, the i-th those of the i-th
-            head under every parent; (1, 3, 3, 3) is the paper's tree (section 3.3).
+        tree: branching per depth, or an explicit set of paths. Of a branching the first number counts candidates for
+            the next token, the i-th those of the i-th head under every parent; (1, 3, 3, 3) is the paper's tree
+            (section 3.3). A path gives the rank taken at each depth: ((0, 0, 0), (0, 1), (1,)) has 5 nodes below the
+            root, the prefix (0,) and (0, 0) included.
         ngrams: how many n-grams are retrieved per step (the paper's k); 0 switches reutilisation off.
+        ngram_delay: let generated tokens enter the n-gram table only once they have left the penalty window, inside
+            which they are unlikely to come again.
         budget: slots of the partial cache (|B|); None takes the prompt length, at least 64.
         sink: attention-sink positions that always stay in the partial cache (|S|).
         cache: the draft pass's memory: ``dynamic`` (rebuilt by importance), ``static`` (chosen once) or ``full``.
+        draft_cache: ``magicdec``'s memory: ``streaming`` (sinks and newest pairs) or ``snapkv`` (pairs of the prompt
+            that its end attends to, and newest pairs).
+        draft_budget: slots of the small model's cache in ``triforce``; None takes the partial cache's.
         coupled: rank draft candidates by log q + the noise of their position instead of log q.
         verification: ``exact``: one draw per node from that node's own context, so the text is AR's. ``independent``:
             the paper's Algorithm 1 as written, an own draw per candidate path of which the longest match wins. It
@@ -27,31 +36,71 @@ class TokenSwiftOptions:
         ValueError: a value out of range; the message names the field.
     """
 
-    tree: tuple[int, ...] = (1, 3, 3, 3)
+    tree: tuple[int, ...] | tuple[tuple[int, ...], ...] = (1, 3, 3, 3)
     ngrams: int = 20
+    ngram_delay: bool = False
     budget: int | None = None
     sink: int = 16
     cache: str = "dynamic"
+    draft_cache: str = "streaming"
+    draft_budget: int | None = None
     coupled: bool = True
     verification: str = "exact"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tree", () if isinstance(self.tree, int | None) else tuple(self.tree))
-        if not isinstance(self.coupled, bool):
-            raise ValueError(f"coupled must be true or false, not {self.coupled!r}")
-        if not self.tree or any(not isinstance(k, int) or k < 1 for k in self.tree):
-            raise ValueError(f"tree must be one or more positive integers, one per depth, not {self.tree!r}")
+        object.__setattr__(self, "tree", _checked_tree(self.tree))
+        for name in ("coupled", "ngram_delay"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if not isinstance(self.ngrams, int) or self.ngrams < 0:
             raise ValueError(f"ngrams must be an integer of at least 0, not {self.ngrams!r}")
         if not isinstance(self.sink, int) or self.sink < 0:
             raise ValueError(f"sink must be an integer of at least 0, not {self.sink!r}")
-        if self.budget is not None and (not isinstance(self.budget, int) or self.budget <= self.sink):
-            raise ValueError(f"budget must be an integer above sink ({self.sink}), not {self.budget!r}")
-        if self.cache not in CACHES:
-            raise ValueError(f"cache must be one of {', '.join(CACHES)}, not {self.cache!r}")
-        if self.verification not in VERIFICATIONS:
-            raise ValueError(f"verification must be one of {', '.join(VERIFICATIONS)}, not {self.verification!r}")
+        for name in ("budget", "draft_budget"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value <= self.sink):
+                raise ValueError(f"{name} must be an integer above sink ({self.sink}), not {value!r}")
+        choices = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree: drafted tokens on its longest path."""
+        return len(self.tree) if isinstance(self.tree[0], int) else max(len(path) for path in self.tree)
 
     def budget_for(self, prompt_tokens: int) -> int:
         """Slots of the partial cache for a prompt of ``prompt_tokens`` tokens."""
         return self.budget if self.budget is not None else max(MIN_BUDGET, self.sink + 1, prompt_tokens)
+
+
+def parse_tree(text: str) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+    """A tree as it is written on a command line: ``1,3,3,3`` (branching), or ``0.0.0 0.1 1`` (paths of ranks).
+
+    Raises:
+        ValueError: neither of these.
+    """
+    try:
+        if "." in text or " " in text.strip():
+            return tuple(tuple(int(rank) for rank in path.split(".")) for path in text.split())
+        return tuple(int(count) for count in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"tree is written as branching per depth (1,3,3,3) or as paths of ranks (0.0.0 0.1 1), not {text!r}"
+        ) from None
+
+
+def _checked_tree(tree) -> tuple:
+    """The tree as nested tuples; a ValueError that says what a tree is."""
+    if isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
+        if all(type(count) is int and count > 0 for count in tree):
+            return tuple(tree)
+        if all(
+            isinstance(path, Sequence) and path and all(type(rank) is int and rank >= 0 for rank in path)
+            for path in tree
+        ):
+            return tuple(tuple(path) for path in tree)
+    raise ValueError(
+        f"tree must be positive integers, one per depth, or paths of ranks such as ((0, 0), (0, 1), (1,)), not {tree!r}"
+    )

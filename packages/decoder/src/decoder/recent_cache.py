@@ -1,11 +1,14 @@
-"""StreamingLLM's memory (arXiv 2309.17453): attention sinks and a window of the newest pairs."""
+"""StreamingLLM's memory (arXiv 2309.17453): attention sinks and a window of the newest pairs; SnapKV's beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn import functional as F
 
 from decoder.draft_cache import DraftCache
 from decoder.full_cache import FullCache
+
+_NEIGHBOURS = 7
 
 
 class RecentCache(DraftCache):
@@ -27,6 +30,29 @@ class RecentCache(DraftCache):
     def append(self, full: FullCache) -> None:
         """Take in what ``full`` committed since the last call."""
         self._commit(full.keys, full.values, start=self.seen, count=full.length - self.seen)
+
+    def observe(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        """Put the pairs that the end of the text attends to most in the place of the sink (SnapKV, arXiv 2404.14469).
+
+        Called once, after the prompt was appended; a text that the cache holds whole stays as it is. Each KV head
+        chooses its own among the pairs outside the window: the attention of the last queries of its group, summed,
+        smoothed over neighbours by a maximum of 7, so that what stands around an important pair comes along.
+
+        Args:
+            queries: per layer, [B, H, T, D], those of the T newest tokens.
+        """
+        if full.length <= self.budget:
+            return
+        outside = full.length - (self.budget - self.sink)
+        for layer, query in queries.items():
+            key, value = full.keys[layer][:, :, :outside], full.values[layer][:, :, :outside]
+            batch, groups, _, dim = key.shape
+            packed = query.reshape(batch, groups, -1, dim)
+            weights = (packed @ key.transpose(-1, -2) * dim**-0.5).softmax(-1).sum(2)
+            smoothed = F.max_pool1d(weights, _NEIGHBOURS, stride=1, padding=_NEIGHBOURS // 2)
+            index = smoothed.topk(self.sink, dim=-1).indices[..., None]
+            for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
+                mine[:, :, : self.sink] = theirs.gather(2, index.expand(-1, -1, -1, theirs.shape[3]))
 
     def keep(self, count: int) -> None:
         """Commit the first ``count`` drafted tokens: they were no guesses but the text itself."""

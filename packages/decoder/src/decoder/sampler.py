@@ -110,7 +110,13 @@ class Sampler:
         self.context = list(context)
         self.logprobs: list[float] | None = [] if keep_logprobs else None
         self.noise = NoiseRows(params.seed, vocab_size, device)
-        self._penalised = params.repetition_penalty != 1 and params.penalty_window > 0
+        outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
+        if outside is not None:
+            raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")
+        if len(set(params.suppress_tokens)) == vocab_size:
+            raise ValueError("suppress_tokens forbids the whole vocabulary: leave at least one token")
+        self._suppressed = torch.tensor(params.suppress_tokens, dtype=torch.long, device=device)
+        self._penalised = params.window > 0
         recent = self.context[-params.penalty_window :] if self._penalised else []
         self._window = deque(recent)
         self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
@@ -137,8 +143,16 @@ class Sampler:
         The hook sees the text with ``drafted`` behind it; the penalty window is that of the text alone.
         """
         if self.logits_hook is not None:
+            shape = logits.shape
             logits = self.logits_hook([*self.context, *drafted], logits)
-        return process_logits(logits, self.params, self.in_window())
+            if not isinstance(logits, torch.Tensor) or logits.shape != shape:
+                raise ValueError(f"logits_hook must return a tensor of the shape it was given, {list(shape)}")
+        return self._processed(logits, self.in_window())
+
+    def _processed(self, logits: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
+        if len(self._suppressed):
+            logits = logits.index_fill(-1, self._suppressed, -torch.inf)
+        return process_logits(logits, self.params, in_window)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
@@ -150,10 +164,13 @@ class Sampler:
     def choose(self, logits: torch.Tensor) -> int:
         """Draw the token of the next position from its logits [V] and move the window past it."""
         filtered = self.filtered(logits)
-        token = int(first_argmax(self._perturbed(filtered)))
-        # NaN equals nothing, so no id is found.
-        if token == len(filtered):
-            raise ValueError("the logits hold NaN: the model's dtype overflows, or logits_hook returned it")
+        chosen = first_argmax(self._perturbed(filtered))
+        # One transfer for both; a maximum of NaN is not above anything.
+        token, possible = torch.stack((chosen, filtered.amax() > -torch.inf)).tolist()
+        if not possible:
+            if filtered.isnan().any():
+                raise ValueError("the logits hold NaN: the model's dtype overflows, or logits_hook returned it")
+            raise ValueError("no token is left to choose from: suppress_tokens or logits_hook forbid all of them")
         self.take(token, filtered)
         return token
 
@@ -178,7 +195,7 @@ class Sampler:
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
         All rows see the window as it stands once ``drafted`` has entered the text.
         """
-        filtered = process_logits(logits, self.params, self.in_window(drafted))
+        filtered = self._processed(logits, self.in_window(drafted))
         if self.params.greedy or not coupled:
             return filtered
         return filtered + self.noise.rows(len(self.context), len(drafted) + len(logits))[len(drafted) :]

@@ -1,5 +1,6 @@
 """What the user asks of the sampling: one immutable, validated record."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass, fields
 class SamplingParams:
     """How a token is chosen from the target's logits; names and meanings as in transformers and vLLM.
 
-    The order is fixed: repetition penalty, temperature, top-k, top-p, min-p, eta, each on the renormalised rest of
-    the one before.
+    The order is fixed: suppressed tokens, repetition penalty, temperature, top-k, top-p, min-p, eta, each on the
+    renormalised rest of the one before.
 
     Args:
         temperature: divides the logits; 0 is greedy (the highest penalised logit, no noise).
@@ -19,6 +20,7 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in the window; 1 switches off.
         penalty_window: how many of the last tokens, prompt included, count as the window.
         seed: the noise is a pure function of (seed, position, token id).
+        suppress_tokens: ids that are never chosen, as in transformers; before all else.
 
     Raises:
         ValueError: a value out of range; the message names the field.
@@ -32,9 +34,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     penalty_window: int = 1024
     seed: int = 0
+    suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        if not isinstance(self.suppress_tokens, Sequence) or not all(
+            type(token) is int and token >= 0 for token in self.suppress_tokens
+        ):
+            raise ValueError(f"suppress_tokens must be token ids of at least 0, not {self.suppress_tokens!r}")
+        object.__setattr__(self, "suppress_tokens", tuple(self.suppress_tokens))
+        for field in fields(self)[:-1]:
             if not isinstance(getattr(self, field.name), int | float):
                 raise ValueError(f"{field.name} must be a number, not {getattr(self, field.name)!r}")
         ranges = {
@@ -53,6 +61,11 @@ class SamplingParams:
         for name, (fits, words) in ranges.items():
             if not fits:
                 raise ValueError(f"{name} must be {words}, not {getattr(self, name)!r}")
+
+    @property
+    def window(self) -> int:
+        """Tokens that are penalised at a time; 0 when none are."""
+        return self.penalty_window if self.repetition_penalty != 1 else 0
 
     @property
     def greedy(self) -> bool:

@@ -1,5 +1,6 @@
 """What the engine counts while it decodes."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -13,6 +14,8 @@ class Statistics:
         drafted: sum over steps of the tree's depth (the paper's gamma + 1 for its fixed tree).
         accepted: drafted tokens accepted.
         ngram_accepted: accepted tokens of steps in which an n-gram reached as far as any candidate.
+        accepted_by_source: accepted tokens by the source that proposed them ("heads", "ngrams", ...); one that several
+            proposed counts for each.
         accepted_by_depth: entry i counts the steps that accepted a drafted token at depth i + 1.
         prefill_seconds, decode_seconds: device-synchronised wall time.
         cache_rebuilds: selections of the partial cache.
@@ -24,18 +27,26 @@ class Statistics:
     accepted: int = 0
     ngram_accepted: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     cache_rebuilds: int = 0
 
-    def count_step(self, depth: int, accepted: int, by_ngram: bool, generated: int) -> None:
-        """One step: a tree of ``depth``, of which ``accepted`` tokens were taken, gave ``generated`` tokens."""
+    def count_step(self, depth: int, sources: Sequence[Collection[str]], generated: int) -> None:
+        """One step: of a tree of ``depth`` one path was accepted, and with it ``generated`` tokens in all.
+
+        ``sources`` has an entry per accepted drafted token: who proposed it.
+        """
+        accepted = len(sources)
         self.steps += 1
         self.generated += generated
         self.drafted += depth
         self.accepted += accepted
-        if by_ngram:
+        if sources and "ngrams" in sources[-1]:
             self.ngram_accepted += accepted
+        for names in sources:
+            for name in names:
+                self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
         self.accepted_by_depth += [0] * (depth - len(self.accepted_by_depth))
         for level in range(accepted):
             self.accepted_by_depth[level] += 1

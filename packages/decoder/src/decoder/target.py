@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from decoder.linear import few_rows
 from decoder.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+OBSERVED = 32
+"""Queries at the end of the prompt that prefill hands on; the observation window of SnapKV (arXiv 2404.14469)."""
+
 _PREFILL_CHUNK = 512
 
 
@@ -109,14 +113,16 @@ class Target:
         return dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
 
     def prefill(self, tokens: Sequence[int], cache: FullCache) -> dict[int, torch.Tensor]:
-        """Commit ``tokens`` to an empty cache, chunk by chunk; the newest token's query per layer, [B, H, D]."""
+        """Commit ``tokens`` to an empty cache, chunk by chunk; the last `OBSERVED` queries per layer, [B, H, T, D]."""
         queries: dict[int, torch.Tensor] = {}
-        for start in range(0, len(tokens), _PREFILL_CHUNK):
-            chunk = tokens[start : start + _PREFILL_CHUNK]
+        # The odd chunk comes first, so that the last one is long enough to observe.
+        starts = [0, *range(len(tokens) % _PREFILL_CHUNK or _PREFILL_CHUNK, len(tokens), _PREFILL_CHUNK)]
+        for start, end in pairwise([*starts, len(tokens)] if tokens else []):
+            chunk = tokens[start:end]
             positions = range(start, start + len(chunk))
             self.decoder(**self._inputs(chunk, positions, cache), queries=queries)
             cache.keep(range(len(chunk)))
-        return {layer: query[:, :, -1].clone() for layer, query in queries.items()}
+        return {layer: query[:, :, -OBSERVED:].clone() for layer, query in queries.items()}
 
     def forward(self, tree: TokenTree, cache: FullCache) -> Verification:
         """Verify: every node of ``tree`` over the full cache, at position committed tokens + depth."""

@@ -4,6 +4,25 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+RankPath = tuple[int, ...]
+"""The way to a node by the rank of the candidate taken at each depth: (0, 2) is the best one, then the third."""
+
+
+def rank_paths(tree: Sequence[int] | Sequence[Sequence[int]], depth: int) -> list[RankPath]:
+    """The nodes of a tree as `TokenSwiftOptions.tree` gives it, cut at ``depth``, every path behind its prefixes.
+
+    Branching (1, 3) gives (0,), (0, 0), (0, 1), (0, 2); of explicit paths the missing prefixes are filled in.
+    """
+    if isinstance(tree[0], int):
+        paths: list[RankPath] = []
+        level: list[RankPath] = [()]
+        for count in tree[:depth]:
+            level = [(*path, rank) for path in level for rank in range(count)]
+            paths += level
+        return paths
+    prefixes = {tuple(path[:length]) for path in tree for length in range(1, min(len(path), depth) + 1)}
+    return sorted(prefixes, key=lambda path: (len(path), path))
+
 
 class TokenTree:
     """Flat record of draft candidates: ``tokens``, ``parents``, and what derives from them.
@@ -52,11 +71,17 @@ class TokenTree:
             node = self.add(node, token, source)
         return node
 
-    def add_levels(self, candidates: Sequence[Sequence[int]], source: str) -> None:
-        """Merge a full tree: every token of ``candidates[i]`` under every one of ``candidates[i - 1]``."""
-        level = [0]
-        for tokens in candidates:
-            level = [self.add(parent, token, source) for parent in level for token in tokens]
+    def add_ranked(self, candidates: Sequence[Sequence[int]], paths: Iterable[RankPath], source: str) -> None:
+        """Merge the tree of ``paths``, of which rank r at depth i stands for the token ``candidates[i][r]``.
+
+        A path stands behind its prefixes. Where a level has too few candidates, the paths through the missing ones
+        are left out.
+        """
+        nodes = {(): 0}
+        for path in paths:
+            level, parent = candidates[len(path) - 1], nodes.get(path[:-1])
+            if parent is not None and path[-1] < len(level):
+                nodes[path] = self.add(parent, level[path[-1]], source)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to ``node``."""

@@ -195,7 +195,7 @@ def compare(
         "runs": runs,
         "seed": seed,
         "dtype": str(backbone.dtype).removeprefix("torch."),
-        "sampling": {name: value for name, value in asdict(params[0]).items() if name != "seed"},
+        "sampling": {name: value for name, value in asdict(params[0]).items() if name in defaults.SAMPLING},
         "options": {text: _plain(option) for text, option in method_options.items()},
         "options_for_all": _plain(decoder.TokenSwiftOptions(**(options or {}))),
     }

@@ -10,6 +10,7 @@ from decoder.draft_heads import DraftHeads
 from decoder.full_cache import FullCache
 from decoder.options import TokenSwiftOptions
 from decoder.sampler import Sampler
+from decoder.sampling_params import SamplingParams
 from decoder.stats import Statistics
 from decoder.target import Target, Verification
 from decoder.token_tree import TokenTree
@@ -23,7 +24,8 @@ class Resources:
         target: the model itself, borrowed by the engine whenever the drafter proposes or starts.
         heads: draft heads of the first of its `Drafter.heads_kinds` at hand; None when it names none.
         draft_model: the small model, which the drafter borrows itself; None when the user gave none.
-        options: the user's settings.
+        sampling: how the target's tokens are chosen.
+        options: the user's settings of the drafters.
         prompt: its token ids.
         max_new_tokens: tokens to generate at most; a deeper tree is of no use.
     """
@@ -31,6 +33,7 @@ class Resources:
     target: Target
     heads: DraftHeads | None
     draft_model: Target | None
+    sampling: SamplingParams
     options: TokenSwiftOptions
     prompt: list[int]
     max_new_tokens: int
@@ -52,7 +55,11 @@ class Drafter(Protocol):
         """Raises ValueError, in one sentence, when ``resources`` lack what the method needs."""
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        """The prompt but its last token is committed; ``queries`` are its newest token's, per layer [B, H, D]."""
+        """The prompt but its last token is committed.
+
+        ``queries`` are those of its last tokens, per layer [B, H, T, D]: T of them, up to `target.OBSERVED`; without
+        any committed token the mapping is empty.
+        """
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         """Candidates below the newest committed token, ``sampler.context[-1]``, which ``cache`` does not hold yet."""

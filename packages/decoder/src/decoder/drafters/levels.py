@@ -1,29 +1,23 @@
 """From a hidden state to the tokens of a full tree, level by level."""
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 import torch
 
 from decoder.draft_heads import DraftHeads
 from decoder.sampler import Sampler
 from decoder.target import Target
+from decoder.token_tree import RankPath
 
 
-def node_count(branching: Sequence[int]) -> int:
-    """Nodes of the full tree with ``branching[i]`` children at depth i, root included."""
-    return sum(accumulate(branching, mul, initial=1))
-
-
-def best_tokens(scores: torch.Tensor, branching: Sequence[int]) -> list[list[int]]:
-    """The ``branching[i]`` highest-scoring token ids of row i of ``scores`` [levels, V], the best first.
+def best_tokens(scores: torch.Tensor, widths: Sequence[int]) -> list[list[int]]:
+    """The ``widths[i]`` highest-scoring token ids of row i of ``scores`` [levels, V], the best first.
 
     Tokens that the filters dropped (-inf) are no candidates.
     """
-    values, tokens = scores.topk(min(max(branching), scores.shape[-1]), dim=-1)
+    values, tokens = scores.topk(min(max(widths), scores.shape[-1]), dim=-1)
     levels = []
-    for count, row, ids in zip(branching, values.tolist(), tokens.tolist(), strict=True):
+    for count, row, ids in zip(widths, values.tolist(), tokens.tolist(), strict=True):
         levels.append([token for token, value in zip(ids[:count], row, strict=False) if value > float("-inf")])
     return levels
 
@@ -33,12 +27,15 @@ class HeadLevels:
 
     Args:
         target: its final norm, embeddings and language-model head serve the heads.
-        branching: candidates per level.
+        paths: the nodes of the tree, as `token_tree.rank_paths` gives them.
         coupled: rank by log q plus the position's noise.
     """
 
-    def __init__(self, target: Target, heads: DraftHeads, branching: Sequence[int], coupled: bool):
-        self.target, self.heads, self.branching, self.coupled = target, heads, branching, coupled
+    def __init__(self, target: Target, heads: DraftHeads, paths: Sequence[RankPath], coupled: bool):
+        self.target, self.heads, self.paths, self.coupled = target, heads, paths, coupled
+        self.widths = [0] * max((len(path) for path in paths), default=0)
+        for path in paths:
+            self.widths[len(path) - 1] = max(self.widths[len(path) - 1], path[-1] + 1)
 
     def candidates(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
         """Token ids per level from ``hidden`` [d], a state before the final norm (paper equations 1 to 3).
@@ -51,15 +48,15 @@ class HeadLevels:
 
     def _at_once(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
         states = [self.target.norm(hidden)] if own_level else []
-        states += self.heads(hidden, count=len(self.branching) - len(states))
+        states += self.heads(hidden, count=len(self.widths) - len(states))
         logits = self.target.head(torch.stack(states))
-        return best_tokens(sampler.draft_scores(logits, self.coupled), self.branching)
+        return best_tokens(sampler.draft_scores(logits, self.coupled), self.widths)
 
     def _in_turn(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
         """Conditioned heads: each reads the best token of the level before, with coupling mostly the true one."""
         levels: list[list[int]] = []
         drafted: list[int] = []
-        for level, count in enumerate(self.branching):
+        for level, count in enumerate(self.widths):
             if own_level and not level:
                 normalised = self.target.norm(hidden)
             else:

@@ -1,4 +1,4 @@
-"""MagicDec (arXiv 2408.11049): the model drafts for itself, over a StreamingLLM cache that does not grow."""
+"""MagicDec (arXiv 2408.11049): the model drafts for itself, over a cache that does not grow."""
 
 from collections.abc import Mapping
 
@@ -16,19 +16,24 @@ from decoder.token_tree import TokenTree
 class MagicDec:
     """Drafts a chain as deep as ``options.tree`` in as many autoregressive steps of the target itself.
 
-    Each step reads all weights but few pairs, so it pays where the full cache outweighs the model.
+    Each step reads all weights but few pairs, so it pays where the full cache outweighs the model. The cache is
+    StreamingLLM's, or SnapKV's with newest pairs beside it, as ``options.draft_cache`` says.
     """
 
     heads_kinds = ()
 
     def __init__(self, resources: Resources) -> None:
         self.target, self.options = resources.target, resources.options
-        self.count = min(len(self.options.tree), resources.max_new_tokens)
+        self.count = min(self.options.depth, resources.max_new_tokens)
         self.max_nodes = 1 + self.count
-        self.recent = RecentCache(self.options.budget_for(len(resources.prompt)), self.options.sink, room=self.count)
+        budget = self.options.budget_for(len(resources.prompt))
+        self.snapkv = self.options.draft_cache == "snapkv"
+        self.recent = RecentCache(budget, budget // 2 if self.snapkv else self.options.sink, room=self.count)
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         self.recent.append(cache)
+        if self.snapkv:
+            self.recent.observe(cache, queries)
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         tree = TokenTree(sampler.context[-1])

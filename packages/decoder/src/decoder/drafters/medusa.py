@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 
 from decoder.drafters.base import Resources
-from decoder.drafters.levels import HeadLevels, node_count
+from decoder.drafters.levels import HeadLevels
 from decoder.full_cache import FullCache
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
 from decoder.target import Verification
-from decoder.token_tree import TokenTree
+from decoder.token_tree import TokenTree, rank_paths
 
 
 class Medusa:
@@ -25,9 +25,9 @@ class Medusa:
 
     def __init__(self, resources: Resources) -> None:
         heads, options = resources.heads, resources.options
-        branching = options.tree[: min(heads.num_heads, resources.max_new_tokens)]
-        self.levels = HeadLevels(resources.target, heads, branching, options.coupled)
-        self.max_nodes = node_count(branching)
+        paths = rank_paths(options.tree, min(heads.num_heads, resources.max_new_tokens))
+        self.levels = HeadLevels(resources.target, heads, paths, options.coupled)
+        self.max_nodes = 1 + len(paths)
         self.hidden: torch.Tensor | None = None
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -36,7 +36,8 @@ class Medusa:
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         if self.hidden is not None:
-            tree.add_levels(self.levels.candidates(self.hidden, sampler, own_level=False), "heads")
+            candidates = self.levels.candidates(self.hidden, sampler, own_level=False)
+            tree.add_ranked(candidates, self.levels.paths, "heads")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:

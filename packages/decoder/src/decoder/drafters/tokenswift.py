@@ -1,18 +1,19 @@
 """TokenSwift (paper section 3): one draft pass with a partial cache and a few heads, plus n-grams of the text."""
 
+from collections import deque
 from collections.abc import Mapping
 
 import torch
 
 from decoder.drafters.base import Resources
-from decoder.drafters.levels import HeadLevels, node_count
+from decoder.drafters.levels import HeadLevels
 from decoder.full_cache import FullCache
 from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
 from decoder.target import Verification
-from decoder.token_tree import TokenTree
+from decoder.token_tree import TokenTree, rank_paths
 
 
 class TokenSwift:
@@ -23,12 +24,14 @@ class TokenSwift:
     def __init__(self, resources: Resources) -> None:
         self.target, self.options = resources.target, resources.options
         options, heads, prompt = resources.options, resources.heads, resources.prompt
-        branching = options.tree[: min(heads.num_heads + 1, resources.max_new_tokens)]
-        self.levels = HeadLevels(self.target, heads, branching, options.coupled)
+        paths = rank_paths(options.tree, min(heads.num_heads + 1, resources.max_new_tokens))
+        self.levels = HeadLevels(self.target, heads, paths, options.coupled)
         gram = heads.num_heads + 1
-        self.max_nodes = node_count(branching) + options.ngrams * gram
+        self.max_nodes = 1 + len(paths) + options.ngrams * gram
         self.table = NgramTable(gram)
         self.table.extend(prompt)
+        self.delay = resources.sampling.window if options.ngram_delay else 0
+        self.waiting: deque[int] = deque()
         self.partial = (
             None
             if options.cache == "full"
@@ -37,7 +40,7 @@ class TokenSwift:
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.partial is not None and cache.length:
-            self.partial.append(cache, queries)
+            self.partial.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
 
     def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
         newest = sampler.context[-1]
@@ -45,13 +48,14 @@ class TokenSwift:
         hidden = self.target.draft([newest], cache.length, memory)[0]
         candidates = self.levels.candidates(hidden, sampler, own_level=True)
         tree = TokenTree(newest)
-        tree.add_levels(candidates, "heads")
+        tree.add_ranked(candidates, self.levels.paths, "heads")
         for gram in self.table.most_frequent(candidates[0][0], self.options.ngrams):
             tree.add_path(gram, "ngrams")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        self.table.extend(tokens)
+        self.waiting += tokens
+        self.table.extend([self.waiting.popleft() for _ in range(len(self.waiting) - self.delay)])
         if self.partial is not None:
             newest = {layer: query[:, :, path[-1]] for layer, query in verification.queries.items()}
             self.partial.append(cache, newest)

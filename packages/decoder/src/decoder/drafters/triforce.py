@@ -31,17 +31,17 @@ class TriForce:
         if resources.draft_model is None:
             raise ValueError("method 'triforce' needs a small model with the same vocabulary: give draft_model=")
         self.target, self.small, self.options = resources.target, resources.draft_model, resources.options
-        self.count = min(len(self.options.tree), resources.max_new_tokens)
+        self.count = min(self.options.depth, resources.max_new_tokens)
         self.max_nodes = 1 + self.count
         self.prompt = resources.prompt
         budget, sink = self.options.budget_for(len(self.prompt)), self.options.sink
         self.partial = PartialCache(budget, sink, dynamic=self.options.cache != "static", room=self.count)
-        self.recent = RecentCache(budget, sink, room=max(_CHUNK, self.count))
+        self.recent = RecentCache(self.options.draft_budget or budget, sink, room=max(_CHUNK, self.count))
         self.read: list[int] = []  # tokens whose pairs stand behind those of the text in `recent`
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if cache.length:
-            self.partial.append(cache, queries)
+            self.partial.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
         with self.small.borrowed():
             self._read_text(self.prompt[:-1])
 

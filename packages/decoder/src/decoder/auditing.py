@@ -3,12 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from decoder.sampler import LogitsHook, Sampler, first_argmax
 from decoder.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from decoder.decoder import GenerationOutput
 
 _CHUNK = 128
 _LARGEST_CHANGE = 1000.0
@@ -47,8 +51,22 @@ class Audit:
         return f"token {self.index} is {self.token}, scored again it is {self.expected} ({scores})"
 
 
+def audit(output: "GenerationOutput") -> Audit:
+    """Score a finished generation again with the plain model, and recompute every choice from the seed.
+
+    Tells a floating-point tie (margin of the order of rounding) from a fault.
+
+    Raises:
+        ValueError: the generation was verified independently, so its choices do not follow from the seed alone.
+    """
+    request = output.request
+    if request.verification != "exact":
+        raise ValueError(f"only exact verification can be audited, and this was {request.verification!r}")
+    return audit_tokens(request.model, request.prompt_ids, output.token_ids, request.sampling, request.logits_hook)
+
+
 @torch.inference_mode()
-def audit(
+def audit_tokens(
     model: PreTrainedModel,
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
