@@ -12,11 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny_reference import BOOKS, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import decoder
+from decoder.sampler import NoiseRows
 from ts_eval import compare as experiment
-from ts_eval import defaults, metrics
+from ts_eval import defaults, metrics, summary
 from ts_eval.cli import main
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
@@ -41,18 +42,24 @@ def tokens(results: dict) -> dict:
 
 
 @pytest.fixture
-def lying_tokenswift(monkeypatch):
-    """A tokenswift whose sixth token is wrong."""
+def lie(monkeypatch):
+    """Have methods give a wrong sixth token."""
     honest = decoder.Decoder.stream
 
-    def stream(self, *arguments, **named):
-        for chunk in honest(self, *arguments, **named):
-            # The warm-up, by generate, names nothing.
-            if named.get("method") == "tokenswift" and chunk.output is not None:
-                chunk.output.token_ids[5] = (chunk.output.token_ids[5] + 1) % 256
-            yield chunk
+    def lying(*methods: str):
+        def stream(self, *arguments, **named):
+            place = 0
+            for chunk in honest(self, *arguments, **named):
+                if named["method"] in methods:
+                    for index in range(len(chunk.token_ids)):
+                        if place + index == 5:
+                            chunk.token_ids[index] = (chunk.token_ids[index] + 1) % 256
+                place += len(chunk.token_ids)
+                yield chunk
 
-    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+        monkeypatch.setattr(decoder.Decoder, "stream", stream)
+
+    return lying
 
 
 def test_the_report_has_every_key_and_adds_up(data, tmp_path):
@@ -150,7 +157,8 @@ def test_more_prompts_than_there_are_takes_all_and_a_short_one_is_taken_whole(da
     assert settings["prompt_lengths"] == [12, 27]
 
 
-def test_a_method_that_differs_is_found_and_fails_the_check(data, tmp_path, lying_tokenswift):
+def test_a_method_that_differs_is_found_and_fails_the_check(data, tmp_path, lie):
+    lie("tokenswift")
     result = compare(data, tmp_path)
     assert result.exit_code == 0
     assert "no, at 5" in result.stdout
@@ -160,10 +168,24 @@ def test_a_method_that_differs_is_found_and_fails_the_check(data, tmp_path, lyin
 
     result = compare(data, tmp_path, "--check-lossless")
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "ts-eval: not lossless: tokenswift differs from ar by more than a tie."
+    assert result.stderr.splitlines()[-1] == "ts-eval: not lossless: tokenswift differs by more than a tie."
 
 
-def test_an_audited_tie_passes_the_check(data, tmp_path, lying_tokenswift, monkeypatch):
+def test_the_check_audits_ar_itself(data, tmp_path, lie):
+    assert compare(data, tmp_path / "honest", "--check-lossless").exit_code == 0
+    assert load(tmp_path / "honest")["methods"]["ar"]["audits"] == [{"checked": 12, "index": None, "margin": None}]
+
+    lie("ar", "tokenswift")
+    result = compare(data, tmp_path / "lying", "--check-lossless")
+    assert result.exit_code == 1
+    assert "not lossless: ar differs" in result.stderr
+    results = load(tmp_path / "lying")
+    assert results["methods"]["tokenswift"]["identical_to_ar"]
+    assert results["methods"]["ar"]["audits"][0]["index"] == 5
+
+
+def test_an_audited_tie_passes_the_check(data, tmp_path, lie, monkeypatch):
+    lie("tokenswift")
     monkeypatch.setattr(experiment, "divergence_margin", lambda *arguments: 2e-5)
     result = compare(data, tmp_path, "--check-lossless")
     assert result.exit_code == 0
@@ -174,38 +196,44 @@ def test_an_audited_tie_passes_the_check(data, tmp_path, lying_tokenswift, monke
 class FixedLogits:
     """A model that gives the same logits after every context."""
 
-    device = torch.device("cpu")
+    device, config, training = torch.device("cpu"), LlamaConfig(num_hidden_layers=1), False
 
     def __init__(self, logits: list[float]):
         self.logits = torch.tensor(logits)
 
-    def __call__(self, input_ids, **_):
-        return type("Output", (), {"logits": self.logits.expand(1, 1, -1)})
+    def __call__(self, input_ids, logits_to_keep, **_):
+        return type("Output", (), {"logits": self.logits.expand(1, logits_to_keep, -1)})
+
+    def eval(self):
+        return self
+
+    def train(self, mode):
+        return self
 
 
 def test_margin_is_the_gap_of_the_scores():
     model = FixedLogits([2.0, 1.25, 0.0, -1.0])
     greedy = decoder.SamplingParams(temperature=0)
-    assert experiment.divergence_margin(model, [3], 0, 1, greedy) == pytest.approx(0.75, rel=1e-4)
-    assert experiment.divergence_margin(model, [3], 1, 0, greedy) == pytest.approx(0.75, rel=1e-4)
+    assert summary.divergence_margin(model, [3], 0, 1, greedy) == pytest.approx(0.75, rel=1e-4)
+    assert summary.divergence_margin(model, [3], 1, 0, greedy) == pytest.approx(0.75, rel=1e-4)
 
     params = decoder.SamplingParams(seed=11)
-    noise = decoder.sampler.NoiseRows(11, 4, torch.device("cpu")).rows(1, 1)[0]
+    noise = NoiseRows(11, 4, torch.device("cpu")).rows(1, 1)[0]
     ranked = (model.logits + noise).sort(descending=True)
     first, second = ranked.indices[:2].tolist()
     gap = float(ranked.values[0] - ranked.values[1])
-    assert experiment.divergence_margin(model, [3], first, second, params) == pytest.approx(gap, rel=1e-4)
+    assert summary.divergence_margin(model, [3], first, second, params) == pytest.approx(gap, rel=1e-4)
 
 
 def test_margin_at_the_edge_of_a_filter_is_the_distance_to_the_edge():
     # Token 1 stands 1e-5 below the min-p threshold; the noise of some seed prefers it clearly.
     logits = [0.0, torch.log(torch.tensor(0.5)).item() - 1e-5]
     for seed in range(50):
-        noise = decoder.sampler.NoiseRows(seed, 2, torch.device("cpu")).rows(1, 1)[0]
+        noise = NoiseRows(seed, 2, torch.device("cpu")).rows(1, 1)[0]
         if noise[1] - noise[0] > 2:
             break
     params = decoder.SamplingParams(min_p=0.5, seed=seed)
-    assert experiment.divergence_margin(FixedLogits(logits), [0], 0, 1, params) == pytest.approx(1e-5, rel=0.02)
+    assert summary.divergence_margin(FixedLogits(logits), [0], 0, 1, params) == pytest.approx(1e-5, rel=0.02)
 
 
 def test_a_finished_comparison_is_taken_over(data, tmp_path, monkeypatch):
@@ -328,9 +356,13 @@ def wrong_inputs(data: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         "no JSON": (["--prompts", str(tmp_path / "no.jsonl")], "line 1"),
         "no text": (["--prompts", str(tmp_path / "binary.txt")], "binary.txt"),
         "too long": (["--max-new-tokens", "500"], "512 positions"),
-        "no tokens": (["--max-new-tokens", "0"], "max_new_tokens"),
-        "no runs": (["--runs", "0"], "runs"),
-        "bad sampling": (["--top-p", "1.5"], "top_p"),
+        "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),
+        "no runs": (["--runs", "0"], "--runs"),
+        "no processes": (["--processes", "0"], "--processes"),
+        "bad sampling": (["--top-p", "1.5"], "--top-p must"),
+        "bad marks": (["--marks", "1,x"], "--marks"),
+        "no such method's heads": (["--heads", f"vllm={narrow}"], "'vllm' is no method"),
+        "a folder of prompts": (["--prompts", str(tmp_path / "folder")], "are a folder"),
         "bad tree": (["--tree", "1,x"], "--tree"),
         "zero tree": (["--tree", "0"], "tree"),
         "bad k": (["--ngrams", "-1"], "ngrams"),
@@ -364,6 +396,14 @@ def test_a_method_takes_options_of_every_kind():
     spec = experiment.MethodSpec.parse("tokenswift:tree=2,2:budget=64:coupled=false:cache=static")
     assert spec.name == "tokenswift"
     assert spec.options == {"tree": (2, 2), "budget": 64, "coupled": False, "cache": "static"}
+
+
+@pytest.mark.parametrize(("method", "flag"), [("medusa", "--heads"), ("triforce", "--draft-model")])
+def test_a_method_that_lacks_a_part_is_refused_by_the_flag(data, tmp_path, method, flag):
+    model = ("--model", str(data / "reference-model"))
+    result = compare(data, tmp_path / "out", *model, methods=("ar", method))
+    assert result.exit_code == 2
+    assert flag in result.stderr and method in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_heads_may_be_given_per_method(data, tmp_path):
