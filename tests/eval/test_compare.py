@@ -1,13 +1,17 @@
 """`ts-eval compare` on a tiny random model: the experiment, what it writes, what it refuses, and how it resumes."""
 
+import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import datasets
+import portalocker
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,6 +23,7 @@ from decoder.sampler import NoiseRows
 from ts_eval import compare as experiment
 from ts_eval import defaults, metrics, summary
 from ts_eval.cli import main
+from ts_eval.json_lines import whole_lines
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
@@ -286,30 +291,44 @@ def test_a_line_cut_short_is_generated_again(data, tmp_path):
     assert [line.get("method") for line in log_lines(tmp_path)] == [None, "ar", "tokenswift"]
 
 
-def test_killed_and_resumed_gives_the_same_tokens(data, tmp_path):
-    arguments = ["--runs", "4", "--max-new-tokens", "100"]
+def test_killed_in_the_middle_and_resumed_gives_the_same_tokens_and_metrics(data, tmp_path):
+    arguments = ["--runs", "3", "--max-new-tokens", "120"]
     command = [sys.executable, "-m", "ts_eval.cli", "compare", "ar", "tokenswift", "--data-dir", str(data), *SHORT,
                *arguments, "--output", str(tmp_path / "cut")]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    log = tmp_path / "cut/generations.jsonl"
+    log, parts = tmp_path / "cut/generations.jsonl", tmp_path / "cut/in-progress"
     deadline = time.monotonic() + 60
-    while not log.exists() or log.read_bytes().count(b"\n") < 3:
+
+    def under_way() -> bool:
+        """Two generations are finished, and of another one there are some steps."""
+        done = [(line["method"], line["run"]) for line, _ in list(whole_lines(log))[1:]]
+        started = [[line for line, _ in whole_lines(part)] for part in parts.glob("*.jsonl")]
+        return len(done) >= 2 and any(
+            len(lines) > 10 and (lines[0]["method"], lines[0]["run"]) not in done for lines in started
+        )
+
+    while not under_way():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
     finished = log.read_bytes().count(b"\n") - 1
-    assert 2 <= finished < 8 and not (tmp_path / "cut/results.json").exists()
+    assert 2 <= finished < 6 and not (tmp_path / "cut/results.json").exists()
 
     resumed = compare(data, tmp_path / "cut", *arguments)
     assert resumed.exit_code == 0, resumed.output
     assert f"{finished} finished generations taken over" in resumed.stderr
+    assert "1 cut generation will be continued" in resumed.stderr
     whole = compare(data, tmp_path / "whole", *arguments)
     assert whole.exit_code == 0
-    assert tokens(load(tmp_path / "cut")) == tokens(load(tmp_path / "whole"))
+    cut, uncut = load(tmp_path / "cut"), load(tmp_path / "whole")
+    assert tokens(cut) == tokens(uncut)
+    for name in ("ar", "tokenswift"):
+        assert measures(cut["methods"][name]) == measures(uncut["methods"][name])
+    assert sum(row["resumed"] for row in cut["methods"].values()) == 1
 
 
 def test_interrupted_says_how_to_resume(data, tmp_path, monkeypatch):
@@ -411,3 +430,284 @@ def test_heads_may_be_given_per_method(data, tmp_path):
                      f"tokenswift={data / 'heads-chained'}")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert load(tmp_path)["settings"]["heads"] == {"ar": None, "tokenswift": str(data / "heads-chained")}
+
+
+EVERY = ("ar", "tokenswift", "medusa", "triforce", "magicdec", "prompt-lookup")
+TEXT_MEASURES = ("distinct", "distinct_words", "self_bleu", "longest_repeated_span", "repeated_share", "loop_start",
+                 "compression_ratio", "perplexity", "semantic_diversity")  # fmt: skip
+
+
+def measures(row: dict) -> dict:
+    return {name: row[name] for name in TEXT_MEASURES}
+
+
+def with_every_part(data: Path) -> tuple[str, ...]:
+    return "--draft-model", str(data / "reference-model"), "--heads", str(data / "heads-chained")
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path, monkeypatch, method):
+    arguments = ("--max-new-tokens", "60", *with_every_part(data))
+    methods = ("ar",) if method == "ar" else ("ar", method)
+    assert compare(data, tmp_path / "whole", *arguments, methods=methods).exit_code == 0
+    honest = decoder.Decoder.stream
+    cut_after = None
+
+    def stream(self, *positional, **named):
+        for place, chunk in enumerate(honest(self, *positional, **named)):
+            if place == cut_after and named["method"] == method:
+                raise KeyboardInterrupt
+            yield chunk
+
+    # Shorter than the cuts, so that these fall into the generation itself.
+    monkeypatch.setattr(experiment, "WARM_UP_NEW_TOKENS", 2)
+    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+    for steps in (17, 3):
+        cut_after = steps
+        result = compare(data, tmp_path / "cut", *arguments, methods=methods)
+        assert result.exit_code == 130 and "the same command resumes" in result.stderr
+    cut_after = None
+    result = compare(data, tmp_path / "cut", *arguments, methods=methods)
+    assert result.exit_code == 0, result.output
+    assert "1 cut generation will be continued" in result.stderr
+    assert not (tmp_path / "cut/in-progress").exists()
+
+    row, expected = load(tmp_path / "cut")["methods"][method], load(tmp_path / "whole")["methods"][method]
+    run, whole = row["runs"][0], expected["runs"][0]
+    assert run["token_ids"] == whole["token_ids"] and run["text"] == whole["text"]
+    assert measures(row) == measures(expected)
+    assert row["resumed"] == 1 and "Cut and resumed" in result.stdout
+    assert run["resumed_at"] == [sum(run["step_tokens"][:17]), sum(run["step_tokens"][:20])]
+    # Counts and times are the sums of the three parts.
+    assert sum(run["step_tokens"]) == 60 and len(run["step_tokens"]) == run["steps"]
+    assert (run["drafted"], run["accepted"]) == (run["step_drafted"][-1], run["step_accepted"][-1])
+    assert sum(run["accepted_by_depth"]) == run["accepted"]
+    assert run["decode_seconds"] == pytest.approx(run["step_seconds"][-1], abs=1e-6)
+    assert run["step_seconds"] == sorted(run["step_seconds"])
+    assert run["cache_rebuilds"] is None
+
+
+def test_a_cut_generation_of_other_settings_is_never_continued(data, tmp_path, monkeypatch):
+    honest = decoder.Decoder.stream
+
+    def stream(self, *positional, **named):
+        chunks = honest(self, *positional, **named)
+        yield next(chunks)
+        yield from itertools.islice(chunks, 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "WARM_UP_NEW_TOKENS", 1)
+    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+    assert compare(data, tmp_path, methods=("ar",)).exit_code == 130
+    monkeypatch.undo()
+    refused = compare(data, tmp_path, "--seed", "3", methods=("ar",))
+    assert refused.exit_code == 2 and "(seed)" in refused.stderr
+    assert compare(data, tmp_path, "--seed", "3", "--overwrite", methods=("ar",)).exit_code == 0
+    assert load(tmp_path)["methods"]["ar"]["resumed"] == 0
+    assert not (tmp_path / "in-progress").exists()
+
+
+def test_along_the_length_adds_up_with_the_steps(data, tmp_path):
+    marks = ("--max-new-tokens", "50", "--marks", "50,10,30")
+    assert compare(data, tmp_path, *marks, "--runs", "2").exit_code == 0
+    results = load(tmp_path)
+    for name, row in results["methods"].items():
+        assert [mark["tokens"] for mark in row["along_length"]] == [10, 30, 50]
+        for run, reference in zip(row["runs"], results["methods"]["ar"]["runs"], strict=True):
+            assert sum(run["step_tokens"]) == 50
+            assert run["step_seconds"][-1] == pytest.approx(run["decode_seconds"], abs=1e-6)
+            last = run["along_length"][-1]
+            assert last["ms_per_token"] == pytest.approx(run["ms_per_token"], rel=1e-3)
+            assert last["acceptance_rate"] == run["acceptance_rate"]
+            for mark, at_ar in zip(run["along_length"], reference["along_length"], strict=True):
+                # ar takes one token per step, so its clock there can be read off directly.
+                count = mark["tokens"]
+                assert at_ar["ms_per_token"] == pytest.approx(1000 * reference["step_seconds"][count - 1] / count)
+        middle = row["along_length"][1]
+        assert middle["speedup"] == 1.0 if name == "ar" else middle["speedup"] > 0
+        between = [run["along_length"][1] for run in row["runs"]]
+        assert middle["ms_per_token"] == pytest.approx(sum(mark["ms_per_token"] for mark in between) / 2)
+    first, second = results["methods"]["ar"]["runs"][0]["along_length"][:2]
+    gap = second["ms_per_token"] * 30 - first["ms_per_token"] * 10
+    assert second["ms_per_token_since"] == pytest.approx(gap / 20)
+
+
+def test_acceptance_is_told_by_depth_and_source(data, tmp_path):
+    assert compare(data, tmp_path, "--max-new-tokens", "40", "--runs", "2").exit_code == 0
+    row = load(tmp_path)["methods"]["tokenswift"]
+    steps, drafted = (sum(run[name] for run in row["runs"]) for name in ("steps", "drafted"))
+    by_depth = [sum(run["accepted_by_depth"][depth] for run in row["runs"]) / steps for depth in range(2)]
+    assert row["acceptance_by_depth"][:2] == by_depth
+    assert row["acceptance_by_depth"] == sorted(row["acceptance_by_depth"], reverse=True)
+    assert set(row["acceptance_by_source"]) <= {"heads", "ngrams"}
+    for source, share in row["acceptance_by_source"].items():
+        assert share == sum(run["accepted_by_source"].get(source, 0) for run in row["runs"]) / drafted
+
+
+def test_transformers_rows_are_ars_text_when_greedy_under_the_same_penalty(data, tmp_path):
+    rows = ("ar", "hf", "hf-prompt-lookup")
+    greedy = ("--temperature", "0", "--max-new-tokens", "30", "--check-lossless")
+    result = compare(data, tmp_path / "greedy", *greedy, methods=rows)
+    assert result.exit_code == 0, result.output
+    for name in rows[1:]:
+        row = load(tmp_path / "greedy")["methods"][name]
+        assert row["identical_to_ar"] is True
+        assert row["acceptance_rate"] is None and row["acceptance_by_depth"] == []
+        run = row["runs"][0]
+        assert sum(run["step_tokens"]) == 30 and run["prefill_seconds"] > 0
+        # The first step's tokens come out of the pass over the prompt.
+        timed = 30 - run["step_tokens"][0]
+        assert run["ms_per_token"] == pytest.approx(1000 * run["decode_seconds"] / timed)
+    assert load(tmp_path / "greedy")["methods"]["hf"]["tokens_per_step"] == 1.0
+
+    # A window shorter than the text is nothing transformers knows.
+    result = compare(data, tmp_path / "window", *greedy, "--penalty-window", "50", methods=rows)
+    assert result.exit_code == 0
+    assert load(tmp_path / "window")["methods"]["hf"]["identical_to_ar"] is None
+
+
+def test_transformers_rows_when_sampling_are_not_compared(data, tmp_path):
+    result = compare(data, tmp_path / "one", "--check-lossless", methods=("ar", "hf"))
+    assert result.exit_code == 0, result.output
+    row = load(tmp_path / "one")["methods"]["hf"]
+    assert (row["identical_to_ar"], row["first_divergence"], row["divergence_margin"]) == (None, None, None)
+    assert "transformers' own rows" in " ".join(result.stdout.split())
+    assert compare(data, tmp_path / "two", methods=("ar", "hf")).exit_code == 0
+    assert tokens(load(tmp_path / "one")) == tokens(load(tmp_path / "two"))
+    assert compare(data, tmp_path / "other", "--seed", "1", methods=("ar", "hf")).exit_code == 0
+    assert tokens(load(tmp_path / "one"))["hf"] != tokens(load(tmp_path / "other"))["hf"]
+
+
+def test_transformers_sampling_is_that_of_its_own_arguments(data, tmp_path):
+    flags = ("--temperature", "0.8", "--top-k", "30", "--top-p", "0.9", "--min-p", "0.01", "--eta-cutoff", "0.0003")
+    assert compare(data, tmp_path, *flags, "--seed", "7", methods=("ar", "hf")).exit_code == 0
+    model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(data / "reference-model")(BOOKS["The Lighthouse"], return_tensors="pt")
+    torch.manual_seed(7)
+    expected = model.generate(ids["input_ids"][:, :40], max_new_tokens=12, do_sample=True, temperature=0.8, top_k=30,
+                              top_p=0.9, min_p=0.01, eta_cutoff=0.0003, repetition_penalty=1.2)  # fmt: skip
+    assert tokens(load(tmp_path))["hf"] == [expected[0, 40:].tolist()]
+
+
+def test_a_full_disk_ends_in_a_sentence_and_keeps_what_is_finished(data, tmp_path):
+    whole = compare(data, tmp_path / "whole", "--runs", "3")
+    assert whole.exit_code == 0
+    size = (tmp_path / "whole/generations.jsonl").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size * 2 // 3, hard))
+    try:
+        result = compare(data, tmp_path / "cut", "--runs", "3")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 2
+    assert "generations.jsonl: File too large" in result.stderr
+    assert "is kept in" in result.stderr and result.stderr.strip().count("\n") == 0
+    resumed = compare(data, tmp_path / "cut", "--runs", "3")
+    assert resumed.exit_code == 0 and "finished generations taken over" in resumed.stderr
+    assert tokens(load(tmp_path / "cut")) == tokens(load(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_too_little_memory_ends_in_a_sentence_and_keeps_what_is_finished(data, tmp_path, monkeypatch, kind):
+    honest = decoder.Decoder.stream
+
+    def stream(self, *arguments, **named):
+        if named["method"] == "tokenswift" and len(arguments[0]) == 40 and arguments[1] == 25:
+            if kind == "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.4 GiB.")
+            torch.empty(2**60, dtype=torch.uint8)
+        yield from honest(self, *arguments, **named)
+
+    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+    result = compare(data, tmp_path, "--max-new-tokens", "25")
+    assert result.exit_code == 2, result.output
+    assert "out of memory at tokenswift prompt 1/1 run 1/1" in result.stderr and "is kept in" in result.stderr
+    monkeypatch.undo()
+    result = compare(data, tmp_path, "--max-new-tokens", "25")
+    assert result.exit_code == 0 and "1 finished generations taken over" in result.stderr
+
+
+def test_two_writers_do_not_share_a_folder(data, tmp_path):
+    assert compare(data, tmp_path, methods=("ar",)).exit_code == 0
+    with open(tmp_path / "generations.jsonl", "r+b") as log:
+        portalocker.lock(log, portalocker.LOCK_EX | portalocker.LOCK_NB)
+        result = compare(data, tmp_path, methods=("ar",))
+    assert result.exit_code == 2 and "another ts-eval writes to" in result.stderr
+
+
+def test_processes_share_the_prompts(data, tmp_path):
+    arguments = ("--num-prompts", "2", "--runs", "2")
+    two = compare(data, tmp_path / "two", *arguments, "--processes", "2", "--check-lossless")
+    assert two.exit_code == 0, two.output
+    logs = [tmp_path / "two/generations.jsonl", tmp_path / "two/generations-1.jsonl"]
+    done = [{(r["prompt_index"], r["run"]) for r in map(json.loads, log.read_text().splitlines()[1:])} for log in logs]
+    assert done == [{(0, 0), (0, 1)}, {(1, 0), (1, 1)}]
+    one = compare(data, tmp_path / "one", *arguments)
+    assert one.exit_code == 0
+    assert tokens(load(tmp_path / "two")) == tokens(load(tmp_path / "one"))
+    again = compare(data, tmp_path / "two", *arguments, "--processes", "2", "--check-lossless")
+    assert "8 finished generations taken over" in again.stderr
+
+
+def test_a_launchers_processes_share_the_prompts(data, tmp_path, monkeypatch):
+    arguments = ("--num-prompts", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    other = compare(data, tmp_path / "two", *arguments)
+    assert other.exit_code == 0 and other.stdout == "" and not (tmp_path / "two/results.json").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert compare(data, tmp_path / "two", *arguments).exit_code == 0
+    monkeypatch.delenv("WORLD_SIZE")
+    assert compare(data, tmp_path / "one", *arguments).exit_code == 0
+    assert tokens(load(tmp_path / "two")) == tokens(load(tmp_path / "one"))
+
+
+def test_a_failing_process_is_told_in_a_sentence(data, tmp_path):
+    (tmp_path / "out").mkdir()
+    # The other process cannot write its log where a folder stands.
+    (tmp_path / "out/generations-1.jsonl").mkdir()
+    result = compare(data, tmp_path / "out", "--num-prompts", "2", "--processes", "2")
+    assert result.exit_code == 2 and "generations-1.jsonl" in result.stderr.splitlines()[-1]
+
+
+def test_prompts_come_from_the_hub(data, tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, split, streaming):
+        asked.append((name, split, streaming))
+        return iter([{"short_book_title": title, "text": text} for title, text in BOOKS.items()])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub = ("--prompts", "owner/books:validation")
+    assert compare(data, tmp_path / "one", *hub, methods=("ar",)).exit_code == 0
+    assert asked == [("owner/books", "validation", True)]
+    # Books: one of them unless more are asked for.
+    assert load(tmp_path / "one")["settings"]["prompt_names"] == ["The Lighthouse"]
+    assert compare(data, tmp_path / "two", *hub, "--num-prompts", "9", methods=("ar",)).exit_code == 0
+    assert load(tmp_path / "two")["settings"]["prompt_names"] == list(BOOKS)
+
+
+def test_a_hub_dataset_that_cannot_be_read_is_told_in_a_sentence(data, tmp_path, monkeypatch):
+    def load_dataset(name, split, streaming):
+        raise RuntimeError("Couldn't reach 'owner/books' on the Hub (ConnectionError). More.")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    result = compare(data, tmp_path / "out", "--prompts", "owner/books", methods=("ar",))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "owner/books (split test) cannot be read: Couldn't reach" in result.stderr
+
+
+def test_results_say_where_they_come_from(data, tmp_path):
+    assert compare(data, tmp_path, methods=("ar",)).exit_code == 0
+    results = load(tmp_path)
+    environment = results["environment"]
+    assert environment["arguments"][:2] == ["compare", "ar"] and "--output" in environment["arguments"]
+    assert set(environment["versions"]) >= {"tokenswift-decoder", "tokenswift-eval", "torch", "transformers"}
+    assert environment["device"] == "cpu" and results["settings"]["seed"] == 0
+    run = results["methods"]["ar"]["runs"][0]
+    assert run["peak_memory_bytes"] >= run["memory_before_bytes"] > 0
+    # Weights, and two of K and V: 2 layers of 2 heads of 8 numbers of 4 bytes, for 52 positions and the root.
+    model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * 4
+    planned = results["methods"]["ar"]["planned_memory_bytes"]
+    assert planned == weights + 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4

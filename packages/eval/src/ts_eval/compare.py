@@ -141,7 +141,7 @@ class Experiment:
             if jobs:
                 with _keeping(Path(self.output)), self._others() as check_others:
                     log.begin()
-                    _drop_foreign(log)
+                    _drop_parts(log, of_others_only=True)
                     setup.generate(jobs, log, say, self.processes, self.rank or 0)
                     while not self.rank and any(log.get(*job) is None for job in jobs):
                         check_others()
@@ -149,7 +149,7 @@ class Experiment:
                         log.refresh()
             if self.rank:
                 return None
-            _drop_foreign(log)
+            _drop_parts(log)
             results = {
                 "schema_version": SCHEMA_VERSION,
                 "environment": setup.environment,
@@ -448,14 +448,14 @@ class Setup:
         ).total
 
 
-def _drop_foreign(log: GenerationLog) -> None:
-    """Drop the parts of generations of other settings, which `overwrite` has given up, and the empty folder."""
+def _drop_parts(log: GenerationLog, of_others_only: bool = False) -> None:
+    """Drop the parts of generations: all when all are finished, or those of other settings, overwritten by these."""
     folder = log.folder / IN_PROGRESS
     for path in folder.glob("*.jsonl"):
         header = next(whole_lines(path), None)
-        if header is not None and header[0].get("fingerprint") != log.fingerprint:
+        if not of_others_only or (header is not None and header[0].get("fingerprint") != log.fingerprint):
             path.unlink()
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir() and not of_others_only:
         folder.rmdir()
 
 

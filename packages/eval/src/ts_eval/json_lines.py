@@ -1,8 +1,6 @@
 """Files of one JSON object per line that grow while their writer may be killed."""
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -30,9 +28,10 @@ def whole_lines(path: Path) -> Iterator[tuple[dict, int]]:
 
 
 def write_whole(file: BinaryIO, line: bytes) -> None:
-    """Write to an unbuffered file; an OSError when the disk takes only a part."""
-    if file.write(line) != len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Write all of ``line`` to an unbuffered file, which may take only a part at a time."""
+    written = 0
+    while written < len(line):
+        written += file.write(line[written:])
 
 
 def named(error: OSError, path: Path) -> OSError:
