@@ -64,6 +64,15 @@ def told_in_a_sentence() -> Iterator[None]:
         raise click.ClickException(sentence) from error
 
 
+def _quiet_libraries() -> None:
+    """No bars for what takes a second, no retries before the one sentence that says what is missing."""
+    import huggingface_hub
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()
+
+
 def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
@@ -159,16 +168,11 @@ def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
     """
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
     with told_in_a_sentence():
-        import huggingface_hub
-        import transformers
-
         from ts_eval import compare as experiment
         from ts_eval.summary import differs
         from ts_eval.table import comparison
 
-        transformers.utils.logging.disable_progress_bar()
-        # Its retries would stand between the user and the one sentence that says what is missing.
-        huggingface_hub.utils.logging.set_verbosity_error()
+        _quiet_libraries()
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
@@ -224,6 +228,7 @@ def metrics(files, tokenizer, model, embedding_model, as_json):
     from ts_eval import text_files
 
     with told_in_a_sentence():
+        _quiet_libraries()
         rows = text_files.measure(files, tokenizer, model, embedding_model)
     click.echo(json.dumps(rows, indent=1) if as_json else text_files.table(rows, _width()))
     return 0
@@ -262,6 +267,7 @@ def plan(as_json, **arguments):
     with told_in_a_sentence():
         from ts_eval import planning
 
+        _quiet_libraries()
         made = planning.plan_from(**arguments)
     click.echo(json.dumps(made, indent=1) if as_json else planning.table(made, _width()))
     return 0

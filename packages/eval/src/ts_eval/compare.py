@@ -9,7 +9,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,8 @@ from tqdm import tqdm
 import decoder
 from decoder.drafters import METHODS
 from decoder.text_stream import TextStream
-from ts_eval import defaults, metrics, plan
-from ts_eval.data_dir import find_data_dir
+from ts_eval import checkpoints, defaults, metrics, plan
+from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.generation import OnStep, can_continue, continue_with_decoder, continue_with_transformers
 from ts_eval.json_lines import whole_lines
 from ts_eval.memory import PeakMemory, resident_bytes
@@ -35,9 +34,7 @@ from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refus
 from ts_eval.results import SCHEMA_VERSION, GenerationLog, digest_files, environment, write_json
 from ts_eval.summary import audit_of, divergence_margin, summarise, timed_tokens
 
-REFERENCE_MODEL = "reference-model"
 DEFAULT_HEADS = {"tokenswift": "heads-chained", "medusa": "heads-independent"}
-DRAFT_MODEL = "draft-model"
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16
 IN_PROGRESS = "in-progress"
@@ -229,21 +226,22 @@ class Experiment:
             own_heads = {name: str(data / folder) for name, folder in DEFAULT_HEADS.items()}
             if draft_model is None and any(spec.name == "triforce" for spec in specs):
                 draft_model = str(data / DRAFT_MODEL)
-        checkpoints = _heads_by_method(specs, self.heads, own_heads)
+        heads = _heads_by_method(specs, self.heads, own_heads)
         prompts, prompt_tokens, num_prompts = self.prompts, self.prompt_tokens, self.num_prompts
         if prompts is None:
             prompts = str(find_data_dir(self.data_dir) / SHIPPED)
         if self.prompts is None or is_hub_dataset(prompts):
             prompt_tokens, num_prompts = prompt_tokens or defaults.BOOK_TOKENS, num_prompts or 1
-        _refuse_missing_folder("model", model)
-        _refuse_missing_folder("draft model", draft_model)
-        for path in checkpoints.values():
-            _refuse_missing_folder("heads", path)
+        checkpoints.refuse_missing("model", model)
+        checkpoints.refuse_missing("draft model", draft_model)
+        checkpoints.refuse_missing("embedding model", self.embedding_model)
+        for path in heads.values():
+            checkpoints.refuse_missing("heads", path, holding=None)
         refuse_missing_prompts(prompts)
-        _refuse_missing_parts(specs, checkpoints, draft_model)
+        _refuse_missing_parts(specs, heads, draft_model)
 
         memory_before = resident_bytes()
-        decoders = _load(model, checkpoints, draft_model, self._device(), self.dtype)
+        decoders = _load(model, heads, draft_model, self._device(), self.dtype)
         backbone = decoders[None].model
         texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
         limit = backbone.config.max_position_embeddings
@@ -256,9 +254,9 @@ class Experiment:
         settings = {
             "methods": [spec.text for spec in specs],
             "model": model,
-            "heads": {spec.text: checkpoints.get(spec.text) for spec in specs},
+            "heads": {spec.text: heads.get(spec.text) for spec in specs},
             "draft_model": draft_model,
-            "weights": {path: _weights(path) for path in (model, draft_model, *checkpoints.values()) if path},
+            "weights": {path: _weights(path) for path in (model, draft_model, *heads.values()) if path},
             "prompts": prompts,
             "prompt_tokens": prompt_tokens,
             "prompt_names": [prompt.name for prompt in texts],
@@ -279,7 +277,7 @@ class Experiment:
             params=params,
             options=options,
             prompts=texts,
-            decoders={spec.text: decoders[checkpoints.get(spec.text)] for spec in specs},
+            decoders={spec.text: decoders[heads.get(spec.text)] for spec in specs},
             settings=json.loads(json.dumps(settings)),
             environment=environment(backbone.device, self.arguments),
             max_new_tokens=self.max_new_tokens,
@@ -521,35 +519,23 @@ def _heads_by_method(specs: list[MethodSpec], heads: Sequence[str], own: dict[st
     return {text: path for text, path in found.items() if path and text in needing}
 
 
-def _refuse_missing_parts(specs: list[MethodSpec], checkpoints: dict[str, str], draft_model: str | None) -> None:
+def _refuse_missing_parts(specs: list[MethodSpec], heads: dict[str, str], draft_model: str | None) -> None:
     """Refuse, before anything is loaded, a method that lacks heads or draft model."""
     for spec in specs:
-        if not spec.is_hf and METHODS[spec.name].heads_kinds and spec.text not in checkpoints:
+        if not spec.is_hf and METHODS[spec.name].heads_kinds and spec.text not in heads:
             raise ValueError(f"{spec.name} needs draft heads: give --heads CHECKPOINT or {spec.name}=CHECKPOINT")
         if spec.name == "triforce" and draft_model is None:
             raise ValueError("triforce needs a small model with the same vocabulary: give --draft-model")
 
 
-def _refuse_missing_folder(what: str, path: str | None) -> None:
-    """Refuse at once, and offline, what is neither a checkpoint folder nor could be a hub id (owner/name)."""
-    if path and not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
-        raise FileNotFoundError(f"there is no {what} folder {path}, and it is no hub id (owner/name) either")
-    if path and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise FileNotFoundError(f"the {what} folder {path} holds no config.json")
-
-
-def _load(model: str, checkpoints: dict[str, str], draft_model: str | None, device: str, dtype: str) -> dict:
+def _load(model: str, heads: dict[str, str], draft_model: str | None, device: str, dtype: str) -> dict:
     """Heads checkpoint (or None) -> Decoder; all share the one loaded model."""
-    try:
+    with checkpoints.named(model):
         plain = decoder.load(model, draft_model=draft_model, device=device, dtype=dtype)
-    except OSError as error:
-        # transformers answers with a paragraph; its first sentence has the reason.
-        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        raise OSError(f"{model} cannot be loaded: {reason}") from error
     if plain.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which the prompts need")
     loaded = {None: plain}
-    for path in dict.fromkeys(checkpoints.values()):
+    for path in dict.fromkeys(heads.values()):
         loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, heads=path, draft_model=plain.draft_model)
     return loaded
 

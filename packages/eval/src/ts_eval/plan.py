@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 import decoder
 from decoder.drafters import prompt_lookup
 from decoder.token_tree import rank_paths
+from ts_eval.checkpoints import named, refuse_missing
 
 METHODS = ("ar", "tokenswift", "medusa", "triforce", "magicdec", "prompt-lookup")
 """The methods whose passes are known here."""
@@ -281,11 +282,12 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
 
 def _read_config(model: str) -> PreTrainedConfig:
     if not Path(model).is_file():
-        return AutoConfig.from_pretrained(model)
+        refuse_missing("model", model)
+        with named(model):
+            return AutoConfig.from_pretrained(model)
     try:
-        fields = json.loads(Path(model).read_text(encoding="utf-8"))
-        return AutoConfig.for_model(**fields)
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        return AutoConfig.for_model(**json.loads(Path(model).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{model} is no model configuration (a JSON object with a model_type)") from error
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 import decoder
-from ts_eval.data_dir import find_data_dir
+from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.plan import GPUS, measured_bandwidth, plan, read_shape
 from ts_eval.table import NONE, format_table, number, times, tree_in_words
 
@@ -52,7 +52,8 @@ def plan_from(
     options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
     if model is None:
         data = find_data_dir(data_dir)
-        model, draft_model = str(data / "reference-model"), draft_model or str(data / "draft-model")
+        model = str(data / REFERENCE_MODEL)
+        draft_model = draft_model or (str(data / DRAFT_MODEL) if (data / DRAFT_MODEL).is_dir() else None)
     other = bandwidth is not None or measure
     bandwidths = {name: GPUS[name].bandwidth for name in gpu or ([] if other else GPUS)}
     if bandwidth is not None:

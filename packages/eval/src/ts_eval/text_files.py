@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 import decoder
 from ts_eval import metrics
+from ts_eval.checkpoints import named, refuse_missing
 from ts_eval.table import DISTINCT, DISTINCT_HEADER, format_table, number
 
 
@@ -22,9 +23,19 @@ def measure(
         ValueError: a file that is no UTF-8 text.
     """
     texts = {file: _read(file) for file in files}
-    dec = decoder.load(model) if model else None
-    loaded = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else dec and dec.tokenizer
-    embed = metrics.SentenceEmbedder(embedding_model) if embedding_model else None
+    refuse_missing("model", model)
+    refuse_missing("embedding model", embedding_model)
+    dec = loaded = embed = None
+    if model:
+        with named(model):
+            dec = decoder.load(model)
+        loaded = dec.tokenizer
+    if tokenizer:
+        with named(tokenizer):
+            loaded = AutoTokenizer.from_pretrained(tokenizer)
+    if embedding_model:
+        with named(embedding_model):
+            embed = metrics.SentenceEmbedder(embedding_model)
     rows = {}
     for file, text in texts.items():
         ids = loaded(text, add_special_tokens=False, verbose=False)["input_ids"] if loaded else None
