@@ -3,9 +3,10 @@
 from decoder.auditing import Audit, audit
 from decoder.decoder import Chunk, Decoder, GenerationOutput, Request, load, methods
 from decoder.draft_heads import DraftHeads
-from decoder.options import TokenSwiftOptions
+from decoder.options import TokenSwiftOptions, parse_tree
 from decoder.sampling_params import SamplingParams
 from decoder.stats import Statistics
+from decoder.token_tree import rank_paths
 
 __all__ = [
     "Audit",
@@ -20,4 +21,6 @@ __all__ = [
     "audit",
     "load",
     "methods",
+    "parse_tree",
+    "rank_paths",
 ]

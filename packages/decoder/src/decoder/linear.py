@@ -1,4 +1,4 @@
-"""Linear layers for a handful of rows on a CPU, where a verification has 2 to 64 of them."""
+"""Linear layers for a handful of rows on a CPU, where a step has one and a verification 2 to 64 of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 _MOST_ROWS = 64
+_FEWEST_ROWS = 4
 
 
 def few_rows_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -16,11 +17,15 @@ def few_rows_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
     The matrix library then shares the rows of the weights among its threads; the other way round it would share the
     few rows of ``x``, and one thread would read all weights alone (measured with 2 threads and 8 rows: half the time).
+    A single row would be a matrix-vector product, which PyTorch runs on one thread; as four equal rows it is shared.
     """
     rows = x.shape[:-1].numel()
     if rows > _MOST_ROWS:
         return F.linear(x, module.weight, module.bias)
-    product = (module.weight @ x.reshape(rows, -1).T).T
+    flat = x.reshape(rows, -1)
+    if rows == 1 and torch.get_num_threads() > 1:
+        flat = flat.expand(_FEWEST_ROWS, -1)
+    product = (module.weight @ flat.T).T[:rows]
     if module.bias is not None:
         product = product + module.bias
     return product.reshape(*x.shape[:-1], -1)

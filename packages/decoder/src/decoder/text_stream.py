@@ -19,45 +19,57 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self.text = ""
         self.stopped = False
         self._ids: list[int] = []
         self._tail = 0
         self._settled = 0
-        self._emitted = 0
+        self._given: list[str] = []  # what `take` has returned
+        self._open = ""  # settled text that it has not
+        self._single: dict[int, str] = {}
+
+    @property
+    def text(self) -> str:
+        """All settled text, without a stop string and what follows it."""
+        return "".join(self._given) + self._open
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def _tail_text(self) -> str:
+        """What the settled tail decodes to without the tokens behind it: mostly one token, so remembered."""
+        tail = self._ids[self._tail : self._settled]
+        if len(tail) != 1:
+            return self._decode(tail)
+        if tail[0] not in self._single:
+            self._single[tail[0]] = self._decode(tail)
+        return self._single[tail[0]]
+
     def push(self, token: int) -> None:
         """Take one more token in; sets ``stopped`` when it completes a stop string."""
         self._ids.append(token)
-        before = self._decode(self._ids[self._tail : self._settled])
         text = self._decode(self._ids[self._tail :])
         if not text.endswith(_REPLACEMENT):
-            self._extend(text[len(before) :])
+            self._extend(text[len(self._tail_text()) :])
             self._tail, self._settled = self._settled, len(self._ids)
 
     def _extend(self, new: str) -> None:
-        start = len(self.text)
-        self.text += new
-        longest = max(map(len, self.stop), default=0)
-        found = [at for s in self.stop if (at := self.text.find(s, max(0, start - longest))) >= 0]
+        # What was given holds no beginning of a stop string, so none can begin there.
+        self._open += new
+        found = [at for s in self.stop if (at := self._open.find(s)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self._open = self._open[: min(found)]
             self.stopped = True
 
     def take(self, final: bool = False) -> str:
         """The text since the last call, without a tail that may yet become a stop string unless ``final``."""
         if final and not self.stopped:
-            before = self._decode(self._ids[self._tail : self._settled])
-            self._extend(self._decode(self._ids[self._tail :])[len(before) :])
-        end = len(self.text) if final or self.stopped else len(self.text) - self._pending()
-        piece = self.text[self._emitted : max(end, self._emitted)]
-        self._emitted += len(piece)
+            self._extend(self._decode(self._ids[self._tail :])[len(self._tail_text()) :])
+        end = len(self._open) if final or self.stopped else len(self._open) - self._pending()
+        piece, self._open = self._open[:end], self._open[end:]
+        self._given.append(piece)
         return piece
 
     def _pending(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(s) - 1 for s in self.stop), default=0)
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(self.text[-n:]) for s in self.stop)), 0)
+        """Length of the longest end of the open text that begins a stop string."""
+        longest = min(max((len(s) - 1 for s in self.stop), default=0), len(self._open))
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._open[-n:]) for s in self.stop)), 0)
