@@ -1,4 +1,4 @@
-"""The command line: `ts-eval compare`, `methods`, `metrics`, `report` and `plan`.
+"""The command line: `ts-eval compare`, `methods`, `metrics`, `report`, `plan` and `reproduce`.
 
 Exit status: 0 done; 1 a method differs from ar (with --check-lossless); 2 wrong usage or missing input, told in one
 sentence; 130 interrupted.
@@ -270,6 +270,43 @@ def plan(as_json, **arguments):
         _quiet_libraries()
         made = planning.plan_from(**arguments)
     click.echo(json.dumps(made, indent=1) if as_json else planning.table(made, _width()))
+    return 0
+
+
+@main.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Of the paper's prompt and output lengths.")
+@click.option("--model", help="Model folder or hub id.  [default: the reference model]")
+@click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.")
+@click.option("--draft-model", help="Small model that drafts for triforce.")
+@click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
+@click.option("--num-prompts", type=int, help="At most so many prompts.  [default: 1 book]")
+@click.option("--runs", type=int, default=1, show_default=True, help="Generations per method and prompt.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA.")
+@click.option("--output", default=defaults.REPRODUCE_OUTPUT, show_default=True, help="Folder; resumes what is in it.")
+@click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
+@click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
+def reproduce(targets, scale, output, **settings):
+    """Run experiments of the paper and print them beside its figures.
+
+    TARGET is table-1, 3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16, figure-3, 4 or 5 (table-3, figure-5), or all.
+    """
+    with told_in_a_sentence():
+        from ts_eval import reproduce as paper
+
+        _quiet_libraries()
+        try:
+            for target in paper.TARGETS if targets == ("all",) else targets:
+                page = paper.reproduce(
+                    target, scale, Path(output), say=lambda sentence: click.echo(sentence, err=True), **settings
+                )
+                click.echo(paper.terminal_table(page, _width()) + "\n")
+        except KeyboardInterrupt:
+            kept = f"what was generated is kept in {output}; the same command resumes there."
+            click.echo(f"\nts-eval: interrupted; {kept}", err=True)
+            return INTERRUPTED
     return 0
 
 

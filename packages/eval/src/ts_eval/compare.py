@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -386,12 +387,10 @@ class Setup:
             continue_with_decoder(dec, name, prompt, sofar, max_new_tokens, self.params[run], options, on_step)
 
     def _record(self, text: str, prompt: int, run: int, kept: Progress, peak_memory: int | None) -> dict:
-        written = TextStream(self.decoders[text].tokenizer)
-        ends = []
+        written, pieces = TextStream(self.decoders[text].tokenizer), []
         for place, token in enumerate(kept.token_ids):
             written.push(token)
-            written.take(final=place == len(kept.token_ids) - 1)
-            ends.append(len(written.text))
+            pieces.append(written.take(final=place == len(kept.token_ids) - 1))
         record = {
             "method": text,
             "prompt": self.prompts[prompt].name,
@@ -405,6 +404,7 @@ class Setup:
             "step_seconds": kept.step_seconds,
             "step_drafted": kept.step_drafted,
             "step_accepted": kept.step_accepted,
+            "step_ngram_accepted": kept.step_ngram_accepted,
         }
         seconds, timed = kept.counts["decode_seconds"], timed_tokens(record)[-1]
         return {
@@ -420,8 +420,8 @@ class Setup:
             "peak_memory_bytes": peak_memory,
             "memory_before_bytes": self.memory_before,
             "token_ids": kept.token_ids,
-            "token_ends": ends,
-            "text": written.text,
+            "token_ends": list(accumulate(map(len, pieces))),
+            "text": "".join(pieces),
         }
 
     def audit(self, record: dict) -> dict:

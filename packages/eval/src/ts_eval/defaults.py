@@ -12,6 +12,7 @@ SAMPLING = {
 MAX_NEW_TOKENS = 1024
 RUNS = 3
 OUTPUT = "runs/compare"
+REPRODUCE_OUTPUT = "runs/reproduce"
 BOOK_TOKENS = 1024
 """Prompt tokens taken from a shipped book, which is longer than any context."""
 PLAN_BUDGET = 4096

@@ -59,8 +59,8 @@ class Progress:
     Attributes:
         token_ids: all new tokens.
         step_tokens: per step, its number of tokens.
-        step_seconds, step_drafted, step_accepted: per step, the decode time, the drafted and the accepted tokens since
-            the generation began (None where they are not known).
+        step_seconds, step_drafted, step_accepted, step_ngram_accepted: per step, the decode time and the tokens
+            drafted, accepted, and accepted from n-grams since the generation began (None where they are not known).
         counts: the sums of `COUNTS`, None before the first step. After a cut, cache_rebuilds are not known, because
             only a finished generation tells them, and prefill_seconds are the first part's, that of the prompt alone.
         resumed_at: the number of tokens there were at each resumption.
@@ -73,6 +73,7 @@ class Progress:
         self.step_seconds: list[float] = []
         self.step_drafted: list[int | None] = []
         self.step_accepted: list[int | None] = []
+        self.step_ngram_accepted: list[int | None] = []
         self.resumed_at: list[int] = []
         self.counts: dict | None = None
         self._before: dict | None = None
@@ -108,6 +109,7 @@ class Progress:
         self.step_seconds.append(round(self.counts["decode_seconds"], 7))
         self.step_drafted.append(self.counts["drafted"])
         self.step_accepted.append(self.counts["accepted"])
+        self.step_ngram_accepted.append(self.counts["ngram_accepted"])
 
     def add(self, tokens: Sequence[int], counts: dict) -> None:
         """Add a step: its tokens, and the counts since this process began or continued the generation.

@@ -93,7 +93,7 @@ def along_length(record: dict, marks: Sequence[int]) -> list[dict]:
     """What a generation had shown when it reached each of ``marks`` new tokens; marks beyond its end are left out.
 
     ``ms_per_token`` is from the beginning of decoding to the end of the step that reached the mark,
-    ``ms_per_token_since`` from the mark before; ``acceptance_rate`` and ``tokens_per_step`` are from the beginning.
+    ``ms_per_token_since`` from the mark before; the rates and ``tokens_per_step`` are from the beginning.
     """
     reached, timed = list(accumulate(record["step_tokens"])), timed_tokens(record)
     found, before = [], (0.0, 0)
@@ -109,6 +109,7 @@ def along_length(record: dict, marks: Sequence[int]) -> list[dict]:
                 "ms_per_token": _ms(*now),
                 "ms_per_token_since": _ms(now[0] - before[0], now[1] - before[1]),
                 "acceptance_rate": metrics.acceptance_rate(accepted, drafted),
+                "ngram_acceptance_rate": metrics.ngram_acceptance_rate(record["step_ngram_accepted"][step], drafted),
                 "tokens_per_step": metrics.tokens_per_step(reached[step], step + 1),
             }
         )
@@ -169,7 +170,7 @@ def along_rows(generations: list[dict], at_marks: list[list[dict]]) -> list[dict
     for place, mark in enumerate(generations[0]["along_length"]):
         own = [record["along_length"][place] for record in generations]
         row = {"tokens": mark["tokens"]}
-        for name in ("ms_per_token", "ms_per_token_since", "acceptance_rate", "tokens_per_step"):
+        for name in list(mark)[1:]:
             row[name] = median_of([at[name] for at in own])
         for name in ("ms_per_token", "ms_per_token_since"):
             pairs = zip(at_marks, own, strict=True)

@@ -75,7 +75,7 @@ def speed_table(results: dict) -> tuple[list[str], list[list[str]]]:
             name,
             number(row["tokens_per_second"], 1),
             times(row["speedup"]),
-            spread(row["speedup_range"]),
+            spread(row["speedup_range"] if len(row["runs"]) > 1 else None),
             number(row["acceptance_rate"]),
             number(row["ngram_acceptance_rate"]),
             number(row["tokens_per_step"]),
