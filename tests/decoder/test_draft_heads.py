@@ -1,4 +1,6 @@
 import json
+import pickle
+import shutil
 
 import huggingface_hub
 import pytest
@@ -7,7 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from decoder import Decoder
 from decoder.draft_heads import KINDS, DraftHeads
+
+from . import conftest
 
 D = 16
 
@@ -134,14 +139,14 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_half_written(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "heads.safetensors"]
 
 
-def published(folder, heads, sharded, prefix="model.") -> None:
+def published(folder, heads, sharded, config=None) -> None:
     """Write a whole model's checkpoint with heads inside, as TokenSwift's authors publish it."""
-    LlamaConfig(hidden_size=D, num_attention_heads=2, rms_norm_eps=1e-5).save_pretrained(folder)
+    (config or LlamaConfig(hidden_size=D, num_attention_heads=2, rms_norm_eps=1e-5)).save_pretrained(folder)
     parts = {"linear": "linear", "input_norm": "input_layernorm", "output_norm": "post_layernorm"}
     tensors = {"model.embed_tokens.weight": torch.zeros(4, D), "model.layers.0.input_layernorm.weight": torch.ones(D)}
     for name, tensor in heads.state_dict().items():
         _, number, part, _ = name.split(".")
-        tensors[f"{prefix}medusa_layers.{number}.{parts[part]}.weight"] = tensor
+        tensors[f"model.medusa_layers.{number}.{parts[part]}.weight"] = tensor
     names = sorted(tensors)
     groups = [names[0::3], names[1::3], names[2::3]] if sharded else [names]
     weight_map = {}
@@ -167,6 +172,72 @@ def test_a_published_checkpoint_that_lacks_a_shard_is_refused(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(OSError, match="has no model-00002-of-00003"):
         DraftHeads.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda t: t.pop("model.medusa_layers.1.post_layernorm.weight"), "lack tensors: heads.1.output_norm.weight"),
+        (
+            lambda t: t.update({"model.medusa_layers.0.linear.bias": torch.ones(D)}),
+            "have extra tensors: model.medusa_layers.0.linear.bias",
+        ),
+        (lambda t: t["model.medusa_layers.2.linear.weight"].fill_(float("nan")), "no finite numbers"),
+        (lambda t: t.update({"model.medusa_layers.2.linear.weight": torch.ones(D, 4)}), r"has shape \[16, 4\]"),
+        (lambda t: [t.pop(name) for name in list(t) if "medusa" in name], "no tensors of a known heads format$"),
+    ],
+    ids=["missing", "extra", "NaN", "shape", "a model without heads"],
+)
+def test_spoilt_published_checkpoints_are_refused_with_the_reason(tmp_path, spoil, reason):
+    published(tmp_path, random_heads(), sharded=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=reason):
+        DraftHeads.from_pretrained(tmp_path)
+
+
+def test_pickle_is_never_read(tmp_path):
+    """Neither beside safetensors nor in their place: unpickling this file would create another."""
+    published(tmp_path, random_heads(), sharded=False)
+
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"model.medusa_layers.0.linear.weight": Payload()}))
+    DraftHeads.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pickle files are not read, only safetensors"):
+        DraftHeads.from_pretrained(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": [1]}', '{"weight_map": {"model.medusa_layers.0": 3}}'])
+def test_an_index_without_a_map_is_refused(tmp_path, index):
+    published(tmp_path, random_heads(), sharded=True)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="has no weight_map from tensors to files"):
+        DraftHeads.from_pretrained(tmp_path)
+
+
+def test_published_heads_decode_like_our_own(tmp_path, model, prompt):
+    """In a whole-model folder of the authors' layout, for the one call that the README gives."""
+    own = conftest.random_heads(model)
+    config = LlamaConfig(hidden_size=model.config.hidden_size, rms_norm_eps=own.norm_eps)
+    published(tmp_path, own, sharded=True, config=config)
+    theirs = Decoder(model, heads=tmp_path).generate(prompt, 40, "tokenswift")
+    ours = Decoder(model, heads=own).generate(prompt, 40, "tokenswift")
+    assert theirs.token_ids == ours.token_ids
+    assert theirs.stats.accepted_by_depth == ours.stats.accepted_by_depth
+
+
+def test_heads_that_do_not_fit_are_refused_with_their_place(tmp_path, model):
+    random_heads().save_pretrained(tmp_path / "small")
+    with pytest.raises(
+        ValueError, match=f"^the heads in {tmp_path / 'small'} are for hidden size 16, the model has 32$"
+    ):
+        Decoder(model, heads=tmp_path / "small")
 
 
 def edit_config(**changes):
@@ -197,13 +268,16 @@ def cut_file(name, size):
         (edit_config(architecture="other"), ValueError, "is not a heads checkpoint"),
         (edit_config(format_version=2), ValueError, "heads of format version 2, this program reads 1"),
         (edit_config(kind="magic"), ValueError, "unknown kind of heads 'magic'"),
-        (edit_config(num_heads=4), ValueError, "misses tensors: heads.3.input_norm.weight"),
-        (edit_config(num_heads=2), ValueError, "has extra tensors: heads.2.input_norm.weight"),
+        (edit_config(num_heads=4), ValueError, "heads in .* lack tensors: heads.3.input_norm.weight"),
+        (edit_config(num_heads=2), ValueError, "heads in .* have extra tensors: heads.2.input_norm.weight"),
+        (edit_config(num_heads=9), ValueError, r"lack tensors: (heads\S+, ){2}heads\S+ and 15 more$"),
+        (edit_config(num_heads=0), ValueError, "config.json: num_heads must be at least 1"),
+        (edit_tensors(lambda t: t.update({"heads.0.linear.weight": torch.ones(D, D).int()})), ValueError, "no finite"),
         (edit_config(num_heads=None), ValueError, "gives no usable num_heads"),
         (edit_config(hidden_size=8), ValueError, r"has shape \[16\], not \[8\]|has shape \[16, 16\], not \[8, 8\]"),
         (edit_tensors(lambda t: t["heads.1.linear.weight"].fill_(float("nan"))), ValueError, "no finite numbers"),
         (edit_tensors(lambda t: t["heads.0.input_norm.weight"].fill_(float("inf"))), ValueError, "no finite numbers"),
-        (edit_tensors(lambda t: t.update(other=torch.ones(1))), ValueError, "has extra tensors: other"),
+        (edit_tensors(lambda t: t.update(other=torch.ones(1))), ValueError, "have extra tensors: other"),
         (cut_file("config.json", 20), ValueError, "is not valid JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "holds no JSON object"),
         (cut_file("heads.safetensors", 500), ValueError, "is not a whole safetensors file"),
@@ -226,13 +300,42 @@ def test_missing_folders_and_files_are_refused(tmp_path):
         DraftHeads.from_pretrained(tmp_path / "file")
 
 
+def hub(monkeypatch, repository, cache):
+    """A hub that copies what is asked for, as `huggingface_hub` does; the names it was asked for."""
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        assert name == "someone/heads"
+        asked.append(allow_patterns)
+        cache.mkdir(exist_ok=True)
+        for pattern in allow_patterns:
+            for path in repository.glob(pattern):
+                shutil.copy(path, cache)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
 def test_a_hub_id_is_fetched_without_the_files_it_does_not_need(tmp_path, monkeypatch):
-    random_heads().save_pretrained(tmp_path)
-    calls = []
-    fetch = lambda name, allow_patterns: calls.append((name, allow_patterns)) or str(tmp_path)  # noqa: E731
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert DraftHeads.from_pretrained("someone/heads").num_heads == 3
-    assert calls == [("someone/heads", ["config.json", "*.safetensors", "model.safetensors.index.json"])]
+    random_heads().save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub" / "model.safetensors").write_text("the whole model")
+    hub(monkeypatch, tmp_path / "hub", tmp_path / "cache")
+    heads = DraftHeads.from_pretrained("someone/heads")
+    assert (heads.num_heads, heads.source) == (3, "someone/heads")
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["config.json", "heads.safetensors"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_of_a_published_model_only_the_shards_with_heads_are_fetched(tmp_path, monkeypatch, sharded):
+    published(tmp_path / "hub", random_heads(), sharded)
+    for extra in ("model-00009-of-00009.safetensors", "pytorch_model.bin", "modeling_llama.py"):
+        (tmp_path / "hub" / extra).write_text("not to be read")
+    hub(monkeypatch, tmp_path / "hub", tmp_path / "cache")
+    loaded = DraftHeads.from_pretrained("someone/heads").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in random_heads().state_dict().items())
+    fetched = {path.name for path in (tmp_path / "cache").iterdir()}
+    assert not fetched & {"model-00009-of-00009.safetensors", "pytorch_model.bin", "modeling_llama.py"}
 
 
 def test_an_unreachable_hub_is_one_sentence(monkeypatch):

@@ -24,6 +24,7 @@ from ts_eval import compare as experiment
 from ts_eval import defaults, metrics, summary
 from ts_eval.cli import main
 from ts_eval.json_lines import whole_lines
+from ts_eval.progress import Progress
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
@@ -55,7 +56,7 @@ def lie(monkeypatch):
         def stream(self, *arguments, **named):
             place = 0
             for chunk in honest(self, *arguments, **named):
-                if named["method"] in methods:
+                if arguments[2] in methods:
                     for index in range(len(chunk.token_ids)):
                         if place + index == 5:
                             chunk.token_ids[index] = (chunk.token_ids[index] + 1) % 256
@@ -337,7 +338,7 @@ def test_interrupted_says_how_to_resume(data, tmp_path, monkeypatch):
     def stream(self, *arguments, **named):
         chunks = honest(self, *arguments, **named)
         yield next(chunks)
-        if named.get("method") == "tokenswift" and named["sampling"].seed == 1:
+        if arguments[2] == "tokenswift" and arguments[3].seed == 1:
             raise KeyboardInterrupt
         yield from chunks
 
@@ -432,7 +433,6 @@ def test_heads_may_be_given_per_method(data, tmp_path):
     assert load(tmp_path)["settings"]["heads"] == {"ar": None, "tokenswift": str(data / "heads-chained")}
 
 
-EVERY = ("ar", "tokenswift", "medusa", "triforce", "magicdec", "prompt-lookup")
 TEXT_MEASURES = ("distinct", "distinct_words", "self_bleu", "longest_repeated_span", "repeated_share", "loop_start",
                  "compression_ratio", "perplexity", "semantic_diversity")  # fmt: skip
 
@@ -445,29 +445,29 @@ def with_every_part(data: Path) -> tuple[str, ...]:
     return "--draft-model", str(data / "reference-model"), "--heads", str(data / "heads-chained")
 
 
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method", decoder.methods())
 def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path, monkeypatch, method):
-    arguments = ("--max-new-tokens", "60", *with_every_part(data))
+    flags = ("--max-new-tokens", "100", *with_every_part(data))
     methods = ("ar",) if method == "ar" else ("ar", method)
-    assert compare(data, tmp_path / "whole", *arguments, methods=methods).exit_code == 0
+    assert compare(data, tmp_path / "whole", *flags, methods=methods).exit_code == 0
     honest = decoder.Decoder.stream
     cut_after = None
 
-    def stream(self, *positional, **named):
-        for place, chunk in enumerate(honest(self, *positional, **named)):
-            if place == cut_after and named["method"] == method:
+    def stream(self, *arguments, **named):
+        for place, chunk in enumerate(honest(self, *arguments, **named)):
+            if place == cut_after and arguments[2] == method:
                 raise KeyboardInterrupt
             yield chunk
 
     # Shorter than the cuts, so that these fall into the generation itself.
     monkeypatch.setattr(experiment, "WARM_UP_NEW_TOKENS", 2)
     monkeypatch.setattr(decoder.Decoder, "stream", stream)
-    for steps in (17, 3):
+    for steps in (4, 2):
         cut_after = steps
-        result = compare(data, tmp_path / "cut", *arguments, methods=methods)
+        result = compare(data, tmp_path / "cut", *flags, methods=methods)
         assert result.exit_code == 130 and "the same command resumes" in result.stderr
     cut_after = None
-    result = compare(data, tmp_path / "cut", *arguments, methods=methods)
+    result = compare(data, tmp_path / "cut", *flags, methods=methods)
     assert result.exit_code == 0, result.output
     assert "1 cut generation will be continued" in result.stderr
     assert not (tmp_path / "cut/in-progress").exists()
@@ -477,9 +477,9 @@ def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path,
     assert run["token_ids"] == whole["token_ids"] and run["text"] == whole["text"]
     assert measures(row) == measures(expected)
     assert row["resumed"] == 1 and "Cut and resumed" in result.stdout
-    assert run["resumed_at"] == [sum(run["step_tokens"][:17]), sum(run["step_tokens"][:20])]
+    assert run["resumed_at"] == [sum(run["step_tokens"][:4]), sum(run["step_tokens"][:6])]
     # Counts and times are the sums of the three parts.
-    assert sum(run["step_tokens"]) == 60 and len(run["step_tokens"]) == run["steps"]
+    assert sum(run["step_tokens"]) == 100 and len(run["step_tokens"]) == run["steps"]
     assert (run["drafted"], run["accepted"]) == (run["step_drafted"][-1], run["step_accepted"][-1])
     assert sum(run["accepted_by_depth"]) == run["accepted"]
     assert run["decode_seconds"] == pytest.approx(run["step_seconds"][-1], abs=1e-6)
@@ -487,11 +487,31 @@ def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path,
     assert run["cache_rebuilds"] is None
 
 
+@pytest.mark.parametrize("method", ["tokenswift:verification=independent", "hf"])
+def test_a_cut_generation_whose_draws_are_a_sequence_starts_over(data, tmp_path, monkeypatch, method):
+    assert compare(data, tmp_path / "whole", methods=("ar", method)).exit_code == 0
+    honest = Progress.add
+    steps = []
+
+    def add(self, tokens, counts):
+        honest(self, tokens, counts)
+        steps.append(self._header["method"])
+        if steps.count(method) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "add", add)
+    assert compare(data, tmp_path / "cut", methods=("ar", method)).exit_code == 130
+    monkeypatch.undo()
+    assert compare(data, tmp_path / "cut", methods=("ar", method)).exit_code == 0
+    assert tokens(load(tmp_path / "cut")) == tokens(load(tmp_path / "whole"))
+    assert load(tmp_path / "cut")["methods"][method]["resumed"] == 0
+
+
 def test_a_cut_generation_of_other_settings_is_never_continued(data, tmp_path, monkeypatch):
     honest = decoder.Decoder.stream
 
-    def stream(self, *positional, **named):
-        chunks = honest(self, *positional, **named)
+    def stream(self, *arguments, **named):
+        chunks = honest(self, *arguments, **named)
         yield next(chunks)
         yield from itertools.islice(chunks, 1)
         raise KeyboardInterrupt
@@ -612,7 +632,7 @@ def test_too_little_memory_ends_in_a_sentence_and_keeps_what_is_finished(data, t
     honest = decoder.Decoder.stream
 
     def stream(self, *arguments, **named):
-        if named["method"] == "tokenswift" and len(arguments[0]) == 40 and arguments[1] == 25:
+        if arguments[2] == "tokenswift" and len(arguments[0]) == 40 and arguments[1] == 25:
             if kind == "cuda":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.4 GiB.")
             torch.empty(2**60, dtype=torch.uint8)

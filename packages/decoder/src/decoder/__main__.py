@@ -1,77 +1,284 @@
-"""``python -m decoder``: stream a continuation of a prompt file to the terminal."""
+"""Stream a continuation of a prompt to the terminal.
+
+Standard output gets the text and nothing else. Exit status: 0 done; 1 the run broke off, for instance on a full disk;
+2 wrong usage or input; 130 interrupted.
+"""
 
 import argparse
+import os
+import re
 import sys
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NoReturn
 
-from decoder.decoder import load, methods
+import huggingface_hub
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer
+
+from decoder.chat import chat_ids
+from decoder.continuation import stream_on
+from decoder.decoder import Chunk, Decoder, load, methods
+from decoder.drafters import METHODS
+from decoder.flags import add_flags, from_flags
 from decoder.options import TokenSwiftOptions
 from decoder.sampling_params import SamplingParams
+from decoder.stats import Statistics
+from decoder.terminal import StatusLine
+from decoder.transcript import Transcript, digest_of, fingerprint
+
+BROKE_OFF, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 
-def _branching(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence instead of the whole usage."""
+        _say(f"{message} (--help lists the flags)")
+        sys.exit(WRONG_INPUT)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m decoder", description=__doc__)
-    parser.add_argument("--model", required=True, help="model folder or hub id")
-    parser.add_argument("--heads", help="heads checkpoint folder or hub id")
-    parser.add_argument("--draft-model", help="small model's folder or hub id, for triforce")
-    parser.add_argument("--prompt-file", required=True, type=Path, help="UTF-8 text")
-    parser.add_argument("--max-new-tokens", required=True, type=int)
-    parser.add_argument("--method", choices=methods(), help="default: tokenswift, or prompt-lookup without heads")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
-    parser.add_argument("--audit", action="store_true", help="score the text again afterwards and say what was found")
-    sampling = parser.add_argument_group("sampling")
-    for field in fields(SamplingParams):
-        flag = "--" + field.name.replace("_", "-")
-        sampling.add_argument(flag, type=type(field.default), default=field.default, help="default: %(default)s")
-    drafting = parser.add_argument_group("drafting: changes the speed, never the text")
-    drafting.add_argument("--tree", type=_branching, default=TokenSwiftOptions.tree, help="default: 1,3,3,3")
-    drafting.add_argument("--ngrams", type=int, default=TokenSwiftOptions.ngrams, help="default: %(default)s")
-    drafting.add_argument("--budget", type=int, help="slots of the partial cache; default: the prompt's length")
+    parser = _Parser(prog="python -m decoder", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="M", help="model folder or hub id")
+    parser.add_argument("--heads", metavar="H", help="heads checkpoint folder or hub id")
+    parser.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
+    parser.add_argument("--device", default="auto", metavar="D", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--dtype", default="auto", metavar="T", help="default: float32 on a CPU, else the checkpoint's")
+    prompts = parser.add_argument_group("prompt", "one of these, or text piped into standard input")
+    prompt = prompts.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt-file", metavar="F", help="UTF-8 text; - is standard input")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text itself")
+    prompt.add_argument("--chat", metavar="TEXT", help="a message to a chat model")
+    prompts.add_argument("--system", metavar="TEXT", help="the system message before it")
+    length = parser.add_argument_group("length")
+    length.add_argument("--max-new-tokens", required=True, type=int, metavar="N")
+    length.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    length.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the text there too, as it comes, and FILE.tokens beside it"
+    )
+    output.add_argument("--resume", action="store_true", help="go on with what a cut run has left in --output, if any")
+    output.add_argument("--audit", action="store_true", help="score the text again afterwards and say what was found")
+    add_flags(parser.add_argument_group("sampling"), SamplingParams)
+    drafting = parser.add_argument_group("drafting", "changes the speed, never the text (but see --verification)")
+    drafting.add_argument("--method", choices=methods(), help="default: tokenswift, or prompt-lookup without heads")
+    add_flags(drafting, TokenSwiftOptions)
     return parser
 
 
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no prompt file {path}")
+def _check(args: argparse.Namespace) -> None:
+    """What flags alone can get wrong."""
+    if args.resume and args.output is None:
+        raise ValueError("--resume needs --output: the file that a cut run has left")
+    if args.resume and args.verification != "exact":
+        raise ValueError(
+            f"--verification {args.verification} cannot be resumed exactly: "
+            f"its draws do not follow from their positions"
+        )
+    if args.audit and args.verification != "exact":
+        raise ValueError(f"--audit needs exact verification, not {args.verification}")
+    if args.system is not None and args.chat is None:
+        raise ValueError("--system goes with --chat")
+    if args.method and METHODS[args.method].heads_kinds and args.heads is None:
+        raise ValueError(f"--method {args.method} needs --heads")
+    if "" in args.stop:
+        raise ValueError("--stop takes text that is not empty")
+    if args.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens must be at least 0, not {args.max_new_tokens}")
+    for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
+        if source is not None and not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
+            raise FileNotFoundError(f"there is no {name} folder at {source}, and it is no hub id (owner/name) either")
+
+
+def _prompt_text(args: argparse.Namespace) -> str:
+    text = _read(args.prompt_file) if args.prompt is None else args.prompt
+    if not text:
+        raise ValueError("the prompt is empty: give at least one token of text")
+    return text
+
+
+def _read(file: str | None) -> str:
+    """The text of a file, or of standard input for "-" and where something is piped into it."""
+    if file not in (None, "-"):
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"there is no prompt file {file}")
+        name, data = f"the prompt file {file}", Path(file).read_bytes()
+    elif sys.stdin is None or (file is None and sys.stdin.isatty()):
+        raise ValueError("give a prompt: --prompt-file F, --prompt TEXT, --chat TEXT, or pipe text into standard input")
+    else:
+        name, data = "standard input", sys.stdin.buffer.read()
     try:
-        return path.read_text(encoding="utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt file {path} is not UTF-8 text") from error
+        raise ValueError(f"{name} is not UTF-8 text") from error
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0 when done, 2 for wrong input, 130 when interrupted."""
-    args = _parser().parse_args(arguments)
+def _prompt_ids(args: argparse.Namespace, text: str | None) -> list[int]:
     try:
-        sampling = SamplingParams(**{field.name: getattr(args, field.name) for field in fields(SamplingParams)})
-        options = TokenSwiftOptions(tree=args.tree, ngrams=args.ngrams, budget=args.budget)
-        prompt = _read(args.prompt_file)
-        decoder = load(args.model, args.heads, draft_model=args.draft_model, device=args.device, dtype=args.dtype)
-        output = None
-        for chunk in decoder.stream(
-            prompt, args.max_new_tokens, args.method, sampling, options, ignore_eos=args.ignore_eos
-        ):
-            print(chunk.text, end="", flush=True)
-            output = chunk.output
-        audit = f"; {decoder.audit(output)}" if args.audit else ""
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"python -m decoder: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    stats = output.stats
-    rate = "" if stats.acceptance_rate is None else f", acceptance {stats.acceptance_rate:.2f}"
-    speed = f"{stats.generated / stats.decode_seconds:.1f} tokens/s" if stats.decode_seconds else "nothing generated"
+        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    except OSError as error:
+        raise OSError(f"the model {args.model} cannot be read: {error}") from error
+    if args.chat is not None:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        ids = chat_ids([*system, {"role": "user", "content": args.chat}], tokenizer)
+    else:
+        ids = tokenizer(text, verbose=False)["input_ids"]
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and len(ids) + args.max_new_tokens > limit:
+        raise ValueError(
+            f"the prompt ({len(ids)} tokens) and --max-new-tokens {args.max_new_tokens} "
+            f"are beyond the {limit} positions of the model: shorten one of them"
+        )
+    return ids
+
+
+class _Run:
+    """One run of the command: everything that may be refused is, before the model is loaded where that can be."""
+
+    def __init__(self, args: argparse.Namespace):
+        _check(args)
+        self.args = args
+        self.transcript = None if args.output is None else Transcript(args.output, args.resume)
+        sampling, options = from_flags(SamplingParams, args), from_flags(TokenSwiftOptions, args)
+        text = None if args.chat is not None else _prompt_text(args)
+        prompt_ids = _prompt_ids(args, text)
+        request: dict[str, Any] = {
+            "prompt": {"sha256": digest_of(prompt_ids), "tokens": len(prompt_ids)},
+            "stop": args.stop,
+            "ignore_eos": args.ignore_eos,
+            "verification": options.verification,
+            **asdict(sampling),
+            "suppress_tokens": list(sampling.suppress_tokens),
+        }
+        self._check_request(request)
+        self.decoder: Decoder = load(
+            args.model, args.heads, draft_model=args.draft_model, device=args.device, dtype=args.dtype
+        )
+        model = self.decoder.model
+        request |= {"dtype": str(model.dtype).removeprefix("torch."), "model": {"sha256": fingerprint(model)}}
+        self._check_request(request)
+        token_ids = [] if self.transcript is None else self.transcript.token_ids
+        self.prompt_tokens, self.before, self.generated = len(prompt_ids), len(token_ids), len(token_ids)
+        self.chunks: Iterator[Chunk] = stream_on(
+            self.decoder,
+            prompt_ids,
+            token_ids,
+            args.max_new_tokens,
+            args.method,
+            sampling,
+            options,
+            args.stop,
+            args.ignore_eos,
+            None if self.transcript is None else self.transcript.finish_reason,
+        )
+        self.first = next(self.chunks)
+        if self.transcript is not None:
+            self.transcript.open(request, self.first.text)
+
+    def _check_request(self, request: dict[str, Any]) -> None:
+        if self.transcript is not None:
+            self.transcript.check(request)
+
+    def stream(self) -> None:
+        """Generate; the text goes to standard output and the file, what is known of it to standard error."""
+        chunk = self.first
+        complete = chunk.output is not None
+        with _own_line(), StatusLine(sys.stderr) as status:
+            _put(chunk.text)
+            if not complete:
+                status.show(f"reading {self.prompt_tokens + self.generated:,} tokens", now=True)
+            for chunk in self.chunks:
+                if self.transcript is not None:
+                    self.transcript.append(chunk.token_ids, chunk.text, chunk.output and chunk.output.finish_reason)
+                self.generated += len(chunk.token_ids)
+                _put(chunk.text)
+                status.show(f"{self.generated:,} of {self.args.max_new_tokens:,} tokens{_rates(chunk.stats)}")
+        before = f" ({self.before} of them before)" if self.before and not complete else ""
+        rates = ", complete before" if complete else _rates(chunk.stats)
+        audit = f"; {self.decoder.audit(chunk.output)}" if self.args.audit else ""
+        print(f"{self.generated} tokens{before}{rates}{audit}", file=sys.stderr)
+
+    def kept(self) -> str:
+        """What a run that broke off leaves behind, in words."""
+        tokens = f"after {self.generated} tokens"
+        if self.transcript is None:
+            return tokens
+        if self.args.verification != "exact":
+            return f"{tokens}, whose text {self.args.output} keeps"
+        return f"{tokens}; the same command with --resume goes on from there"
+
+    def close(self) -> None:
+        self.chunks.close()
+        if self.transcript is not None:
+            self.transcript.close()
+
+
+@contextmanager
+def _own_line() -> Iterator[None]:
+    """What follows the text on a terminal begins on a line of its own."""
+    try:
+        yield
+    finally:
+        if sys.stdout.isatty():
+            _put("\n")
+
+
+def _rates(stats: Statistics) -> str:
+    speed = f", {stats.generated / stats.decode_seconds:.1f} tokens/s" if stats.decode_seconds else ""
     per_step = "" if stats.tokens_per_step is None else f", {stats.tokens_per_step:.2f} tokens per step"
-    print(f"\n{stats.generated} tokens, {speed}{per_step}{rate}{audit}", file=sys.stderr)
+    rate = "" if stats.acceptance_rate is None else f", acceptance {stats.acceptance_rate:.2f}"
+    return speed + per_step + rate
+
+
+def _put(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _say(sentence: str) -> None:
+    print(f"python -m decoder: {sentence}", file=sys.stderr)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    args = _parser().parse_args(arguments)
+    # A terminal that cannot show a character is no reason to lose the rest.
+    sys.stdout.reconfigure(errors="replace")
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    # Its retries would stand between the user and the one sentence that says what is missing.
+    huggingface_hub.utils.logging.set_verbosity_error()
+    try:
+        run = _Run(args)
+    except (ValueError, OSError) as error:
+        _say(_sentence(error))
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    with closing(run):
+        try:
+            run.stream()
+        except KeyboardInterrupt:
+            _say(f"interrupted {run.kept()}")
+            return INTERRUPTED
+        except BrokenPipeError:
+            # Nobody reads any more; what is still in the buffer must not fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _say(f"standard output was closed {run.kept()}")
+            return BROKE_OFF
+        except (ValueError, OSError, torch.OutOfMemoryError) as error:
+            _say(f"{_sentence(error)} {run.kept()}")
+            return BROKE_OFF
     return 0
 
 

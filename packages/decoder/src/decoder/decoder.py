@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from decoder.acceptance import Independent, exact
 from decoder.auditing import Audit, audit
+from decoder.chat import chat_ids, is_chat
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
@@ -21,8 +22,9 @@ from decoder.sampling_params import SamplingParams
 from decoder.stats import Statistics
 from decoder.target import Target
 from decoder.text_stream import TextStream
+from decoder.verify_costs import VerifyCosts
 
-Prompt = str | Sequence[int] | torch.Tensor
+Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
 HeadsLike = DraftHeads | str | os.PathLike
 
 
@@ -78,7 +80,7 @@ class Chunk:
     Attributes:
         token_ids: the step's tokens.
         text: newly settled text, possibly "".
-        stats: counts and times so far; the generation's own record, which goes on counting.
+        stats: what was counted and timed so far; goes on counting with the next chunk.
         output: the whole result, on the last chunk only.
     """
 
@@ -119,6 +121,7 @@ class Decoder:
         if self.draft_target is not None and self.draft_target.vocab_size != self.target.vocab_size:
             sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
+        self.verify_costs = VerifyCosts(self.target)
         self.heads: dict[str, DraftHeads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
@@ -144,7 +147,8 @@ class Decoder:
         """Generate up to ``max_new_tokens`` tokens; the same seed gives the same tokens with every method.
 
         Args:
-            prompt: text, token ids, or a LongTensor [n] or [1, n].
+            prompt: text, token ids, a LongTensor [n] or [1, n], or chat messages ({"role": ..., "content": ...} each)
+                for the tokenizer's chat template.
             max_new_tokens: exact, unless a stop ends the text before; None goes on until a stop or the model's last
                 position, in a cache that grows with the text.
             method: one of `decoder.methods()`; None takes `tokenswift`, or `prompt-lookup` without heads.
@@ -195,7 +199,10 @@ class Decoder:
         sampler = Sampler(
             sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
         )
-        drafter = METHODS[method](Resources(self.target, heads, self.draft_target, sampling, options, context, limit))
+        resources = Resources(
+            self.target, heads, self.draft_target, sampling, options, context, self.verify_costs, limit
+        )
+        drafter = METHODS[method](resources)
         accept = Independent(sampling.seed, self.target.device) if options.verification == "independent" else exact
         engine = Engine(self.target, drafter, sampler, limit, ends, accept, open_ended=max_new_tokens is None)
         return self._run(engine, text, Request(self.model, context, sampling, options.verification, logits_hook))
@@ -231,6 +238,8 @@ class Decoder:
                 raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
             # No length warning: the length is checked against the model, in words, right after.
             ids = self.tokenizer(prompt, verbose=False)["input_ids"]
+        elif is_chat(prompt):
+            ids = chat_ids(prompt, self.tokenizer)
         elif isinstance(prompt, torch.Tensor):
             if prompt.is_floating_point() or prompt.ndim not in (1, 2):
                 raise ValueError("a prompt tensor holds integer token ids, of shape [n] or [1, n]")
@@ -240,7 +249,9 @@ class Decoder:
         elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt) and not isinstance(prompt, bytes):
             ids = list(prompt)
         else:
-            raise ValueError("a prompt is text, a list of integer token ids, or a LongTensor [n] or [1, n]")
+            raise ValueError(
+                "a prompt is text, chat messages, a list of integer token ids, or a LongTensor [n] or [1, n]"
+            )
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         outside = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
@@ -272,11 +283,11 @@ class Decoder:
         if not kinds:
             return method, None
         kind = next((kind for kind in kinds if kind in self.heads), None)
-        if kind is None:
+        if kind is None and METHODS[method].needs_heads:
             raise ValueError(
                 f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'prompt-lookup'"
             )
-        return method, self.heads[kind]
+        return method, self.heads.get(kind)
 
     def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:
         if stop is not None and not isinstance(stop, str | int | Sequence):

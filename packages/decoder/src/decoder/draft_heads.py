@@ -19,8 +19,14 @@ FORMAT_VERSION = 1
 WEIGHTS = "heads.safetensors"
 CONFIG = "config.json"
 
-PUBLISHED_NAME = re.compile(r"(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight")
-PUBLISHED_PARTS = {"linear": "linear", "input_layernorm": "input_norm", "post_layernorm": "output_norm"}
+PUBLISHED_WEIGHTS = "model.safetensors"
+PUBLISHED_INDEX = "model.safetensors.index.json"
+PUBLISHED_NAME = re.compile(r"(?:model\.)?medusa_layers\.(.+)")
+PUBLISHED_PARTS = {
+    "linear.weight": "linear.weight",
+    "input_layernorm.weight": "input_norm.weight",
+    "post_layernorm.weight": "output_norm.weight",
+}
 
 
 class RMSNorm(nn.Module):
@@ -78,6 +84,7 @@ class DraftHeads(nn.Module):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.hidden_size, self.num_heads, self.norm_eps, self.kind = hidden_size, num_heads, norm_eps, kind
+        self.source: str | None = None  # where `from_pretrained` found them; errors name it
         self.heads = nn.ModuleList(DraftHead(hidden_size, norm_eps, self.conditioned) for _ in range(num_heads))
 
     @property
@@ -132,7 +139,8 @@ class DraftHeads(nn.Module):
     def check_fits(self, hidden_size: int) -> None:
         """Raise ValueError unless the heads are for a model of ``hidden_size``."""
         if hidden_size != self.hidden_size:
-            raise ValueError(f"the heads are for hidden size {self.hidden_size}, the model has {hidden_size}")
+            which = "the heads" if self.source is None else f"the heads in {self.source}"
+            raise ValueError(f"{which} are for hidden size {self.hidden_size}, the model has {hidden_size}")
 
     def save_pretrained(
         self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
@@ -171,9 +179,10 @@ class DraftHeads(nn.Module):
         """
         directory = _local_folder(str(source))
         config = _read_json(directory / CONFIG)
-        if config.get("architecture") == ARCHITECTURE:
-            return cls._from_own(directory, config)
-        return cls._from_published(directory, config)
+        own = config.get("architecture") == ARCHITECTURE
+        heads = cls._from_own(directory, config) if own else cls._from_published(directory, config)
+        heads.source = str(source)
+        return heads
 
     @classmethod
     def _from_own(cls, directory: Path, config: dict) -> "DraftHeads":
@@ -188,26 +197,21 @@ class DraftHeads(nn.Module):
 
     @classmethod
     def _from_published(cls, directory: Path, config: dict) -> "DraftHeads":
-        index = directory / "model.safetensors.index.json"
-        single = directory / "model.safetensors"
-        if index.is_file():
-            shards = _read_json(index).get("weight_map", {})
-            names = sorted({file for tensor, file in shards.items() if PUBLISHED_NAME.fullmatch(tensor)})
-            files = [directory / name for name in names]
-        else:
-            files = [single] if single.is_file() else []
         tensors = {}
-        for path in files:
+        for name in _published_files(directory):
+            path = directory / name
             if not path.is_file():
-                raise FileNotFoundError(f"{directory} has no {path.name}, which its index names")
-            for name, tensor in _read_tensors(path, PUBLISHED_NAME).items():
-                number, part = PUBLISHED_NAME.fullmatch(name).groups()
-                tensors[f"heads.{number}.{PUBLISHED_PARTS[part]}.weight"] = tensor
+                raise FileNotFoundError(f"{directory} has no {name}, which its index names")
+            for found, tensor in _read_tensors(path, PUBLISHED_NAME).items():
+                number, _, part = PUBLISHED_NAME.fullmatch(found)[1].partition(".")
+                tensors[f"heads.{number}.{PUBLISHED_PARTS[part]}" if part in PUBLISHED_PARTS else found] = tensor
         if not tensors:
-            raise ValueError(f"{directory} is not a heads checkpoint: {CONFIG} and tensors of no known heads format")
+            pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
+            hint = "; pickle files are not read, only safetensors" if pickled else ""
+            raise ValueError(f"{directory} is not a heads checkpoint: it has no tensors of a known heads format{hint}")
         fields = {
             "hidden_size": config.get("hidden_size"),
-            "num_heads": len({name.split(".")[1] for name in tensors}),
+            "num_heads": len({name.split(".")[1] for name in tensors if name.startswith("heads.")}),
             "norm_eps": config.get("rms_norm_eps"),
             "kind": "chained",
         }
@@ -218,12 +222,19 @@ class DraftHeads(nn.Module):
         for name, kind in (("hidden_size", int), ("num_heads", int), ("norm_eps", float), ("kind", str)):
             if not isinstance(fields[name], kind):
                 raise ValueError(f"{directory / CONFIG} gives no usable {name}: {fields[name]!r}")
-        with torch.device("meta"):
-            heads = cls(**fields)
+        try:
+            with torch.device("meta"):
+                heads = cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{directory / CONFIG}: {error}") from error
         expected = heads.state_dict()
-        for what, names in (("misses", expected.keys() - tensors.keys()), ("has extra", tensors.keys() - expected)):
+        for what, names in (
+            ("lack", expected.keys() - tensors.keys()),
+            ("have extra", tensors.keys() - expected.keys()),
+        ):
             if names:
-                raise ValueError(f"the heads in {directory} {what} tensors: {', '.join(sorted(names))}")
+                some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                raise ValueError(f"the heads in {directory} {what} tensors: {some}")
         for name, tensor in tensors.items():
             if tensor.shape != expected[name].shape:
                 shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
@@ -242,15 +253,34 @@ def _local_folder(source: str) -> Path:
         raise NotADirectoryError(f"heads are read from a folder, and {source} is a file")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"there is no folder of heads at {source}")
+    folder = _fetch(source, [CONFIG, WEIGHTS, PUBLISHED_INDEX])
+    if not (folder / WEIGHTS).is_file():
+        # The published heads lie in one or two of a whole model's many gigabytes of shards.
+        folder = _fetch(source, [CONFIG, PUBLISHED_INDEX, *(_published_files(folder) or [PUBLISHED_WEIGHTS])])
+    return folder
+
+
+def _fetch(repository: str, names: list[str]) -> Path:
+    """The files ``names`` of a hub repository, as far as it has them, in a folder of the hub's cache."""
     from huggingface_hub import snapshot_download
 
-    wanted = [CONFIG, "*.safetensors", "model.safetensors.index.json"]
     try:
-        return Path(snapshot_download(source, allow_patterns=wanted))
+        return Path(snapshot_download(repository, allow_patterns=names))
     except Exception as error:
         # The hub client raises many unrelated types for one fact: it could not be read.
         reason = f"could not be read from the Hugging Face hub ({type(error).__name__})"
-        raise OSError(f"there is no folder of heads at {source}, and it {reason}") from error
+        raise OSError(f"there is no folder of heads at {repository}, and it {reason}") from error
+
+
+def _published_files(directory: Path) -> list[str]:
+    """Names of the files in which a published checkpoint may hold head tensors."""
+    index = directory / PUBLISHED_INDEX
+    if not index.is_file():
+        return [PUBLISHED_WEIGHTS] if (directory / PUBLISHED_WEIGHTS).is_file() else []
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
+        raise ValueError(f"{index} has no weight_map from tensors to files")
+    return sorted({file for tensor, file in shards.items() if PUBLISHED_NAME.fullmatch(tensor)})
 
 
 def _read_json(path: Path) -> dict:

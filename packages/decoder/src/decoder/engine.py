@@ -80,6 +80,5 @@ class Engine:
         return self.finish_reason is not None
 
     def _clock(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+        self.target.wait()
         return time.perf_counter()

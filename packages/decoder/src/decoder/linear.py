@@ -28,20 +28,21 @@ def few_rows_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     product = (module.weight @ flat.T).T[:rows]
     if module.bias is not None:
         product = product + module.bias
-    return product.reshape(*x.shape[:-1], -1)
+    # Contiguous, as models may count on of a linear layer.
+    return product.contiguous().view(*x.shape[:-1], -1)
 
 
 @contextmanager
 def few_rows(modules: list[nn.Linear]) -> Iterator[None]:
-    """`few_rows_linear` in place of the forward of each module, until the end of the block; blocks nest."""
-    before = [module.__dict__.get("forward") for module in modules]
-    for module in modules:
+    """`few_rows_linear` in place of the forward of each module, until the end of the block; blocks nest.
+
+    A module whose forward has been replaced already, by an outer block or by the user, keeps that one.
+    """
+    plain = [module for module in modules if "forward" not in module.__dict__]
+    for module in plain:
         module.__dict__["forward"] = partial(few_rows_linear, module)
     try:
         yield
     finally:
-        for module, forward in zip(modules, before, strict=True):
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = forward
+        for module in plain:
+            del module.__dict__["forward"]

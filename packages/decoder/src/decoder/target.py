@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from decoder import attention
+from decoder.architectures import refuse_unsupported
 from decoder.full_cache import FullCache
 from decoder.linear import few_rows
 from decoder.token_tree import TokenTree
@@ -20,28 +21,8 @@ OBSERVED = 32
 
 _PREFILL_CHUNK = 512
 
-
-def refuse_unsupported(config) -> None:
-    """Raise ValueError, with the reason, for an architecture that could not be decoded exactly."""
-    name = config.model_type
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; only decoder-only causal models can be accelerated")
-    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, field, None):
-            raise ValueError(f"{name} caps logits ({field}); this attention does not, so the text would differ")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    # Mistral has no layer types: a window there binds every layer. Qwen2 has a switch beside it.
-    if window and getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
-        kinds.add("sliding_attention")
-    if "sliding_attention" in kinds and window and window >= config.max_position_embeddings:
-        kinds.discard("sliding_attention")
-    if kinds - {"full_attention"}:
-        kind = sorted(kinds - {"full_attention"})[0].replace("_", " ")
-        raise ValueError(f"{name} has layers with {kind}; only full attention over the whole text can be accelerated")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(f"{name} uses {rope['rope_type']} rotary scaling, under which cached keys go stale")
+# More than half precision leaves in logits as relative error, less than another function of them would.
+_LOGITS_TOLERANCE = 0.02
 
 
 @dataclass
@@ -62,27 +43,77 @@ class Verification:
 class Target:
     """Runs the user's model over a cache, inside a `borrowed` block, and leaves the model as it was.
 
+    Making one runs the model on a tree of three tokens, to see that every layer takes this attention and what the
+    model does to the output of its language-model head.
+
     Raises:
-        ValueError: an architecture that could not be decoded exactly.
+        ValueError: an architecture that could not be decoded exactly, or a model on another device than one CPU or
+            CUDA device.
     """
 
     def __init__(self, model: PreTrainedModel):
-        refuse_unsupported(model.config)
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"a transformers model (PreTrainedModel) is needed, not {type(model).__name__}")
+        refuse_unsupported(model.config, type(model))
         self.model = model
+        self.name: str = model.config.model_type
         self.decoder = model.get_decoder()
         self.lm_head = model.get_output_embeddings()
-        norm = next((getattr(self.decoder, n) for n in _NORM_NAMES if hasattr(self.decoder, n)), None)
+        norms = (getattr(self.decoder, name, None) for name in _NORM_NAMES)
+        norm = next((norm for norm in norms if norm is not None), None)
         if norm is None or self.lm_head is None:
-            raise ValueError(f"{model.config.model_type} has no final norm or output embedding where one is expected")
+            raise ValueError(f"{self.name} has no final norm or language-model head where draft heads could attach")
         self.norm: nn.Module = norm
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.hidden_size: int = self.lm_head.weight.shape[1]
+        self._refuse_devices()
+        self._modules = list(model.modules())
         plain = self.device.type == "cpu" and self.lm_head.weight.dtype in (torch.float32, torch.float64)
-        self._linears = [m for m in model.modules() if type(m) is nn.Linear] if plain else []
+        self._linears = [m for m in self._modules if type(m) is nn.Linear] if plain else []
+        self._hidden: torch.Tensor | None = None
+        self._logit_scale = self._probe()
 
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    def _refuse_devices(self) -> None:
+        devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
+        if len(devices) > 1:
+            raise ValueError(f"the model is spread over {', '.join(devices)}; load it on one device")
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"the model is on device {devices[0]}; only cpu and cuda are supported")
+
+    @torch.inference_mode()
+    def _probe(self) -> float:
+        """Refuse what the configuration does not tell; the factor from the LM head's output to the model's logits."""
+        experts = getattr(self.model.config, "_experts_implementation", None)
+        if self.lm_head.weight.dtype == torch.float64 and experts == "grouped_mm":
+            raise ValueError(f"{self.name} runs in float64 only with experts_implementation='eager': load it with that")
+        tree = TokenTree(0)
+        for token in (0, 1 % self.vocab_size):
+            tree.add(0, token, "probe")
+        cache = FullCache(len(tree))
+        try:
+            with self.borrowed():
+                seen = self.forward(tree, cache)
+                raw, logits = self.lm_head(self.norm(seen.hidden)).double(), seen.logits.double()
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{self.name} cannot be run with another attention and cache: {reason}") from error
+        layers = self.model.config.num_hidden_layers
+        if not len(seen.queries) == len(cache.keys) == layers:
+            raise ValueError(
+                f"{self.name} does not use transformers' attention interface and cache in all {layers} layers"
+            )
+        scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
+        if (raw * scale - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
+            raise ValueError(
+                f"{self.name} changes its logits behind its language-model head; that cannot be drafted for"
+            )
+        return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -90,20 +121,21 @@ class Target:
 
         Borrowed for one step at a time, so that between two chunks of a stream the model is the user's own.
         """
-        config, training = self.model.config, self.model.training
+        config, training = self.model.config, [module for module in self._modules if module.training]
         implementation = config._attn_implementation
         hook = self.norm.register_forward_pre_hook(self._record)
         config._attn_implementation = attention.NAME
-        if training:
-            self.model.eval()
+        for module in training:
+            module.training = False
         try:
             with few_rows(self._linears):
                 yield
         finally:
             hook.remove()
             config._attn_implementation = implementation
-            if training:
-                self.model.train()
+            for module in training:
+                module.training = True
+            self._hidden = None
 
     def _record(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden = args[0]
@@ -144,6 +176,12 @@ class Target:
         """Input embedding [d] of a token."""
         return self.model.get_input_embeddings()(torch.tensor(token, device=self.device))
 
+    def wait(self) -> None:
+        """Return once the device has done all it was asked for, so that clocks mean something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def head(self, normalised: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of normalised hidden states [..., d]."""
-        return self.lm_head(normalised)
+        """Logits [..., V] of normalised hidden states [..., d], scaled as the model scales its own."""
+        logits = self.lm_head(normalised)
+        return logits if self._logit_scale == 1 else logits * self._logit_scale

@@ -54,8 +54,9 @@ class TextStream:
 
     def _extend(self, new: str) -> None:
         # What was given holds no beginning of a stop string, so none can begin there.
+        start = max(0, len(self._open) - max(map(len, self.stop), default=0))
         self._open += new
-        found = [at for s in self.stop if (at := self._open.find(s)) >= 0]
+        found = [at for s in self.stop if (at := self._open.find(s, start)) >= 0]
         if found:
             self._open = self._open[: min(found)]
             self.stopped = True

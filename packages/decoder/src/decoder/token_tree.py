@@ -83,6 +83,13 @@ class TokenTree:
             if parent is not None and path[-1] < len(level):
                 nodes[path] = self.add(parent, level[path[-1]], source)
 
+    def cut(self, size: int) -> None:
+        """Forget all nodes but the first ``size``."""
+        for node in range(len(self) - 1, size - 1, -1):
+            del self._children[self.parents[node]][self.tokens[node]]
+        for field in (self.tokens, self.parents, self.depths, self.sources, self._children):
+            del field[size:]
+
     def path(self, node: int) -> list[int]:
         """The nodes from the root to ``node``."""
         nodes = [node]

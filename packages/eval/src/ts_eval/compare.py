@@ -35,7 +35,12 @@ from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refus
 from ts_eval.results import SCHEMA_VERSION, GenerationLog, digest_files, environment, write_json
 from ts_eval.summary import audit_of, divergence_margin, summarise, timed_tokens
 
-DEFAULT_HEADS = {"tokenswift": "heads-chained", "medusa": "heads-independent"}
+DEFAULT_HEADS = {
+    "tokenswift": "heads-chained",
+    "medusa": "heads-independent",
+    "tokenswift-fused": "heads-conditioned",
+    "auto": "heads-conditioned",
+}
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16
 IN_PROGRESS = "in-progress"
@@ -350,7 +355,7 @@ class Setup:
         header = {"fingerprint": log.fingerprint, "method": text, "prompt_index": prompt, "run": run}
         name = hashlib.sha256(str(header).encode()).hexdigest()[:16]
         path = log.folder / IN_PROGRESS / f"{name}.jsonl"
-        if not can_continue(self._name(text), self.params[run]):
+        if not can_continue(self._name(text), self.params[run], self.options[text]):
             path.unlink(missing_ok=True)
         return Progress(path, header)
 
@@ -522,7 +527,7 @@ def _heads_by_method(specs: list[MethodSpec], heads: Sequence[str], own: dict[st
 def _refuse_missing_parts(specs: list[MethodSpec], heads: dict[str, str], draft_model: str | None) -> None:
     """Refuse, before anything is loaded, a method that lacks heads or draft model."""
     for spec in specs:
-        if not spec.is_hf and METHODS[spec.name].heads_kinds and spec.text not in heads:
+        if not spec.is_hf and METHODS[spec.name].needs_heads and spec.text not in heads:
             raise ValueError(f"{spec.name} needs draft heads: give --heads CHECKPOINT or {spec.name}=CHECKPOINT")
         if spec.name == "triforce" and draft_model is None:
             raise ValueError("triforce needs a small model with the same vocabulary: give --draft-model")

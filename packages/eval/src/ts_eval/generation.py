@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import decoder
+from decoder.continuation import stream_on
 from ts_eval.method_spec import HF
 from ts_eval.progress import COUNTS, counts_of
 
@@ -26,24 +26,12 @@ def continue_with_decoder(
     options: "decoder.TokenSwiftOptions",
     on_step: OnStep,
 ) -> None:
-    """Generate what ``sofar`` lacks of ``max_new_tokens`` tokens.
-
-    ``sofar`` is handed over as part of the prompt. The noise is keyed by absolute position and the penalty
-    window covers prompt and output, so the tokens are those of an uncut generation. The partial cache keeps the size
-    that the real prompt gives it.
-    """
-    options = replace(options, budget=options.budget_for(len(prompt)))
-    stream = dec.stream(
-        [*prompt, *sofar],
-        max_new_tokens - len(sofar),
-        method=method,
-        sampling=sampling,
-        options=options,
-        ignore_eos=True,
-    )
-    for chunk in stream:
-        if chunk.token_ids:
-            on_step(chunk.token_ids, counts_of(chunk.stats))
+    """Generate what ``sofar`` lacks of ``max_new_tokens`` tokens, as if there had been no cut."""
+    stream = stream_on(dec, prompt, sofar, max_new_tokens, method, sampling, options, ignore_eos=True)
+    with closing(stream):
+        for chunk in stream:
+            if chunk.token_ids:
+                on_step(chunk.token_ids, counts_of(chunk.stats))
 
 
 def continue_with_transformers(
@@ -73,9 +61,13 @@ def continue_with_transformers(
         )
 
 
-def can_continue(method: str, sampling: "decoder.SamplingParams") -> bool:
-    """Whether a cut generation goes on to the same text: transformers' sampling does not, its noise is a sequence."""
-    return method not in HF or sampling.greedy
+def can_continue(method: str, sampling: "decoder.SamplingParams", options: "decoder.TokenSwiftOptions") -> bool:
+    """Whether a cut generation goes on to the same text.
+
+    It does not where the noise is a sequence and no function of the position: when transformers samples, and under
+    independent verification.
+    """
+    return sampling.greedy if method in HF else options.verification == "exact"
 
 
 def hf_arguments(sampling: "decoder.SamplingParams") -> dict:

@@ -18,8 +18,10 @@ from decoder.drafters import prompt_lookup
 from decoder.token_tree import rank_paths
 from ts_eval.checkpoints import named, refuse_missing
 
-METHODS = ("ar", "tokenswift", "medusa", "triforce", "magicdec", "prompt-lookup")
-"""The methods whose passes are known here."""
+METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
+"""The methods whose passes are known beforehand; those that tune their trees as they go are not among them."""
+CHAIN = 32
+"""Tokens that tokenswift-fused copies from the text at most."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class MethodPlan:
 
     Attributes:
         nodes: the widest tree, root included; 1 for plain decoding.
-        depth: drafted tokens on its longest path.
+        depth: drafted tokens on its longest path, of tokenswift-fused on the heads' part of it.
         weights: the model's.
         full_cache: keys and values of prompt and output.
         draft_cache: the draft pass's keys and values; 0 when it has none.
@@ -150,9 +152,10 @@ def plan_method(
 ) -> MethodPlan:
     """The plan of one of `METHODS`.
 
-    Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa the heads
-    and the language-model head; magicdec as many over weights and small cache as the tree has levels; triforce one
-    over weights and partial cache, and one of the small model per further level; prompt-lookup none.
+    Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa and
+    tokenswift-fused the heads and the language-model head; magicdec as many over weights and small cache as the tree
+    has levels; triforce one over weights and partial cache, and one of the small model per further level;
+    prompt-lookup none.
 
     Raises:
         ValueError: an unknown method, or triforce without its small model.
@@ -169,9 +172,9 @@ def plan_method(
         # With cache="full" the draft pass reads the whole text's pairs: at least those of the prompt.
         read = model.cache_bytes(prompt_tokens) if options.cache == "full" else draft_cache
         draft_reads = model.pass_bytes + drafter + read
-    elif method == "medusa":
+    elif method in ("medusa", "tokenswift-fused"):
         depth, drafter = min(levels, heads), model.heads_bytes(heads)
-        nodes = 1 + len(rank_paths(options.tree, depth))
+        nodes = 1 + len(rank_paths(options.tree, depth)) + (CHAIN if method == "tokenswift-fused" else 0)
         draft_reads = drafter + model.lm_head_parameters * model.value_bytes
     elif method == "magicdec":
         depth, nodes, draft_cache = levels, 1 + levels, model.cache_bytes(budget + levels)

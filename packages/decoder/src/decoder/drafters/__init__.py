@@ -1,10 +1,13 @@
 """The methods: every drafter under the name that users give."""
 
+from decoder.drafters.auto import Auto
 from decoder.drafters.autoregressive import Autoregressive
 from decoder.drafters.base import Drafter, Resources
+from decoder.drafters.fused import Fused
 from decoder.drafters.magicdec import MagicDec
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.prompt_lookup import PromptLookup
+from decoder.drafters.suffix import Suffix
 from decoder.drafters.tokenswift import TokenSwift
 from decoder.drafters.triforce import TriForce
 
@@ -15,16 +18,22 @@ METHODS: dict[str, type[Drafter]] = {
     "triforce": TriForce,
     "magicdec": MagicDec,
     "prompt-lookup": PromptLookup,
+    "suffix": Suffix,
+    "tokenswift-fused": Fused,
+    "auto": Auto,
 }
 
 __all__ = [
     "METHODS",
+    "Auto",
     "Autoregressive",
     "Drafter",
+    "Fused",
     "MagicDec",
     "Medusa",
     "PromptLookup",
     "Resources",
+    "Suffix",
     "TokenSwift",
     "TriForce",
 ]

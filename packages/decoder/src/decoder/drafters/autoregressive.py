@@ -16,6 +16,7 @@ class Autoregressive:
     """Proposes nothing: each step verifies the newest token alone and draws one."""
 
     heads_kinds = ()
+    needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
         self.max_nodes = 1

@@ -14,6 +14,7 @@ from decoder.sampling_params import SamplingParams
 from decoder.stats import Statistics
 from decoder.target import Target, Verification
 from decoder.token_tree import TokenTree
+from decoder.verify_costs import VerifyCosts
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,12 @@ class Resources:
 
     Attributes:
         target: the model itself, borrowed by the engine whenever the drafter proposes or starts.
-        heads: draft heads of the first of its `Drafter.heads_kinds` at hand; None when it names none.
+        heads: draft heads of the first of its `Drafter.heads_kinds` at hand; None when there are none.
         draft_model: the small model, which the drafter borrows itself; None when the user gave none.
         sampling: how the target's tokens are chosen.
         options: the user's settings of the drafters.
         prompt: its token ids.
+        costs: what verifications cost here, measured when first asked for.
         max_new_tokens: tokens to generate at most; a deeper tree is of no use.
     """
 
@@ -36,6 +38,7 @@ class Resources:
     sampling: SamplingParams
     options: TokenSwiftOptions
     prompt: list[int]
+    costs: VerifyCosts
     max_new_tokens: int
 
 
@@ -46,7 +49,10 @@ class Drafter(Protocol):
     """
 
     heads_kinds: ClassVar[tuple[str, ...]]
-    """Kinds of draft heads it can run with, the preferred one first; empty when it needs none."""
+    """Kinds of draft heads it can run with, the preferred one first; empty when it uses none."""
+
+    needs_heads: ClassVar[bool]
+    """Whether it is of no use without them."""
 
     max_nodes: int
     """The widest tree it may propose, root included; the full cache keeps that much room."""

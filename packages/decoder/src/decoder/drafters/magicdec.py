@@ -21,6 +21,7 @@ class MagicDec:
     """
 
     heads_kinds = ()
+    needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
         self.target, self.options = resources.target, resources.options

@@ -22,6 +22,7 @@ class Medusa:
     """
 
     heads_kinds = ("independent", "chained", "conditioned")
+    needs_heads = True
 
     def __init__(self, resources: Resources) -> None:
         heads, options = resources.heads, resources.options

@@ -20,6 +20,7 @@ class PromptLookup:
     """Drafts a chain from prompt and output alone; costs no pass over any weights."""
 
     heads_kinds = ()
+    needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
         self.count = min(CHAIN, resources.max_new_tokens)

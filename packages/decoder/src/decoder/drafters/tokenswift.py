@@ -20,6 +20,7 @@ class TokenSwift:
     """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens."""
 
     heads_kinds = ("conditioned", "chained", "independent")
+    needs_heads = True
 
     def __init__(self, resources: Resources) -> None:
         self.target, self.options = resources.target, resources.options

@@ -26,6 +26,7 @@ class TriForce:
     """
 
     heads_kinds = ()
+    needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
         if resources.draft_model is None:

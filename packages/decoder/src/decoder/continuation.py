@@ -1,0 +1,92 @@
+"""Going on where an earlier generation was cut: the same tokens and text as if it had never been."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from decoder.decoder import Chunk, Decoder, GenerationOutput, Request
+from decoder.options import TokenSwiftOptions
+from decoder.sampling_params import SamplingParams
+from decoder.stats import Statistics
+from decoder.text_stream import TextStream
+
+
+def stream_on(
+    decoder: Decoder,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    max_new_tokens: int,
+    method: str | None = None,
+    sampling: SamplingParams | None = None,
+    options: TokenSwiftOptions | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    finish_reason: str | None = None,
+) -> Iterator[Chunk]:
+    """`Decoder.stream` for a text of which ``token_ids`` are there already.
+
+    The noise is keyed by position and the penalty window covers prompt and output, so the tokens there are a prompt
+    like any other; text and stop strings are decoded over all of them. The first chunk has no new tokens and the text
+    so far, and comes before any work; the last one's output is the whole generation, its statistics are of the new
+    tokens alone.
+
+    Args:
+        max_new_tokens: of the whole generation.
+        stop: stop strings.
+        finish_reason: why ``token_ids`` ended, when they did; behind a "length" a longer text goes on.
+
+    Raises:
+        ValueError: as `Decoder.stream`; more tokens are there than ``max_new_tokens``; or the verification is
+            independent, whose draws do not follow from their positions.
+    """
+    sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
+    if token_ids and options.verification != "exact":
+        raise ValueError(
+            f"a text of {options.verification} verification cannot be continued exactly: "
+            f"its draws do not follow from their positions"
+        )
+    if len(token_ids) > max_new_tokens:
+        raise ValueError(f"there are {len(token_ids)} tokens already, more than the {max_new_tokens} asked for")
+    # The default budget is the prompt's length, which must not grow with the text.
+    if options.budget is None:
+        options = replace(options, budget=options.budget_for(len(prompt_ids)))
+    rest = max_new_tokens - len(token_ids)
+    stream = decoder.stream([*prompt_ids, *token_ids], rest, method, sampling, options, ignore_eos=ignore_eos)
+    request = Request(decoder.model, list(prompt_ids), sampling, options.verification, None)
+    ended = finish_reason if finish_reason == "stop" or not rest else None
+    return _run(stream, decoder, request, token_ids, stop, ended)
+
+
+def _run(
+    stream: Iterator[Chunk],
+    decoder: Decoder,
+    request: Request,
+    token_ids: Sequence[int],
+    stop: Sequence[str],
+    finish_reason: str | None,
+) -> Iterator[Chunk]:
+    text, token_ids = TextStream(decoder.tokenizer, stop), list(token_ids)
+    for token in token_ids:
+        text.push(token)
+
+    def chunk(tokens: list[int], stats: Statistics) -> Chunk:
+        piece = text.take(final=finish_reason is not None)
+        output = GenerationOutput(list(token_ids), text.text, finish_reason, stats, request) if finish_reason else None
+        return Chunk(tokens, piece, stats, output)
+
+    with closing(stream):
+        yield chunk([], Statistics())
+        if finish_reason:
+            return
+        for step in stream:
+            tokens = []
+            for token in step.token_ids:
+                tokens.append(token)
+                text.push(token)
+                if text.stopped:
+                    break
+            token_ids += tokens
+            finish_reason = "stop" if text.stopped else step.output and step.output.finish_reason
+            yield chunk(tokens, step.stats)
+            if finish_reason:
+                return

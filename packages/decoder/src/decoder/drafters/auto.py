@@ -1,0 +1,18 @@
+"""The fastest lossless choice, step by step: heads and suffixes where they pay, plain decoding where nothing does."""
+
+from decoder.drafters.base import Resources
+from decoder.drafters.sources import HeadsSource, SuffixSource
+from decoder.drafters.tuned import Source, Tuned
+
+
+class Auto(Tuned):
+    """Cost-tuned trees from the text's own suffixes, and from draft heads where there are any."""
+
+    heads_kinds = ("conditioned", "chained", "independent")
+    needs_heads = False
+
+    def make_sources(self, resources: Resources) -> list[Source]:
+        sources: list[Source] = [SuffixSource(resources.prompt)]
+        if resources.heads is not None:
+            sources.append(HeadsSource(resources.target, resources.heads, resources.options.coupled))
+        return sources

@@ -1,0 +1,38 @@
+"""Fused drafting: TokenSwift without its draft pass, one pass over the weights per step."""
+
+from decoder.drafters.base import Resources
+from decoder.drafters.medusa import Medusa
+from decoder.full_cache import FullCache
+from decoder.sampler import Sampler
+from decoder.suffix_automaton import SuffixAutomaton
+from decoder.target import Verification
+from decoder.token_tree import TokenTree
+
+_LONGEST_CHAIN = 32
+
+
+class Fused(Medusa):
+    """The tree of `options.tree` from heads on the verification's hidden state, and a chain of the text's own.
+
+    Conditioned heads suit it best: each level reads the token drafted before it, with coupling mostly the true one.
+    The chain is what followed the longest suffix seen before, twice as long as that suffix.
+    """
+
+    heads_kinds = ("conditioned", "chained", "independent")
+    needs_heads = True
+
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources)
+        self.longest = min(_LONGEST_CHAIN, resources.max_new_tokens)
+        self.max_nodes += self.longest
+        self.automaton = SuffixAutomaton()
+        self.automaton.extend(resources.prompt)
+
+    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+        tree = super().propose(cache, sampler)
+        tree.add_path(self.automaton.chain(self.longest), "suffix")
+        return tree
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        super().commit(cache, verification, path, tokens)
+        self.automaton.extend(tokens)

@@ -1,0 +1,15 @@
+"""Suffix retrieval: what followed the end of the text where it stood before (compare SuffixDecoding, 2411.04975)."""
+
+from decoder.drafters.base import Resources
+from decoder.drafters.sources import SuffixSource
+from decoder.drafters.tuned import Source, Tuned
+
+
+class Suffix(Tuned):
+    """Cost-tuned trees from prompt and output alone; costs no pass over any weights."""
+
+    heads_kinds = ()
+    needs_heads = False
+
+    def make_sources(self, resources: Resources) -> list[Source]:
+        return [SuffixSource(resources.prompt)]

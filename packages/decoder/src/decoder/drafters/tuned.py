@@ -1,0 +1,146 @@
+"""Trees that earn their cost: from what sources offer, the nodes that raise the tokens per second."""
+
+import time
+from collections.abc import Hashable, Mapping
+from heapq import heappop, heappush
+from typing import NamedTuple, Protocol
+
+import torch
+
+from decoder.drafters.base import Resources
+from decoder.full_cache import FullCache
+from decoder.odds import Odds
+from decoder.sampler import Sampler
+from decoder.stats import Statistics
+from decoder.target import Verification
+from decoder.token_tree import TokenTree
+from decoder.verify_costs import WIDTHS
+
+_FORGET = 0.98
+
+
+class Offer(NamedTuple):
+    """A candidate for the token behind some node.
+
+    Attributes:
+        token: its id.
+        kind: what its chance is learnt by.
+        guess: its chance before anything was learnt.
+        place: where its source goes on from it.
+    """
+
+    token: int
+    kind: Hashable
+    guess: float
+    place: object
+
+
+class Source(Protocol):
+    """Offers candidates node by node, so that it works only where it pays."""
+
+    name: str
+
+    def root(self, sampler: Sampler) -> object | None:
+        """Where it begins in this step; None when it has nothing to offer."""
+
+    def offers(self, place: object, path: list[int], joint: float, rate: float, sampler: Sampler) -> list[Offer]:
+        """Candidates behind a node at ``place``, reached by the drafted tokens ``path``.
+
+        ``joint`` is the chance that the text goes through the node and ``rate`` the tokens per second to beat: work
+        whose expected gain is below ``rate`` times its cost is not done.
+        """
+
+    def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        """As in `Drafter.commit`."""
+
+
+class Tuned:
+    """Grows the tree that maximises tokens - rate x seconds, with rate the tokens per second of late.
+
+    A policy that maximises this difference with its own rate maximises the rate itself (renewal-reward theorem). The
+    tree grows best first: the candidate with the highest chance that the text goes through it is next, and sources
+    offer what may follow it. The grown tree is then cut at the number of nodes with the best difference; with none
+    left the step is plain decoding. Chances come from how often candidates of the same kind were right.
+    """
+
+    max_nodes = WIDTHS[-1]
+
+    def __init__(self, resources: Resources):
+        self.costs = resources.costs
+        self.deepest = resources.max_new_tokens
+        self.odds = Odds()
+        self.sources = self.make_sources(resources)
+        self._offered: dict[int, list[tuple[Hashable, int]]] = {}
+        self._tokens = self._seconds = 0.0
+        self._spent = 0.0
+
+    def make_sources(self, resources: Resources) -> list[Source]:
+        raise NotImplementedError
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        self.costs.at(cache)
+
+    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+        costs = self.costs.at(cache)
+        start = time.perf_counter()
+        rate = self._tokens / self._seconds if self._seconds else 1 / costs[1]
+        tree, chances = self._grow(costs, rate, sampler)
+        tree.cut(self._best_size(costs, rate, chances))
+        self._spent = time.perf_counter() - start + costs[len(tree)]
+        return tree
+
+    def _grow(self, costs: list[float], rate: float, sampler: Sampler) -> tuple[TokenTree, list[float]]:
+        """The tree best first, and the chance of each of its nodes, in falling order."""
+        tree, chances = TokenTree(sampler.context[-1]), [1.0]
+        self._offered = {}
+        heap: list[tuple] = []
+        order = 0  # breaks ties, so that offers are never compared
+
+        def ask(source: Source, place: object, node: int, joint: float) -> None:
+            nonlocal order
+            path = [tree.tokens[n] for n in tree.path(node)[1:]]
+            for offer in source.offers(place, path, joint, rate, sampler):
+                chance = joint * self.odds.chance(offer.kind, offer.guess)
+                self._offered.setdefault(node, []).append((offer.kind, offer.token))
+                order += 1
+                heappush(heap, (-chance, order, node, offer.token, offer.place, source))
+
+        for source in self.sources:
+            place = source.root(sampler)
+            if place is not None:
+                ask(source, place, 0, 1.0)
+        # A node far below the mean cost of one more is hardly ever worth its own.
+        floor = 0.5 * rate * (costs[-1] - costs[1]) / (len(costs) - 2)
+        while heap:
+            negative, _, parent, token, place, source = heappop(heap)
+            if -negative < floor:
+                break
+            node = tree.child(parent, token)
+            if node is None:
+                if len(tree) == self.max_nodes:
+                    break
+                chances.append(-negative)
+            node = tree.add(parent, token, source.name)
+            if tree.depths[node] < self.deepest:
+                ask(source, place, node, chances[node])
+        return tree, chances
+
+    def _best_size(self, costs: list[float], rate: float, chances: list[float]) -> int:
+        best, size, tokens = float("-inf"), 1, 0.0
+        for nodes, chance in enumerate(chances, start=1):
+            tokens += chance
+            if tokens - rate * costs[nodes] > best:
+                best, size = tokens - rate * costs[nodes], nodes
+        return size
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        for node, token in zip(path, tokens, strict=True):
+            for kind, offered in self._offered.get(node, ()):
+                self.odds.observe(kind, offered == token)
+        for source in self.sources:
+            source.commit(verification, path, tokens)
+        self._tokens = self._tokens * _FORGET + len(tokens)
+        self._seconds = self._seconds * _FORGET + self._spent
+
+    def finish(self, statistics: Statistics) -> None:
+        pass

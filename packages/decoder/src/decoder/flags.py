@@ -1,0 +1,66 @@
+"""Command-line flags made from the fields of a settings record: one place for names, types, defaults and words."""
+
+import argparse
+import inspect
+import re
+from dataclasses import fields
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from decoder.options import parse_tree
+
+Settings = TypeVar("Settings")
+_METAVARS = {bool: None, int: "N", float: "X", str: "NAME"}
+
+
+def _tree(text: str) -> tuple:
+    try:
+        return parse_tree(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"token ids are written like 3,17, not {text!r}") from None
+
+
+_TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS")}
+
+
+def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
+    """One flag per field of a dataclass; its help is the field's entry in the class's docstring."""
+    hints, words = get_type_hints(settings), _documented(settings)
+    for field in fields(settings):
+        default = field.default
+        if isinstance(default, tuple):
+            kind, metavar = _TUPLES[field.name]
+            default = ",".join(map(str, default)) or None
+        else:
+            hint = hints[field.name]
+            kind, metavar = next((k, m) for k, m in _METAVARS.items() if k is hint or k in get_args(hint))
+        shown = "" if default is None or kind is bool else " (default: %(default)s)"
+        group.add_argument(
+            flag(field.name),
+            default=default,
+            help=words[field.name].replace("%", "%%") + shown,
+            **(dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind, metavar=metavar)),
+        )
+
+
+def from_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
+    """The record that the parsed flags describe; it validates itself."""
+    given = {field.name: getattr(args, field.name) for field in fields(settings)}
+    return settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _documented(settings: type) -> dict[str, Any]:
+    """What the docstring's ``Args`` say of each field."""
+    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(settings), re.MULTILINE)
+    return {name: " ".join(text.split()).replace("`", "") for name, text in entries}

@@ -1,0 +1,46 @@
+"""A status line at the bottom of the terminal, below the text that scrolls above it."""
+
+import os
+import time
+from typing import TextIO
+
+_SECONDS_BETWEEN = 0.2
+
+
+class StatusLine:
+    """Keeps the terminal's last row for itself while it is used as a context; shows nothing where there is none.
+
+    The rows above become the scrolling region, so that text streamed to the same terminal is not disturbed.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._rows = 0
+        self._due = 0.0
+
+    def __enter__(self) -> "StatusLine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rows:
+            self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+            self._rows = 0
+
+    def show(self, words: str, now: bool = False) -> None:
+        """Replace the line, at most a few times a second unless ``now``."""
+        if not self.live or (time.monotonic() < self._due and not now):
+            return
+        self._due = time.monotonic() + _SECONDS_BETWEEN
+        size = os.get_terminal_size(self.stream.fileno())
+        # A terminal that does not tell its size says 0.
+        rows, columns = size.lines or 24, size.columns or 80
+        if rows != self._rows:
+            # The line feed makes room when the cursor is on the last row; setting a region moves it, hence the saving.
+            self._write(f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A")
+            self._rows = rows
+        self._write(f"\x1b7\x1b[{rows};1H\x1b[2K{words[: columns - 1]}\x1b8")
+
+    def _write(self, sequence: str) -> None:
+        self.stream.write(sequence)
+        self.stream.flush()

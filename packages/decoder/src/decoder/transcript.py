@@ -1,0 +1,169 @@
+"""A generation on disk: its text, and beside it the token ids that let a cut run go on."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from transformers import PreTrainedModel
+
+FORMAT_VERSION = 1
+_SAMPLES = 64
+
+
+class Transcript:
+    """FILE holds the text, FILE.tokens what it is made of: the request, then one line per step.
+
+    A step's tokens are written before their text, each line at once and without a buffer, so whenever the process
+    ends, both files hold whole steps but for a torn last line, which counts as not written.
+
+    Attributes:
+        request: what the text was asked for, as recorded; None when nothing is recorded yet.
+        token_ids: the tokens so far.
+        finish_reason: set once the text has ended.
+
+    Args:
+        path: FILE.
+        resume: go on with what is there, if anything; otherwise nothing may be there.
+
+    Raises:
+        FileExistsError: there is something and ``resume`` is off.
+        OSError: the place cannot be read or written.
+        ValueError: FILE cannot be resumed.
+    """
+
+    def __init__(self, path: Path, resume: bool):
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder: name a file in it for the text")
+        self.path, self.tokens_path = path, path.with_name(path.name + ".tokens")
+        self.request: dict[str, Any] | None = None
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._kept_bytes = 0
+        self._text_file: BinaryIO | None = None
+        self._tokens_file: BinaryIO | None = None
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} in")
+        there = [p for p in (path, self.tokens_path) if p.exists()]
+        if there and not resume:
+            raise FileExistsError(f"{there[0]} exists: go on with it by --resume, or choose another --output")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"the folder {path.parent} cannot be written")
+        if self.tokens_path.exists():
+            self._read()
+        if self.request is None and path.exists() and path.stat().st_size:
+            raise ValueError(f"{path} cannot be resumed, it has no record {self.tokens_path.name}: choose another file")
+
+    def _read(self) -> None:
+        lines = self.tokens_path.read_bytes().splitlines(keepends=True)
+        if not lines or not lines[0].endswith(b"\n"):
+            return
+        header = _parse(lines[0])
+        if header.get("format_version") != FORMAT_VERSION or not isinstance(header.get("request"), dict):
+            raise ValueError(f"{self.tokens_path} is not a record of format version {FORMAT_VERSION}")
+        self.request, self._kept_bytes = header["request"], len(lines[0])
+        for line in lines[1:]:
+            step = _parse(line) if line.endswith(b"\n") else {}
+            if step.get("at") != len(self.token_ids) or not isinstance(step.get("tokens"), list):
+                break
+            self.token_ids += step["tokens"]
+            self.finish_reason = step.get("finish_reason")
+            self._kept_bytes += len(line)
+
+    def check(self, request: Mapping[str, Any]) -> None:
+        """Compare with the recorded request, as far as ``request`` goes.
+
+        Raises:
+            ValueError: they differ; the message names what differs.
+        """
+        if self.request is None:
+            return
+        for name, value in request.items():
+            recorded = self.request.get(name)
+            if recorded != value:
+                readable = not isinstance(value, dict)
+                difference = f"{recorded!r}, not {value!r}" if readable else f"another {name}"
+                raise ValueError(
+                    f"{self.path} was begun with {name + ' ' if readable else ''}{difference}: "
+                    f"ask for the same again, or choose another --output"
+                )
+
+    def open(self, request: Mapping[str, Any], text: str) -> None:
+        """Begin to write, with the ``text`` of the tokens so far.
+
+        Raises:
+            ValueError: FILE holds another text than its tokens give.
+        """
+        if self.request is None:
+            self._tokens_file = self.tokens_path.open("wb", buffering=0)
+            _write(self._tokens_file, _line({"format_version": FORMAT_VERSION, "request": request}))
+        else:
+            self._tokens_file = self.tokens_path.open("r+b", buffering=0)
+            self._tokens_file.truncate(self._kept_bytes)
+            self._tokens_file.seek(self._kept_bytes)
+        encoded = text.encode()
+        written = self.path.read_bytes() if self.path.exists() else b""
+        if not (encoded.startswith(written) or written.startswith(encoded)):
+            raise ValueError(
+                f"{self.path} was changed since: move it away, "
+                f"and --resume writes it again from {self.tokens_path.name}"
+            )
+        self._text_file = self.path.open("r+b" if written else "wb", buffering=0)
+        kept = min(len(written), len(encoded))
+        self._text_file.truncate(kept)
+        self._text_file.seek(kept)
+        _write(self._text_file, encoded[kept:])
+
+    def append(self, tokens: Sequence[int], text: str, finish_reason: str | None) -> None:
+        """Write one step."""
+        step = {"at": len(self.token_ids), "tokens": list(tokens)}
+        if finish_reason:
+            step["finish_reason"] = finish_reason
+        _write(self._tokens_file, _line(step))
+        self.token_ids += tokens
+        self.finish_reason = finish_reason
+        _write(self._text_file, text.encode())
+
+    def close(self) -> None:
+        for file in (self._tokens_file, self._text_file):
+            if file is not None:
+                file.close()
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Tells models apart without reading all their weights: some numbers of each, their shapes, and how texts end."""
+    digest = hashlib.sha256()
+    config = model.config.get_text_config()
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    digest.update(json.dumps([getattr(config, "rope_parameters", None), eos], sort_keys=True).encode())
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        some = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].double().cpu()
+        digest.update(f"{name} {tuple(weight.shape)}".encode() + some.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """A short name for a prompt's tokens."""
+    return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    """All of ``data``: an unbuffered file may take only a part at a time."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -1,0 +1,530 @@
+"""``python -m decoder``: what it prints and keeps, what it refuses, and that a cut run goes on as if it never was."""
+
+import errno
+import io
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import decoder.__main__ as command
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.continuation import stream_on
+from decoder.terminal import StatusLine
+
+from .conftest import random_heads, tiny_llama
+from .test_using_it import byte_tokenizer
+
+DATA = Path(__file__).parents[2] / "data"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SAMPLED = SamplingParams(seed=3, repetition_penalty=1.3, penalty_window=24)
+GREEDY = SamplingParams(temperature=0, repetition_penalty=1.3, penalty_window=24)
+
+
+@pytest.fixture(scope="module")
+def speaking():
+    model = tiny_llama(vocab_size=256)
+    return Decoder(model, byte_tokenizer(), random_heads(model))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("command")
+    for name, seed in (("model", 0), ("other", 1)):
+        tiny_llama(torch.float32, seed, vocab_size=256).save_pretrained(root / name)
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(root / name)
+    plain = tiny_llama(torch.float32, vocab_size=256)
+    plain.save_pretrained(root / "plain")
+    byte_tokenizer().save_pretrained(root / "plain")
+    random_heads(plain).save_pretrained(root / "heads")
+    (root / "prompt.txt").write_text("Call me Ishmaël.", encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def common(folders):
+    """The arguments that every run of these tests needs."""
+    names = ("model", "heads", "prompt.txt")
+    model, heads, prompt = (str(folders / name) for name in names)
+    return ["--model", model, "--heads", heads, "--prompt-file", prompt, "--dtype", "float64", "--seed", "5"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command in this process: (exit status, standard output, standard error)."""
+
+    def run(*arguments):
+        try:
+            status = command.main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            status = exit.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def tokens_in(path):
+    steps = [json.loads(line) for line in Path(f"{path}.tokens").read_text().splitlines()[1:]]
+    return [token for step in steps for token in step["tokens"]]
+
+
+def spawn(*arguments, **options):
+    return subprocess.Popen([sys.executable, "-m", "decoder", *map(str, arguments)], **options)
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# Chat messages
+
+
+def test_chat_messages_go_through_the_tokenizers_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    dec = Decoder(tiny_llama(vocab_size=256), tokenizer)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    expected = dec.generate("<system>Be brief.\n<user>Who?\n<assistant>", 20).token_ids
+    assert dec.generate(messages, 20).token_ids == expected
+    for bad, words in (
+        ([{"role": "tool", "content": "x"}], "does not take these messages: no tools here"),
+        ([{"role": "user"}], "a chat message is"),
+        ([{"role": "user", "content": 3}], "a chat message is"),
+        ({"role": "user", "content": "x"}, "a prompt is text, chat messages"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            dec.generate(bad, 3)
+
+
+def test_chat_messages_without_a_template_or_tokenizer_are_refused(speaking):
+    messages = [{"role": "user", "content": "Who?"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        speaking.generate(messages, 3)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        Decoder(speaking.model).generate(messages, 3)
+
+
+# Going on where a generation was cut
+
+
+def go_on(dec, prompt, token_ids, *arguments, **options):
+    """All tokens, the streamed text and the output of a generation that goes on behind ``token_ids``."""
+    chunks = list(stream_on(dec, dec.tokenizer(prompt)["input_ids"], token_ids, *arguments, **options))
+    assert all(chunk.output is None for chunk in chunks[:-1])
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    return [*token_ids, *tokens], "".join(chunk.text for chunk in chunks), chunks[-1].output
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_a_cut_generation_goes_on_as_if_it_never_was(speaking, method, sampling):
+    whole = speaking.generate("Call me", 120, method, sampling)
+    if sampling is SAMPLED:
+        assert any("\ufffd" != letter > "\x7f" for letter in whole.text), "no character of several bytes to be cut"
+    for cut in (0, 1, *range(2, 120, 9), 119, 120):
+        tokens, text, output = go_on(speaking, "Call me", whole.token_ids[:cut], 120, method, sampling)
+        assert tokens == output.token_ids == whole.token_ids
+        assert text == output.text == whole.text
+        assert output.finish_reason == "length"
+        assert output.stats.generated == 120 - cut
+    assert speaking.audit(output).checked == 120 and speaking.audit(output).equal
+
+
+def test_every_cut_of_a_split_character_gives_the_same_text(speaking):
+    whole = speaking.generate("Call me", 60, "ar", SAMPLED)
+    for cut in range(60):
+        assert go_on(speaking, "Call me", whole.token_ids[:cut], 60, "prompt-lookup", SAMPLED)[1] == whole.text
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_a_stop_string_across_the_cut_ends_the_text_before_it(speaking, method):
+    free = speaking.generate("Call me", 80, "ar", SAMPLED)
+    start = next(i for i in range(30, 70) if free.text[i : i + 3].isascii())
+    stop = ["never", free.text[start : start + 3]]
+    whole = speaking.generate("Call me", 80, "ar", SAMPLED, stop=stop)
+    assert whole.finish_reason == "stop" and len(whole.token_ids) < 80
+    for cut in range(len(whole.token_ids) - 8, len(whole.token_ids)):
+        tokens, text, output = go_on(speaking, "Call me", whole.token_ids[:cut], 80, method, SAMPLED, stop=stop)
+        assert (tokens, text, output.finish_reason) == (whole.token_ids, whole.text, "stop")
+
+
+def test_a_stopped_generation_does_not_go_on_and_a_short_one_does(speaking):
+    whole = speaking.generate("Call me", 60, sampling=SAMPLED)
+    tokens, text, output = go_on(speaking, "Call me", whole.token_ids, 90, sampling=SAMPLED, finish_reason="stop")
+    assert (tokens, text, output.finish_reason) == (whole.token_ids, whole.text, "stop")
+    longer = speaking.generate("Call me", 90, sampling=SAMPLED)
+    tokens, text, _ = go_on(speaking, "Call me", whole.token_ids, 90, sampling=SAMPLED, finish_reason="length")
+    assert (tokens, text) == (longer.token_ids, longer.text)
+
+
+def test_the_partial_cache_does_not_grow_with_what_is_there_already(speaking):
+    """Statistics of the rebuilds tell the budget: the default is the prompt's length, not the whole text's."""
+    token_ids = speaking.generate("Call me", 400, "ar", SAMPLED).token_ids
+    rebuilds = [
+        go_on(speaking, "Call me", token_ids[:200], 400, "tokenswift", SAMPLED, options)[2].stats.cache_rebuilds
+        for options in (TokenSwiftOptions(), TokenSwiftOptions(budget=64), TokenSwiftOptions(budget=207))
+    ]
+    assert rebuilds[0] == rebuilds[1] > rebuilds[2]
+
+
+def test_what_cannot_go_on_exactly_is_refused(speaking):
+    with pytest.raises(ValueError, match="independent verification cannot be continued"):
+        stream_on(speaking, [1], [2], 5, options=TokenSwiftOptions(verification="independent"))
+    with pytest.raises(ValueError, match="3 tokens already, more than the 2"):
+        stream_on(speaking, [1], [2, 3, 4], 2)
+
+
+# The command
+
+
+def test_flags_are_the_settings_and_their_defaults():
+    args = command._parser().parse_args(["--model", "m", "--max-new-tokens", "1"])
+    for settings in (SamplingParams, TokenSwiftOptions):
+        assert command.from_flags(settings, args) == settings()
+    given = ["--tree", "1,2", "--no-coupled", "--budget", "99", "--cache", "static", "--min-p", "0.1", "--top-k", "7"]
+    args = command._parser().parse_args(["--model", "m", "--max-new-tokens", "1", *given])
+    assert command.from_flags(TokenSwiftOptions, args) == TokenSwiftOptions(
+        tree=(1, 2), coupled=False, budget=99, cache="static"
+    )
+    assert command.from_flags(SamplingParams, args) == SamplingParams(min_p=0.1, top_k=7)
+
+
+def test_help_explains_every_flag(run):
+    status, text, _ = run("--help")
+    assert status == 0
+    for settings in (SamplingParams, TokenSwiftOptions):
+        for field in fields(settings):
+            assert f"--{field.name.replace('_', '-')}" in text
+    assert "the highest penalised" in text
+
+
+def test_prompts_of_every_kind(run, folders, common, monkeypatch):
+    model, rest = ["--model", folders / "model", "--max-new-tokens", 12], common[6:]
+    written = (folders / "prompt.txt").read_text(encoding="utf-8")
+    expected = run(*model, *rest, "--prompt-file", folders / "prompt.txt")[1]
+    assert expected == run(*model, *rest, "--prompt", written)[1] != ""
+    for arguments in ([], ["--prompt-file", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written.encode())))
+        assert run(*model, *rest, *arguments)[1] == expected
+    chat = run(*model, *rest, "--chat", "Who?", "--system", "Be brief.")[1]
+    assert chat == run(*model, *rest, "--prompt", "<system>Be brief.\n<user>Who?\n<assistant>")[1] != ""
+
+
+def test_standard_output_is_the_text_alone_and_the_file_is_the_same(run, common, tmp_path):
+    file = tmp_path / "out.txt"
+    status, text, told = run(*common, "--max-new-tokens", 50, "--output", file, "--audit")
+    assert status == 0
+    assert file.read_text(encoding="utf-8") == text != ""
+    assert told.count("\n") == 1
+    assert told.startswith("50 tokens, ") and "acceptance" in told and "all 50 tokens are" in told
+    assert len(tokens_in(file)) == 50
+    plain = run(*common, "--max-new-tokens", 50, "--method", "ar")
+    assert plain[1] == text and "acceptance" not in plain[2]
+
+
+def test_stop_strings_end_the_text_and_what_is_written(run, common, tmp_path):
+    free = run(*common, "--max-new-tokens", 60)[1]
+    start = next(i for i in range(20, 50) if free[i : i + 2].isascii())
+    stop = free[start : start + 2]
+    status, text, _ = run(*common, "--max-new-tokens", 60, "--stop", stop, "--stop", "zzz", "--output", tmp_path / "o")
+    assert status == 0
+    assert text == free[: free.index(stop)] == (tmp_path / "o").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_run_cut_at_any_byte_resumes_exactly(run, common, tmp_path, method, temperature):
+    """What a kill leaves: some bytes of the record, and text of no more steps than it holds."""
+    arguments = [*common, "--max-new-tokens", 60, "--repetition-penalty", "1.2", "--temperature", temperature]
+    whole = run(*arguments, "--method", method, "--output", tmp_path / "whole")[1]
+    record = (tmp_path / "whole.tokens").read_bytes()
+    header = record.index(b"\n") + 1
+    for cut in (0, 10, header, header + 5, (header + len(record)) // 2, len(record) - 2, len(record)):
+        file = tmp_path / f"cut{cut}"
+        Path(f"{file}.tokens").write_bytes(record[:cut])
+        kept = tokens_in(file) if record[:cut].endswith(b"\n") else []
+        file.write_bytes(whole.encode()[: len(kept) // 4])
+        status, text, told = run(*arguments, "--method", method, "--output", file, "--resume")
+        assert (status, text, file.read_bytes()) == (0, whole, whole.encode()), told
+        assert Path(f"{file}.tokens").read_bytes()[:header] == record[:header]
+        assert tokens_in(file) == tokens_in(tmp_path / "whole")
+
+
+def test_the_method_may_change_and_the_text_grow_behind_a_cut(run, common, tmp_path):
+    file = tmp_path / "out"
+    run(*common, "--max-new-tokens", 30, "--method", "ar", "--output", file)
+    status, text, told = run(*common, "--max-new-tokens", 70, "--output", file, "--resume", "--audit")
+    assert status == 0
+    assert "70 tokens (30 of them before)" in told and "all 70 tokens are" in told
+    assert text == run(*common, "--max-new-tokens", 70)[1] == file.read_text(encoding="utf-8")
+
+
+def test_a_finished_run_says_so_and_prints_its_text(run, common, tmp_path):
+    arguments = [*common, "--max-new-tokens", 30, "--output", tmp_path / "out"]
+    first, again = run(*arguments, "--resume"), run(*arguments, "--resume")
+    assert first[:2] == again[:2] == (0, (tmp_path / "out").read_text(encoding="utf-8"))
+    assert again[2] == "30 tokens, complete before\n"
+    status, _, told = run(*arguments[:-4], "--max-new-tokens", 20, *arguments[-2:], "--resume")
+    assert status == 2 and "30 tokens already" in told
+
+
+def test_a_lost_text_is_written_again_and_a_changed_one_is_not_touched(run, common, tmp_path):
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 30, "--output", file, "--resume"]
+    text = run(*arguments)[1]
+    file.unlink()
+    assert run(*arguments)[1] == text == file.read_text(encoding="utf-8")
+    file.write_text("My own words.")
+    status, shown, told = run(*arguments)
+    assert (status, shown, file.read_text()) == (2, "", "My own words.")
+    assert "was changed since" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (["--temperature", "0.5"], "begun with temperature 1.0, not 0.5"),
+        (["--seed", "6"], "begun with seed 5, not 6"),
+        (["--prompt", "Another"], "begun with another prompt"),
+        (["--stop", "x"], "begun with stop [], not ['x']"),
+        (["--ignore-eos"], "begun with ignore_eos False"),
+        (["--dtype", "float32"], "begun with dtype 'float64', not 'float32'"),
+        (["--model", "other"], "begun with another model"),
+        (["--verification", "independent"], "cannot be resumed exactly"),
+    ],
+)
+def test_another_request_is_not_resumed(run, common, folders, tmp_path, change, words):
+    file = tmp_path / "out"
+    run(*common, "--max-new-tokens", 10, "--output", file)
+    before = file.read_bytes(), Path(f"{file}.tokens").read_bytes()
+    if change[0] == "--model":
+        change = ["--model", folders / "other"]
+    arguments = [*common, "--max-new-tokens", 20, "--output", file, "--resume"]
+    if change[0] == "--prompt":
+        at = arguments.index("--prompt-file")
+        del arguments[at : at + 2]
+    status, text, told = run(*arguments, *change)
+    assert (status, text) == (2, "")
+    assert words in told and told.count("\n") == 1
+    assert before == (file.read_bytes(), Path(f"{file}.tokens").read_bytes())
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--tree", "x"], "--tree"),
+        (["--tree", "0"], "tree must be"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--cache", "x"], "cache must be one of"),
+        (["--method", "faster"], "--method"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens must be at least 0"),
+        (["--max-new-tokens", "9999"], "beyond the 4096 positions"),
+        (["--stop", ""], "--stop takes text"),
+        (["--faster"], "--faster"),
+        (["--system", "x"], "--system goes with --chat"),
+        (["--chat", "x"], "not allowed with"),
+        (["--resume"], "--resume needs --output"),
+        (["--verification", "independent", "--audit"], "--audit needs exact verification"),
+        (["--output", "folder"], "folder is a folder"),
+        (["--output", "nowhere/out"], "no folder nowhere"),
+        (["--output", "prompt.txt"], "prompt.txt exists"),
+        (["--output", "prompt.txt", "--resume"], "cannot be resumed, it has no record"),
+        (["--output", "foreign", "--resume"], "not a record of format version"),
+        (["--prompt-file", "none.txt"], "no prompt file none.txt"),
+        (["--prompt-file", "latin.txt"], "not UTF-8"),
+        (["--prompt-file", "empty.txt"], "is empty"),
+        (["--model", "nowhere"], "no model folder at nowhere"),
+        (["--model", "folder"], "folder"),
+        (["--heads", "nowhere"], "no heads folder at nowhere"),
+        (["--draft-model", "nowhere"], "no draft model folder at nowhere"),
+    ],
+)
+def test_wrong_input_ends_in_one_sentence_before_the_model_is_loaded(
+    run, common, tmp_path, monkeypatch, arguments, words
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    Path("prompt.txt").write_text("Call me")
+    Path("latin.txt").write_bytes("naïve".encode("latin-1"))
+    Path("empty.txt").touch()
+    Path("folder").mkdir()
+    Path("foreign.tokens").write_text("a list of tokens\n")
+    status, text, told = run(*common, "--max-new-tokens", 20, *arguments)
+    assert (status, text) == (2, "")
+    assert words in told and told.count("\n") == 1 and "Traceback" not in told
+
+
+def test_what_a_prompt_lacks_is_told(run, folders, common, monkeypatch):
+    plain = ["--model", folders / "plain", "--max-new-tokens", 5]
+    status, _, told = run(*plain, "--chat", "Who?")
+    assert status == 2 and "no chat template" in told
+    status, _, told = run(*plain, "--prompt", "x", "--method", "tokenswift")
+    assert status == 2 and "--method tokenswift needs --heads" in told
+    reader, writer = pty.openpty()
+    with open(writer) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        status, _, told = run(*plain)
+    os.close(reader)
+    assert status == 2 and "give a prompt" in told
+
+
+def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):
+    """kill -9 amid the reference model's generation."""
+    arguments = ["--model", DATA / "reference-model", "--heads", DATA / "heads-chained", "--prompt", "Call me Ishmael."]
+    arguments += ["--max-new-tokens", 150, "--ignore-eos", "--dtype", "float64", "--tree", 1, "--ngrams", 0, "--output"]
+    file = tmp_path / "cut.txt"
+    process = spawn(*arguments, file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    record = Path(f"{file}.tokens")
+    wait_for(lambda: process.poll() is not None or (record.exists() and record.read_bytes().count(b"\n") > 12))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, process.stderr.read()
+    process.stderr.close()
+    written = file.read_text(encoding="utf-8")
+    status, text, told = run(*arguments, file, "--resume")
+    assert status == 0 and "of them before" in told
+    whole = run(*arguments, tmp_path / "whole.txt")[1]
+    assert text == file.read_text(encoding="utf-8") == whole
+    assert whole.startswith(written) and 0 < len(written) < len(whole)
+    assert tokens_in(file) == tokens_in(tmp_path / "whole.txt")
+
+
+def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
+    """A terminal sees tokens, tokens/s and acceptance on its last row, which is given back."""
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 3000, "--output", file]
+    reader, writer = pty.openpty()
+    process = spawn(*arguments, stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    shown = b""
+    while b"acceptance" not in shown:
+        shown += os.read(reader, 4096)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate()[0].decode()
+    while True:
+        try:
+            more = os.read(reader, 4096)
+        except OSError:  # Linux: the other end is closed.
+            break
+        if not more:
+            break
+        shown += more
+    os.close(reader)
+    assert process.returncode == 130
+    assert b" of 3,000 tokens, " in shown and b" tokens/s, " in shown
+    region, given_back = shown.rindex(b"\x1b[1;23r"), shown.rindex(b"\x1b[r")
+    assert region < given_back < shown.index(b"interrupted after")
+    assert b"the same command with --resume goes on from there" in shown and b"Traceback" not in shown
+    assert text == file.read_text(encoding="utf-8")
+    count = len(tokens_in(file))
+    arguments[arguments.index(3000)] = count + 20
+    resumed = run(*arguments, "--resume")
+    assert resumed[0] == 0 and f"({count} of them before)" in resumed[2]
+    assert resumed[1] == run(*arguments[:-2])[1]
+
+
+@pytest.mark.parametrize("steps", [1, 5, 14])
+@pytest.mark.parametrize(
+    "error, status, words",
+    [
+        (KeyboardInterrupt, 130, "interrupted after"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device after"),
+        (torch.OutOfMemoryError("CUDA out of memory."), 1, "CUDA out of memory. after"),
+    ],
+    ids=["interrupt", "full-disk", "out-of-memory"],
+)
+def test_a_run_that_breaks_off_says_how_to_go_on(run, common, tmp_path, monkeypatch, steps, error, status, words):
+    def breaking(*arguments):
+        for number, chunk in enumerate(stream_on(*arguments)):
+            if number > steps:
+                raise error
+            yield chunk
+
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 60, "--output", file]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "stream_on", breaking)
+        broken = run(*arguments)
+        independent = run(*arguments[:-1], tmp_path / "other", "--verification", "independent")
+    count = len(tokens_in(file))
+    assert broken[0] == independent[0] == status
+    assert f"{words} {count} tokens; the same command with --resume goes on" in broken[2]
+    assert "--resume" not in independent[2] and f"{tmp_path / 'other'} keeps" in independent[2]
+    resumed = run(*arguments, "--resume")
+    assert resumed[0] == 0 and f"({count} of them before)" in resumed[2]
+    assert resumed[1] == run(*arguments[:-2])[1] == file.read_text(encoding="utf-8")
+
+
+def test_a_full_disk_loses_no_step(run, common, tmp_path):
+    """The limit on a file's size stands in for a full disk: a write takes a part, the next one fails."""
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 60, "--output", file]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        status, _, told = run(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 1
+    assert "File too large after" in told and "--resume goes on" in told and told.count("\n") == 1
+    assert Path(f"{file}.tokens").stat().st_size == 1000
+    status, text, _ = run(*arguments, "--resume")
+    assert status == 0
+    assert text == run(*arguments[:-2])[1] == file.read_text(encoding="utf-8")
+
+
+def test_a_reader_that_leaves_ends_the_run_without_a_traceback(run, common, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        status, _, told = run(*common, "--max-new-tokens", 30)
+    assert status == 1
+    assert "standard output was closed after" in told and told.count("\n") == 1
+
+
+def test_the_status_line_keeps_to_the_last_row(monkeypatch):
+    reader, writer = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with open(writer, "w") as terminal:
+        termios.tcsetwinsize(writer, (10, 20))
+        with StatusLine(terminal) as status:
+            status.show("a line that is longer than the terminal", now=True)
+            status.show("too soon")
+            termios.tcsetwinsize(writer, (8, 20))
+            status.show("smaller", now=True)
+        written = ""
+        while "\x1b[r" not in written or not written.endswith("\x1b8"):
+            written += os.read(reader, 4096).decode()
+        monkeypatch.setenv("TERM", "dumb")
+        with StatusLine(terminal) as status:
+            status.show("nothing", now=True)
+        terminal.write("end")
+        terminal.flush()
+        assert os.read(reader, 4096) == b"end"
+    os.close(reader)
+    assert "\x1b[1;9r" in written and "\x1b[10;1H\x1b[2Ka line that is long\x1b8" in written
+    assert "\x1b[1;7r" in written and written.index("\x1b[8;1H\x1b[2Ksmaller") < written.rindex("\x1b[r")
+    assert "too soon" not in written
+    plain = io.StringIO()
+    with StatusLine(plain) as status:
+        status.show("nothing", now=True)
+    assert plain.getvalue() == ""

@@ -1,0 +1,344 @@
+"""Every family that the README lists equals transformers' own decoding; what cannot is refused with the reason."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig
+
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.architectures import refuse_unsupported
+from decoder.attention import tree_attention
+
+from .conftest import VOCAB, random_heads, tiny_llama
+
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+EXPERTS = dict(
+    num_experts=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+)
+ROUTED = dict(EXPERTS, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)
+
+
+def rope(kind, **settings):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **settings}}
+
+
+# model type and what differs from SHAPE
+FAMILIES = {
+    "llama, GQA": ("llama", {}),
+    "llama, MHA": ("llama", dict(num_key_value_heads=4, attention_bias=True)),
+    "llama, MQA, tied": ("llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
+    "llama, linear": ("llama", rope("linear", factor=4.0)),
+    "llama, llama3": (
+        "llama",
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    ),
+    "llama, yarn": ("llama", rope("yarn", factor=8.0, original_max_position_embeddings=64)),
+    "qwen2": ("qwen2", {}),
+    "qwen2, yarn": ("qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "mistral": ("mistral", dict(sliding_window=None, head_dim=8)),
+    "mistral, wide window": ("mistral", dict(sliding_window=512, head_dim=8)),
+    "ministral3": ("ministral3", dict(head_dim=8)),
+    "mixtral": ("mixtral", dict(EXPERTS, sliding_window=None)),
+    "qwen2_moe": ("qwen2_moe", EXPERTS),
+    "qwen3_moe": ("qwen3_moe", dict(EXPERTS, head_dim=8)),
+    "olmoe": ("olmoe", EXPERTS),
+    "flex_olmo": ("flex_olmo", EXPERTS),
+    "phimoe": ("phimoe", dict(EXPERTS, sliding_window=None)),
+    "granitemoe": ("granitemoe", dict(EXPERTS, logits_scaling=3.0)),
+    "glm4_moe": ("glm4_moe", dict(ROUTED, head_dim=8)),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", dict(sliding_window=None)),
+    "olmo": ("olmo", dict(clip_qkv=2.0)),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", dict(sliding_window=512)),
+    "granite": (
+        "granite",
+        dict(logits_scaling=4.0, residual_multiplier=0.5, embedding_multiplier=2.0, attention_multiplier=0.3),
+    ),
+    "starcoder2": ("starcoder2", dict(sliding_window=None)),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt2, scaled by layer": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "opt": ("opt", dict(ffn_dim=48, word_embed_proj_dim=32)),
+    "gemma": ("gemma", dict(head_dim=8)),
+    "gemma3_text, wide window": ("gemma3_text", dict(head_dim=8, sliding_window=512, tie_word_embeddings=False)),
+    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0])),
+    "cohere": ("cohere", dict(logit_scale=0.25)),
+    "cohere2, wide window": ("cohere2", dict(sliding_window=512)),
+    "glm": ("glm", dict(head_dim=8)),
+    "glm4": ("glm4", dict(head_dim=8)),
+    "ernie4_5": ("ernie4_5", {}),
+    "exaone4, wide window": ("exaone4", dict(sliding_window=512)),
+    "seed_oss": ("seed_oss", dict(head_dim=8)),
+    "helium": ("helium", dict(head_dim=8)),
+    "apertus": ("apertus", {}),
+    "arcee": ("arcee", {}),
+    "persimmon": ("persimmon", {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", dict(head_dim=8)),
+}
+
+
+def tiny(model_type, dtype=torch.float64, **overrides):
+    """A random model whose text varies: layers that outweigh the embeddings, norms and biases that are not trivial."""
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **overrides})
+    # transformers' default for experts knows no float64.
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(5)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            noise = torch.randn(parameter.shape, generator=generator)
+            scale = 0.1 if module is model.get_input_embeddings() or parameter.ndim == 1 else 0.4
+            parameter.data = noise * scale + (parameter.data if parameter.ndim == 1 else 0)
+    model.tie_weights()
+    return model.to(dtype)
+
+
+@pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES)
+def family(request):
+    model_type, overrides = request.param
+    return tiny(model_type, **overrides)
+
+
+LENGTH = 30
+NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_is_transformers_own(family, prompt, penalty):
+    ids = torch.tensor([prompt])
+    settings = dict(do_sample=False, max_new_tokens=LENGTH, repetition_penalty=penalty, pad_token_id=0)
+    expected = family.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+    assert penalty == 1 or len(set(expected)) > 5
+    dec = Decoder(family, heads=random_heads(family))
+    sampling = SamplingParams(temperature=0, repetition_penalty=penalty)
+    for method in ("ar", "tokenswift"):
+        assert dec.generate(prompt, LENGTH, method, sampling, NARROW).token_ids == expected
+
+
+def test_every_method_equals_ar_when_sampling(family, prompt):
+    dec = Decoder(family, heads=random_heads(family))
+    sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
+    expected = dec.generate(prompt, LENGTH, "ar", sampling)
+    for method in ("tokenswift", "medusa", "magicdec", "prompt-lookup"):
+        out = dec.generate(prompt, LENGTH, method, sampling, NARROW)
+        assert (method, out.token_ids) == (method, expected.token_ids)
+    assert dec.audit(expected).equal
+
+
+def test_drafts_from_the_whole_text_are_right_every_time(family, prompt):
+    """The draft pass is the model itself: same positions, norm, head and scale of the logits as the verification."""
+    options = TokenSwiftOptions(tree=(1, 1, 1, 1), budget=100)
+    out = Decoder(family).generate(prompt, LENGTH, "magicdec", SamplingParams(seed=5), options)
+    assert out.stats.steps == LENGTH // 5
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "granite", "gpt2"])
+@pytest.mark.parametrize(
+    "dtype, tie", [(torch.float32, 1e-4), (torch.bfloat16, 0.5), (torch.float16, 0.1)], ids=["float32", "bf16", "fp16"]
+)
+def test_every_dtype_runs_and_the_audit_explains_what_differs(model_type, dtype, tie, prompt):
+    """Margins are rounding errors of logits of the order of 5, larger where a tie has chosen another expert."""
+    overrides = {"qwen3_moe": EXPERTS, "granite": {"logits_scaling": 2.0}}.get(model_type, {})
+    dec = Decoder(tiny(model_type, dtype, **overrides), heads=random_heads(tiny(model_type, **overrides)))
+    for method in ("ar", "tokenswift", "magicdec"):
+        out = dec.generate(prompt, 60, method, SamplingParams(seed=2, repetition_penalty=1.2), NARROW)
+        assert len(out.token_ids) == 60
+        audit = dec.audit(out)
+        assert audit.equal or audit.margin < tie * (10 if overrides is EXPERTS else 1), str(audit)
+
+
+def fingerprint(model):
+    modules = dict(model.named_modules())
+    hooks = {
+        name: [len(getattr(module, kind)) for kind in ("_forward_hooks", "_forward_pre_hooks")]
+        for name, module in modules.items()
+    }
+    training = {name: module.training for name, module in modules.items()}
+    forwards = {name: module.__dict__.get("forward") for name, module in modules.items()}
+    weights = {name: (id(p), p.sum().item(), p.requires_grad) for name, p in model.named_parameters()}
+    return hooks, training, forwards, weights, model.config.to_dict(), model.config._attn_implementation
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_users_model_stays_as_it_was(implementation, prompt):
+    """Training flags per module, forwards and hooks of the user's own among them, also in the middle of a stream."""
+    model = tiny_llama(attention_dropout=0.5)
+    model.set_attn_implementation(implementation)
+    model.train()
+    model.model.layers[0].eval()
+    calls = []
+    linear = model.model.layers[1].mlp.down_proj
+    linear.forward = lambda x: calls.append(1) or nn.functional.linear(x, linear.weight)
+    model.model.norm.register_forward_pre_hook(lambda norm, args: None)
+    before = fingerprint(model)
+    dec = Decoder(model, heads=random_heads(model), draft_model=model)
+    for method in ("ar", "tokenswift", "medusa", "triforce", "magicdec"):
+        for _ in dec.stream(prompt, 10, method):
+            assert fingerprint(model) == before
+    assert calls
+    with pytest.raises(RuntimeError, match="hook failed"):
+        dec.generate(prompt, 5, logits_hook=failing_hook)
+    assert fingerprint(model) == before
+
+
+def failing_hook(context, logits):
+    raise RuntimeError("hook failed")
+
+
+WINDOW = dict(max_position_embeddings=512, sliding_window=64)
+REFUSED = {
+    "t5": ("t5", {}, "is an encoder-decoder"),
+    "bart": ("bart", {}, "is an encoder-decoder"),
+    "whisper": ("whisper", {}, "is an encoder-decoder"),
+    "bert": ("bert", {}, "is an encoder;"),
+    "bert as a decoder": ("bert", dict(is_decoder=True), "is an encoder;"),
+    "roberta": ("roberta", {}, "is an encoder;"),
+    "vit": ("vit", {}, "is no causal language model"),
+    "llava": ("llava", {}, "wraps a language model with other parts"),
+    "qwen2_vl": ("qwen2_vl", {}, "wraps a language model with other parts"),
+    "gemma2": ("gemma2", dict(WINDOW, sliding_window=512), "caps its logits"),
+    "gemma2, final cap alone": ("gemma2", dict(sliding_window=9000, attn_logit_softcapping=None), "final_logit_soft"),
+    "nanochat": ("nanochat", {}, "caps its logits"),
+    "mistral": ("mistral", WINDOW, "sliding attention layers"),
+    "mixtral": ("mixtral", WINDOW, "sliding attention layers"),
+    "phi3": ("phi3", WINDOW, "sliding attention layers"),
+    "starcoder2": ("starcoder2", WINDOW, "sliding attention layers"),
+    "qwen2": ("qwen2", dict(WINDOW, use_sliding_window=True, max_window_layers=1), "sliding attention layers"),
+    "gemma3_text": ("gemma3_text", WINDOW, "sliding attention layers"),
+    "cohere2": ("cohere2", WINDOW, "sliding attention layers"),
+    "olmo3": ("olmo3", WINDOW, "sliding attention layers"),
+    "gpt_oss": ("gpt_oss", {}, "sliding attention layers"),
+    "llama4_text": ("llama4_text", {}, "chunked attention layers"),
+    "mamba": ("mamba", {}, "only full attention over the whole text|recurrent state"),
+    "rwkv": ("rwkv", {}, "recurrent state"),
+    "jamba": ("jamba", {}, "only full attention over the whole text|recurrent state"),
+    "bamba": ("bamba", {}, "only full attention over the whole text|recurrent state"),
+    "falcon_h1": ("falcon_h1", {}, "only full attention over the whole text|recurrent state"),
+    "recurrent_gemma": ("recurrent_gemma", {}, "only full attention over the whole text|caps its logits"),
+    "qwen3_next": ("qwen3_next", {}, "linear attention layers"),
+    "gemma, both directions": ("gemma", dict(use_bidirectional_attention=True), "attend in both directions"),
+    "deepseek_v3": ("deepseek_v3", {}, "caches compressed keys"),
+    "llama, dynamic": ("llama", rope("dynamic", factor=2.0), "dynamic rotary scaling"),
+    "phi3, longrope": (
+        "phi3",
+        dict(
+            hidden_size=32,
+            num_attention_heads=4,
+            sliding_window=None,
+            **rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64),
+        ),
+        "longrope rotary scaling",
+    ),
+    "bloom": ("bloom", {}, "does not use transformers' attention interface"),
+    "falcon": ("falcon", {}, "does not use transformers' attention interface"),
+    "mpt": ("mpt", {}, "does not use transformers' attention interface"),
+    "gptj": ("gptj", {}, "does not use transformers' attention interface"),
+    "stablelm": ("stablelm", {}, "does not use transformers' attention interface"),
+}
+
+
+@pytest.mark.parametrize("model_type, overrides, reason", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_exact_is_told_from_the_configuration(model_type, overrides, reason):
+    config = AutoConfig.for_model(model_type, **overrides)
+    with pytest.raises(ValueError, match=f"^{model_type} .*({reason})") as refusal:
+        refuse_unsupported(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_configuration_without_a_length_is_refused():
+    with pytest.raises(ValueError, match="names no max_position_embeddings"):
+        refuse_unsupported(PreTrainedConfig(), LlamaForCausalLM)
+
+
+class CappedLlama(LlamaForCausalLM):
+    """Caps its logits and says so nowhere."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.tanh()
+        return output
+
+
+@pytest.mark.parametrize(
+    "model_type, overrides, reason",
+    [
+        ("doge", {}, "uses an attention mask of its own"),
+        ("nemotron", dict(head_dim=8), "attention interface and cache in all 2 layers"),
+        ("opt", dict(ffn_dim=48, do_layer_norm_before=False), "has no final norm"),
+    ],
+)
+def test_what_the_configuration_does_not_tell_is_refused_too(model_type, overrides, reason):
+    model = tiny(model_type, **overrides)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=f"^{model_type} .*{reason}"):
+        Decoder(model)
+    assert fingerprint(model) == before
+
+
+def test_a_model_that_bends_its_logits_is_refused():
+    model = CappedLlama(tiny_llama().config).double()
+    model.load_state_dict(tiny_llama().state_dict())
+    with pytest.raises(ValueError, match="changes its logits behind its language-model head"):
+        Decoder(model)
+
+
+@pytest.mark.parametrize(
+    "asked, reason",
+    [
+        (dict(s_aux=torch.zeros(4)), "'s_aux'"),
+        (dict(softcap=30.0), "'softcap'"),
+        (dict(position_bias=torch.zeros(1)), "'position_bias'"),
+        (dict(sliding_window=511), "a sliding window of 511 tokens"),
+        (dict(is_causal=False), "both directions"),
+        (dict(attention_mask=torch.zeros(1, 1, 3, 3)), "mask of its own"),
+        (dict(sliding_window=512, softcap=None, is_causal=True, position_ids=torch.zeros(1), use_cache=True), None),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_attention_never_ignores_what_a_model_asks_of_it(asked, reason):
+    layer = tiny("llama").model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    arguments = {"attention_mask": None, **asked}
+    if reason is None:
+        assert tree_attention(layer, query, key, key, **arguments)[0].shape == (1, 3, 4, 8)
+    else:
+        with pytest.raises(ValueError, match=f"llama uses .*{reason}"):
+            tree_attention(layer, query, key, key, **arguments)
+
+
+def test_a_model_on_other_devices_is_refused():
+    model = tiny("llama")
+    model.model.embed_tokens.to("meta")
+    with pytest.raises(ValueError, match="spread over cpu, meta; load it on one device"):
+        Decoder(model)
+    with pytest.raises(ValueError, match="on device meta; only cpu and cuda"):
+        Decoder(model.to("meta"))
+
+
+def test_experts_in_float64_are_told_how():
+    config = AutoConfig.for_model("mixtral", **SHAPE, num_local_experts=4, sliding_window=None)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm").double()
+    with pytest.raises(ValueError, match="float64 only with experts_implementation='eager'"):
+        Decoder(model)
+
+
+def test_something_else_than_a_transformers_model_is_refused():
+    with pytest.raises(ValueError, match=r"transformers model .* is needed, not Linear"):
+        Decoder(nn.Linear(2, 2))
