@@ -36,6 +36,8 @@ def test_every_grid_is_well_formed(name):
         assert set(figures) <= set(target.figures)
         assert {len(values) for values in figures.values()} == {max(len(target.at), 1)}
         assert all(math.isfinite(value) for values in figures.values() for value in values)
+    if target.grid is not None:
+        assert TARGETS[target.grid].cells == target.cells
     for trend in target.trends:
         assert {trend.above, trend.below} <= set(rows) and trend.figure in target.figures
 

@@ -438,7 +438,7 @@ class Setup:
         if spec.name not in plan.METHODS:
             return None
         dec = self.decoders[spec.text]
-        heads = next((heads.num_heads for heads in dec.heads.values()), 0)
+        heads = next(iter(dec.heads.values()), None)
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
         return plan.plan_method(
             spec.name,
@@ -446,7 +446,8 @@ class Setup:
             longest,
             self.max_new_tokens,
             self.options[spec.text],
-            heads=heads,
+            heads=0 if heads is None else heads.num_heads,
+            heads_bytes=0 if heads is None else sum(weight.nbytes for weight in heads.parameters()),
             draft_model=plan.ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
         ).total
 

@@ -58,6 +58,7 @@ class Target:
         trends: what should come out on another model, too.
         pages: also write a page per cell, with the repeated spans marked.
         scaled: whether output lengths follow the scale; short ones do not.
+        grid: another target whose runs these are, too.
     """
 
     title: str
@@ -68,6 +69,7 @@ class Target:
     trends: tuple[Trend, ...] = ()
     pages: bool = False
     scaled: bool = True
+    grid: str | None = None
 
 
 def _pairs(text: str) -> dict[str, list[float]]:
@@ -267,6 +269,7 @@ TARGETS = {
         tuple(Cell(f"window-{w}", {f"window {w}": "tokenswift"}, sampling={"penalty_window": w}) for w in _WINDOWS),
         ("distinct",),
         at=_END,
+        grid="table-15",
         paper=_each("window {}", _WINDOWS, distinct=".79 .86 .69 .86 .79 .78 .80"),
     ),
     "figure-3": Target(

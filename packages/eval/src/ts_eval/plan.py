@@ -148,9 +148,12 @@ def plan_method(
     options: "decoder.TokenSwiftOptions",
     *,
     heads: int = 3,
+    heads_bytes: int | None = None,
     draft_model: ModelShape | None = None,
 ) -> MethodPlan:
     """The plan of one of `METHODS`.
+
+    ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones.
 
     Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa and
     tokenswift-fused the heads and the language-model head; magicdec as many over weights and small cache as the tree
@@ -164,16 +167,17 @@ def plan_method(
         raise ValueError(f"no plan is known for {method!r}: choose from {', '.join(METHODS)}")
     budget = options.budget_for(prompt_tokens)
     levels = min(options.depth, max(max_new_tokens, 1))
+    heads_bytes = model.heads_bytes(heads) if heads_bytes is None else heads_bytes
     nodes, depth, draft_cache, drafter, draft_reads = 1, 0, 0, 0, 0
     if method == "tokenswift":
-        depth, drafter = min(levels, heads + 1), model.heads_bytes(heads)
+        depth, drafter = min(levels, heads + 1), heads_bytes
         nodes = 1 + len(rank_paths(options.tree, depth)) + options.ngrams * (heads + 1)
         draft_cache = 0 if options.cache == "full" else model.cache_bytes(budget + 1)
         # With cache="full" the draft pass reads the whole text's pairs: at least those of the prompt.
         read = model.cache_bytes(prompt_tokens) if options.cache == "full" else draft_cache
         draft_reads = model.pass_bytes + drafter + read
     elif method in ("medusa", "tokenswift-fused"):
-        depth, drafter = min(levels, heads), model.heads_bytes(heads)
+        depth, drafter = min(levels, heads), heads_bytes
         nodes = 1 + len(rank_paths(options.tree, depth)) + (CHAIN if method == "tokenswift-fused" else 0)
         draft_reads = drafter + model.lm_head_parameters * model.value_bytes
     elif method == "magicdec":

@@ -47,7 +47,7 @@ def reproduce(
     about = ""
     for number, cell in enumerate(target.cells, 1):
         say(f"{name}: {cell.name} ({number} of {len(target.cells)})")
-        folder = output / name / cell.name
+        folder = output / (target.grid or name) / cell.name
         results = compare(tuple(cell.rows.values()), say=say, output=folder, **_scaled(target, cell, scale), **settings)
         about = about or describe(results)
         for label, method in cell.rows.items():

@@ -38,8 +38,15 @@ def _series(place: int) -> str:
 
 
 def _style(place: int, points: int) -> dict:
-    every = max(1, points // 8)
-    return {"color": _series(place), "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5, "markevery": every}
+    # Behind the last colour they begin again, with dashes and other markers.
+    again = place // len(PALETTE["light"])
+    return {
+        "color": _series(place),
+        "linestyle": ("-", "--", ":")[again % 3],
+        "marker": MARKERS[(place + 3 * again) % len(MARKERS)],
+        "markersize": 4.5,
+        "markevery": max(1, points // 8),
+    }
 
 
 def _fine(results: dict) -> dict[str, list[dict]]:
