@@ -98,12 +98,17 @@ def test_the_readmes_python_runs(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_four_thousand_tokens_stay_identical(temperature, prompt_text):
-    """Past several rebuilds of the partial cache and far past the penalty window."""
-    dec = decoder.load(DATA / "reference-model", HEADS["chained"])
+@pytest.mark.parametrize(
+    "method, temperature", [("tokenswift", 1.0), ("tokenswift", 0.0), ("auto", 1.0), ("auto", 0.0), ("medusa", 0.7)]
+)
+def test_ten_thousand_tokens_stay_identical(method, temperature, prompt_text):
+    """Past many rebuilds of the partial cache and far past the penalty window; or the audit shows a tie."""
+    dec = decoder.load(DATA / "reference-model", HEADS)
     sampling = SamplingParams(temperature=temperature, min_p=0.1, repetition_penalty=1.2, seed=5)
-    expected = dec.generate(prompt_text, 4000, "ar", sampling, ignore_eos=True)
-    drafted = dec.generate(prompt_text, 4000, "tokenswift", sampling, ignore_eos=True)
-    assert drafted.token_ids == expected.token_ids
-    assert drafted.stats.cache_rebuilds > 2
+    expected = dec.generate(prompt_text, 10_000, "ar", sampling, ignore_eos=True)
+    drafted = dec.generate(prompt_text, 10_000, method, sampling, ignore_eos=True)
+    if drafted.token_ids != expected.token_ids:
+        reports = [decoder.audit(out) for out in (expected, drafted)]
+        assert all(report.equal or report.margin < 1e-4 for report in reports)
+    assert len(drafted.token_ids) == 10_000
+    assert method != "tokenswift" or drafted.stats.cache_rebuilds > 5

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from decoder import Decoder
 from decoder.draft_heads import KINDS, DraftHeads
@@ -31,6 +31,17 @@ def llama_norm(weight, x):
     return norm(x)
 
 
+def llama_mlp(tensors, i):
+    """transformers' own gated unit, 2d wide in and out; a head's lower half of outputs is not there."""
+    config = LlamaConfig(hidden_size=2 * D, intermediate_size=2 * D, hidden_act="silu")
+    mlp = LlamaMLP(config).to(tensors["heads.0.linear.weight"].dtype)
+    mlp.gate_proj.weight.data.copy_(tensors[f"heads.{i}.gate.weight"])
+    mlp.up_proj.weight.data.copy_(tensors[f"heads.{i}.up.weight"])
+    mlp.down_proj.weight.data.zero_()
+    mlp.down_proj.weight.data[:D] = tensors[f"heads.{i}.down.weight"]
+    return mlp
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_follows_the_paper_with_llamas_own_norm(kind, dtype):
@@ -45,21 +56,27 @@ def test_forward_follows_the_paper_with_llamas_own_norm(kind, dtype):
         }
         before = hidden if kind == "independent" else state
         features = llama_norm(weights["input_norm"], before)
-        if kind == "conditioned":
+        if kind in ("conditioned", "gated"):
             unit = tokens[..., i, :].float()
             unit = unit / unit.pow(2).mean(-1, keepdim=True).sqrt()
             features = torch.cat((features, unit.to(dtype)), dim=-1)
         state = features @ weights["linear"].T + before
+        if kind == "gated":
+            state = state + llama_mlp(heads.state_dict(), i)(features)[..., :D]
         assert output.dtype == dtype
-        assert torch.allclose(output, llama_norm(weights["output_norm"], state), atol=1e-6)
+        tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.05, atol=0.05)
+        assert torch.allclose(output, llama_norm(weights["output_norm"], state), **tolerance)
 
 
-@pytest.mark.parametrize("kind, width", [("chained", D), ("independent", D), ("conditioned", 2 * D)])
+@pytest.mark.parametrize("kind, width", [("chained", D), ("independent", D), ("conditioned", 2 * D), ("gated", 2 * D)])
 def test_tensor_names_and_shapes_are_those_of_the_file_format(kind, width):
     expected = {}
     for i in range(2):
         expected |= {f"heads.{i}.linear.weight": (D, width)}
         expected |= {f"heads.{i}.{norm}.weight": (D,) for norm in ("input_norm", "output_norm")}
+        if kind == "gated":
+            expected |= {f"heads.{i}.{part}.weight": (width, width) for part in ("gate", "up")}
+            expected |= {f"heads.{i}.down.weight": (D, width)}
     assert {name: tuple(t.shape) for name, t in DraftHeads(D, 2, kind=kind).state_dict().items()} == expected
 
 

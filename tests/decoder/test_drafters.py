@@ -33,7 +33,7 @@ def shifting_heads(num_heads, kind):
             # The residual brings e(t) along; its norm has made e(t) longer by sqrt(V).
             ahead = i if kind == "independent" else 1
             weight = identity.roll(ahead, 0) - identity
-            if kind == "conditioned":
+            if kind in ("conditioned", "gated"):
                 weight = torch.cat((-identity, identity), dim=1)
             head.linear.weight.copy_(weight / VOCAB**0.5)
     return heads
@@ -43,7 +43,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize("method, levels", [("tokenswift", 4), ("medusa", 3)])
-@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned"])
+@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
 def test_heads_that_know_the_text_are_accepted_whole(method, levels, kind):
     """Each level is the head of its own position: off by one, nothing would be accepted."""
     dec = Decoder(markov_llama(), heads=shifting_heads(3, kind))

@@ -1,21 +1,28 @@
 """The command line: shipped configurations, and errors of one sentence."""
 
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+import yaml
+from tiny_books import make_random_model
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from decoder import DraftHeads
 from heads_train import cli
 from heads_train.cli import CONFIGS, main
 
 PAPER = {
-    "llama31": ("meta-llama/Llama-3.1-8B", 200, 3, 5e-3),
-    "llama2-yarn": ("NousResearch/Yarn-Llama-2-7b-128k", 200, 3, 5e-3),
-    "qwen25-1.5b": ("Qwen/Qwen2.5-1.5B", 200, 3, 5e-3),
-    "qwen25-7b": ("Qwen/Qwen2.5-7B", 200, 3, 5e-3),
-    "qwen25-14b": ("Qwen/Qwen2.5-14B", 600, 1, 1e-3),
+    "llama31": ("meta-llama/Llama-3.1-8B", 200, 3, 5e-3, "ddp"),
+    "llama2-yarn": ("NousResearch/Yarn-Llama-2-7b-128k", 200, 3, 5e-3, "ddp"),
+    "qwen25-1.5b": ("Qwen/Qwen2.5-1.5B", 200, 3, 5e-3, "ddp"),
+    "qwen25-7b": ("Qwen/Qwen2.5-7B", 200, 3, 5e-3, "ddp"),
+    "qwen25-14b": ("Qwen/Qwen2.5-14B", 600, 1, 1e-3, "ddp"),
+    "r1-qwen-32b": ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 200, 3, 5e-3, "fsdp"),
+    "qwq-32b": ("Qwen/QwQ-32B", 200, 3, 5e-3, "fsdp"),
 }
 
 
@@ -52,7 +59,13 @@ def test_every_shipped_config_is_found_by_name_and_parsed(parsed, name, tmp_path
 def test_paper_configs_hold_the_settings_of_the_paper(parsed, name):
     settings = parsed("fit", f"--config={name}.yaml")
     model, data, trainer = settings.model, settings.data, settings.trainer
-    found = (model.model_name_or_path, trainer.max_steps, data.batch_size, model.learning_rate)
+    found = (
+        model.model_name_or_path,
+        trainer.max_steps,
+        data.batch_size,
+        model.learning_rate,
+        trainer.strategy,
+    )
     assert found == PAPER[name]
     assert (data.source, data.chunk_tokens, data.chunks_per_book) == ("emozilla/pg19", 8192, 1)
     assert (model.warmup_steps, model.weight_decay, model.beta1, model.beta2) == (50, 0.1, 0.9, 0.999)
@@ -61,15 +74,56 @@ def test_paper_configs_hold_the_settings_of_the_paper(parsed, name):
     assert (model.num_heads, model.kind) == (3, "chained")
 
 
-@pytest.mark.parametrize("name, kind", [("reference-medusa", "independent"), ("reference-conditioned", "conditioned")])
-def test_the_reference_configs_differ_in_kind_text_and_output_only(parsed, name, kind):
+@pytest.mark.parametrize(
+    ("name", "kind", "output"),
+    [
+        ("reference-medusa", "independent", "runs/heads-independent"),
+        ("reference-conditioned", "conditioned", "runs/heads-conditioned"),
+        ("reference-generated", "chained", "runs/heads-generated"),
+    ],
+)
+def test_the_reference_configs_differ_in_kind_text_and_output_only(parsed, name, kind, output):
     chained, other = (parsed("fit", "--config", file).as_dict() for file in ("reference.yaml", f"{name}.yaml"))
     assert (chained["model"].pop("kind"), other["model"].pop("kind")) == ("chained", kind)
-    assert (chained.pop("output"), other.pop("output")) == ("runs/heads-chained", f"runs/heads-{kind}")
+    assert (chained.pop("output"), other.pop("output")) == ("runs/heads-chained", output)
     for config in (chained, other):
         config.pop("config")
         config.pop("data")
     assert chained == other
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_shipped_config_trains_one_step_of_a_small_model_of_its_architecture(name, flags, tmp_path):
+    """The file as it is, but for what needs a network, a cluster or hours."""
+    small = make_random_model(name, tmp_path / "model")
+    own = {"source", "chunk_tokens", "chunks_per_book", "batch_size", "cache_dir"}
+    here = [flag for flag in flags if flag.partition("=")[0].removeprefix("--data.") in own]
+    if yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["data"]["source"] == "generated":
+        books = next(flag.partition("=")[2] for flag in here if flag.startswith("--data.source="))
+        here = [flag for flag in here if not flag.startswith("--data.source=")]
+        here += [f"--data.generated.prompts={books}", "--data.generated.texts=8", "--data.generated.prompt_tokens=8"]
+    quick = ["accelerator=cpu", "devices=1", "strategy=auto", "max_steps=1", "accumulate_grad_batches=1"]
+    quick += ["enable_progress_bar=false", "enable_model_summary=false", "val_check_interval=1"]
+    out = tmp_path / "out"
+    args = [f"--model.model_name_or_path={small}", f"--output={out}", *here, *(f"--trainer.{flag}" for flag in quick)]
+    assert main(["fit", "--config", f"{name}.yaml", *args]) == 0
+    training = json.loads((out / "last" / "config.json").read_text())["training"]
+    assert training["steps"] == 1
+    heads = DraftHeads.from_pretrained(out / "last")
+    # A rate that warms up starts at zero, so what moved is seen in the optimizer and not in the heads.
+    optimizer = torch.load(out / "checkpoints" / "last.ckpt", weights_only=False)["optimizer_states"][0]
+    assert len(optimizer["state"]) == len(list(heads.parameters()))
+    assert any(state["exp_avg"].abs().max() > 0 for state in optimizer["state"].values())
+
+
+def test_print_config_prints_what_a_run_would_use(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["fit", "--config", "r1-qwen-32b.yaml", "--model.num_heads", "4", "--print_config"])
+    assert end.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["num_heads"] == 4
+    assert printed["trainer"]["strategy"] == "fsdp"
+    assert printed["data"]["chunk_tokens"] == 8192
 
 
 def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, monkeypatch):
@@ -95,6 +149,15 @@ def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, mon
         (["--trainer.max_steps=-1", "--trainer.max_epochs=-1"], "the cosine schedule needs an end"),
         (["--config=nothing.yaml"], "there is no configuration nothing.yaml; shipped are"),
         (["--ckpt_path=/no/such.ckpt"], "/no/such.ckpt"),
+        (["--ckpt_path=last"], "there is no checkpoint"),
+        (["--model.head_weights=[1,2]"], "model.head_weights must be 3 numbers of at least 0, got [1.0, 2.0]"),
+        (["--model.head_weights=[1,-2,1]"], "model.head_weights must be 3 numbers"),
+        (["--model.loss_chunk_tokens=0"], "model.loss_chunk_tokens must be at least 1, got 0"),
+        (["--model.heads=/no/heads"], "there is no folder of heads at /no/heads"),
+        (["--data.text_column=body"], "no text column 'body' but short_book_title, text; give --data.text_column"),
+        (["--data.source=generated"], "data.source generated and --data.generated.prompts"),
+        (["--data.max_chunks=0"], "data.max_chunks must be at least 1, got 0"),
+        (["--trainer.strategy=fsdp", "--trainer.devices=auto"], "give --trainer.devices"),
     ],
 )
 def test_bad_input_ends_in_one_sentence_and_status_2(flags, tmp_path, capsys, extra, reason):
@@ -104,10 +167,57 @@ def test_bad_input_ends_in_one_sentence_and_status_2(flags, tmp_path, capsys, ex
     assert not (tmp_path / "out" / "last").exists()
 
 
+def test_a_missing_setting_is_named(capsys):
+    assert main(["fit", "--data.source=books"]) == 2
+    said = capsys.readouterr().err
+    assert "model.model_name_or_path" in said and "give it as a flag, or a --config that has it" in said
+
+
 def test_a_model_without_rms_norms_is_refused(flags, model, tmp_path, capsys):
     GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
     assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'gpt2'}"]) == 2
     assert "models of type gpt2 are not supported: they have no rms_norm_eps" in capsys.readouterr().err
+
+
+def test_a_model_that_is_no_decoder_is_refused(flags, model, tmp_path, capsys):
+    t5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 't5'}"]) == 2
+    assert "models of type t5 are not supported" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--model.model_name_or_path=nobody/no-model", "the configuration of model nobody/no-model cannot be loaded"),
+        ("--data.source=nobody/no-books", "the data set nobody/no-books could not be read from the Hugging Face hub"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_named(flags, tmp_path, flag, reason):
+    """In a process of its own, whose network ends nowhere: the client libraries read their settings when imported."""
+    nowhere = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    environment = os.environ | nowhere | {"HF_HOME": str(tmp_path), "NO_PROXY": "", "no_proxy": ""}
+    command = [sys.executable, "-m", "heads_train", "fit", *flags, flag]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2
+    assert reason in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_compiling_without_a_compiler_is_refused(flags, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert main(["fit", *flags, "--model.compile=true"]) == 2
+    assert "model.compile needs a C++ compiler: install /no/compiler" in capsys.readouterr().err
+
+
+def test_heads_that_do_not_fit_the_run_are_refused(flags, tmp_path, capsys):
+    DraftHeads(32, 2).save_pretrained(tmp_path / "two")
+    DraftHeads(16, 3).save_pretrained(tmp_path / "small")
+    assert main(["fit", *flags, f"--model.heads={tmp_path / 'two'}"]) == 2
+    assert "are 2 of kind chained, and 3 of kind chained were asked for" in capsys.readouterr().err
+    assert main(["fit", *flags, f"--model.heads={tmp_path / 'small'}"]) == 2
+    assert "the heads are for hidden size 16, the model has 32" in capsys.readouterr().err
 
 
 def test_a_run_of_other_heads_is_not_gone_on_with(flags, capsys):
@@ -115,7 +225,7 @@ def test_a_run_of_other_heads_is_not_gone_on_with(flags, capsys):
     assert main(["fit", *flags, "--model.kind=independent"]) == 2
     assert "model.kind chained, this run has independent; give another --output" in capsys.readouterr().err
     assert main(["fit", *flags, "--model.num_heads=2"]) == 2
-    assert "not one of heads-train with these heads" in capsys.readouterr().err
+    assert "made with model.num_heads 3, this run has 2; give another --output" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_program_is_refused(flags, tmp_path, capsys):

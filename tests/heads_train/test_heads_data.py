@@ -1,4 +1,7 @@
+"""Books become chunks: from any source, once, in an order that can be gone on with."""
+
 import json
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from tiny_books import WORDS
 from transformers import AutoTokenizer
 
+from heads_train import chunks as chunks_module
 from heads_train.data import BooksDataModule, EpochOrder
 from heads_train.sources import find_source
 
@@ -18,7 +22,13 @@ def chunks_of(model, tmp_path):
 
     def read(source, split="train", **settings) -> np.ndarray:
         settings = {"chunk_tokens": 8, "cache_dir": str(tmp_path / "cache")} | settings
-        return BooksDataModule(str(source), str(model), **settings)._cached(split)
+        module = BooksDataModule(str(source), str(model), **settings)
+        strategy = SimpleNamespace(root_device="cpu", barrier=lambda name: None)
+        stage = {"train": "fit", "validation": "validate", "test": "test"}[split]
+        module.trainer = SimpleNamespace(world_size=1, global_rank=0, strategy=strategy)
+        module._splits = lambda _: (split,)
+        module.setup(stage)
+        return module.chunks[split]
 
     return read
 
@@ -69,12 +79,76 @@ def test_every_kind_of_file_gives_the_same_chunks(chunks_of, tmp_path):
         assert chunks_of(folder).tolist() == expected
 
 
-def test_a_hub_data_set_gives_its_text_column(chunks_of, monkeypatch):
-    rows = datasets.Dataset.from_dict({"body": [words(30)], "title": ["A Book"]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    assert len(chunks_of("someone/books", text_column="body")) == 1
-    with pytest.raises(ValueError, match="no text column 'text' but body, title"):
-        chunks_of("someone/books")
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder that the real `datasets` library reads in place of the hub's ``someone/...``; returns the folder."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name in ("load_dataset", "load_dataset_builder"):
+        real = getattr(datasets, name)
+
+        def local(path, *args, real=real, **kwargs):
+            kwargs |= {"cache_dir": str(tmp_path / "datasets")}
+            return real(path.replace("someone", str(folder)), *args, **kwargs)
+
+        monkeypatch.setattr(datasets, name, local)
+    # The library sleeps seconds at the end of every stream, against a bug at the interpreter's exit.
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
+    return folder
+
+
+def write_parquet(path, texts, column="text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({column: texts, "title": ["A Book"] * len(texts)}), path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_data_set_gives_the_chunks_of_its_text_column(chunks_of, hub, streaming):
+    for split, begins in (("train", range(6)), ("validation", range(6, 8)), ("test", range(8, 10))):
+        write_parquet(hub / "books" / f"{split}.parquet", [words(30, i) for i in begins], "body")
+    settings = dict(text_column="body", streaming=streaming)
+    read = {split: chunks_of("someone/books", split, **settings) for split in ("train", "validation", "test")}
+    write_books(hub / "train.jsonl", [words(30, i) for i in range(6)])
+    # A stream is shuffled by the reader, within a window.
+    assert sorted(read["train"].tolist()) == sorted(chunks_of(hub).tolist())
+    assert len(read["validation"]) == len(read["test"]) == 2
+    with pytest.raises(ValueError, match=r"no text column 'text' but body, title; give --data.text_column"):
+        chunks_of("someone/books", streaming=streaming)
+
+
+def test_a_hub_data_set_of_one_split_holds_out_its_last_tenth(chunks_of, hub):
+    write_parquet(hub / "plain" / "train.parquet", [words(30, i) for i in range(20)])
+    assert len(chunks_of("someone/plain")) == 18
+    assert len(chunks_of("someone/plain", "validation")) == 2
+    write_parquet(hub / "plain" / "test.parquet", [words(30)])
+    with pytest.raises(FileNotFoundError, match="has no validation split but train, test"):
+        chunks_of("someone/plain", "validation")
+
+
+def test_a_stream_is_read_no_further_than_asked(chunks_of, hub, monkeypatch):
+    for i in range(4):
+        write_parquet(hub / "large" / f"train-{i:05}-of-00004.parquet", [words(30, i)] * 300)
+    rows = []
+    encode = chunks_module._token_ids
+    monkeypatch.setattr(chunks_module, "_token_ids", lambda t, texts, n: rows.extend(texts) or encode(t, texts, n))
+    first = chunks_of("someone/large", streaming=True, max_chunks=20)
+    # All splits share the set, so two of the twenty are held out.
+    assert first.shape == (18, 8)
+    assert len(rows) < 40
+    assert np.array_equal(first, chunks_of("someone/large", streaming=True, max_chunks=20, cache_dir=str(hub / "c")))
+
+
+def test_a_stream_that_breaks_off_says_so(chunks_of, hub):
+    write_parquet(hub / "broken" / "train-0.parquet", [words(30)] * 2)
+    (hub / "broken" / "train-1.parquet").write_bytes(b"PAR1 cut short")
+    with pytest.raises(OSError, match="the data set someone/broken could not be read from the Hugging Face hub"):
+        chunks_of("someone/broken", streaming=True)
+
+
+def test_reading_stops_at_max_chunks(chunks_of, tmp_path):
+    write_books(tmp_path / "train.jsonl", [words(30, i) for i in range(5)])
+    whole = chunks_of(tmp_path, chunks_per_book=None)
+    assert chunks_of(tmp_path, chunks_per_book=None, max_chunks=4).tolist() == whole[:4].tolist()
 
 
 def test_a_single_file_holds_out_its_last_tenth(chunks_of, tmp_path):
@@ -87,8 +161,8 @@ def test_a_single_file_holds_out_its_last_tenth(chunks_of, tmp_path):
 def test_books_are_tokenised_once_until_they_change(chunks_of, tmp_path, monkeypatch):
     write_books(tmp_path / "train.jsonl", [words(30)])
     calls = []
-    tokenise = BooksDataModule._tokenise
-    monkeypatch.setattr(BooksDataModule, "_tokenise", lambda *args: calls.append(1) or tokenise(*args))
+    tokenise = chunks_module._tokenised
+    monkeypatch.setattr(chunks_module, "_tokenised", lambda *args: calls.append(1) or tokenise(*args))
     chunks_of(tmp_path)
     chunks_of(tmp_path)
     assert len(calls) == 1
@@ -121,11 +195,14 @@ def test_ranks_share_an_epoch_without_overlap():
         ("train.jsonl", '{"body": "a"}\n', "no text column 'text' but body"),
         ("train.jsonl", "no json\n", "line 1 of .* is not JSON"),
         ("train.parquet", "no parquet", "is not a parquet file"),
+        ("train.jsonl", "[1]\n", "line 1 of .* is no JSON object"),
+        ("train.jsonl", '{"text": null}\n', "column 'text' of .* holds NoneType, no text; give --data.text_column"),
+        ("train.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("train.txt", "the sea", "none of 1 books .* has 8 tokens; lower --data.chunk_tokens"),
     ],
 )
 def test_unusable_books_are_refused_with_the_reason(chunks_of, tmp_path, name, content, reason):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=reason):
         chunks_of(tmp_path)
 
@@ -139,9 +216,22 @@ def test_missing_sources_are_refused_with_the_name(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no file or folder of books at /nowhere/at/all"):
         find_source("/nowhere/at/all", "train")
 
-    def unreachable(name, split):
+    def unreachable(*_):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(OSError, match="no books at some/books here, and its train split could not be read"):
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
+    with pytest.raises(OSError, match=r"data set some/books could not be read .*no route.*give --data.source a local"):
         find_source("some/books", "train")
+
+
+def test_every_rank_measures_on_as_many_chunks(model, tmp_path):
+    """Sharded models run in step, so a rank with a chunk more would wait for ever."""
+    write_books(tmp_path / "validation.jsonl", [words(30, i) for i in range(5)])
+    shares = []
+    for rank in range(2):
+        module = BooksDataModule(str(tmp_path), str(model), chunk_tokens=8, cache_dir=str(tmp_path / "cache"))
+        module.trainer = SimpleNamespace(world_size=2, global_rank=rank)
+        module.setup("validate")
+        shares.append([chunk.tolist() for batch in module.val_dataloader() for chunk in batch])
+    assert len(shares[0]) == len(shares[1]) == 2
+    assert not any(chunk in shares[1] for chunk in shares[0])

@@ -1,10 +1,13 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from heads_train import chunked_cross_entropy
-from heads_train.metrics import TopKAccuracy, top_k_accuracy
+from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
 
 
 @pytest.fixture
@@ -15,23 +18,58 @@ def case():
     return hidden, weight, bias, torch.randint(0, 50, (37,))
 
 
+def naive_loss(hidden, weight, targets, bias):
+    return F.cross_entropy(F.linear(hidden, weight, bias), targets)
+
+
+def torchs_own_loss(hidden, weight, targets, bias):
+    return F.linear_cross_entropy(hidden, weight, targets, linear_bias=bias)
+
+
+# torch has its own since 2.13.
+REFEREES = [naive_loss, torchs_own_loss] if hasattr(F, "linear_cross_entropy") else [naive_loss]
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 37, 512])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_chunked_loss_and_gradient_equal_the_naive_ones(case, chunk_tokens, with_bias):
+@pytest.mark.parametrize("referee", REFEREES)
+def test_chunked_loss_and_gradient_equal_the_referees(case, chunk_tokens, with_bias, referee):
     hidden, weight, bias, targets = case
     bias = bias if with_bias else None
-    naive = F.cross_entropy(F.linear(hidden, weight, bias), targets)
+    naive = referee(hidden, weight, targets, bias)
     (naive_grad,) = torch.autograd.grad(3.0 * naive, hidden)
-    loss, _ = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens)
+    loss, _, _ = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens)
     (grad,) = torch.autograd.grad(3.0 * loss, hidden)
     assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 512])
+def test_distilling_loss_gradient_and_overlap_equal_torchs(case, chunk_tokens):
+    """Against cross entropy with probabilities for targets, and against the total variation written out."""
+    hidden, weight, bias, targets = case
+    teacher = torch.randn(37, 16, dtype=torch.float64)
+    wanted = F.linear(teacher, weight, bias).softmax(-1)
+    logits = F.linear(hidden, weight, bias)
+    naive = F.cross_entropy(logits, wanted)
+    (naive_grad,) = torch.autograd.grad(3.0 * naive, hidden, retain_graph=True)
+    loss, _, overlap = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens, teacher=teacher, soft=True)
+    (grad,) = torch.autograd.grad(3.0 * loss, hidden)
+    assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
+    assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
+    variation = (logits.softmax(-1) - wanted).abs().sum(-1) / 2
+    assert torch.allclose(overlap, 1 - variation.mean(), rtol=0, atol=1e-9)
+    hard, ranks, same = chunked_cross_entropy(
+        hidden, weight, targets, bias, chunk_tokens, with_ranks=True, teacher=teacher
+    )
+    assert torch.allclose(hard, naive_loss(hidden, weight, targets, bias), rtol=0, atol=1e-9)
+    assert torch.allclose(same, overlap) and len(ranks) == 37
+
+
 def test_loss_in_bf16_stays_near_the_float64_loss(case):
     hidden, weight, _, targets = case
     exact = F.cross_entropy(hidden @ weight.T, targets)
-    loss, _ = chunked_cross_entropy(hidden.float(), weight.bfloat16(), targets, chunk_tokens=8)
+    loss, _, _ = chunked_cross_entropy(hidden.float(), weight.bfloat16(), targets, chunk_tokens=8)
     assert loss.dtype == torch.float32
     assert abs(loss.item() - exact.item()) < 0.02 * exact.item()
 
@@ -40,14 +78,14 @@ def test_ranks_count_the_likelier_tokens(case):
     hidden, weight, _, targets = case
     order = (hidden @ weight.T).argsort(-1, descending=True)
     expected = (order == targets[:, None]).int().argmax(-1)
-    _, ranks = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=8, with_ranks=True)
+    _, ranks, _ = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=8, with_ranks=True)
     assert torch.equal(ranks, expected)
 
 
 def test_top_k_accuracy_equals_torchmetrics(case):
     hidden, weight, _, targets = case
     logits = hidden @ weight.T
-    _, ranks = chunked_cross_entropy(hidden, weight, targets, with_ranks=True)
+    _, ranks, _ = chunked_cross_entropy(hidden, weight, targets, with_ranks=True)
     metric = TopKAccuracy(3)
     metric.update(ranks[:10])
     metric.update(ranks[10:])
@@ -55,3 +93,55 @@ def test_top_k_accuracy_equals_torchmetrics(case):
         reference = MulticlassAccuracy(50, top_k=k, average="micro")(logits, targets)
         assert share.item() == pytest.approx(reference.item())
         assert top_k_accuracy(ranks, k).item() == pytest.approx(reference.item())
+
+
+def test_tokens_per_step_count_the_heads_in_a_row_that_are_right():
+    torch.manual_seed(0)
+    # Three heads on two chunks of ten tokens: head i has no target for the last 1 + i positions.
+    batches = [[torch.randint(0, 5, (2, 9 - i)) for i in (1, 2, 3)] for _ in range(2)]
+    metric = TokensPerStep(3)
+    for ranks in batches:
+        metric.update(ranks)
+    for k, found in enumerate(metric.compute().tolist(), start=1):
+        steps = []
+        for ranks in batches:
+            for row in range(2):
+                for t in range(6):
+                    tokens = 2
+                    for head in ranks:
+                        if head[row, t] >= k:
+                            break
+                        tokens += 1
+                    steps.append(tokens)
+        assert found == pytest.approx(sum(steps) / len(steps))
+
+
+PEAK = """
+import resource, sys, torch
+from heads_train import chunked_cross_entropy
+tokens, vocabulary, hidden_size = map(int, sys.argv[1:])
+weight = torch.empty(vocabulary, hidden_size, dtype=torch.bfloat16).normal_()
+targets = torch.randint(vocabulary, (tokens,))
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+heads = [torch.randn(tokens, hidden_size, requires_grad=True) for _ in range(3)]
+sum(chunked_cross_entropy(hidden, weight, targets)[0] for hidden in heads).backward()
+assert all(hidden.grad is not None for hidden in heads)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+"""
+
+
+@pytest.mark.slow
+def test_three_heads_of_a_long_text_need_less_than_2_gib_on_top_of_the_weights():
+    """8,192 tokens, Llama-3.1-8B's vocabulary and hidden size: the inputs, all logits in flight and the gradients."""
+    command = [sys.executable, "-c", PEAK, "8192", "128256", "4096"]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    print(f"peak {peak / 2**30:.2f} GiB")
+    # One float32 matrix of all logits would be 3.9 GiB.
+    assert 0.5 * 2**30 < peak < 2 * 2**30
+
+
+def test_memory_does_not_grow_with_the_whole_matrix_of_logits():
+    """The same at a size for every day: all logits in float32 would be 512 MiB."""
+    command = [sys.executable, "-c", PEAK, "4096", "32768", "64"]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert peak < 400 * 2**20

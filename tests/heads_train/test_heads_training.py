@@ -1,6 +1,16 @@
 """Training through the real command on a tiny random model."""
 
 import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +42,7 @@ def module(model) -> HeadsModule:
 def test_untrained_heads_predict_what_the_model_predicts(module):
     ids = torch.randint(0, 15, (2, 20))
     logits = module.backbone(ids).logits
-    for hidden in module(ids):
+    for hidden in module(ids)[0]:
         assert torch.allclose(module.backbone.get_output_embeddings()(hidden), logits, atol=1e-6)
 
 
@@ -40,8 +50,8 @@ def test_head_i_at_position_t_learns_the_token_after_the_next_i(module):
     for parameter in module.heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(0, 15, (2, 20))
-    losses, ranks = module.losses(ids, with_ranks=True)
-    for i, hidden in enumerate(module(ids), start=1):
+    losses, ranks, _ = module.losses(ids, with_ranks=True)
+    for i, hidden in enumerate(module(ids)[0], start=1):
         log_probs = module.backbone.get_output_embeddings()(hidden).log_softmax(-1)
         pairs = [(row, t) for row in range(2) for t in range(20 - 1 - i)]
         naive = -sum(log_probs[row, t, ids[row, t + 1 + i]] for row, t in pairs) / len(pairs)
@@ -49,11 +59,28 @@ def test_head_i_at_position_t_learns_the_token_after_the_next_i(module):
         assert len(ranks[i - 1]) == len(pairs)
 
 
+def test_a_distilled_head_learns_the_models_own_distribution_of_its_token(module):
+    """Head i at position t against the model's logits at t + i, position by position."""
+    for parameter in module.heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    module.distill = True
+    ids = torch.randint(0, 15, (2, 20))
+    own = module.backbone(ids).logits.softmax(-1)
+    losses, _, overlaps = module.losses(ids, with_ranks=False, with_overlap=True)
+    for i, states in enumerate(module(ids)[0], start=1):
+        log_probs = module.backbone.get_output_embeddings()(states).log_softmax(-1)
+        pairs = [(row, t) for row in range(2) for t in range(20 - 1 - i)]
+        naive = -sum((own[row, t + i] * log_probs[row, t]).sum() for row, t in pairs) / len(pairs)
+        shared = sum(torch.minimum(own[row, t + i], log_probs[row, t].exp()).sum() for row, t in pairs) / len(pairs)
+        assert torch.allclose(losses[i - 1], naive, rtol=0, atol=1e-9)
+        assert torch.allclose(overlaps[i - 1], shared, rtol=0, atol=1e-9)
+
+
 def test_loss_matches_torch_for_the_sum_of_heads(module):
     ids = torch.randint(0, 15, (1, 12))
-    hidden = module(ids)[0][:, :-2].flatten(0, 1)
+    hidden = module(ids)[0][0][:, :-2].flatten(0, 1)
     lm_head = module.backbone.get_output_embeddings().weight
-    loss, _ = chunked_cross_entropy(hidden, lm_head, ids[:, 2:].flatten())
+    loss, _, _ = chunked_cross_entropy(hidden, lm_head, ids[:, 2:].flatten())
     assert torch.allclose(module.losses(ids, with_ranks=False)[0][0], loss)
 
 
@@ -87,7 +114,15 @@ def test_fit_lowers_every_loss_and_leaves_heads_logs_and_curves(flags, model, tm
         for stage in ("train", "val"):
             names = [f"{stage}_loss_head{i}", *(f"{stage}_top{k}_head{i}" for k in (1, 2, 3))]
             assert set(names) <= set(logs.Tags()["scalars"])
-    assert {"train_loss", "val_loss", "tokens_per_second", "lr-AdamW/pg1"} <= set(logs.Tags()["scalars"])
+    shown = {"train_loss", "val_loss", "tokens_per_second", "peak_memory_gib", "lr-AdamW/pg1"}
+    assert shown | {f"val_tokens_per_step_top{k}" for k in (1, 2, 3)} <= set(logs.Tags()["scalars"])
+    assert logs.Scalars("peak_memory_gib")[-1].value > 0.05
+    figures = training["validation"]
+    assert 2 <= figures["val_tokens_per_step_top1"] <= figures["val_tokens_per_step_top3"] <= 5
+    card = (out / "best" / "README.md").read_text()
+    assert f"{figures['val_tokens_per_step_top3']:.2f} with 3" in card
+    assert f"| 3 | {training['untrained']['val_loss_head3']:.2f} | {figures['val_loss_head3']:.2f} |" in card
+    assert f"| torch | {torch.__version__} |" in card and f"heads={str(out / 'best')!r}" in card
     after = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
@@ -136,16 +171,92 @@ def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, accu
         assert ends[0]["callbacks"][callback] == ends[1]["callbacks"][callback]
 
 
+def start(flags: list[str]) -> subprocess.Popen:
+    """The command in a process of its own, with the probes of these tests at hand."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "heads_train", "fit", *flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_killed_at_a_random_step_goes_on_from_the_last_save(flags, tmp_path, kill):
+    flags = [*flags, "--save_every=3"]
+    assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    process = start([*flags, "--trainer.callbacks=probes.Slow", "--trainer.callbacks.seconds=0.2"])
+    while not last.exists():
+        time.sleep(0.01)
+        assert process.poll() is None, process.stderr.read()
+    time.sleep(random.uniform(0, 1))
+    process.send_signal(kill)
+    said = process.communicate(timeout=60)[1]
+    if kill == signal.SIGINT:
+        assert process.returncode == 130
+        assert said.strip().splitlines()[-1].startswith("heads-train: stopped; the same command goes on")
+        assert "Traceback" not in said
+    else:
+        assert process.returncode == -signal.SIGKILL
+    assert torch.load(last, weights_only=False)["global_step"] in (3, 6, 9)
+    assert main(["fit", *flags, "--ckpt_path=last"]) == 0
+    for name in ("last", "best"):
+        whole, resumed = heads_of(tmp_path / "whole" / name), heads_of(tmp_path / "out" / name)
+        assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
+
+
+@contextmanager
+def disk_of(size: int):
+    """No file can grow beyond ``size`` bytes, which fails as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# The heads have 13 KB, the checkpoint several times that: the one or the other is what does not fit.
+@pytest.mark.parametrize("size", [10_000, 30_000])
+def test_a_full_disk_ends_in_a_sentence_and_keeps_what_was_trained(flags, tmp_path, monkeypatch, capsys, size):
+    flags = [*flags, "--trainer.logger=false", "--save_every=3"]
+    assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
+    training_step = HeadsModule.training_step
+
+    def cut(module, *args):
+        if module.global_step == 8:
+            raise OSError("power cut")
+        return training_step(module, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadsModule, "training_step", cut)
+        assert main(["fit", *flags]) == 2
+    capsys.readouterr()
+    with disk_of(size):
+        assert main(["fit", *flags]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("heads-train: ") and "free some space and give the same command again" in said
+    assert json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["steps"] >= 6
+    assert DraftHeads.from_pretrained(tmp_path / "out" / "last").num_heads == 3
+    assert not list((tmp_path / "out").rglob(".writing-*"))
+    assert main(["fit", *flags]) == 0
+    whole, resumed = heads_of(tmp_path / "whole" / "last"), heads_of(tmp_path / "out" / "last")
+    assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
+
+
 def test_validate_and_test_take_a_checkpoint(flags, tmp_path, capsys):
     assert main(["fit", *flags, "--trainer.max_steps=30"]) == 0
     ckpt = f"--ckpt_path={tmp_path / 'out' / 'checkpoints' / 'last.ckpt'}"
     capsys.readouterr()
     losses = []
-    for extra in ([], [ckpt]):
+    for extra in ([], [ckpt], ["--ckpt_path=last"], [f"--model.heads={tmp_path / 'out' / 'last'}"]):
         assert main(["validate", *flags, *extra]) == 0
         rows = (line.split() for line in capsys.readouterr().out.splitlines())
         losses.append(next(float(row[3]) for row in rows if "val_loss" in row))
     assert losses[1] < losses[0]
+    assert losses[1] == losses[2] == losses[3]
     assert main(["test", *flags, ckpt]) == 0
     assert "test_top3_head3" in capsys.readouterr().out
 
@@ -165,9 +276,52 @@ def test_divergence_stops_with_a_sentence_and_keeps_the_last_good_heads(flags, t
 
     monkeypatch.setattr(HeadsModule, "training_step", explode)
     assert main(["fit", *flags]) == 1
-    assert "the loss is nan after 8 steps; lower --model.learning_rate" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "the loss is nan after 8 steps" in said and "lower --model.learning_rate" in said
     assert DraftHeads.from_pretrained(tmp_path / "out" / "last").num_heads == 3
     assert json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--trainer.limit_val_batches=0"], r"the loss is \S+ after \d+ steps, at the start it was \S+; lower"),
+        ([], r"the validation loss is \S+ after 6 steps; lower"),
+    ],
+)
+def test_a_learning_rate_that_makes_the_loss_explode_ends_the_run(flags, tmp_path, capsys, extra, said):
+    flags = [*flags, "--trainer.max_steps=60", "--model.learning_rate=100", "--model.warmup_steps=0", *extra]
+    assert main(["fit", *flags]) == 1
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "out" / "last").exists()
+
+
+def test_heads_of_weight_zero_do_not_learn(flags, tmp_path):
+    assert main(["fit", *flags, "--model.kind=independent", "--model.head_weights=[2,0,1]"]) == 0
+    moved = [heads_of(tmp_path / "out" / "last")[f"heads.{i}.linear.weight"].abs().max() > 0 for i in range(3)]
+    assert moved == [True, False, True]
+    figures = json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["validation"]
+    assert figures["val_loss"] == pytest.approx(2 * figures["val_loss_head1"] + figures["val_loss_head3"])
+
+
+def test_a_run_can_start_from_given_heads(flags, tmp_path):
+    assert main(["fit", *flags]) == 0
+    first = json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]
+    again = [*flags, f"--model.heads={tmp_path / 'out' / 'last'}", f"--output={tmp_path / 'again'}"]
+    assert main(["fit", *again]) == 0
+    second = json.loads((tmp_path / "again" / "last" / "config.json").read_text())["training"]
+    assert second["untrained"] == first["validation"]
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_the_same_heads(flags, tmp_path):
+    flags = [*flags, "--trainer.max_steps=3"]
+    assert main(["fit", *flags, f"--output={tmp_path / 'plain'}"]) == 0
+    torch._dynamo.utils.counters.clear()
+    assert main(["fit", *flags, "--model.compile=true"]) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    plain, compiled = heads_of(tmp_path / "plain" / "last"), heads_of(tmp_path / "out" / "last")
+    assert all(torch.allclose(plain[name], compiled[name], rtol=0, atol=1e-4) for name in plain)
 
 
 def test_heads_of_a_diverged_validation_are_not_written(flags, tmp_path, monkeypatch, capsys):

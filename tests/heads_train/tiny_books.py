@@ -1,4 +1,4 @@
-"""A tiny random Llama with its own tokenizer, and a folder of little books."""
+"""Tiny random models with their own tokenizers, and a folder of little books."""
 
 import gzip
 import json
@@ -6,12 +6,22 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SONG = "the sea was calm and old ships lay at rest while men sang of home rain fell on every hill"
 WORDS = SONG.split(" ")
 HIDDEN = 32
+ARCHITECTURES = Path(__file__).parent / "architectures"
+# Sizes that a test can run; everything else of an architecture stays.
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_window_layers=2,
+    torch_dtype="float32",
+)
 
 
 def make_model(folder: Path) -> Path:
@@ -34,6 +44,27 @@ def make_model(folder: Path) -> Path:
     # The final norm's weight is one at birth; a copy of it must show.
     torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_random_model(name: str, folder: Path) -> Path:
+    """A small random model of the architecture ``name`` (Llama-3.1's for other names) that reads single bytes."""
+    path = ARCHITECTURES / f"{name}.json"
+    config = json.loads((path if path.exists() else ARCHITECTURES / "llama31.json").read_text())
+    vocabulary = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    groups = config["num_attention_heads"] // config["num_key_value_heads"]
+    config |= {key: value for key, value in SMALL.items() if key in config}
+    config |= dict(num_key_value_heads=1 if groups > 1 else 4, vocab_size=len(vocabulary))
+    config |= dict(bos_token_id=0, eos_token_id=0)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    # Byte-level BPE without merges: the kind of tokenizer that these architectures' own classes expect.
+    tokenizer = Tokenizer(models.BPE({entry: i for i, entry in enumerate(vocabulary)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
     return folder
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.acceptance import Independent, exact
+from decoder.architectures import refuse_unsupported
 from decoder.auditing import Audit, audit
 from decoder.chat import chat_ids, is_chat
 from decoder.draft_heads import DraftHeads
@@ -25,6 +26,7 @@ from decoder.text_stream import TextStream
 from decoder.verify_costs import VerifyCosts
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
+_HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
 HeadsLike = DraftHeads | str | os.PathLike
 
 
@@ -336,6 +338,8 @@ def load(
         device = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"unknown device {device!r}: use 'auto', 'cpu' or 'cuda'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not supported: use 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for and there is none: use 'auto' or 'cpu'")
     if dtype == "auto":
@@ -349,7 +353,11 @@ def load(
         if path is not None and not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
             raise FileNotFoundError(f"there is no model folder at {path}, and it is no hub id (owner/name) either")
 
+    from_hub = {name: model_kwargs[name] for name in _HUB_ARGUMENTS if name in model_kwargs}
+
     def read(path) -> PreTrainedModel:
+        # Refused before gigabytes of weights are read.
+        refuse_unsupported(AutoConfig.from_pretrained(path, **from_hub))
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_kwargs).to(device).eval()
 
     target = read(model)

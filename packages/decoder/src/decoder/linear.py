@@ -18,12 +18,13 @@ def few_rows_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     The matrix library then shares the rows of the weights among its threads; the other way round it would share the
     few rows of ``x``, and one thread would read all weights alone (measured with 2 threads and 8 rows: half the time).
     A single row would be a matrix-vector product, which PyTorch runs on one thread; as four equal rows it is shared.
+    With one thread there is nothing to share.
     """
     rows = x.shape[:-1].numel()
-    if rows > _MOST_ROWS:
+    if rows > _MOST_ROWS or torch.get_num_threads() == 1:
         return F.linear(x, module.weight, module.bias)
     flat = x.reshape(rows, -1)
-    if rows == 1 and torch.get_num_threads() > 1:
+    if rows == 1:
         flat = flat.expand(_FEWEST_ROWS, -1)
     product = (module.weight @ flat.T).T[:rows]
     if module.bias is not None:

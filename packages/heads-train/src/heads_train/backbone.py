@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from decoder.draft_heads import DraftHeads
@@ -39,6 +41,19 @@ def load_backbone(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder or hub id in ``dtype``, frozen, in eval mode. Raises OSError when it cannot be loaded."""
     model = _load("weights", AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
     return model.eval().requires_grad_(False)
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard the weights of the layers, which are all but the whole model, over ``mesh`` (FSDP2).
+
+    The embeddings, the final norm and the language-model head stay whole on every device: the loss reads them outside
+    of the model's own forward.
+    """
+    decoder = model.get_decoder()
+    outside = set(decoder.parameters()) - set(decoder.layers.parameters())
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(decoder, mesh=mesh, ignored_params=outside)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
@@ -79,7 +94,8 @@ class LastHidden:
     def __init__(self, model: PreTrainedModel):
         self.decoder = model.get_decoder()
         self.hidden: Tensor | None = None
-        final_norm(model).register_forward_pre_hook(self._keep)
+        self.norm = final_norm(model)
+        self.norm.register_forward_pre_hook(self._keep)
 
     def _keep(self, _, inputs: tuple) -> None:
         self.hidden = inputs[0]

@@ -1,15 +1,26 @@
-"""What a run leaves behind: heads after every validation, throughput, the loss curves."""
+"""What a run shows and leaves behind: time left, throughput, memory, checkpoints, heads, the loss curves."""
 
+import errno
+import os
+import resource
+import sys
 import time
+from dataclasses import asdict
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from matplotlib.figure import Figure
+from safetensors import SafetensorError
 
 from heads_train.data import BooksDataModule
-from heads_train.module import HeadsModule, TrainingDiverged
+from heads_train.model_card import implied_tokens_per_step, write_model_card
+from heads_train.module import DIVERGED, HeadsModule, TrainingDiverged
 
 VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
 
@@ -17,7 +28,8 @@ VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
 class ExportHeads(L.Callback):
     """Writes the heads to ``output/last`` after every validation and at the end, the best of them to ``output/best``.
 
-    Best is the lowest ``val_loss``. Raises TrainingDiverged, and writes nothing, when it is no finite number.
+    Best is the lowest ``val_loss``. Raises TrainingDiverged, and writes nothing, when it is no finite number or far
+    above what it was before the first step.
     """
 
     def __init__(self, output: Path):
@@ -38,9 +50,11 @@ class ExportHeads(L.Callback):
             self.untrained = dict(module.val_metrics)
             return
         loss = module.val_metrics["val_loss"]
-        if not loss < float("inf"):
+        limit = DIVERGED * self.untrained.get("val_loss", float("inf"))
+        if not loss < limit:
             raise TrainingDiverged(
-                f"the validation loss is {loss} after {trainer.global_step} steps; lower --model.learning_rate"
+                f"the validation loss is {loss:.4g} after {trainer.global_step} steps; lower --model.learning_rate and "
+                "give another --output (the heads saved last are from before)"
             )
         self._save(trainer, module, "last")
         if loss < self.best_loss:
@@ -51,30 +65,62 @@ class ExportHeads(L.Callback):
         self._save(trainer, module, "last")
         if self.best_loss == float("inf"):
             self._save(trainer, module, "best")
+        if trainer.is_global_zero:
+            print(f"\nheads in {self.output / 'best'}; figures and settings in its README.md", flush=True)
+            if module.val_metrics:
+                print(implied_tokens_per_step(module.val_metrics), flush=True)
 
     def _save(self, trainer: L.Trainer, module: HeadsModule, name: str) -> None:
-        if not trainer.is_global_zero:
+        heads = module.whole_heads()
+        if heads is None:
             return
         data: BooksDataModule = trainer.datamodule
-        module.heads.save_pretrained(
-            self.output / name,
-            base_model=module.model_name_or_path,
-            training={
-                "steps": trainer.global_step,
-                "max_steps": trainer.max_steps,
-                "source": data.source,
-                "chunk_tokens": data.chunk_tokens,
-                "chunks_per_book": data.chunks_per_book,
-                "chunks_per_step": data.batch_size * trainer.world_size * trainer.accumulate_grad_batches,
-                "learning_rate": module.learning_rate,
-                "weight_decay": module.weight_decay,
-                "warmup_steps": module.warmup_steps,
-                "precision": str(trainer.precision),
-                "untrained": self.untrained,
-                "validation": module.val_metrics,
-                "versions": {package: version(package) for package in VERSIONS},
-            },
-        )
+        training = {
+            "steps": trainer.global_step,
+            "max_steps": trainer.max_steps,
+            "source": data.source,
+            "generated": asdict(data.generated) if data.generated else None,
+            "chunk_tokens": data.chunk_tokens,
+            "chunks_per_book": data.chunks_per_book,
+            "chunks_per_step": data.batch_size * trainer.world_size * trainer.accumulate_grad_batches,
+            "train_chunks": len(data.chunks["train"]),
+            "start": module.start_heads,
+            "learning_rate": module.learning_rate,
+            "weight_decay": module.weight_decay,
+            "warmup_steps": module.warmup_steps,
+            "head_weights": module.head_weights,
+            "precision": str(trainer.precision),
+            "untrained": self.untrained,
+            "validation": module.val_metrics,
+            "versions": {package: version(package) for package in VERSIONS},
+        }
+        folder = self.output / name
+        try:
+            heads.save_pretrained(folder, base_model=module.model_name_or_path, training=training)
+        except SafetensorError as error:
+            # Its writer hides the OSError too.
+            raise OSError(errno.ENOSPC, "the heads could not be written", str(folder)) from error
+        write_model_card(folder, heads, module.model_name_or_path, training)
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Replaces a checkpoint only when the new one lies whole beside it: a kill or a full disk leaves the old one."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".writing-{path.name}")
+        try:
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except RuntimeError as error:
+            # torch's writer hides the OSError below it.
+            raise OSError(errno.ENOSPC, "the checkpoint could not be written", str(path)) from error
+        finally:
+            part.unlink(missing_ok=True)
 
 
 class Checkpoints(ModelCheckpoint):
@@ -91,8 +137,11 @@ class Checkpoints(ModelCheckpoint):
             trainer.save_checkpoint(Path(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}.ckpt"))
 
 
-class TokensPerSecond(L.Callback):
-    """Logs ``tokens_per_second`` of the training steps, all devices together, validation not counted."""
+class Throughput(L.Callback):
+    """Logs ``tokens_per_second`` (all devices, validation not counted) and this process's ``peak_memory_gib``.
+
+    The memory is the device's where there is CUDA, else the resident memory of the process.
+    """
 
     def __init__(self):
         self.tokens, self.seconds, self.began = 0, 0.0, 0.0
@@ -105,7 +154,38 @@ class TokensPerSecond(L.Callback):
         self.seconds += time.perf_counter() - self.began
         if trainer.global_step % trainer.log_every_n_steps == 0:
             module.log("tokens_per_second", self.tokens / self.seconds, prog_bar=True)
+            module.log("peak_memory_gib", peak_memory_bytes(module.device) / 2**30)
             self.tokens, self.seconds = 0, 0.0
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: on a CUDA ``device``, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's progress bar with the time left until the last step, validations included."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.first_step = 0.0, 0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.began, self.first_step = time.perf_counter(), trainer.global_step
+        super().on_train_start(trainer, module)
+
+    def get_metrics(self, trainer: L.Trainer, module: L.LightningModule) -> dict:
+        items = super().get_metrics(trainer, module)
+        items.pop("v_num", None)
+        steps = trainer.global_step - self.first_step
+        if steps and trainer.max_steps > 0:
+            each = (time.perf_counter() - self.began) / steps
+            left = timedelta(seconds=round(each * (trainer.max_steps - trainer.global_step)))
+            items = {"step": f"{trainer.global_step}/{trainer.max_steps}", "left": str(left)} | items
+        return items
 
 
 class LossCurves(L.Callback):
@@ -149,6 +229,7 @@ class LossCurves(L.Callback):
                     )
         axes.set(xlabel="step", ylabel="cross entropy (nats per token)", title=f"{module.heads.kind} heads")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.path, dpi=120)

@@ -1,5 +1,7 @@
 """The ``heads-train`` command: LightningCLI with shipped configurations and errors of one sentence."""
 
+import errno
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -9,13 +11,23 @@ import lightning as L
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from heads_train.callbacks import Checkpoints, ExportHeads, LossCurves, TokensPerSecond
+from heads_train.callbacks import (
+    Checkpoints,
+    ExportHeads,
+    LossCurves,
+    ProgressBar,
+    Throughput,
+    WholeCheckpoints,
+)
 from heads_train.data import BooksDataModule
 from heads_train.module import HeadsModule, TrainingDiverged
 
 CONFIGS = Path(__file__).parent / "configs"
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 QUIET = (
     ".*args parameter is intended to run from within Python.*",
@@ -35,6 +47,8 @@ class Parser(LightningArgumentParser):
     """Reports a wrong command line in one sentence."""
 
     def error(self, message: str, ex: Exception | None = None) -> None:
+        if message.endswith("Got value: None"):
+            message += " (it is missing: give it as a flag, or a --config that has it)"
         raise ValueError(message) from ex
 
 
@@ -72,23 +86,44 @@ class HeadsCLI(LightningCLI):
             config["logger"] = TensorBoardLogger(self.output, name="", version="")
         if config["default_root_dir"] is None:
             config["default_root_dir"] = str(self.output)
+        if config["strategy"] == "fsdp":
+            config["strategy"] = self._fully_sharded(config)
         if self.subcommand == "fit":
             config["callbacks"] = [*(config["callbacks"] or []), *self._results(config)]
         return super().instantiate_trainer(**config, **kwargs)
 
+    @staticmethod
+    def _fully_sharded(trainer: dict) -> ModelParallelStrategy:
+        """Lightning's FSDP2 over all devices; its FSDP1 would gather the frozen model into every checkpoint."""
+        devices = str(trainer["devices"])
+        if not devices.isdecimal():
+            raise ValueError("--trainer.strategy fsdp needs the number of devices of a node: give --trainer.devices")
+        return ModelParallelStrategy(
+            data_parallel_size=int(devices) * trainer["num_nodes"],
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+        )
+
     def _results(self, trainer: dict) -> list[L.Callback]:
-        callbacks = [TokensPerSecond(), ExportHeads(self.output), LossCurves(self.output / "loss_curves.png")]
+        callbacks = [Throughput(), ExportHeads(self.output), LossCurves(self.output / "loss_curves.png")]
         if trainer["logger"]:
             callbacks.append(LearningRateMonitor("step"))
+        if trainer["enable_progress_bar"] is not False:
+            callbacks.append(ProgressBar())
         if trainer["enable_checkpointing"] is not False:
             every = self._get(self.config, "save_every")
             callbacks.append(Checkpoints(self.output / "checkpoints", every))
+            trainer["plugins"] = [*(trainer["plugins"] or []), WholeCheckpoints()]
         return callbacks
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         last = self.output / "checkpoints" / "last.ckpt"
-        if kwargs["ckpt_path"] is None and subcommand == "fit" and last.is_file():
+        if kwargs["ckpt_path"] == "last":
+            if not last.is_file():
+                raise FileNotFoundError(f"there is no checkpoint {last} to go on from")
+            kwargs["ckpt_path"] = str(last)
+        elif kwargs["ckpt_path"] is None and subcommand == "fit" and last.is_file():
             print(f"going on from {last}; give another --output to start afresh", file=sys.stderr)
             kwargs["ckpt_path"] = str(last)
         # A checkpoint is the user's own file and holds Lightning's callback states beside tensors.
@@ -124,10 +159,15 @@ def _with_configs(args: Sequence[str]) -> list[str]:
     return found
 
 
+def _no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: " not in record.getMessage()
+
+
 def run(args: Sequence[str]) -> HeadsCLI:
     """Run ``heads-train`` with these arguments; errors are raised."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
     return HeadsCLI(
         HeadsModule,
         BooksDataModule,
@@ -143,16 +183,25 @@ def run(args: Sequence[str]) -> HeadsCLI:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0 done, 1 training diverged, 2 wrong usage or missing input."""
+    """Run the command; returns its exit status.
+
+    0: done; 1: training diverged; 2: wrong usage, missing input or a full disk; 130: stopped by Ctrl-C.
+    """
     try:
         run(sys.argv[1:] if args is None else args)
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        return _fail("stopped; the same command goes on from the checkpoint saved last", 130)
     except TrainingDiverged as error:
         return _fail(error, 1)
     except (OSError, ValueError, MisconfigurationException) as error:
+        if getattr(error, "errno", None) in DISK_FULL:
+            error = f"{error}: free some space and give the same command again; what was saved before is whole"
         return _fail(error, 2)
     return 0
 
 
-def _fail(error: Exception, status: int) -> int:
+def _fail(error: Exception | str, status: int) -> int:
     print("heads-train:", " ".join(str(error).split()), file=sys.stderr)
     return status

@@ -1,11 +1,6 @@
-"""Books as token chunks: tokenised once, cached, shuffled in an order that depends on the seed and the step only."""
+"""Chunks of text for the heads, shuffled in an order that depends on the seed and the step only."""
 
-import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import lightning as L
@@ -15,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from heads_train.backbone import load_tokenizer
-from heads_train.sources import Source, find_source
+from heads_train.chunks import book_chunks
+from heads_train.generated import GeneratedChunks, GeneratedText
+from heads_train.sources import find_source
 
-BOOKS_AT_ONCE = 16
-# A cut text's last tokens may differ from the whole text's.
-CUT_TOKENS = 64
+GENERATED = "generated"
 
 
 class Chunks(Dataset):
@@ -59,40 +54,52 @@ class EpochOrder(Sampler[int]):
 
 
 class BooksDataModule(L.LightningDataModule):
-    """Chunks of books for training the heads (paper: the first 8,192 tokens of PG-19 books longer than that).
+    """Chunks of text for training the heads (paper: the first 8,192 tokens of PG-19 books longer than that).
 
     Args:
         source: a folder with train/validation/test files (.jsonl.gz, .jsonl, .parquet, .txt), one such file (its
-            last tenth is then for validation and test), or a Hugging Face data set id.
-        tokenizer: folder or hub id of the model's tokenizer.
+            last tenth is then for validation and test, as with a data set of one split), a Hugging Face data set id,
+            or ``generated`` for text of the model's own.
+        tokenizer: folder or hub id of the model.
+        subset: configuration of a Hugging Face data set that has several.
         text_column: name of the column that holds the text.
+        streaming: read a Hugging Face data set without keeping it on the disk; only its chunks are kept.
         chunk_tokens: tokens per chunk; shorter books are left out.
         chunks_per_book: chunks taken from the start of each book; None takes all.
+        max_chunks: chunks after which reading a split stops; None reads it whole.
         batch_size: chunks per step and device.
-        seed: of the order.
-        cache_dir: where tokenised books are kept; None is ~/.cache/heads-train.
+        seed: of the order, and of generated text.
+        cache_dir: where tokenised books and generated texts are kept; None is ~/.cache/heads-train.
+        generated: how to generate, with source ``generated``.
     """
 
     def __init__(
         self,
         source: str,
         tokenizer: str,
+        subset: str | None = None,
         text_column: str = "text",
+        streaming: bool = False,
         chunk_tokens: int = 8192,
         chunks_per_book: int | None = 1,
+        max_chunks: int | None = None,
         batch_size: int = 1,
         seed: int = 0,
         cache_dir: str | None = None,
+        generated: GeneratedText | None = None,
     ):
         super().__init__()
-        for name, value in (("chunk_tokens", chunk_tokens), ("chunks_per_book", chunks_per_book)):
+        numbers = dict(
+            chunk_tokens=chunk_tokens, chunks_per_book=chunks_per_book, max_chunks=max_chunks, batch_size=batch_size
+        )
+        for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {value}")
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size must be at least 1, got {batch_size}")
-        self.source, self.tokenizer, self.text_column = source, tokenizer, text_column
-        self.chunk_tokens, self.chunks_per_book, self.batch_size = chunk_tokens, chunks_per_book, batch_size
-        self.seed = seed
+        if (source == GENERATED) != (generated is not None):
+            raise ValueError("data.source generated and --data.generated.prompts (books or a data set) go together")
+        self.source, self.tokenizer, self.subset, self.text_column = source, tokenizer, subset, text_column
+        self.streaming, self.chunk_tokens, self.chunks_per_book = streaming, chunk_tokens, chunks_per_book
+        self.max_chunks, self.batch_size, self.seed, self.generated = max_chunks, batch_size, seed, generated
         self.cache_dir = Path(cache_dir or Path.home() / ".cache" / "heads-train")
         self.chunks: dict[str, np.ndarray] = {}
 
@@ -104,11 +111,11 @@ class BooksDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         for split in self._splits(self.trainer.state.fn):
-            self._cached(split)
+            self._books(split)
 
     def setup(self, stage: str) -> None:
         for split in self._splits(stage):
-            self.chunks[split] = self._cached(split)
+            self.chunks[split] = self._generated(split) if self.generated else self._books(split)
         ranks = self.trainer.world_size
         if "train" in self.chunks and len(self.chunks["train"]) < self.batch_size * ranks:
             raise ValueError(
@@ -116,56 +123,43 @@ class BooksDataModule(L.LightningDataModule):
                 "lower --data.batch_size or --data.chunk_tokens"
             )
 
-    def _cached(self, split: str) -> np.ndarray:
-        """The chunks of a split [n, chunk_tokens] uint32, tokenised unless the cache has them."""
-        source = find_source(self.source, split)
-        tokenizer = load_tokenizer(self.tokenizer)
-        settings = [source.key, _digest(tokenizer), self.text_column, self.chunk_tokens, self.chunks_per_book]
-        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
-        path = self.cache_dir / f"{key}.npy"
-        if not path.exists():
-            chunks = self._tokenise(source, tokenizer)
-            self.cache_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.cache_dir) as scratch:
-                np.save(Path(scratch, path.name), chunks)
-                os.replace(Path(scratch, path.name), path)
-        chunks = np.load(path, mmap_mode="r")
+    def _books(self, split: str) -> np.ndarray:
+        """The chunks of a split [n, chunk_tokens], or the prompts [n, prompt_tokens] of generated text."""
+        name, tokens = self.source, self.chunk_tokens
+        if self.generated:
+            name, tokens = self.generated.prompts, self.generated.prompt_tokens
+        source = find_source(name, split, self.subset, self.streaming)
+        chunks = book_chunks(
+            source,
+            load_tokenizer(self.tokenizer),
+            self.text_column,
+            tokens,
+            self.chunks_per_book,
+            self.max_chunks,
+            self.cache_dir,
+        )
         if not source.shared:
             return chunks
+        if len(chunks) < 2:
+            raise ValueError(f"{name} has a single chunk of {tokens} tokens, and validation needs one of its own")
         held_out = max(1, len(chunks) // 10)
         return chunks[:-held_out] if split == "train" else chunks[-held_out:]
 
-    def _tokenise(self, source: Source, tokenizer) -> np.ndarray:
-        rows, books, short = [], 0, 0
-        books_left = source.texts(self.text_column)
-        while texts := list(islice(books_left, BOOKS_AT_ONCE)):
-            for ids in self._token_ids(tokenizer, texts):
-                count = min(len(ids) // self.chunk_tokens, self.chunks_per_book or len(ids))
-                books, short = books + 1, short + (count == 0)
-                tokens = np.array(ids[: count * self.chunk_tokens], dtype=np.uint32)
-                rows.append(tokens.reshape(count, self.chunk_tokens))
-        counted = f"{books} books in the {source.split} split of {source.name}"
-        if books == short:
-            raise ValueError(f"none of {counted} has {self.chunk_tokens} tokens; lower --data.chunk_tokens")
-        chunks = np.concatenate(rows)
-        print(f"{counted}: {len(chunks)} chunks of {self.chunk_tokens} tokens, {short} shorter books left out")
-        return chunks
-
-    def _token_ids(self, tokenizer, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, at least as far as they are needed: books are long, their starts often enough."""
-
-        def encode(texts: list[str]) -> list[list[int]]:
-            return tokenizer(texts, verbose=False)["input_ids"]
-
-        if self.chunks_per_book is None:
-            return encode(texts)
-        needed = self.chunk_tokens * self.chunks_per_book
-        reach = 8 * (needed + CUT_TOKENS)
-        encoded = encode([text[:reach] for text in texts])
-        for i, text in enumerate(texts):
-            if len(text) > reach and len(encoded[i]) < needed + CUT_TOKENS:
-                encoded[i] = encode([text])[0]
-        return encoded
+    def _generated(self, split: str) -> np.ndarray:
+        texts = self.generated.texts if split == "train" else max(1, self.generated.texts // 16)
+        chunks = GeneratedChunks(
+            self.tokenizer,
+            self.generated,
+            self._books(split),
+            texts,
+            self.chunk_tokens,
+            self.seed,
+            self.cache_dir,
+        )
+        trainer = self.trainer
+        chunks.make(trainer.global_rank, trainer.world_size, str(trainer.strategy.root_device))
+        trainer.strategy.barrier("generated")
+        return chunks.load()
 
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer
@@ -180,25 +174,15 @@ class BooksDataModule(L.LightningDataModule):
         return DataLoader(Chunks(self.chunks["train"]), self.batch_size, sampler=order, drop_last=True)
 
     def _held_out(self, split: str) -> DataLoader:
-        chunks = self.chunks[split]
+        chunks, ranks = self.chunks[split], self.trainer.world_size
         # Shuffled too, always alike: a limit on the batches then draws from all books.
         order = np.random.default_rng(0).permutation(len(chunks))
-        mine = order[self.trainer.global_rank :: self.trainer.world_size]
-        return DataLoader(Subset(Chunks(chunks), mine.tolist()), self.batch_size)
+        # Every rank takes as many, since sharded models run in step.
+        order = np.resize(order, max(1, len(chunks) // ranks) * ranks)
+        return DataLoader(Subset(Chunks(chunks), order[self.trainer.global_rank :: ranks].tolist()), self.batch_size)
 
     def val_dataloader(self) -> DataLoader:
         return self._held_out("validation")
 
     def test_dataloader(self) -> DataLoader:
         return self._held_out("test")
-
-
-def _digest(tokenizer) -> str:
-    """Changes whenever a file of the tokenizer does."""
-    digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()

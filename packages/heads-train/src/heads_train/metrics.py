@@ -1,4 +1,4 @@
-"""How often a head's target is among its first guesses."""
+"""How often a head's target is among its first guesses, and what that is worth when decoding."""
 
 import torch
 from torch import Tensor
@@ -25,3 +25,30 @@ class TopKAccuracy(Metric):
 
     def compute(self) -> Tensor:
         return self.hits / self.seen
+
+
+class TokensPerStep(Metric):
+    """New tokens per verification [max_k] that the heads' guesses imply, for trees of 1 .. ``max_k`` guesses per head.
+
+    Entry k - 1 is for the tree (1, k, k, ...): at every position, how many heads in a row, from the first on, have
+    their target among their k likeliest tokens, on average, plus two: the draft pass's own next token, taken as
+    always accepted, and the token that the verification adds. So it is what greedy decoding of this very text would
+    give with a partial cache as good as the full one.
+    """
+
+    def __init__(self, num_heads: int, max_k: int = 3):
+        super().__init__()
+        self.num_heads, self.max_k = num_heads, max_k
+        self.add_state("accepted", torch.zeros(max_k, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("positions", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, ranks: list[Tensor]) -> None:
+        """``ranks``: per head [batch, targets]; column t is position t for all, and the last heads have fewer."""
+        positions = ranks[-1].shape[1]
+        stacked = torch.stack([rank[:, :positions] for rank in ranks])
+        for k in range(1, self.max_k + 1):
+            self.accepted[k - 1] += (stacked < k).cumprod(0).sum()
+        self.positions += stacked[0].numel()
+
+    def compute(self) -> Tensor:
+        return 2 + self.accepted / self.positions

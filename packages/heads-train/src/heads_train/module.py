@@ -1,46 +1,64 @@
 """The LightningModule: a frozen backbone, the heads on it, one cross entropy per head."""
 
+import os
+import shutil
+import sys
+from collections.abc import Sequence
 from typing import Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 from transformers import get_cosine_schedule_with_warmup
 
 from decoder.draft_heads import DraftHeads
-from heads_train.backbone import LastHidden, final_norm, load_backbone, load_config, norm_eps
+from heads_train.backbone import LastHidden, final_norm, load_backbone, load_config, norm_eps, shard
 from heads_train.loss import chunked_cross_entropy
-from heads_train.metrics import TopKAccuracy, top_k_accuracy
+from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
 
 TOP_K = 3
+# Untrained heads predict as the model's own last state does; a loss twice theirs is no noise of a batch.
+DIVERGED = 2.0
+DIVERGED_BATCHES = 10
 
 
 class TrainingDiverged(ArithmeticError):
-    """The loss is no longer a finite number."""
+    """The loss is not a finite number, or far above that of untrained heads."""
 
 
 class HeadsModule(L.LightningModule):
     """Trains :class:`decoder.DraftHeads` on a frozen model (paper, "Training the heads").
 
-    Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' mean cross entropies.
+    Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' mean cross entropies. With
+    ``distill`` it learns the model's own distribution of that token instead, given the text before it: a sum over the
+    vocabulary says more than one token drawn from it, so the heads learn in fewer steps.
 
     Args:
         model_name_or_path: folder or Hugging Face hub id of the model the heads are for.
+        heads: folder or hub id of heads to start from; None starts untrained.
         num_heads: how many heads (gamma).
-        kind: ``chained``, ``independent`` (Medusa*) or ``conditioned`` (each head also reads the token before).
+        kind: ``chained``, ``independent`` (Medusa*), ``conditioned`` (each head also reads the token before) or
+            ``gated`` (conditioned, with a gated unit in each head).
         learning_rate: peak rate of AdamW.
         weight_decay: of the linear layers; norms have none.
         beta1: AdamW's decay of the mean of gradients.
         beta2: AdamW's decay of the mean of squared gradients.
         warmup_steps: steps over which the rate rises to its peak, before it falls along a cosine to zero.
+        head_weights: weight of each head's loss in the sum; None is 1 for all.
+        distill: learn the model's own distributions instead of the text's tokens; suits conditioned and gated heads,
+            which know the tokens before.
         loss_chunk_tokens: tokens whose logits exist at the same time.
         backbone_dtype: dtype of the frozen weights; ``auto`` follows the trainer's precision.
+        compile: run the backbone's layers through ``torch.compile``; needs a C++ compiler.
     """
 
     def __init__(
         self,
         model_name_or_path: str,
+        heads: str | None = None,
         num_heads: int = 3,
         kind: str = "chained",
         learning_rate: float = 5e-3,
@@ -48,30 +66,72 @@ class HeadsModule(L.LightningModule):
         beta1: float = 0.9,
         beta2: float = 0.999,
         warmup_steps: int = 50,
+        head_weights: Sequence[float] | None = None,
+        distill: bool = False,
         loss_chunk_tokens: int = 512,
         backbone_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        compile: bool = False,
     ):
         super().__init__()
+        if loss_chunk_tokens < 1:
+            raise ValueError(f"model.loss_chunk_tokens must be at least 1, got {loss_chunk_tokens}")
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if compile and shutil.which(compiler) is None:
+            raise ValueError(f"model.compile needs a C++ compiler: install {compiler}, or name another one in CXX")
         self.config = load_config(model_name_or_path)
         self.heads = DraftHeads(self.config.hidden_size, num_heads, norm_eps(self.config), kind)
-        self.model_name_or_path = model_name_or_path
+        self.model_name_or_path, self.start_heads = model_name_or_path, heads
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, (beta1, beta2)
         self.warmup_steps = warmup_steps
+        self.head_weights = [1.0] * num_heads if head_weights is None else list(head_weights)
+        if len(self.head_weights) != num_heads or min(self.head_weights) < 0 or not sum(self.head_weights) < torch.inf:
+            raise ValueError(f"model.head_weights must be {num_heads} numbers of at least 0, got {self.head_weights}")
+        self.distill = distill
         self.loss_chunk_tokens = loss_chunk_tokens
         self.backbone_dtype = backbone_dtype
+        self.compile_layers = compile
         self.backbone = None
         self.val_metrics: dict[str, float] = {}
+        self.first_loss: float | None = None
+        self.high_batches = 0
         self.val_losses = nn.ModuleList(MeanMetric() for _ in range(num_heads))
+        self.val_overlaps = nn.ModuleList(MeanMetric() for _ in range(num_heads))
         self.val_accuracies = nn.ModuleList(TopKAccuracy(TOP_K) for _ in range(num_heads))
+        self.val_tokens_per_step = TokensPerStep(num_heads, TOP_K)
         # A checkpoint holds the heads only; `on_load_checkpoint` checks what is in it.
         self.strict_loading = False
 
     def configure_model(self) -> None:
         if self.backbone is not None:
             return
+        if self.device_mesh is None:
+            self._load()
+            return
+        mesh = self.device_mesh["data_parallel"]
+        # One process of a node after the other: its memory then holds one whole model, not one per device.
+        for rank in range(self.trainer.strategy.num_processes):
+            if rank == self.local_rank:
+                self._load()
+                shard(self.backbone, mesh)
+                fully_shard(self.heads, mesh=mesh)
+            self.trainer.strategy.barrier()
+
+    def _load(self) -> None:
         self.backbone = load_backbone(self.model_name_or_path, self._backbone_dtype())
         self.heads.init_from_norm(final_norm(self.backbone).weight)
+        if self.start_heads is not None:
+            given = DraftHeads.from_pretrained(self.start_heads)
+            given.check_fits(self.heads.hidden_size)
+            if (given.kind, given.num_heads) != (self.heads.kind, self.heads.num_heads):
+                raise ValueError(
+                    f"the heads in {self.start_heads} are {given.num_heads} of kind {given.kind}, and "
+                    f"{self.heads.num_heads} of kind {self.heads.kind} were asked for"
+                )
+            self.heads.load_state_dict(given.state_dict())
         self.last_hidden = LastHidden(self.backbone)
+        if self.compile_layers:
+            for layer in self.backbone.get_decoder().layers:
+                layer.compile()
 
     def _backbone_dtype(self) -> torch.dtype:
         if self.backbone_dtype != "auto":
@@ -86,8 +146,8 @@ class HeadsModule(L.LightningModule):
             self.backbone.eval()
         return self
 
-    def forward(self, input_ids: Tensor) -> list[Tensor]:
-        """``input_ids`` [batch, length] -> for each head the hidden states [batch, length, d] the LM head reads.
+    def forward(self, input_ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What the LM head reads, for ``input_ids`` [batch, length]: each head's states and h_0, [batch, length, d].
 
         Raises ValueError when the sequences are too short for the heads or too long for the model.
         """
@@ -95,7 +155,8 @@ class HeadsModule(L.LightningModule):
         if not self.heads.num_heads + 2 <= length <= longest:
             least = self.heads.num_heads + 2
             raise ValueError(f"data.chunk_tokens is {length}; these heads and this model take {least} to {longest}")
-        return self.heads(self.last_hidden(input_ids), self._tokens_before(input_ids))
+        hidden = self.last_hidden(input_ids)
+        return self.heads(hidden, self._tokens_before(input_ids)), hidden
 
     @torch.no_grad()
     def _tokens_before(self, input_ids: Tensor) -> Tensor | None:
@@ -108,46 +169,69 @@ class HeadsModule(L.LightningModule):
         embedded = self.backbone.get_input_embeddings()(input_ids)
         return torch.stack([embedded.roll(-i, dims=1) for i in range(1, self.heads.num_heads + 1)], dim=-2)
 
-    def losses(self, input_ids: Tensor, with_ranks: bool) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Per head: mean cross entropy in nats per token, and the ranks [targets] of its targets if asked for."""
+    def losses(
+        self, input_ids: Tensor, with_ranks: bool, with_overlap: bool = False
+    ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
+        """Per head: mean cross entropy in nats per token; and where asked for the ranks [targets] of its targets, and
+        the mean overlap (1 - total variation) of its distribution with the model's own."""
         lm_head = self.backbone.get_output_embeddings()
-        losses, ranks = [], []
-        for i, hidden in enumerate(self(input_ids), start=1):
-            loss, rank = chunked_cross_entropy(
-                hidden[:, : -1 - i].flatten(0, 1),
-                lm_head.weight,
-                input_ids[:, 1 + i :].flatten(),
-                getattr(lm_head, "bias", None),
-                self.loss_chunk_tokens,
-                with_ranks,
+        outputs, hidden = self(input_ids)
+        with torch.no_grad():
+            own = self.last_hidden.norm(hidden) if self.distill or with_overlap else None
+        results = []
+        for i, states in enumerate(outputs, start=1):
+            results.append(
+                chunked_cross_entropy(
+                    states[:, : -1 - i].flatten(0, 1),
+                    lm_head.weight,
+                    input_ids[:, 1 + i :].flatten(),
+                    getattr(lm_head, "bias", None),
+                    self.loss_chunk_tokens,
+                    with_ranks,
+                    # The state at t + i gives the model's own distribution of token t + 1 + i.
+                    None if own is None else own[:, i:-1].flatten(0, 1),
+                    self.distill,
+                )
             )
-            losses.append(loss)
-            ranks.append(rank)
-        return losses, ranks
+        return tuple(map(list, zip(*results, strict=True)))
 
     def training_step(self, input_ids: Tensor, batch_idx: int) -> Tensor:
         # Ranks cost a pass over the logits: only where they are looked at.
         log_now = (self.global_step + 1) % self.trainer.log_every_n_steps == 0
-        losses, ranks = self.losses(input_ids, with_ranks=log_now)
-        total = torch.stack(losses).sum()
-        if not torch.isfinite(total):
-            raise TrainingDiverged(
-                f"the loss is {total.item()} after {self.global_step} steps; lower --model.learning_rate "
-                "(the heads saved last are from before)"
-            )
+        losses, ranks, _ = self.losses(input_ids, with_ranks=log_now)
+        total = self._weighted(losses)
+        # All processes see the same number, so that all of them stop or none.
+        mean = self.trainer.strategy.reduce(total.detach().clone(), reduce_op="mean")
+        self._stop_if_diverged(mean.item())
         if log_now:
             for i, (loss, rank) in enumerate(zip(losses, ranks, strict=True), start=1):
-                self.log(f"train_loss_head{i}", loss.detach())
+                self.log(f"train_loss_head{i}", loss.detach(), sync_dist=True)
                 for k in range(1, TOP_K + 1):
-                    self.log(f"train_top{k}_head{i}", top_k_accuracy(rank, k))
-        self.log("train_loss", total.detach(), prog_bar=True)
+                    self.log(f"train_top{k}_head{i}", top_k_accuracy(rank, k), sync_dist=True)
+        self.log("train_loss", mean, prog_bar=True)
         return total
 
+    def _weighted(self, losses: list) -> Tensor | float:
+        return sum(weight * loss for weight, loss in zip(self.head_weights, losses, strict=True))
+
+    def _stop_if_diverged(self, loss: float) -> None:
+        if self.first_loss is None:
+            self.first_loss = loss
+        self.high_batches = self.high_batches + 1 if loss > DIVERGED * self.first_loss else 0
+        if not abs(loss) < float("inf") or self.high_batches == DIVERGED_BATCHES:
+            before = "" if self.global_step == 0 else f", at the start it was {self.first_loss:.4g}"
+            raise TrainingDiverged(
+                f"the loss is {loss:.4g} after {self.global_step} steps{before}; lower --model.learning_rate and "
+                "give another --output (the heads saved last are from before)"
+            )
+
     def validation_step(self, input_ids: Tensor, batch_idx: int) -> None:
-        losses, ranks = self.losses(input_ids, with_ranks=True)
-        for i, (loss, rank) in enumerate(zip(losses, ranks, strict=True)):
+        losses, ranks, overlaps = self.losses(input_ids, with_ranks=True, with_overlap=True)
+        for i, (loss, rank, overlap) in enumerate(zip(losses, ranks, overlaps, strict=True)):
             self.val_losses[i].update(loss, weight=len(rank))
+            self.val_overlaps[i].update(overlap, weight=len(rank))
             self.val_accuracies[i].update(rank)
+        self.val_tokens_per_step.update([rank.unflatten(0, (len(input_ids), -1)) for rank in ranks])
 
     def on_validation_epoch_end(self) -> None:
         self._log_means("val")
@@ -164,11 +248,19 @@ class HeadsModule(L.LightningModule):
             means[f"{stage}_loss_head{i}"] = loss.compute().item()
             for k, share in enumerate(accuracy.compute().tolist(), start=1):
                 means[f"{stage}_top{k}_head{i}"] = share
-            loss.reset()
-            accuracy.reset()
-        means[f"{stage}_loss"] = sum(value for name, value in means.items() if "_loss_" in name)
+            overlap = self.val_overlaps[i - 1]
+            means[f"{stage}_overlap_head{i}"] = overlap.compute().item()
+            for metric in (loss, accuracy, overlap):
+                metric.reset()
+        means[f"{stage}_loss"] = self._weighted(
+            [means[f"{stage}_loss_head{i + 1}"] for i in range(len(self.val_losses))]
+        )
+        for k, tokens in enumerate(self.val_tokens_per_step.compute().tolist(), start=1):
+            means[f"{stage}_tokens_per_step_top{k}"] = tokens
+        self.val_tokens_per_step.reset()
         self.val_metrics = means
-        self.log_dict(means)
+        # Every process computed them over all processes' chunks.
+        self.log_dict(means, sync_dist=False)
 
     def configure_optimizers(self) -> dict:
         total = self.trainer.estimated_stepping_batches
@@ -193,16 +285,27 @@ class HeadsModule(L.LightningModule):
             "kind": self.heads.kind,
         }
 
+    def whole_heads(self) -> DraftHeads | None:
+        """The heads on the CPU, put together from all processes, all of which must call it; None but on the first."""
+        state = get_model_state_dict(self.heads, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if not self.trainer.is_global_zero:
+            return None
+        heads = DraftHeads(self.heads.hidden_size, self.heads.num_heads, self.heads.norm_eps, self.heads.kind)
+        heads.load_state_dict(state, assign=True)
+        return heads
+
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["heads"] = self.describe()
+        checkpoint["first_loss"], checkpoint["high_batches"] = self.first_loss, self.high_batches
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         saved = checkpoint.get("heads")
-        if saved is None or set(checkpoint["state_dict"]) != set(self.state_dict()):
-            raise ValueError("the checkpoint is not one of heads-train with these heads")
+        if saved is None:
+            raise ValueError("the checkpoint is not one of heads-train")
         for name, value in self.describe().items():
             if saved[name] != value:
                 raise ValueError(
                     f"the checkpoint was made with model.{name} {saved[name]}, this run has {value}; "
                     "give another --output to start afresh"
                 )
+        self.first_loss, self.high_batches = checkpoint["first_loss"], checkpoint["high_batches"]

@@ -9,79 +9,130 @@ from pathlib import Path
 
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet", ".txt")
+# A streamed set is shuffled as far as a window of this many rows allows, and by whole files.
+SHUFFLE_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Source:
-    """The books of one split: ``key`` changes whenever they may have changed, ``shared`` if all splits share them."""
+    """The books of one split, in local ``files`` or on the hub.
+
+    ``split`` is what was asked for; ``shared`` tells that all splits have the same books, so that the caller holds
+    some of them out.
+    """
 
     name: str
-    key: str
-    files: tuple[Path, ...] = ()
-    split: str = "train"
+    split: str
     shared: bool = False
+    files: tuple[Path, ...] = ()
+    subset: str | None = None
+    hub_split: str = "train"
+    revision: str = ""
+    streaming: bool = False
+
+    def key(self) -> str:
+        """A text that changes whenever the books may have changed."""
+        if self.files:
+            return files_key(self.files)
+        return json.dumps([self.name, self.subset, self.hub_split, self.revision, self.streaming])
 
     def texts(self, column: str) -> Iterator[str]:
-        """The text of every book in order. Raises ValueError when the column is missing, OSError on broken files."""
+        """The text of every book, local ones in order. Raises ValueError without the column, OSError on broken data."""
         if self.files:
             for path in self.files:
                 yield from _file_texts(path, column)
-        else:
-            rows = _hub_split(self.name, self.split)
-            if column not in rows.column_names:
-                raise _no_column(self.name, column, rows.column_names)
-            for row in rows.select_columns([column]):
-                yield row[column]
+            return
+        import datasets
+
+        rows = _from_hub(
+            self.name, datasets.load_dataset, self.name, self.subset, split=self.hub_split, streaming=self.streaming
+        )
+        if self.streaming:
+            # The first books must be a fair sample: `max_chunks` may end the reading long before the set's end.
+            rows = rows.shuffle(seed=0, buffer_size=SHUFFLE_ROWS)
+        # A stream may not know its columns before the first row.
+        if column in (rows.column_names or ()):
+            rows = rows.select_columns([column])
+        rows = iter(rows)
+        while row := _from_hub(self.name, next, rows, None):
+            if column not in row:
+                raise _no_column(self.name, column, list(row))
+            yield _text(self.name, column, row[column])
 
 
-def find_source(name: str, split: str) -> Source:
+def find_source(name: str, split: str, subset: str | None = None, streaming: bool = False) -> Source:
     """The books of ``split`` in ``name``: an existing folder or file, else a hub id.
 
     In a folder a split is every file whose name begins with it (``train.jsonl.gz``, ``train-00000-of-00002.parquet``)
-    or that lies in a folder of that name. Raises FileNotFoundError when there is nothing of the kind.
+    or that lies in a folder of that name. A file, or a set with a single split, is shared by all splits.
+    ``subset`` and ``streaming`` concern the hub: a set's configuration, and reading it without downloading it whole.
+    Raises FileNotFoundError when there is nothing of the kind, OSError when the hub cannot be read.
     """
     path = Path(name)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
             raise ValueError(f"{name} is of no known kind; known are {', '.join(SUFFIXES)}")
-        return Source(name, _key([path]), (path,), split, shared=True)
+        return Source(name, split, shared=True, files=(path,))
     if path.is_dir():
         found = [*path.glob(f"{split}*"), *path.glob(f"{split}/*")]
         files = sorted(file for file in found if file.is_file() and file.name.endswith(SUFFIXES))
         if not files:
             raise FileNotFoundError(f"{name} has no {split} file ({split}.jsonl.gz, .jsonl, .parquet or .txt)")
-        return Source(name, _key(files), tuple(files), split)
+        return Source(name, split, files=tuple(files))
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"there is no file or folder of books at {name}")
-    return Source(name, f"{name} {_hub_split(name, split)._fingerprint}", (), split)
+    import datasets
+
+    builder = _from_hub(name, datasets.load_dataset_builder, name, subset)
+    splits = [str(name) for name in builder.info.splits or builder.config.data_files or {}]
+    if split not in splits and len(splits) != 1:
+        raise FileNotFoundError(f"the data set {name} has no {split} split but {', '.join(splits)}")
+    shared = len(splits) == 1
+    return Source(name, split, shared, (), subset, splits[0] if shared else split, str(builder.hash), streaming)
 
 
-def _key(files: list[Path]) -> str:
+def files_key(files: tuple[Path, ...] | list[Path]) -> str:
+    """A text that changes whenever one of the files does."""
     return json.dumps([[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
-def _hub_split(name: str, split: str):
-    import datasets
-
+def _from_hub(name: str, load, *args, **kwargs):
     try:
-        return datasets.load_dataset(name, split=split)
+        return load(*args, **kwargs)
     except Exception as error:
-        # Missing, private, unreachable and split-less data sets raise unrelated types; the user needs one fact.
-        reason = f"could not be read from the Hugging Face hub ({type(error).__name__})"
-        raise OSError(f"there are no books at {name} here, and its {split} split {reason}") from error
+        # Missing, private, unreachable and wrongly named data sets raise unrelated types; the user needs one fact.
+        first = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+        raise OSError(
+            f"there are no books at {name} here, and the data set {name} could not be read from the Hugging Face hub "
+            f"({reason}); check the name and the network, or give --data.source a local folder"
+        ) from error
 
 
 def _no_column(name: str, column: str, columns: list[str]) -> ValueError:
     return ValueError(f"{name} has no text column {column!r} but {', '.join(columns)}; give --data.text_column")
 
 
+def _text(name: str, column: str, value) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r} of {name} holds {type(value).__name__}, no text; give --data.text_column")
+    return value
+
+
 def _file_texts(path: Path, column: str) -> Iterator[str]:
     if path.name.endswith(".txt"):
-        yield path.read_text(encoding="utf-8")
+        yield _decoded(path)
     elif path.name.endswith(".parquet"):
         yield from _parquet_texts(path, column)
     else:
         yield from _jsonl_texts(path, column)
+
+
+def _decoded(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text") from error
 
 
 def _parquet_texts(path: Path, column: str) -> Iterator[str]:
@@ -95,7 +146,8 @@ def _parquet_texts(path: Path, column: str) -> Iterator[str]:
     if column not in file.schema_arrow.names:
         raise _no_column(str(path), column, file.schema_arrow.names)
     for batch in file.iter_batches(batch_size=16, columns=[column]):
-        yield from batch.column(0).to_pylist()
+        for value in batch.column(0).to_pylist():
+            yield _text(str(path), column, value)
 
 
 def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
@@ -107,8 +159,10 @@ def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
                     book = json.loads(line)
                 except ValueError as error:
                     raise ValueError(f"line {number} of {path} is not JSON") from error
+                if not isinstance(book, dict):
+                    raise ValueError(f"line {number} of {path} is no JSON object")
                 if column not in book:
                     raise _no_column(str(path), column, list(book))
-                yield book[column]
+                yield _text(str(path), column, book[column])
     except EOFError as error:
         raise OSError(f"{path} is cut short") from error

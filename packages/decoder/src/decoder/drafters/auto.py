@@ -8,7 +8,7 @@ from decoder.drafters.tuned import Source, Tuned
 class Auto(Tuned):
     """Cost-tuned trees from the text's own suffixes, and from draft heads where there are any."""
 
-    heads_kinds = ("conditioned", "chained", "independent")
+    heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = False
 
     def make_sources(self, resources: Resources) -> list[Source]:

@@ -18,7 +18,7 @@ class Fused(Medusa):
     The chain is what followed the longest suffix seen before, twice as long as that suffix.
     """
 
-    heads_kinds = ("conditioned", "chained", "independent")
+    heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = True
 
     def __init__(self, resources: Resources) -> None:

@@ -21,7 +21,7 @@ class Medusa:
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds = ("independent", "chained", "conditioned")
+    heads_kinds = ("independent", "chained", "conditioned", "gated")
     needs_heads = True
 
     def __init__(self, resources: Resources) -> None:

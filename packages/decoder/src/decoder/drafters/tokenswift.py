@@ -19,7 +19,7 @@ from decoder.token_tree import TokenTree, rank_paths
 class TokenSwift:
     """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens."""
 
-    heads_kinds = ("conditioned", "chained", "independent")
+    heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = True
 
     def __init__(self, resources: Resources) -> None:

@@ -1,0 +1,7 @@
+"""``python -m heads_train``, and ``torchrun ... -m heads_train`` on several nodes."""
+
+import sys
+
+from heads_train.cli import main
+
+sys.exit(main())

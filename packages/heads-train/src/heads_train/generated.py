@@ -1,0 +1,138 @@
+"""Text of the model's own, to train its heads on what they will have to predict (self-distillation)."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import decoder
+from heads_train.sources import files_key
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """How the model writes its own training text (``--data.source generated``).
+
+    Every text is one chunk: a prompt cut out of a book, and what the decoder makes of it. The fields from
+    ``temperature`` on mean what they mean in ``decoder.SamplingParams``; choose them as they will be in use.
+
+    Args:
+        prompts: where the prompts come from: whatever ``--data.source`` takes but ``generated``.
+        texts: how many training texts; validation and test have a sixteenth of it each, of other books.
+        prompt_tokens: length of a prompt; the rest of the ``chunk_tokens`` is generated.
+        heads: draft heads that speed the generation up; the text is the same without.
+        tree: the tree that these heads fill.
+    """
+
+    prompts: str
+    texts: int = 1024
+    prompt_tokens: int = 64
+    heads: str | None = None
+    tree: Sequence[int] = (1, 3, 3, 3)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.1
+    repetition_penalty: float = 1.2
+    penalty_window: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("texts", "prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.generated.{name} must be at least 1, got {getattr(self, name)}")
+        self.sampling(0)
+        self.options()
+
+    def sampling(self, seed: int) -> decoder.SamplingParams:
+        return decoder.SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            penalty_window=self.penalty_window,
+            seed=seed,
+        )
+
+    def options(self) -> decoder.TokenSwiftOptions:
+        return decoder.TokenSwiftOptions(tree=tuple(self.tree))
+
+
+class GeneratedChunks:
+    """The generated chunks of one split in a folder, one file each: what is there is not generated again.
+
+    Text n is a function of model, prompts, settings, seed and n, so that several processes share the work and a cut
+    run goes on.
+
+    Args:
+        model: folder or hub id of the model.
+        settings: how to generate.
+        prompts: [m, prompt_tokens] token ids.
+        texts: how many chunks.
+        chunk_tokens: tokens per chunk.
+        seed: of the choice of prompts and of the sampling.
+        cache_dir: where the folder lies.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        settings: GeneratedText,
+        prompts: np.ndarray,
+        texts: int,
+        chunk_tokens: int,
+        seed: int,
+        cache_dir: Path,
+    ):
+        if settings.prompt_tokens >= chunk_tokens:
+            raise ValueError(
+                f"data.generated.prompt_tokens {settings.prompt_tokens} must be below data.chunk_tokens {chunk_tokens}"
+            )
+        self.model, self.settings, self.prompts = model, settings, prompts
+        self.texts, self.chunk_tokens, self.seed = texts, chunk_tokens, seed
+        weights = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+        # Neither heads nor tree nor the number of texts change a text.
+        asked = {k: v for k, v in asdict(settings).items() if k not in ("prompts", "heads", "tree", "texts")}
+        digest = hashlib.sha256(np.ascontiguousarray(prompts).tobytes())
+        digest.update(json.dumps([model, files_key(weights), asked, chunk_tokens, seed]).encode())
+        self.folder = cache_dir / f"generated-{digest.hexdigest()[:24]}"
+
+    def _path(self, n: int) -> Path:
+        return self.folder / f"{n:06}.npy"
+
+    def make(self, rank: int = 0, ranks: int = 1, device: str = "auto") -> None:
+        """Generate the missing ones among texts ``rank``, ``rank + ranks``, ... Raises as ``decoder.load`` does."""
+        missing = [n for n in range(rank, self.texts, ranks) if not self._path(n).exists()]
+        if not missing:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model = decoder.load(self.model, self.settings.heads, device=device)
+        order = np.random.default_rng(self.seed).permutation(len(self.prompts))
+        for n in tqdm(missing, desc="generating", unit=" texts", mininterval=1):
+            prompt = self.prompts[order[n % len(order)]].tolist()
+            out = model.generate(
+                prompt,
+                self.chunk_tokens - len(prompt),
+                "tokenswift" if self.settings.heads else "ar",
+                self.settings.sampling((self.seed << 32) + n),
+                self.settings.options(),
+                ignore_eos=True,
+            )
+            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as scratch:
+                part = Path(scratch, "text.npy")
+                np.save(part, np.array(prompt + out.token_ids, dtype=np.uint32))
+                os.replace(part, self._path(n))
+
+    def load(self) -> np.ndarray:
+        """All chunks [texts, chunk_tokens]. Raises OSError when some are missing."""
+        missing = [n for n in range(self.texts) if not self._path(n).exists()]
+        if missing:
+            raise OSError(
+                f"{len(missing)} of {self.texts} generated texts are not in {self.folder}; all nodes must share "
+                "--data.cache_dir"
+            )
+        return np.stack([np.load(self._path(n)) for n in range(self.texts)])

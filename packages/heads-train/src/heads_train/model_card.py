@@ -1,0 +1,80 @@
+"""The README.md of a heads folder: what the heads are for, how good they are, how they were made, how to use them."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from decoder.draft_heads import DraftHeads
+
+
+def write_model_card(folder: Path, heads: DraftHeads, base_model: str, training: dict) -> None:
+    """Write ``folder/README.md``, whole or not at all; ``training`` is what config.json says of it."""
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as scratch:
+        Path(scratch, "README.md").write_text(model_card(folder, heads, base_model, training), encoding="utf-8")
+        os.replace(Path(scratch, "README.md"), folder / "README.md")
+
+
+def model_card(folder: Path, heads: DraftHeads, base_model: str, training: dict) -> str:
+    """The card as Markdown with the hub's front matter."""
+    linear = sum(head.linear.weight.numel() for head in heads.heads)
+    norms = sum(parameter.numel() for parameter in heads.parameters()) - linear
+    # A model's folder here is no model of the hub, which would refuse the card.
+    base = "" if Path(base_model).exists() else f"base_model: {base_model}\n"
+    settings = {name: value for name, value in training.items() if name not in ("untrained", "validation", "versions")}
+    return f"""---
+{base}library_name: tokenswift
+tags: [tokenswift, speculative-decoding, draft-heads]
+---
+# TokenSwift draft heads for {base_model}
+
+{heads.num_heads} {heads.kind} heads of {linear / 1e6:.1f}M parameters, norms ({norms}) apart. They draft tokens
+that the frozen model verifies: the text stays exactly what the model alone would have written.
+
+```python
+import decoder
+
+dec = decoder.load({str(base_model)!r}, heads={str(folder)!r})
+print(dec.generate("It was a dark night, and", 200).text)
+```
+
+## Held-out text
+{_figures(heads, training)}
+## How they were trained
+| setting | value |
+|---|---|
+{_rows(settings)}
+## Versions
+| package | version |
+|---|---|
+{_rows(training["versions"])}"""
+
+
+def implied_tokens_per_step(validation: dict[str, float]) -> str:
+    """What the accuracies of a validation are worth, in one line."""
+    figures = [f"{validation[f'val_tokens_per_step_top{k}']:.2f} with {k}" for k in (1, 2, 3)]
+    return f"expected tokens per step: {', '.join(figures)} guesses per head"
+
+
+def _rows(values: dict) -> str:
+    return "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in values.items())
+
+
+def _figures(heads: DraftHeads, training: dict) -> str:
+    found, before = training["validation"], training["untrained"]
+    if not found:
+        return "Not measured: the run had no validation.\n"
+    head_rows = ""
+    for i in range(1, heads.num_heads + 1):
+        top = " | ".join(f"{found[f'val_top{k}_head{i}']:.3f}" for k in (1, 2, 3))
+        was = f"{before[f'val_loss_head{i}']:.2f}" if before else "-"
+        head_rows += f"| {i} | {was} | {found[f'val_loss_head{i}']:.2f} | {top} |\n"
+    return f"""Cross entropy in nats per token before and after {training["steps"]} steps, and how often the token
+was among a head's first guesses:
+
+| head | before | after | top-1 | top-2 | top-3 |
+|---|---|---|---|---|---|
+{head_rows}
+{implied_tokens_per_step(found).capitalize()}: how many heads in a row were right at every position
+of the same text, and two more, for the draft pass's own next token, taken as always accepted, and the one that every
+verification adds. On text that the model writes itself it can be more or less.
+"""

@@ -1,0 +1,95 @@
+"""Several processes by Lightning's own flags: the same heads as one process with the whole batch."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from decoder import DraftHeads
+from heads_train.cli import main
+
+SHARED = {"ddp": 1, "fsdp": 2}
+
+
+def launch(flags: list[str]) -> subprocess.CompletedProcess:
+    """``torchrun`` the command in two processes of one thread each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *torchrun, "-m", "heads_train", "fit", *flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def assert_same_heads(one: Path, two: Path) -> None:
+    one, two = load_file(one / "heads.safetensors"), load_file(two / "heads.safetensors")
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name
+
+
+@pytest.fixture
+def two_processes(flags, tmp_path) -> dict[str, list[str]]:
+    """Flags of one process with a batch of four chunks, and per strategy of two processes with two each."""
+    flags = [*flags, "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
+    both = [*flags, "--trainer.devices=2", "--data.batch_size=2", "--trainer.callbacks=probes.Shares"]
+    both.append(f"--trainer.callbacks.folder={tmp_path}")
+    return {"one": [*flags, f"--output={tmp_path / 'one'}"]} | {
+        name: [*both, f"--trainer.strategy={name}", f"--output={tmp_path / name}"] for name in SHARED
+    }
+
+
+@pytest.mark.parametrize("strategy", SHARED)
+def test_two_processes_train_the_heads_of_one_with_the_doubled_batch(two_processes, model, tmp_path, strategy):
+    assert main(["fit", *two_processes["one"]]) == 0
+    done = launch(two_processes[strategy])
+    assert done.returncode == 0, done.stderr
+    assert_same_heads(tmp_path / "one" / "last", tmp_path / strategy / "last")
+    trainings = [
+        json.loads((tmp_path / run / "last" / "config.json").read_text())["training"] for run in ("one", strategy)
+    ]
+    assert trainings[0]["chunks_per_step"] == trainings[1]["chunks_per_step"] == 8
+    # The little books give one process and two the same chunks to measure on.
+    assert trainings[0]["validation"] == pytest.approx(trainings[1]["validation"], abs=1e-5)
+    # FSDP shards what is large: every process holds its share of the frozen layers and of the heads.
+    whole = {
+        "layers": sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).model.layers.parameters()),
+        "heads": sum(p.numel() for p in DraftHeads.from_pretrained(tmp_path / "one" / "last").parameters()),
+    }
+    for rank in range(2):
+        held = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert held == {name: count // SHARED[strategy] for name, count in whole.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SHARED)
+def test_a_cut_run_of_two_processes_goes_on_with_two_or_one(two_processes, tmp_path, strategy):
+    assert main(["fit", *two_processes["one"]]) == 0
+    flags = [*two_processes[strategy], "--save_every=1"]
+    done = launch([*flags, "--trainer.callbacks+=probes.Cut", "--trainer.callbacks.step=4"])
+    assert done.returncode != 0 and "heads-train: power cut" in done.stderr
+    saved = torch.load(tmp_path / strategy / "checkpoints" / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == 4
+    # A checkpoint holds the heads whole, and no share of the model, however it was trained.
+    shapes = {f"heads.{name}": tensor.shape for name, tensor in DraftHeads(32).state_dict().items()}
+    assert {name: tensor.shape for name, tensor in saved["state_dict"].items()} == shapes
+    shutil.copytree(tmp_path / strategy, tmp_path / "alone")
+    done = launch(flags)
+    assert done.returncode == 0, done.stderr
+    assert_same_heads(tmp_path / "one" / "last", tmp_path / strategy / "last")
+    assert main(["fit", *two_processes["one"], f"--output={tmp_path / 'alone'}"]) == 0
+    assert_same_heads(tmp_path / "one" / "last", tmp_path / "alone" / "last")
