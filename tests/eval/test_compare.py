@@ -142,6 +142,12 @@ def test_the_table_fits_the_terminal(data, tmp_path_factory, width):
     assert "The Lighthouse, continued by" in table
 
 
+def test_the_papers_tree_on_a_cpu_comes_with_advice(data, tmp_path):
+    result = compare(data, tmp_path, "--max-new-tokens", "60", methods=("ar", PAPER, "tokenswift"))
+    slower = load(tmp_path)["methods"][PAPER]["speedup"] < 1
+    assert ("try --tree 1,2" in " ".join(result.stdout.split())) == slower
+
+
 def test_greedy_is_transformers_greedy(data, tmp_path, prompt_file):
     result = compare(data, tmp_path / "out", "--prompts", str(prompt_file), "--temperature", "0",
                      "--repetition-penalty", "1")  # fmt: skip
