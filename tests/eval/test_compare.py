@@ -693,7 +693,8 @@ def test_a_failing_process_is_told_in_a_sentence(data, tmp_path):
     # The other process cannot write its log where a folder stands.
     (tmp_path / "out/generations-1.jsonl").mkdir()
     result = compare(data, tmp_path / "out", "--num-prompts", "2", "--processes", "2")
-    assert result.exit_code == 2 and "generations-1.jsonl" in result.stderr.splitlines()[-1]
+    sentence = result.stderr.splitlines()[-1]
+    assert result.exit_code == 2 and "generations-1.jsonl" in sentence and sentence.count("is kept in") == 1
 
 
 def test_prompts_come_from_the_hub(data, tmp_path, monkeypatch):

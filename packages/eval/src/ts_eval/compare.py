@@ -491,7 +491,8 @@ def _keeping(output: Path) -> Iterator[None]:
         raise MemoryError(f"{error}; {kept}") from error
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        raise OSError(f"{what}; {kept}") from error
+        # A process beside this one has said so itself.
+        raise OSError(what if what.endswith(kept) else f"{what}; {kept}") from error
 
 
 def _short_of_memory(error: RuntimeError | MemoryError, where: str) -> Exception:
