@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_reference import BOOKS, save_model
+import torch
+from tiny_reference import BOOKS, byte_tokenizer, save_model
+from transformers import BertConfig, BertModel
 
 from decoder import DraftHeads
 
@@ -20,6 +22,18 @@ def data(tmp_path_factory) -> Path:
     with gzip.open(folder / "pg19/test.jsonl.gz", "wt", encoding="utf-8") as books:
         for title, text in BOOKS.items():
             books.write(json.dumps({"short_book_title": title, "text": text}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def embedding_model(tmp_path_factory) -> Path:
+    """A tiny random encoder whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=32, max_position_embeddings=64)  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

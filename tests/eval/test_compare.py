@@ -1,23 +1,30 @@
 """`ts-eval compare` on a tiny random model: the experiment, what it writes, what it refuses, and how it resumes."""
 
+import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import datasets
+import portalocker
 import pytest
 import torch
 from click.testing import CliRunner
 from tiny_reference import BOOKS, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import decoder
+from decoder.sampler import NoiseRows
 from ts_eval import compare as experiment
-from ts_eval import defaults, metrics
+from ts_eval import defaults, metrics, summary
 from ts_eval.cli import main
+from ts_eval.json_lines import whole_lines
+from ts_eval.progress import Progress
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
@@ -41,18 +48,24 @@ def tokens(results: dict) -> dict:
 
 
 @pytest.fixture
-def lying_tokenswift(monkeypatch):
-    """A tokenswift whose sixth token is wrong."""
+def lie(monkeypatch):
+    """Have methods give a wrong sixth token."""
     honest = decoder.Decoder.stream
 
-    def stream(self, *arguments, **named):
-        for chunk in honest(self, *arguments, **named):
-            # The warm-up, by generate, names nothing.
-            if named.get("method") == "tokenswift" and chunk.output is not None:
-                chunk.output.token_ids[5] = (chunk.output.token_ids[5] + 1) % 256
-            yield chunk
+    def lying(*methods: str):
+        def stream(self, *arguments, **named):
+            place = 0
+            for chunk in honest(self, *arguments, **named):
+                if arguments[2] in methods:
+                    for index in range(len(chunk.token_ids)):
+                        if place + index == 5:
+                            chunk.token_ids[index] = (chunk.token_ids[index] + 1) % 256
+                place += len(chunk.token_ids)
+                yield chunk
 
-    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+        monkeypatch.setattr(decoder.Decoder, "stream", stream)
+
+    return lying
 
 
 def test_the_report_has_every_key_and_adds_up(data, tmp_path):
@@ -129,6 +142,12 @@ def test_the_table_fits_the_terminal(data, tmp_path_factory, width):
     assert "The Lighthouse, continued by" in table
 
 
+def test_the_papers_tree_on_a_cpu_comes_with_advice(data, tmp_path):
+    result = compare(data, tmp_path, "--max-new-tokens", "60", methods=("ar", PAPER, "tokenswift"))
+    slower = load(tmp_path)["methods"][PAPER]["speedup"] < 1
+    assert ("try --tree 1,2" in " ".join(result.stdout.split())) == slower
+
+
 def test_greedy_is_transformers_greedy(data, tmp_path, prompt_file):
     result = compare(data, tmp_path / "out", "--prompts", str(prompt_file), "--temperature", "0",
                      "--repetition-penalty", "1")  # fmt: skip
@@ -150,7 +169,8 @@ def test_more_prompts_than_there_are_takes_all_and_a_short_one_is_taken_whole(da
     assert settings["prompt_lengths"] == [12, 27]
 
 
-def test_a_method_that_differs_is_found_and_fails_the_check(data, tmp_path, lying_tokenswift):
+def test_a_method_that_differs_is_found_and_fails_the_check(data, tmp_path, lie):
+    lie("tokenswift")
     result = compare(data, tmp_path)
     assert result.exit_code == 0
     assert "no, at 5" in result.stdout
@@ -160,10 +180,24 @@ def test_a_method_that_differs_is_found_and_fails_the_check(data, tmp_path, lyin
 
     result = compare(data, tmp_path, "--check-lossless")
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "ts-eval: not lossless: tokenswift differs from ar by more than a tie."
+    assert result.stderr.splitlines()[-1] == "ts-eval: not lossless: tokenswift differs by more than a tie."
 
 
-def test_an_audited_tie_passes_the_check(data, tmp_path, lying_tokenswift, monkeypatch):
+def test_the_check_audits_ar_itself(data, tmp_path, lie):
+    assert compare(data, tmp_path / "honest", "--check-lossless").exit_code == 0
+    assert load(tmp_path / "honest")["methods"]["ar"]["audits"] == [{"checked": 12, "index": None, "margin": None}]
+
+    lie("ar", "tokenswift")
+    result = compare(data, tmp_path / "lying", "--check-lossless")
+    assert result.exit_code == 1
+    assert "not lossless: ar differs" in result.stderr
+    results = load(tmp_path / "lying")
+    assert results["methods"]["tokenswift"]["identical_to_ar"]
+    assert results["methods"]["ar"]["audits"][0]["index"] == 5
+
+
+def test_an_audited_tie_passes_the_check(data, tmp_path, lie, monkeypatch):
+    lie("tokenswift")
     monkeypatch.setattr(experiment, "divergence_margin", lambda *arguments: 2e-5)
     result = compare(data, tmp_path, "--check-lossless")
     assert result.exit_code == 0
@@ -174,38 +208,44 @@ def test_an_audited_tie_passes_the_check(data, tmp_path, lying_tokenswift, monke
 class FixedLogits:
     """A model that gives the same logits after every context."""
 
-    device = torch.device("cpu")
+    device, config, training = torch.device("cpu"), LlamaConfig(num_hidden_layers=1), False
 
     def __init__(self, logits: list[float]):
         self.logits = torch.tensor(logits)
 
-    def __call__(self, input_ids, **_):
-        return type("Output", (), {"logits": self.logits.expand(1, 1, -1)})
+    def __call__(self, input_ids, logits_to_keep, **_):
+        return type("Output", (), {"logits": self.logits.expand(1, logits_to_keep, -1)})
+
+    def eval(self):
+        return self
+
+    def train(self, mode):
+        return self
 
 
 def test_margin_is_the_gap_of_the_scores():
     model = FixedLogits([2.0, 1.25, 0.0, -1.0])
     greedy = decoder.SamplingParams(temperature=0)
-    assert experiment.divergence_margin(model, [3], 0, 1, greedy) == pytest.approx(0.75, rel=1e-4)
-    assert experiment.divergence_margin(model, [3], 1, 0, greedy) == pytest.approx(0.75, rel=1e-4)
+    assert summary.divergence_margin(model, [3], 0, 1, greedy) == pytest.approx(0.75, rel=1e-4)
+    assert summary.divergence_margin(model, [3], 1, 0, greedy) == pytest.approx(0.75, rel=1e-4)
 
     params = decoder.SamplingParams(seed=11)
-    noise = decoder.sampler.NoiseRows(11, 4, torch.device("cpu")).rows(1, 1)[0]
+    noise = NoiseRows(11, 4, torch.device("cpu")).rows(1, 1)[0]
     ranked = (model.logits + noise).sort(descending=True)
     first, second = ranked.indices[:2].tolist()
     gap = float(ranked.values[0] - ranked.values[1])
-    assert experiment.divergence_margin(model, [3], first, second, params) == pytest.approx(gap, rel=1e-4)
+    assert summary.divergence_margin(model, [3], first, second, params) == pytest.approx(gap, rel=1e-4)
 
 
 def test_margin_at_the_edge_of_a_filter_is_the_distance_to_the_edge():
     # Token 1 stands 1e-5 below the min-p threshold; the noise of some seed prefers it clearly.
     logits = [0.0, torch.log(torch.tensor(0.5)).item() - 1e-5]
     for seed in range(50):
-        noise = decoder.sampler.NoiseRows(seed, 2, torch.device("cpu")).rows(1, 1)[0]
+        noise = NoiseRows(seed, 2, torch.device("cpu")).rows(1, 1)[0]
         if noise[1] - noise[0] > 2:
             break
     params = decoder.SamplingParams(min_p=0.5, seed=seed)
-    assert experiment.divergence_margin(FixedLogits(logits), [0], 0, 1, params) == pytest.approx(1e-5, rel=0.02)
+    assert summary.divergence_margin(FixedLogits(logits), [0], 0, 1, params) == pytest.approx(1e-5, rel=0.02)
 
 
 def test_a_finished_comparison_is_taken_over(data, tmp_path, monkeypatch):
@@ -258,30 +298,44 @@ def test_a_line_cut_short_is_generated_again(data, tmp_path):
     assert [line.get("method") for line in log_lines(tmp_path)] == [None, "ar", "tokenswift"]
 
 
-def test_killed_and_resumed_gives_the_same_tokens(data, tmp_path):
-    arguments = ["--runs", "4", "--max-new-tokens", "100"]
+def test_killed_in_the_middle_and_resumed_gives_the_same_tokens_and_metrics(data, tmp_path):
+    arguments = ["--runs", "3", "--max-new-tokens", "120"]
     command = [sys.executable, "-m", "ts_eval.cli", "compare", "ar", "tokenswift", "--data-dir", str(data), *SHORT,
                *arguments, "--output", str(tmp_path / "cut")]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    log = tmp_path / "cut/generations.jsonl"
+    log, parts = tmp_path / "cut/generations.jsonl", tmp_path / "cut/in-progress"
     deadline = time.monotonic() + 60
-    while not log.exists() or log.read_bytes().count(b"\n") < 3:
+
+    def under_way() -> bool:
+        """Two generations are finished, and of another one there are some steps."""
+        done = [(line["method"], line["run"]) for line, _ in list(whole_lines(log))[1:]]
+        started = [[line for line, _ in whole_lines(part)] for part in parts.glob("*.jsonl")]
+        return len(done) >= 2 and any(
+            len(lines) > 10 and (lines[0]["method"], lines[0]["run"]) not in done for lines in started
+        )
+
+    while not under_way():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
     finished = log.read_bytes().count(b"\n") - 1
-    assert 2 <= finished < 8 and not (tmp_path / "cut/results.json").exists()
+    assert 2 <= finished < 6 and not (tmp_path / "cut/results.json").exists()
 
     resumed = compare(data, tmp_path / "cut", *arguments)
     assert resumed.exit_code == 0, resumed.output
     assert f"{finished} finished generations taken over" in resumed.stderr
+    assert "1 cut generation will be continued" in resumed.stderr
     whole = compare(data, tmp_path / "whole", *arguments)
     assert whole.exit_code == 0
-    assert tokens(load(tmp_path / "cut")) == tokens(load(tmp_path / "whole"))
+    cut, uncut = load(tmp_path / "cut"), load(tmp_path / "whole")
+    assert tokens(cut) == tokens(uncut)
+    for name in ("ar", "tokenswift"):
+        assert measures(cut["methods"][name]) == measures(uncut["methods"][name])
+    assert sum(row["resumed"] for row in cut["methods"].values()) == 1
 
 
 def test_interrupted_says_how_to_resume(data, tmp_path, monkeypatch):
@@ -290,7 +344,7 @@ def test_interrupted_says_how_to_resume(data, tmp_path, monkeypatch):
     def stream(self, *arguments, **named):
         chunks = honest(self, *arguments, **named)
         yield next(chunks)
-        if named.get("method") == "tokenswift" and named["sampling"].seed == 1:
+        if arguments[2] == "tokenswift" and arguments[3].seed == 1:
             raise KeyboardInterrupt
         yield from chunks
 
@@ -328,9 +382,13 @@ def wrong_inputs(data: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         "no JSON": (["--prompts", str(tmp_path / "no.jsonl")], "line 1"),
         "no text": (["--prompts", str(tmp_path / "binary.txt")], "binary.txt"),
         "too long": (["--max-new-tokens", "500"], "512 positions"),
-        "no tokens": (["--max-new-tokens", "0"], "max_new_tokens"),
-        "no runs": (["--runs", "0"], "runs"),
-        "bad sampling": (["--top-p", "1.5"], "top_p"),
+        "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),
+        "no runs": (["--runs", "0"], "--runs"),
+        "no processes": (["--processes", "0"], "--processes"),
+        "bad sampling": (["--top-p", "1.5"], "--top-p must"),
+        "bad marks": (["--marks", "1,x"], "--marks"),
+        "no such method's heads": (["--heads", f"vllm={narrow}"], "'vllm' is no method"),
+        "a folder of prompts": (["--prompts", str(tmp_path / "folder")], "are a folder"),
         "bad tree": (["--tree", "1,x"], "--tree"),
         "zero tree": (["--tree", "0"], "tree"),
         "bad k": (["--ngrams", "-1"], "ngrams"),
@@ -366,8 +424,317 @@ def test_a_method_takes_options_of_every_kind():
     assert spec.options == {"tree": (2, 2), "budget": 64, "coupled": False, "cache": "static"}
 
 
+@pytest.mark.parametrize(("method", "flag"), [("medusa", "--heads"), ("triforce", "--draft-model")])
+def test_a_method_that_lacks_a_part_is_refused_by_the_flag(data, tmp_path, method, flag):
+    model = ("--model", str(data / "reference-model"))
+    result = compare(data, tmp_path / "out", *model, methods=("ar", method))
+    assert result.exit_code == 2
+    assert flag in result.stderr and method in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_heads_may_be_given_per_method(data, tmp_path):
     result = compare(data, tmp_path, "--model", str(data / "reference-model"), "--heads",
                      f"tokenswift={data / 'heads-chained'}")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert load(tmp_path)["settings"]["heads"] == {"ar": None, "tokenswift": str(data / "heads-chained")}
+
+
+TEXT_MEASURES = ("distinct", "distinct_words", "self_bleu", "longest_repeated_span", "repeated_share", "loop_start",
+                 "compression_ratio", "perplexity", "semantic_diversity")  # fmt: skip
+
+
+def measures(row: dict) -> dict:
+    return {name: row[name] for name in TEXT_MEASURES}
+
+
+def with_every_part(data: Path) -> tuple[str, ...]:
+    return "--draft-model", str(data / "reference-model"), "--heads", str(data / "heads-chained")
+
+
+@pytest.mark.parametrize("method", decoder.methods())
+def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path, monkeypatch, method):
+    flags = ("--max-new-tokens", "100", *with_every_part(data))
+    methods = ("ar",) if method == "ar" else ("ar", method)
+    assert compare(data, tmp_path / "whole", *flags, methods=methods).exit_code == 0
+    honest = decoder.Decoder.stream
+    cut_after = None
+
+    def stream(self, *arguments, **named):
+        for place, chunk in enumerate(honest(self, *arguments, **named)):
+            if place == cut_after and arguments[2] == method:
+                raise KeyboardInterrupt
+            yield chunk
+
+    # Shorter than the cuts, so that these fall into the generation itself.
+    monkeypatch.setattr(experiment, "WARM_UP_NEW_TOKENS", 2)
+    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+    for steps in (4, 2):
+        cut_after = steps
+        result = compare(data, tmp_path / "cut", *flags, methods=methods)
+        assert result.exit_code == 130 and "the same command resumes" in result.stderr
+    cut_after = None
+    result = compare(data, tmp_path / "cut", *flags, methods=methods)
+    assert result.exit_code == 0, result.output
+    assert "1 cut generation will be continued" in result.stderr
+    assert not (tmp_path / "cut/in-progress").exists()
+
+    row, expected = load(tmp_path / "cut")["methods"][method], load(tmp_path / "whole")["methods"][method]
+    run, whole = row["runs"][0], expected["runs"][0]
+    assert run["token_ids"] == whole["token_ids"] and run["text"] == whole["text"]
+    assert measures(row) == measures(expected)
+    assert row["resumed"] == 1 and "Cut and resumed" in result.stdout
+    assert run["resumed_at"] == [sum(run["step_tokens"][:4]), sum(run["step_tokens"][:6])]
+    # Counts and times are the sums of the three parts.
+    assert sum(run["step_tokens"]) == 100 and len(run["step_tokens"]) == run["steps"]
+    assert (run["drafted"], run["accepted"]) == (run["step_drafted"][-1], run["step_accepted"][-1])
+    assert sum(run["accepted_by_depth"]) == run["accepted"]
+    assert run["decode_seconds"] == pytest.approx(run["step_seconds"][-1], abs=1e-6)
+    assert run["step_seconds"] == sorted(run["step_seconds"])
+    assert run["cache_rebuilds"] is None
+
+
+@pytest.mark.parametrize("method", ["tokenswift:verification=independent", "hf"])
+def test_a_cut_generation_whose_draws_are_a_sequence_starts_over(data, tmp_path, monkeypatch, method):
+    assert compare(data, tmp_path / "whole", methods=("ar", method)).exit_code == 0
+    honest = Progress.add
+    steps = []
+
+    def add(self, tokens, counts):
+        honest(self, tokens, counts)
+        steps.append(self._header["method"])
+        if steps.count(method) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "add", add)
+    assert compare(data, tmp_path / "cut", methods=("ar", method)).exit_code == 130
+    monkeypatch.undo()
+    assert compare(data, tmp_path / "cut", methods=("ar", method)).exit_code == 0
+    assert tokens(load(tmp_path / "cut")) == tokens(load(tmp_path / "whole"))
+    assert load(tmp_path / "cut")["methods"][method]["resumed"] == 0
+
+
+def test_a_cut_generation_of_other_settings_is_never_continued(data, tmp_path, monkeypatch):
+    honest = decoder.Decoder.stream
+
+    def stream(self, *arguments, **named):
+        chunks = honest(self, *arguments, **named)
+        yield next(chunks)
+        yield from itertools.islice(chunks, 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "WARM_UP_NEW_TOKENS", 1)
+    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+    assert compare(data, tmp_path, methods=("ar",)).exit_code == 130
+    monkeypatch.undo()
+    refused = compare(data, tmp_path, "--seed", "3", methods=("ar",))
+    assert refused.exit_code == 2 and "(seed)" in refused.stderr
+    assert compare(data, tmp_path, "--seed", "3", "--overwrite", methods=("ar",)).exit_code == 0
+    assert load(tmp_path)["methods"]["ar"]["resumed"] == 0
+    assert not (tmp_path / "in-progress").exists()
+
+
+def test_along_the_length_adds_up_with_the_steps(data, tmp_path):
+    marks = ("--max-new-tokens", "50", "--marks", "50,10,30")
+    assert compare(data, tmp_path, *marks, "--runs", "2").exit_code == 0
+    results = load(tmp_path)
+    for name, row in results["methods"].items():
+        assert [mark["tokens"] for mark in row["along_length"]] == [10, 30, 50]
+        for run, reference in zip(row["runs"], results["methods"]["ar"]["runs"], strict=True):
+            assert sum(run["step_tokens"]) == 50
+            assert run["step_seconds"][-1] == pytest.approx(run["decode_seconds"], abs=1e-6)
+            last = run["along_length"][-1]
+            assert last["ms_per_token"] == pytest.approx(run["ms_per_token"], rel=1e-3)
+            assert last["acceptance_rate"] == run["acceptance_rate"]
+            for mark, at_ar in zip(run["along_length"], reference["along_length"], strict=True):
+                # ar takes one token per step, so its clock there can be read off directly.
+                count = mark["tokens"]
+                assert at_ar["ms_per_token"] == pytest.approx(1000 * reference["step_seconds"][count - 1] / count)
+        middle = row["along_length"][1]
+        assert middle["speedup"] == 1.0 if name == "ar" else middle["speedup"] > 0
+        between = [run["along_length"][1] for run in row["runs"]]
+        assert middle["ms_per_token"] == pytest.approx(sum(mark["ms_per_token"] for mark in between) / 2)
+    first, second = results["methods"]["ar"]["runs"][0]["along_length"][:2]
+    gap = second["ms_per_token"] * 30 - first["ms_per_token"] * 10
+    assert second["ms_per_token_since"] == pytest.approx(gap / 20)
+
+
+def test_acceptance_is_told_by_depth_and_source(data, tmp_path):
+    assert compare(data, tmp_path, "--max-new-tokens", "40", "--runs", "2").exit_code == 0
+    row = load(tmp_path)["methods"]["tokenswift"]
+    steps, drafted = (sum(run[name] for run in row["runs"]) for name in ("steps", "drafted"))
+    by_depth = [sum(run["accepted_by_depth"][depth] for run in row["runs"]) / steps for depth in range(2)]
+    assert row["acceptance_by_depth"][:2] == by_depth
+    assert row["acceptance_by_depth"] == sorted(row["acceptance_by_depth"], reverse=True)
+    assert set(row["acceptance_by_source"]) <= {"heads", "ngrams"}
+    for source, share in row["acceptance_by_source"].items():
+        assert share == sum(run["accepted_by_source"].get(source, 0) for run in row["runs"]) / drafted
+
+
+def test_transformers_rows_are_ars_text_when_greedy_under_the_same_penalty(data, tmp_path):
+    rows = ("ar", "hf", "hf-prompt-lookup")
+    greedy = ("--temperature", "0", "--max-new-tokens", "30", "--check-lossless")
+    result = compare(data, tmp_path / "greedy", *greedy, methods=rows)
+    assert result.exit_code == 0, result.output
+    for name in rows[1:]:
+        row = load(tmp_path / "greedy")["methods"][name]
+        assert row["identical_to_ar"] is True
+        assert row["acceptance_rate"] is None and row["acceptance_by_depth"] == []
+        run = row["runs"][0]
+        assert sum(run["step_tokens"]) == 30 and run["prefill_seconds"] > 0
+        # The first step's tokens come out of the pass over the prompt.
+        timed = 30 - run["step_tokens"][0]
+        assert run["ms_per_token"] == pytest.approx(1000 * run["decode_seconds"] / timed)
+    assert load(tmp_path / "greedy")["methods"]["hf"]["tokens_per_step"] == 1.0
+
+    # A window shorter than the text is nothing transformers knows.
+    result = compare(data, tmp_path / "window", *greedy, "--penalty-window", "50", methods=rows)
+    assert result.exit_code == 0
+    assert load(tmp_path / "window")["methods"]["hf"]["identical_to_ar"] is None
+
+
+def test_transformers_rows_when_sampling_are_not_compared(data, tmp_path):
+    result = compare(data, tmp_path / "one", "--check-lossless", methods=("ar", "hf"))
+    assert result.exit_code == 0, result.output
+    row = load(tmp_path / "one")["methods"]["hf"]
+    assert (row["identical_to_ar"], row["first_divergence"], row["divergence_margin"]) == (None, None, None)
+    assert "transformers' own rows" in " ".join(result.stdout.split())
+    assert compare(data, tmp_path / "two", methods=("ar", "hf")).exit_code == 0
+    assert tokens(load(tmp_path / "one")) == tokens(load(tmp_path / "two"))
+    assert compare(data, tmp_path / "other", "--seed", "1", methods=("ar", "hf")).exit_code == 0
+    assert tokens(load(tmp_path / "one"))["hf"] != tokens(load(tmp_path / "other"))["hf"]
+
+
+def test_transformers_sampling_is_that_of_its_own_arguments(data, tmp_path):
+    flags = ("--temperature", "0.8", "--top-k", "30", "--top-p", "0.9", "--min-p", "0.01", "--eta-cutoff", "0.0003")
+    assert compare(data, tmp_path, *flags, "--seed", "7", methods=("ar", "hf")).exit_code == 0
+    model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(data / "reference-model")(BOOKS["The Lighthouse"], return_tensors="pt")
+    torch.manual_seed(7)
+    expected = model.generate(ids["input_ids"][:, :40], max_new_tokens=12, do_sample=True, temperature=0.8, top_k=30,
+                              top_p=0.9, min_p=0.01, eta_cutoff=0.0003, repetition_penalty=1.2)  # fmt: skip
+    assert tokens(load(tmp_path))["hf"] == [expected[0, 40:].tolist()]
+
+
+def test_a_full_disk_ends_in_a_sentence_and_keeps_what_is_finished(data, tmp_path):
+    whole = compare(data, tmp_path / "whole", "--runs", "3")
+    assert whole.exit_code == 0
+    size = (tmp_path / "whole/generations.jsonl").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size * 2 // 3, hard))
+    try:
+        result = compare(data, tmp_path / "cut", "--runs", "3")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 2
+    assert "generations.jsonl: File too large" in result.stderr
+    assert "is kept in" in result.stderr and result.stderr.strip().count("\n") == 0
+    resumed = compare(data, tmp_path / "cut", "--runs", "3")
+    assert resumed.exit_code == 0 and "finished generations taken over" in resumed.stderr
+    assert tokens(load(tmp_path / "cut")) == tokens(load(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_too_little_memory_ends_in_a_sentence_and_keeps_what_is_finished(data, tmp_path, monkeypatch, kind):
+    honest = decoder.Decoder.stream
+
+    def stream(self, *arguments, **named):
+        if arguments[2] == "tokenswift" and len(arguments[0]) == 40 and arguments[1] == 25:
+            if kind == "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.4 GiB.")
+            torch.empty(2**60, dtype=torch.uint8)
+        yield from honest(self, *arguments, **named)
+
+    monkeypatch.setattr(decoder.Decoder, "stream", stream)
+    result = compare(data, tmp_path, "--max-new-tokens", "25")
+    assert result.exit_code == 2, result.output
+    assert "out of memory at tokenswift prompt 1/1 run 1/1" in result.stderr and "is kept in" in result.stderr
+    monkeypatch.undo()
+    result = compare(data, tmp_path, "--max-new-tokens", "25")
+    assert result.exit_code == 0 and "1 finished generations taken over" in result.stderr
+
+
+def test_two_writers_do_not_share_a_folder(data, tmp_path):
+    assert compare(data, tmp_path, methods=("ar",)).exit_code == 0
+    with open(tmp_path / "generations.jsonl", "r+b") as log:
+        portalocker.lock(log, portalocker.LOCK_EX | portalocker.LOCK_NB)
+        result = compare(data, tmp_path, methods=("ar",))
+    assert result.exit_code == 2 and "another ts-eval writes to" in result.stderr
+
+
+def test_processes_share_the_prompts(data, tmp_path):
+    arguments = ("--num-prompts", "2", "--runs", "2")
+    two = compare(data, tmp_path / "two", *arguments, "--processes", "2", "--check-lossless")
+    assert two.exit_code == 0, two.output
+    logs = [tmp_path / "two/generations.jsonl", tmp_path / "two/generations-1.jsonl"]
+    done = [{(r["prompt_index"], r["run"]) for r in map(json.loads, log.read_text().splitlines()[1:])} for log in logs]
+    assert done == [{(0, 0), (0, 1)}, {(1, 0), (1, 1)}]
+    one = compare(data, tmp_path / "one", *arguments)
+    assert one.exit_code == 0
+    assert tokens(load(tmp_path / "two")) == tokens(load(tmp_path / "one"))
+    again = compare(data, tmp_path / "two", *arguments, "--processes", "2", "--check-lossless")
+    assert "8 finished generations taken over" in again.stderr
+
+
+def test_a_launchers_processes_share_the_prompts(data, tmp_path, monkeypatch):
+    arguments = ("--num-prompts", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    other = compare(data, tmp_path / "two", *arguments)
+    assert other.exit_code == 0 and other.stdout == "" and not (tmp_path / "two/results.json").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert compare(data, tmp_path / "two", *arguments).exit_code == 0
+    monkeypatch.delenv("WORLD_SIZE")
+    assert compare(data, tmp_path / "one", *arguments).exit_code == 0
+    assert tokens(load(tmp_path / "two")) == tokens(load(tmp_path / "one"))
+
+
+def test_a_failing_process_is_told_in_a_sentence(data, tmp_path):
+    (tmp_path / "out").mkdir()
+    # The other process cannot write its log where a folder stands.
+    (tmp_path / "out/generations-1.jsonl").mkdir()
+    result = compare(data, tmp_path / "out", "--num-prompts", "2", "--processes", "2")
+    sentence = result.stderr.splitlines()[-1]
+    assert result.exit_code == 2 and "generations-1.jsonl" in sentence and sentence.count("is kept in") == 1
+
+
+def test_prompts_come_from_the_hub(data, tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, split, streaming):
+        asked.append((name, split, streaming))
+        return iter([{"short_book_title": title, "text": text} for title, text in BOOKS.items()])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub = ("--prompts", "owner/books:validation")
+    assert compare(data, tmp_path / "one", *hub, methods=("ar",)).exit_code == 0
+    assert asked == [("owner/books", "validation", True)]
+    # Books: one of them unless more are asked for.
+    assert load(tmp_path / "one")["settings"]["prompt_names"] == ["The Lighthouse"]
+    assert compare(data, tmp_path / "two", *hub, "--num-prompts", "9", methods=("ar",)).exit_code == 0
+    assert load(tmp_path / "two")["settings"]["prompt_names"] == list(BOOKS)
+
+
+def test_a_hub_dataset_that_cannot_be_read_is_told_in_a_sentence(data, tmp_path, monkeypatch):
+    def load_dataset(name, split, streaming):
+        raise RuntimeError("Couldn't reach 'owner/books' on the Hub (ConnectionError). More.")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    result = compare(data, tmp_path / "out", "--prompts", "owner/books", methods=("ar",))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "owner/books (split test) cannot be read: Couldn't reach" in result.stderr
+
+
+def test_results_say_where_they_come_from(data, tmp_path):
+    assert compare(data, tmp_path, methods=("ar",)).exit_code == 0
+    results = load(tmp_path)
+    environment = results["environment"]
+    assert environment["arguments"][:2] == ["compare", "ar"] and "--output" in environment["arguments"]
+    assert set(environment["versions"]) >= {"tokenswift-decoder", "tokenswift-eval", "torch", "transformers"}
+    assert environment["device"] == "cpu" and results["settings"]["seed"] == 0
+    run = results["methods"]["ar"]["runs"][0]
+    assert run["peak_memory_bytes"] >= run["memory_before_bytes"] > 0
+    # Weights, and two of K and V: 2 layers of 2 heads of 8 numbers of 4 bytes, for 52 positions and the root.
+    model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * 4
+    planned = results["methods"]["ar"]["planned_memory_bytes"]
+    assert planned == weights + 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4

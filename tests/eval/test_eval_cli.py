@@ -13,8 +13,9 @@ from ts_eval import data_dir, demo
 from ts_eval.cli import main
 
 
-def test_methods_lists_the_decoders():
-    assert CliRunner().invoke(main, ["methods"]).stdout.split() == decoder.methods()
+def test_methods_lists_the_decoders_and_transformers_own():
+    names = CliRunner().invoke(main, ["methods"]).stdout.split()
+    assert names == [*decoder.methods(), "hf", "hf-prompt-lookup"]
 
 
 def test_help_does_not_wait_for_torch():

@@ -12,15 +12,20 @@ BOOKS = {
 }
 
 
-def save_model(folder: Path, hidden_size: int = 32, positions: int = 512) -> None:
-    torch.manual_seed(0)
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def save_model(folder: Path, hidden_size: int = 32, positions: int = 512) -> None:
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(alphabet),
+        vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,

@@ -1,10 +1,12 @@
-"""The command line: `ts-eval compare`, `ts-eval methods` and `ts-eval metrics`.
+"""The command line: `ts-eval compare`, `methods`, `metrics`, `report`, `plan` and `reproduce`.
 
 Exit status: 0 done; 1 a method differs from ar (with --check-lossless); 2 wrong usage or missing input, told in one
 sentence; 130 interrupted.
 """
 
 import json
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -23,8 +25,11 @@ class SentenceGroup(click.Group):
     """A group whose errors end in one sentence; a command's return value is its exit status."""
 
     def main(self, args=None, prog_name=None, complete_var=None, standalone_mode=True, **extra):
+        arguments = list(sys.argv[1:] if args is None else args)
+
         def run():
-            return super(SentenceGroup, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            named = {"standalone_mode": False, "obj": arguments, **extra}
+            return super(SentenceGroup, self).main(arguments, prog_name, complete_var, **named)
 
         if not standalone_mode:
             return run()
@@ -47,15 +52,44 @@ def told_in_a_sentence() -> Iterator[None]:
     """Turn the errors that an input can cause into one line without a traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         sentence = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:
             sentence = f"{error.filename}: {error.strerror}"
+        # What Python calls max_new_tokens is --max-new-tokens here.
+        flags = {parameter.name: parameter.opts[0] for parameter in click.get_current_context().command.params}
+        name = re.match(r"(\w+) must ", sentence)
+        if name and flags.get(name[1], "").startswith("--"):
+            sentence = flags[name[1]] + sentence[name.end(1) :]
         raise click.ClickException(sentence) from error
+
+
+def _quiet_libraries() -> None:
+    """No bars for what takes a second, no retries before the one sentence that says what is missing."""
+    import huggingface_hub
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()
 
 
 def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
+
+
+class Tree(click.ParamType):
+    """A token tree: 1,3,3,3 (branching), or "0.0.0 0.1 1" (paths of ranks)."""
+
+    name = "N,N,..."
+
+    def convert(self, value, param, ctx):
+        # Imported here because torch takes seconds, which --help should not cost.
+        from decoder.options import parse_tree
+
+        try:
+            return parse_tree(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class IntegerList(click.ParamType):
@@ -69,7 +103,7 @@ class IntegerList(click.ParamType):
         try:
             return tuple(int(number) for number in value.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of integers such as 1,3,3,3.", param, ctx)
+            self.fail(f"{value!r} is not a list of integers such as 100,200.", param, ctx)
 
 
 def sampling_option(flag: str, help: str):
@@ -89,10 +123,14 @@ def main():
 @click.option("--model", help="Model folder or hub id.  [default: the reference model]")
 @click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.")
 @click.option("--draft-model", help="Small model that drafts for triforce.")
-@click.option("--prompts", help="Text file (one prompt) or .jsonl[.gz] with a field text.  [default: PG-19 test books]")
-@click.option("--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a PG-19 book]")
+@click.option(
+    "--prompts",
+    help="Text file (one prompt), .jsonl[.gz] or hub dataset (owner/name[:split]) with a field text.  "
+    "[default: PG-19 test books]",
+)
+@click.option("--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a book]")
 @click.option("--max-new-tokens", type=int, default=defaults.MAX_NEW_TOKENS, show_default=True)
-@click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all; 1 of the PG-19 books]")
+@click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]")
 @click.option("--runs", type=int, default=defaults.RUNS, show_default=True, help="Generations per method and prompt.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
 @click.option("--device", default="auto", show_default=True)
@@ -104,29 +142,39 @@ def main():
 @sampling_option("--eta-cutoff", "0 switches off.")
 @sampling_option("--repetition-penalty", "1 switches off.")
 @sampling_option("--penalty-window", "Last tokens that are penalised.")
-@click.option("--tree", type=IntegerList(), help="Branching per depth.  [default: 1,3,3,3]")
+@click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks (0.0 0.1 1).  [default: 1,3,3,3]")
 @click.option("--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: 20]")
 @click.option("--budget", type=int, help="Slots of the partial cache.  [default: the prompt's length]")
 @click.option("--output", default=defaults.OUTPUT, show_default=True, help="Folder of results; resumes what is in it.")
 @click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
-@click.option("--check-lossless", is_flag=True, help="Exit with 1 when a method differs from ar, audited ties aside.")
+@click.option(
+    "--check-lossless",
+    is_flag=True,
+    help="Score ar's texts again with the plain model, and exit with 1 when a method differs from ar or ar from the "
+    "model, audited ties aside.",
+)
+@click.option("--marks", type=IntegerList(), help="New tokens at which to tell latency.  [default: five equal steps]")
+@click.option("--embedding-model", help="Sentence-embedding model for the semantic diversity of the texts.")
+@click.option(
+    "--processes", type=int, default=1, show_default=True, help="Share the prompts and runs over N processes."
+)
 @click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
-def compare(methods, tree, ngrams, budget, check_lossless, **arguments):
+@click.pass_obj
+def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
     """Decode the same prompts with each METHOD, next to ar, and tell speed, acceptance, diversity and identity.
 
-    A METHOD may carry options of its own: tokenswift:tree=1,3,3,3:ngrams=20. `ts-eval methods` lists the names.
+    A METHOD may carry options of its own: tokenswift:tree=1,3,3,3:ngrams=20. `ts-eval methods` lists the names. Under
+    torchrun its processes share the prompts.
     """
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
     with told_in_a_sentence():
-        import huggingface_hub
-        import transformers
-
         from ts_eval import compare as experiment
+        from ts_eval.summary import differs
         from ts_eval.table import comparison
 
-        transformers.utils.logging.disable_progress_bar()
-        # Its retries would stand between the user and the one sentence that says what is missing.
-        huggingface_hub.utils.logging.set_verbosity_error()
+        _quiet_libraries()
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
         options = {"tree": tree, "ngrams": ngrams, "budget": budget}
         try:
@@ -134,79 +182,131 @@ def compare(methods, tree, ngrams, budget, check_lossless, **arguments):
                 methods,
                 sampling=sampling,
                 options={name: value for name, value in options.items() if value is not None},
+                audit=check_lossless,
+                arguments=typed,
                 say=lambda sentence: click.echo(sentence, err=True),
                 **arguments,
             )
         except KeyboardInterrupt:
-            kept = f"finished generations are kept in {arguments['output']}; the same command resumes there."
+            kept = f"what was generated is kept in {arguments['output']}; the same command resumes there."
             click.echo(f"\nts-eval: interrupted; {kept}", err=True)
             return INTERRUPTED
-    differing = experiment.differs(results)
-    ties = [name for name, row in results["methods"].items() if not row["identical_to_ar"] and name not in differing]
-    click.echo(comparison(results, ties, _width()))
-    click.echo(f"\nAll of it: {Path(arguments['output']) / 'results.json'}")
+    if results is None:
+        return 0
+    click.echo(comparison(results, _width()))
+    click.echo(
+        f"\nAll of it: {Path(arguments['output']) / 'results.json'}; as a page: ts-eval report {arguments['output']}"
+    )
+    differing = differs(results)
     if check_lossless and differing:
-        click.echo(f"ts-eval: not lossless: {', '.join(differing)} differs from ar by more than a tie.", err=True)
+        click.echo(f"ts-eval: not lossless: {', '.join(differing)} differs by more than a tie.", err=True)
         return 1
     return 0
 
 
 @main.command()
 def methods():
-    """List the decoding methods."""
-    import decoder
+    """List what `compare` takes: the decoder's methods, and transformers' own generate (hf, hf-prompt-lookup)."""
+    from ts_eval.method_spec import row_names
 
-    for name in decoder.methods():
+    for name in row_names():
         click.echo(name)
 
 
 @main.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--tokenizer", "--model", help="Folder or hub id; Distinct-n is then over its tokens, not over words.")
+@click.option("--tokenizer", help="Folder or hub id; measures are then over its tokens, not over words.")
+@click.option("--model", help="Folder or hub id; its tokens, and the perplexity under it.")
+@click.option("--embedding-model", help="Folder or hub id of a sentence-embedding model; adds semantic diversity.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def metrics(files, tokenizer, as_json):
-    """Measure any text FILE: Distinct-1..4 and their mean, Self-BLEU-2..5 (texts too short for one get none)."""
+def metrics(files, tokenizer, model, embedding_model, as_json):
+    """Measure any text FILE: diversity, repetition, compression and, with a model, perplexity.
+
+    A text that is too short for a measure gets none.
+    """
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
-    from ts_eval import metrics as measures
-    from ts_eval.table import DISTINCT, DISTINCT_HEADER, format_table, number
+    from ts_eval import text_files
 
-    rows = {}
     with told_in_a_sentence():
-        tokenize = str.split
-        if tokenizer is not None:
-            from transformers import AutoTokenizer
+        _quiet_libraries()
+        rows = text_files.measure(files, tokenizer, model, embedding_model)
+    click.echo(json.dumps(rows, indent=1) if as_json else text_files.table(rows, _width()))
+    return 0
 
-            loaded = AutoTokenizer.from_pretrained(tokenizer)
 
-            def tokenize(text: str) -> list[int]:
-                return loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+@main.command()
+@click.argument("folder", metavar="DIR")
+def report(folder):
+    """Write report.html, report.md and report.csv into the folder of a finished comparison."""
+    with told_in_a_sentence():
+        from ts_eval.report import write_report
 
-        for file in files:
-            try:
-                text = Path(file).read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file} is not UTF-8 text") from error
-            units = tokenize(text)
-            rows[file] = {
-                "tokens" if tokenizer else "words": len(units),
-                "distinct": measures.distinct(units),
-                "self_bleu": measures.self_bleu(text),
-            }
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-        return 0
-    unit = "tokens" if tokenizer else "words"
-    header = ["file", unit, *DISTINCT_HEADER, *(f"Self-BLEU-{n}" for n in measures.BLEU_ORDERS)]
-    table = [
-        [
-            file,
-            f"{row[unit]:,}",
-            *(number(row["distinct"][n], 3) for n in DISTINCT),
-            *(number(row["self_bleu"][str(n)], 3) for n in measures.BLEU_ORDERS),
-        ]
-        for file, row in rows.items()
-    ]
-    click.echo(format_table(header, table, _width()))
+        for path in write_report(Path(folder)):
+            click.echo(path)
+    return 0
+
+
+@main.command()
+@click.option("--model", help="Model folder, hub id or config.json.  [default: the reference model]")
+@click.option("--draft-model", help="The same of the small model that drafts for triforce.")
+@click.option("--max-new-tokens", type=int, default=102_400, show_default=True)
+@click.option("--prompt-tokens", type=int, default=0, show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="auto: the configuration's.")
+@click.option("--num-heads", type=int, default=3, show_default=True, help="Draft heads.")
+@click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks.  [default: 1,3,3,3]")
+@click.option("--ngrams", type=int, help="n-grams retrieved per step.  [default: 20]")
+@click.option("--budget", type=int, default=defaults.PLAN_BUDGET, show_default=True, help="Slots of the partial cache.")
+@click.option("--gpu", multiple=True, help="A100, H100 or H200; may be repeated.  [default: all three]")
+@click.option("--bandwidth", type=float, help="Memory bandwidth of another device, in GB/s.")
+@click.option("--measure", is_flag=True, help="Measure this machine's memory bandwidth.")
+@click.option("--acceptance", type=float, multiple=True, help="alpha; may be repeated.  [default: 0.5, 0.7, 0.9]")
+@click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(as_json, **arguments):
+    """Tell the memory that a generation needs, and the time per step that reading it costs at least."""
+    with told_in_a_sentence():
+        from ts_eval import planning
+
+        _quiet_libraries()
+        made = planning.plan_from(**arguments)
+    click.echo(json.dumps(made, indent=1) if as_json else planning.table(made, _width()))
+    return 0
+
+
+@main.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Of the paper's prompt and output lengths.")
+@click.option("--model", help="Model folder or hub id.  [default: the reference model]")
+@click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.")
+@click.option("--draft-model", help="Small model that drafts for triforce.")
+@click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
+@click.option("--num-prompts", type=int, help="At most so many prompts.  [default: 1 book]")
+@click.option("--runs", type=int, default=1, show_default=True, help="Generations per method and prompt.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA.")
+@click.option("--output", default=defaults.REPRODUCE_OUTPUT, show_default=True, help="Folder; resumes what is in it.")
+@click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
+@click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
+def reproduce(targets, scale, output, **settings):
+    """Run experiments of the paper and print them beside its figures.
+
+    TARGET is table-1, 3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16, figure-3, 4 or 5 (table-3, figure-5), or all.
+    """
+    with told_in_a_sentence():
+        from ts_eval import reproduce as paper
+
+        _quiet_libraries()
+        try:
+            for target in paper.TARGETS if targets == ("all",) else targets:
+                page = paper.reproduce(
+                    target, scale, Path(output), say=lambda sentence: click.echo(sentence, err=True), **settings
+                )
+                click.echo(paper.terminal_table(page, _width()) + "\n")
+        except KeyboardInterrupt:
+            kept = f"what was generated is kept in {output}; the same command resumes there."
+            click.echo(f"\nts-eval: interrupted; {kept}", err=True)
+            return INTERRUPTED
     return 0
 
 

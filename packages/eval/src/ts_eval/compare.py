@@ -6,242 +6,501 @@ engine's own: decoding and prefill apart.
 """
 
 import hashlib
-import math
-import re
+import json
+import multiprocessing
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
-from statistics import median
 
 import torch
+import transformers
 from tqdm import tqdm
 
 import decoder
-from decoder.sampler import Sampler, first_argmax
-from ts_eval import defaults, metrics
-from ts_eval.data_dir import find_data_dir
-from ts_eval.prompts import SHIPPED, Prompt, read_prompts
+from decoder.drafters import METHODS
+from decoder.text_stream import TextStream
+from ts_eval import checkpoints, defaults, metrics, plan
+from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
+from ts_eval.generation import OnStep, can_continue, continue_with_decoder, continue_with_transformers
+from ts_eval.json_lines import whole_lines
+from ts_eval.memory import PeakMemory, resident_bytes
+from ts_eval.method_spec import HF, MethodSpec
+from ts_eval.progress import Progress
+from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
 from ts_eval.results import SCHEMA_VERSION, GenerationLog, digest_files, environment, write_json
+from ts_eval.summary import audit_of, divergence_margin, summarise, timed_tokens
 
-REFERENCE_MODEL = "reference-model"
-DEFAULT_HEADS = {"tokenswift": "heads-chained", "medusa": "heads-independent"}
-DRAFT_MODEL = "draft-model"
+DEFAULT_HEADS = {
+    "tokenswift": "heads-chained",
+    "medusa": "heads-independent",
+    "tokenswift-fused": "heads-conditioned",
+    "auto": "heads-conditioned",
+}
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16
+IN_PROGRESS = "in-progress"
+WAIT_SECONDS = 1.0
 
-# How far apart two differently shaped matrix products may put two logits, by the model's dtype: a few units in the
-# last place of a logit of magnitude 16 to 32 in the short formats, and the contract's 1e-4 in float32.
-TIE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
-
-STATISTICS = (
-    "steps",
-    "drafted",
-    "accepted",
-    "ngram_accepted",
-    "acceptance_rate",
-    "ngram_acceptance_rate",
-    "tokens_per_step",
-    "accepted_by_depth",
-    "cache_rebuilds",
-    "prefill_seconds",
-    "decode_seconds",
-)
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class MethodSpec:
-    """A row of the comparison: a method with options of its own, written ``NAME[:option=value...]``.
-
-    ``text``, the specification as written, names the row. Numbers of a tuple are separated by commas:
-    ``tokenswift:tree=1,3,3,3:ngrams=20``.
-    """
-
-    text: str
-    name: str
-    options: dict = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> "MethodSpec":
-        """Raises ValueError for an unknown method or option, or a value that does not read as the option's kind."""
-        name, *pairs = text.split(":")
-        if name not in decoder.methods():
-            raise ValueError(f"unknown method {name!r}: choose from {', '.join(decoder.methods())}")
-        defaults = asdict(decoder.TokenSwiftOptions())
-        options = {}
-        for pair in pairs:
-            option, equals, value = pair.partition("=")
-            if option not in defaults or not equals:
-                raise ValueError(f"unknown option {pair!r} in {text!r}: options are {', '.join(defaults)}")
-            try:
-                options[option] = _read_like(defaults[option], value)
-            except ValueError as error:
-                raise ValueError(f"{value!r} does not fit the option {option} in {text!r}") from error
-        return cls(text, name, options)
+def _silent(sentence: str) -> None:
+    pass
 
 
-def _read_like(default: object, value: str) -> object:
-    """``value`` read as what ``default`` is; None stands for a number that has no default."""
-    if isinstance(default, tuple):
-        return tuple(int(number) for number in value.split(","))
-    if isinstance(default, bool):
-        if value not in ("true", "false"):
-            raise ValueError(f"{value!r} is neither true nor false")
-        return value == "true"
-    return value if isinstance(default, str) else int(value)
-
-
-def compare(
-    methods: Sequence[str],
-    *,
-    model: str | None = None,
-    heads: Sequence[str] = (),
-    draft_model: str | None = None,
-    prompts: str | None = None,
-    prompt_tokens: int | None = None,
-    max_new_tokens: int = defaults.MAX_NEW_TOKENS,
-    num_prompts: int | None = None,
-    runs: int = defaults.RUNS,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    sampling: dict | None = None,
-    options: dict | None = None,
-    output: str | Path = defaults.OUTPUT,
-    data_dir: str | Path | None = None,
-    overwrite: bool = False,
-    say: Callable[[str], None] = lambda sentence: None,
-) -> dict:
+def compare(methods: Sequence[str], *, say: Say = _silent, **settings) -> dict | None:
     """Run ``methods`` against ``ar`` and write ``output/results.json``; returns its content.
+
+    ``settings`` are the fields of `Experiment`, which also says what is raised; ``say`` is called with a sentence for
+    the user now and then.
+    """
+    return Experiment(tuple(methods), **settings).run(say)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What is compared, how, and where it goes.
 
     Args:
         methods: specifications as in `MethodSpec`; ``ar`` is put first when it is not among them.
         model: folder or hub id; None takes the reference model of the data folder, with its heads and draft model.
         heads: one checkpoint for every method, or METHOD=CHECKPOINT pairs.
         draft_model: folder or hub id of the model that drafts for ``triforce``.
-        prompts: text file (one prompt) or .jsonl(.gz); None takes the shipped PG-19 test books.
-        prompt_tokens: the first so many tokens of each prompt; None takes the whole text, of a shipped book 1,024.
+        prompts: text file (one prompt), .jsonl(.gz), or hub dataset, with its split if that is not test
+            (owner/name:split); None takes the shipped PG-19 test books.
+        prompt_tokens: the first so many tokens of each prompt; None takes the whole text, but 1,024 of a book that is
+            shipped or on the hub.
         max_new_tokens: tokens to generate, end-of-text ignored.
-        num_prompts: at most so many prompts; None takes all of a file, one of the shipped books.
+        num_prompts: at most so many prompts; None takes all of a file, one of the shipped books or of a hub dataset.
         runs: generations per method and prompt; run r (from 0) uses the seed ``seed`` + r.
         device, dtype: as in `decoder.load`.
         sampling: fields of `decoder.SamplingParams` over the defaults temperature 1, min-p 0.1, penalty 1.2 over 1,024.
         options: fields of `decoder.TokenSwiftOptions` for every method; a method's own come first.
-        output: folder; finished generations in it are kept and not run again.
+        marks: numbers of new tokens at which latency and speed-up are told; None takes five equal steps.
+        embedding_model: folder or hub id of an encoder, for the semantic diversity of the texts.
+        audit: score ar's texts again with the plain model, so that a fault of all methods alike is found too.
+        output: folder; what was generated in it is kept and not generated again.
         data_dir: the data folder; None finds the checkout's.
-        overwrite: drop generations of other settings in ``output`` instead of refusing.
-        say: told in a sentence when finished generations are taken over.
+        overwrite: drop what other settings left in ``output`` instead of refusing.
+        processes: how many processes share the prompts and runs, each on a CUDA device of its own where there are
+            several, or with its part of the CPU's threads.
+        rank: which of the ``processes`` this one is, when a launcher such as torchrun has started them all; None
+            starts the others itself. Only rank 0 writes results.
+        arguments: the command line, for the record.
 
-    Raises:
+    Raises (from `run`):
         ValueError, OSError: an argument that does not fit or a file that is missing; nothing has been written.
         OtherSettingsError: ``output`` holds generations of other settings.
+        OSError, MemoryError: the disk is full or the memory too small; what was generated is kept.
     """
-    specs = _specs(methods)
-    counts = {
-        "max_new_tokens": max_new_tokens,
-        "runs": runs,
-        "num_prompts": num_prompts,
-        "prompt_tokens": prompt_tokens,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
-    sampling = {**defaults.SAMPLING, **(sampling or {})}
-    params = [decoder.SamplingParams(**sampling, seed=seed + run) for run in range(runs)]
-    method_options = {spec.text: decoder.TokenSwiftOptions(**{**(options or {}), **spec.options}) for spec in specs}
 
-    if model is None:
-        model = str(find_data_dir(data_dir) / REFERENCE_MODEL)
-        own_heads = {name: str(find_data_dir(data_dir) / folder) for name, folder in DEFAULT_HEADS.items()}
-        if draft_model is None and any(spec.name == "triforce" for spec in specs):
-            draft_model = str(find_data_dir(data_dir) / DRAFT_MODEL)
-    else:
-        own_heads = {}
-    checkpoints = _heads_by_method(specs, heads, own_heads)
-    if prompts is None:
-        prompts = str(find_data_dir(data_dir) / SHIPPED)
-        prompt_tokens, num_prompts = prompt_tokens or defaults.BOOK_TOKENS, num_prompts or 1
-    _refuse_missing_folder("model", model)
-    _refuse_missing_folder("draft model", draft_model)
-    for path in checkpoints.values():
-        _refuse_missing_folder("heads", path)
-    if not Path(prompts).is_file():
-        raise FileNotFoundError(f"the prompt file {prompts} does not exist")
+    methods: tuple[str, ...] = field(kw_only=False)
+    model: str | None = None
+    heads: Sequence[str] = ()
+    draft_model: str | None = None
+    prompts: str | None = None
+    prompt_tokens: int | None = None
+    max_new_tokens: int = defaults.MAX_NEW_TOKENS
+    num_prompts: int | None = None
+    runs: int = defaults.RUNS
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    sampling: dict | None = None
+    options: dict | None = None
+    marks: Sequence[int] | None = None
+    embedding_model: str | None = None
+    audit: bool = False
+    output: str | Path = defaults.OUTPUT
+    data_dir: str | Path | None = None
+    overwrite: bool = False
+    processes: int = 1
+    rank: int | None = None
+    arguments: Sequence[str] | None = None
 
-    decoders = _load(model, checkpoints, draft_model, device, dtype)
-    backbone = decoders[None].model
-    texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
-    limit = backbone.config.max_position_embeddings
-    for prompt in texts:
-        if len(prompt.token_ids) + max_new_tokens > limit:
-            raise ValueError(
-                f"the prompt {prompt.name!r} ({len(prompt.token_ids):,} tokens) and {max_new_tokens:,} new tokens are "
-                f"beyond the model's {limit:,} positions"
-            )
+    def run(self, say: Say = _silent) -> dict | None:
+        """Generate what is missing and write the results, which are returned; None from ranks other than 0."""
+        threads = torch.get_num_threads()
+        if self.rank is None:
+            torch.set_num_threads(max(1, threads // max(1, self.processes)))
+        try:
+            return self._run(say)
+        finally:
+            torch.set_num_threads(threads)
 
-    settings = {
-        "methods": [spec.text for spec in specs],
-        "model": model,
-        "heads": {spec.text: checkpoints.get(spec.text) for spec in specs},
-        "draft_model": draft_model,
-        "weights": {path: _weights(path) for path in (model, draft_model, *checkpoints.values()) if path},
-        "prompts": str(prompts),
-        "prompt_tokens": prompt_tokens,
-        "prompt_names": [prompt.name for prompt in texts],
-        "prompt_lengths": [len(prompt.token_ids) for prompt in texts],
-        "prompt_digest": hashlib.sha256(str([prompt.token_ids for prompt in texts]).encode()).hexdigest()[:16],
-        "max_new_tokens": max_new_tokens,
-        "num_prompts": len(texts),
-        "runs": runs,
-        "seed": seed,
-        "dtype": str(backbone.dtype).removeprefix("torch."),
-        "sampling": {name: value for name, value in asdict(params[0]).items() if name in defaults.SAMPLING},
-        "options": {text: _plain(option) for text, option in method_options.items()},
-        "options_for_all": _plain(decoder.TokenSwiftOptions(**(options or {}))),
-    }
-    provenance = environment(backbone.device)
-    log = GenerationLog(Path(output), settings, provenance, overwrite=overwrite)
-    jobs = [job for job in _jobs(specs, len(texts), runs) if log.get(*job) is None]
-    if len(log):
-        say(f"{len(log)} finished generations taken over from {log.path}; {len(jobs)} left to run.")
+    def _run(self, say: Say) -> dict | None:
+        setup = self._set_up()
+        with GenerationLog(
+            Path(self.output), setup.settings, setup.environment, overwrite=self.overwrite, rank=self.rank or 0
+        ) as log:
+            jobs = [job for job in setup.jobs() if log.get(*job) is None]
+            if len(log):
+                say(f"{len(log)} finished generations taken over from {log.path}; {len(jobs)} left to run.")
+            if jobs:
+                with _keeping(Path(self.output)), self._others() as check_others:
+                    log.begin()
+                    _drop_parts(log, of_others_only=True)
+                    setup.generate(jobs, log, say, self.processes, self.rank or 0)
+                    while not self.rank and any(log.get(*job) is None for job in jobs):
+                        check_others()
+                        time.sleep(WAIT_SECONDS)
+                        log.refresh()
+            if self.rank:
+                return None
+            _drop_parts(log)
+            results = {
+                "schema_version": SCHEMA_VERSION,
+                "environment": setup.environment,
+                "settings": {**setup.settings, "marks": self._marks(), "embedding_model": self.embedding_model},
+                "methods": self._summary(setup, log),
+            }
+        write_json(Path(self.output) / "results.json", results)
+        return results
 
-    by_text = {spec.text: spec for spec in specs}
+    def _marks(self) -> list[int]:
+        marks = self.marks or [self.max_new_tokens * fifth // 5 for fifth in range(1, 6)]
+        return sorted({mark for mark in marks if mark})
 
-    def arguments(text: str, run: int) -> dict:
+    def _summary(self, setup: "Setup", log: GenerationLog) -> dict[str, dict]:
+        embed = metrics.SentenceEmbedder(self.embedding_model, setup.model.device) if self.embedding_model else None
+
+        def measure(token_ids: Sequence[int], text: str, prompt_ids: Sequence[int]) -> dict:
+            return {
+                **metrics.measure_text(text, token_ids),
+                "perplexity": metrics.perplexity(setup.model, token_ids, prompt_ids),
+                "semantic_diversity": None if embed is None else metrics.semantic_diversity(text, embed),
+            }
+
+        def margin(context: Sequence[int], token: int, other: int, run: int) -> float | None:
+            return divergence_margin(setup.model, context, token, other, setup.params[run])
+
+        rows = summarise(setup.specs, setup.prompts, setup.params, self._marks(), log, margin, measure)
+        for spec in setup.specs:
+            rows[spec.text]["planned_memory_bytes"] = setup.planned_bytes(spec)
+        if self.audit:
+            rows["ar"]["audits"] = [setup.audit(record) for record in rows["ar"]["runs"]]
+        return rows
+
+    @contextmanager
+    def _others(self) -> Iterator[Callable[[], None]]:
+        """Start the processes beside this one; gives a check that raises when one of them has failed."""
+        if self.rank is not None or self.processes == 1:
+            yield lambda: None
+            return
+        context = multiprocessing.get_context("spawn")
+        failures = context.SimpleQueue()
+        children = []
+        for rank in range(1, self.processes):
+            arguments = (replace(self, rank=rank), torch.get_num_threads(), failures)
+            children.append(context.Process(target=_work_beside, args=arguments, daemon=True))
+        for child in children:
+            child.start()
+
+        def check() -> None:
+            if not failures.empty():
+                raise OSError(failures.get())
+            codes = [child.exitcode for child in children if child.exitcode]
+            if codes:
+                raise OSError(f"one of the {self.processes} processes ended with status {codes[0]}")
+
+        try:
+            yield check
+        finally:
+            for child in children:
+                child.terminate()
+                child.join()
+
+    def _set_up(self) -> "Setup":
+        specs = _specs(self.methods)
+        counts = ("max_new_tokens", "runs", "num_prompts", "prompt_tokens", "processes")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        sampling = {**defaults.SAMPLING, **(self.sampling or {})}
+        params = [decoder.SamplingParams(**sampling, seed=self.seed + run) for run in range(self.runs)]
+        options = {spec.text: decoder.TokenSwiftOptions(**{**(self.options or {}), **spec.options}) for spec in specs}
+        model, draft_model, own_heads = self.model, self.draft_model, {}
+        if model is None:
+            data = find_data_dir(self.data_dir)
+            model = str(data / REFERENCE_MODEL)
+            own_heads = {name: str(data / folder) for name, folder in DEFAULT_HEADS.items()}
+            if draft_model is None and any(spec.name == "triforce" for spec in specs):
+                draft_model = str(data / DRAFT_MODEL)
+        heads = _heads_by_method(specs, self.heads, own_heads)
+        prompts, prompt_tokens, num_prompts = self.prompts, self.prompt_tokens, self.num_prompts
+        if prompts is None:
+            prompts = str(find_data_dir(self.data_dir) / SHIPPED)
+        if self.prompts is None or is_hub_dataset(prompts):
+            prompt_tokens, num_prompts = prompt_tokens or defaults.BOOK_TOKENS, num_prompts or 1
+        checkpoints.refuse_missing("model", model)
+        checkpoints.refuse_missing("draft model", draft_model)
+        checkpoints.refuse_missing("embedding model", self.embedding_model)
+        for path in heads.values():
+            checkpoints.refuse_missing("heads", path, holding=None)
+        refuse_missing_prompts(prompts)
+        _refuse_missing_parts(specs, heads, draft_model)
+
+        memory_before = resident_bytes()
+        decoders = _load(model, heads, draft_model, self._device(), self.dtype)
+        backbone = decoders[None].model
+        texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
+        limit = backbone.config.max_position_embeddings
+        for prompt in texts:
+            if len(prompt.token_ids) + self.max_new_tokens > limit:
+                raise ValueError(
+                    f"the prompt {prompt.name!r} ({len(prompt.token_ids):,} tokens) and {self.max_new_tokens:,} new "
+                    f"tokens are beyond the model's {limit:,} positions"
+                )
+        settings = {
+            "methods": [spec.text for spec in specs],
+            "model": model,
+            "heads": {spec.text: heads.get(spec.text) for spec in specs},
+            "draft_model": draft_model,
+            "weights": {path: _weights(path) for path in (model, draft_model, *heads.values()) if path},
+            "prompts": prompts,
+            "prompt_tokens": prompt_tokens,
+            "prompt_names": [prompt.name for prompt in texts],
+            "prompt_lengths": [len(prompt.token_ids) for prompt in texts],
+            "prompt_digest": hashlib.sha256(str([prompt.token_ids for prompt in texts]).encode()).hexdigest()[:16],
+            "max_new_tokens": self.max_new_tokens,
+            "num_prompts": len(texts),
+            "runs": self.runs,
+            "seed": self.seed,
+            "processes": self.processes,
+            "dtype": str(backbone.dtype).removeprefix("torch."),
+            "sampling": {name: value for name, value in asdict(params[0]).items() if name in defaults.SAMPLING},
+            "options": {text: asdict(option) for text, option in options.items()},
+            "options_for_all": asdict(decoder.TokenSwiftOptions(**(self.options or {}))),
+        }
+        return Setup(
+            specs=specs,
+            params=params,
+            options=options,
+            prompts=texts,
+            decoders={spec.text: decoders[heads.get(spec.text)] for spec in specs},
+            settings=json.loads(json.dumps(settings)),
+            environment=environment(backbone.device, self.arguments),
+            max_new_tokens=self.max_new_tokens,
+            memory_before=memory_before if backbone.device.type == "cpu" else 0,
+        )
+
+    def _device(self) -> str:
+        if self.processes > 1 and self.device in ("auto", "cuda") and torch.cuda.is_available():
+            return f"cuda:{(self.rank or 0) % torch.cuda.device_count()}"
+        return self.device
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment with everything loaded; mappings are by the row's name.
+
+    ``memory_before`` is what the process held before the model came, nothing of what a CUDA device counts.
+    """
+
+    specs: list[MethodSpec]
+    params: "list[decoder.SamplingParams]"
+    options: "dict[str, decoder.TokenSwiftOptions]"
+    prompts: list[Prompt]
+    decoders: "dict[str, decoder.Decoder]"
+    settings: dict
+    environment: dict
+    max_new_tokens: int
+    memory_before: int | None
+
+    @property
+    def model(self):
+        return self.decoders["ar"].model
+
+    def jobs(self) -> Iterator[tuple[str, int, int]]:
+        """(row, prompt, run), interleaved; the order of the methods rotates by one from run to run."""
+        for run in range(len(self.params)):
+            shift = run % len(self.specs)
+            for prompt in range(len(self.prompts)):
+                for spec in self.specs[shift:] + self.specs[:shift]:
+                    yield spec.text, prompt, run
+
+    def generate(self, jobs: Sequence[tuple[str, int, int]], log: GenerationLog, say: Say, processes: int, rank: int):
+        """Run this process's share of ``jobs`` and log each; all rows of a prompt and run are one process's."""
+        mine = [job for job in jobs if (job[2] * len(self.prompts) + job[1]) % processes == rank]
+        progress = {job: self._progress(job, log) for job in mine}
+        cut = sum(bool(kept.token_ids) for kept in progress.values())
+        if cut:
+            say(f"{cut} cut generation{'s' if cut > 1 else ''} will be continued.")
+        for text in dict.fromkeys(text for text, _, _ in mine):
+            self._warm_up(text)
+        total = sum(self.max_new_tokens - len(kept.token_ids) for kept in progress.values())
+        # In a file each refresh is a line of its own.
+        interval = 0.2 if sys.stderr.isatty() else 10
+        with tqdm(total=total, unit="tok", disable=not mine or rank > 0, leave=False, mininterval=interval) as bar:
+            for text, prompt, run in mine:
+                where = f"{text} prompt {prompt + 1}/{len(self.prompts)} run {run + 1}/{len(self.params)}"
+                bar.set_description(where, refresh=False)
+                kept = progress[text, prompt, run]
+                try:
+                    log.append(self._generate(text, prompt, run, kept, bar.update))
+                except (RuntimeError, MemoryError) as error:
+                    raise _short_of_memory(error, where) from error
+                finally:
+                    kept.close()
+                kept.discard()
+
+    def _progress(self, job: tuple[str, int, int], log: GenerationLog) -> Progress:
+        text, prompt, run = job
+        header = {"fingerprint": log.fingerprint, "method": text, "prompt_index": prompt, "run": run}
+        name = hashlib.sha256(str(header).encode()).hexdigest()[:16]
+        path = log.folder / IN_PROGRESS / f"{name}.jsonl"
+        if not can_continue(self._name(text), self.params[run], self.options[text]):
+            path.unlink(missing_ok=True)
+        return Progress(path, header)
+
+    def _name(self, text: str) -> str:
+        return next(spec.name for spec in self.specs if spec.text == text)
+
+    def _warm_up(self, text: str) -> None:
+        prompt = self.prompts[0].token_ids[:WARM_UP_PROMPT_TOKENS]
+        self._continue(text, prompt, 0, [], min(WARM_UP_NEW_TOKENS, self.max_new_tokens), lambda tokens, counts: None)
+
+    def _generate(self, text: str, prompt: int, run: int, kept: Progress, update: Callable[[int], None]) -> dict:
+        """The record of a generation, of which ``kept`` may hold a part already."""
+
+        def on_step(tokens: Sequence[int], counts: dict) -> None:
+            kept.add(tokens, counts)
+            update(len(tokens))
+            if _orphaned():
+                raise SystemExit("the process that started this one is gone")
+
+        memory = PeakMemory(self.model.device)
+        ids = self.prompts[prompt].token_ids
+        if len(kept.token_ids) < self.max_new_tokens:
+            self._continue(text, ids, run, kept.token_ids, self.max_new_tokens, on_step)
+        return self._record(text, prompt, run, kept, memory.bytes())
+
+    def _continue(
+        self, text: str, prompt: Sequence[int], run: int, sofar: Sequence[int], max_new_tokens: int, on_step: OnStep
+    ) -> None:
+        name, dec = self._name(text), self.decoders[text]
+        if name in HF:
+            continue_with_transformers(dec.model, name, prompt, sofar, max_new_tokens, self.params[run], on_step)
+        else:
+            options = self.options[text]
+            continue_with_decoder(dec, name, prompt, sofar, max_new_tokens, self.params[run], options, on_step)
+
+    def _record(self, text: str, prompt: int, run: int, kept: Progress, peak_memory: int | None) -> dict:
+        written, pieces = TextStream(self.decoders[text].tokenizer), []
+        for place, token in enumerate(kept.token_ids):
+            written.push(token)
+            pieces.append(written.take(final=place == len(kept.token_ids) - 1))
+        record = {
+            "method": text,
+            "prompt": self.prompts[prompt].name,
+            "prompt_index": prompt,
+            "run": run,
+            "seed": self.params[run].seed,
+            "prompt_tokens": len(self.prompts[prompt].token_ids),
+            "new_tokens": len(kept.token_ids),
+            "resumed_at": kept.resumed_at,
+            "step_tokens": kept.step_tokens,
+            "step_seconds": kept.step_seconds,
+            "step_drafted": kept.step_drafted,
+            "step_accepted": kept.step_accepted,
+            "step_ngram_accepted": kept.step_ngram_accepted,
+        }
+        seconds, timed = kept.counts["decode_seconds"], timed_tokens(record)[-1]
         return {
-            "method": by_text[text].name,
-            "sampling": params[run],
-            "options": method_options[text],
-            "ignore_eos": True,
+            **record,
+            "tokens_per_second": timed / seconds if seconds else None,
+            "ms_per_token": 1000 * seconds / timed if timed else None,
+            **kept.counts,
+            "acceptance_rate": metrics.acceptance_rate(kept.counts["accepted"], kept.counts["drafted"]),
+            "ngram_acceptance_rate": metrics.ngram_acceptance_rate(
+                kept.counts["ngram_accepted"], kept.counts["drafted"]
+            ),
+            "tokens_per_step": metrics.tokens_per_step(len(kept.token_ids), kept.counts["steps"]),
+            "peak_memory_bytes": peak_memory,
+            "memory_before_bytes": self.memory_before,
+            "token_ids": kept.token_ids,
+            "token_ends": list(accumulate(map(len, pieces))),
+            "text": "".join(pieces),
         }
 
-    def decoder_of(text: str):
-        return decoders[checkpoints.get(text)]
+    def audit(self, record: dict) -> dict:
+        """The audit of a finished generation of ours."""
+        return audit_of(self.model, self.prompts[record["prompt_index"]].token_ids, record, self.params[record["run"]])
 
-    for text in dict.fromkeys(text for text, _, _ in jobs):
-        start = list(texts[0].token_ids[:WARM_UP_PROMPT_TOKENS])
-        decoder_of(text).generate(start, min(WARM_UP_NEW_TOKENS, max_new_tokens), **arguments(text, 0))
-    # In a file each refresh is a line of its own.
-    interval = 0.2 if sys.stderr.isatty() else 10
-    with tqdm(total=len(jobs) * max_new_tokens, unit="tok", disable=not jobs, leave=False, mininterval=interval) as bar:
-        for text, index, run in jobs:
-            bar.set_description(f"{text} prompt {index + 1}/{len(texts)} run {run + 1}/{runs}", refresh=False)
-            prompt = texts[index]
-            for chunk in decoder_of(text).stream(list(prompt.token_ids), max_new_tokens, **arguments(text, run)):
-                bar.update(len(chunk.token_ids))
-            log.append(_record(text, index, prompt, run, params[run].seed, chunk.output))
+    def planned_bytes(self, spec: MethodSpec) -> int | None:
+        """What the row's largest generation should hold by `plan.plan_method`; None for a method without a plan."""
+        if spec.name not in plan.METHODS:
+            return None
+        dec = self.decoders[spec.text]
+        heads = next(iter(dec.heads.values()), None)
+        longest = max(len(prompt.token_ids) for prompt in self.prompts)
+        return plan.plan_method(
+            spec.name,
+            plan.ModelShape.of(dec.model),
+            longest,
+            self.max_new_tokens,
+            self.options[spec.text],
+            heads=0 if heads is None else heads.num_heads,
+            heads_bytes=0 if heads is None else sum(weight.nbytes for weight in heads.parameters()),
+            draft_model=plan.ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
+        ).total
 
-    def margin(context: Sequence[int], token: int, other: int, run: int) -> float | None:
-        return divergence_margin(backbone, context, token, other, params[run])
 
-    results = {
-        "schema_version": SCHEMA_VERSION,
-        "environment": provenance,
-        "settings": settings,
-        "methods": summarise(specs, texts, runs, log, margin),
-    }
-    write_json(Path(output) / "results.json", results)
-    return results
+def _drop_parts(log: GenerationLog, of_others_only: bool = False) -> None:
+    """Drop the parts of generations: all when all are finished, or those of other settings, overwritten by these."""
+    folder = log.folder / IN_PROGRESS
+    for path in folder.glob("*.jsonl"):
+        header = next(whole_lines(path), None)
+        if not of_others_only or (header is not None and header[0].get("fingerprint") != log.fingerprint):
+            path.unlink()
+    if folder.is_dir() and not of_others_only:
+        folder.rmdir()
+
+
+def _work_beside(experiment: Experiment, threads: int, failures) -> None:
+    """What a process beside rank 0 does; its failure is told to rank 0 in a sentence."""
+    torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        experiment.run()
+    except (ValueError, OSError, MemoryError) as error:
+        failures.put(str(error))
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+def _orphaned() -> bool:
+    """Whether the process that started this one for its share of the work has died, be it by a kill."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and os.getppid() != parent.pid
+
+
+@contextmanager
+def _keeping(output: Path) -> Iterator[None]:
+    """Add to an error that ends the run what becomes of the work done so far."""
+    kept = f"what was generated is kept in {output}, and the same command goes on there"
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"{error}; {kept}") from error
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        # A process beside this one has said so itself.
+        raise OSError(what if what.endswith(kept) else f"{what}; {kept}") from error
+
+
+def _short_of_memory(error: RuntimeError | MemoryError, where: str) -> Exception:
+    """A MemoryError in a sentence when that is what the error says, else the error itself."""
+    # torch raises an own class on CUDA only.
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    short = short or "not enough memory" in str(error)
+    return MemoryError(f"out of memory at {where}: ask for fewer tokens or a narrower tree") if short else error
 
 
 def _specs(methods: Sequence[str]) -> list[MethodSpec]:
@@ -256,37 +515,34 @@ def _heads_by_method(specs: list[MethodSpec], heads: Sequence[str], own: dict[st
         name, equals, path = entry.partition("=")
         if equals and name in decoder.methods():
             pairs[name] = path
+        elif equals and not Path(entry).exists():
+            raise ValueError(f"--heads {entry}: {name!r} is no method; methods are {', '.join(decoder.methods())}")
         else:
             for_all.append(entry)
     if len(for_all) > 1:
-        raise ValueError("heads is one checkpoint or METHOD=CHECKPOINT pairs, not several checkpoints")
+        raise ValueError("--heads takes one checkpoint, or METHOD=CHECKPOINT pairs, not several checkpoints")
     found = {spec.text: pairs.get(spec.name, for_all[0] if for_all else own.get(spec.name)) for spec in specs}
-    return {text: path for text, path in found.items() if path and text != "ar"}
+    needing = {spec.text for spec in specs if not spec.is_hf and METHODS[spec.name].heads_kinds}
+    return {text: path for text, path in found.items() if path and text in needing}
 
 
-def _refuse_missing_folder(what: str, path: str | None) -> None:
-    """Refuse at once, and offline, what is neither a folder nor could be a hub id (owner/name)."""
-    if path and not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
-        raise FileNotFoundError(f"there is no {what} folder {path}, and it is no hub id (owner/name) either")
+def _refuse_missing_parts(specs: list[MethodSpec], heads: dict[str, str], draft_model: str | None) -> None:
+    """Refuse, before anything is loaded, a method that lacks heads or draft model."""
+    for spec in specs:
+        if not spec.is_hf and METHODS[spec.name].needs_heads and spec.text not in heads:
+            raise ValueError(f"{spec.name} needs draft heads: give --heads CHECKPOINT or {spec.name}=CHECKPOINT")
+        if spec.name == "triforce" and draft_model is None:
+            raise ValueError("triforce needs a small model with the same vocabulary: give --draft-model")
 
 
-def _plain(options: "decoder.TokenSwiftOptions") -> dict:
-    """The options as JSON gives them back."""
-    return {**asdict(options), "tree": list(options.tree)}
-
-
-def _load(model: str, checkpoints: dict[str, str], draft_model: str | None, device: str, dtype: str) -> dict:
+def _load(model: str, heads: dict[str, str], draft_model: str | None, device: str, dtype: str) -> dict:
     """Heads checkpoint (or None) -> Decoder; all share the one loaded model."""
-    try:
+    with checkpoints.named(model):
         plain = decoder.load(model, draft_model=draft_model, device=device, dtype=dtype)
-    except OSError as error:
-        # transformers answers with a paragraph; its first sentence has the reason.
-        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        raise OSError(f"{model} cannot be loaded: {reason}") from error
     if plain.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which the prompts need")
     loaded = {None: plain}
-    for path in dict.fromkeys(checkpoints.values()):
+    for path in dict.fromkeys(heads.values()):
         loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, heads=path, draft_model=plain.draft_model)
     return loaded
 
@@ -294,172 +550,3 @@ def _load(model: str, checkpoints: dict[str, str], draft_model: str | None, devi
 def _weights(path: str) -> str | None:
     """What tells two versions of a local checkpoint apart; the hub's own files never change under an id's revision."""
     return digest_files(Path(path)) if Path(path).is_dir() else None
-
-
-def _jobs(specs: list[MethodSpec], num_prompts: int, runs: int) -> Iterator[tuple[str, int, int]]:
-    """(row, prompt, run), interleaved; the order of the methods rotates by one from run to run."""
-    for run in range(runs):
-        shift = run % len(specs)
-        for prompt in range(num_prompts):
-            for spec in specs[shift:] + specs[:shift]:
-                yield spec.text, prompt, run
-
-
-def _record(text: str, index: int, prompt: Prompt, run: int, seed: int, output) -> dict:
-    seconds, new_tokens = output.stats.decode_seconds, len(output.token_ids)
-    return {
-        "method": text,
-        "prompt": prompt.name,
-        "prompt_index": index,
-        "run": run,
-        "seed": seed,
-        "prompt_tokens": len(prompt.token_ids),
-        "new_tokens": new_tokens,
-        "tokens_per_second": new_tokens / seconds if seconds else None,
-        "ms_per_token": 1000 * seconds / new_tokens if seconds else None,
-        **{name: getattr(output.stats, name) for name in STATISTICS},
-        "token_ids": list(output.token_ids),
-        "text": output.text,
-    }
-
-
-def summarise(
-    specs: list[MethodSpec],
-    prompts: list[Prompt],
-    runs: int,
-    log: GenerationLog,
-    margin: Callable[[Sequence[int], int, int, int], float | None],
-) -> dict[str, dict]:
-    """Row per method, from its finished generations.
-
-    Times are medians over prompts and runs, with their smallest and largest value in the ``..._range`` beside them;
-    ``speedup`` is the median of AR's milliseconds per token over the method's for the same prompt and run. Rates are
-    pooled over all steps. Distinct-n (over the new tokens) and Self-BLEU (over the new text) are means over
-    generations. ``first_divergence`` is the smallest index at which a generation differs from ar's and
-    ``divergence_margin`` the largest margin of those that differ: all are ties when it is within the tolerance.
-
-    Args:
-        margin: (context, ar's token, the method's token, run) -> `divergence_margin`.
-    """
-    pairs = [(prompt, run) for run in range(runs) for prompt in range(len(prompts))]
-    reference = {pair: log.get("ar", *pair) for pair in pairs}
-    rows = {}
-    for spec in specs:
-        generations = []
-        for pair in pairs:
-            record, ar = dict(log.get(spec.text, *pair)), reference[pair]
-            index = first_divergence(ar["token_ids"], record["token_ids"])
-            record["identical_to_ar"], record["first_divergence"] = index is None, index
-            record["divergence_margin"] = None
-            if index is not None and index < min(len(ar["token_ids"]), len(record["token_ids"])):
-                context = [*prompts[pair[0]].token_ids, *ar["token_ids"][:index]]
-                record["divergence_margin"] = margin(
-                    context, ar["token_ids"][index], record["token_ids"][index], pair[1]
-                )
-            record["speedup"] = _quotient(ar["ms_per_token"], record["ms_per_token"])
-            record["distinct"] = metrics.distinct(record["token_ids"])
-            record["self_bleu"] = metrics.self_bleu(record["text"])
-            generations.append(record)
-        rows[spec.text] = _row(generations)
-    return rows
-
-
-def _row(generations: list[dict]) -> dict:
-    def total(name: str) -> int:
-        return sum(record[name] for record in generations)
-
-    differing = [record for record in generations if not record["identical_to_ar"]]
-    margins = [record["divergence_margin"] for record in differing]
-    return {
-        **_median_and_range("tokens_per_second", generations),
-        **_median_and_range("ms_per_token", generations),
-        **_median_and_range("speedup", generations),
-        **_median_and_range("prefill_seconds", generations),
-        "acceptance_rate": metrics.acceptance_rate(total("accepted"), total("drafted")),
-        "ngram_acceptance_rate": metrics.ngram_acceptance_rate(total("ngram_accepted"), total("drafted")),
-        "tokens_per_step": metrics.tokens_per_step(total("new_tokens"), total("steps")),
-        "distinct": _mean_by_key([record["distinct"] for record in generations]),
-        "self_bleu": _mean_by_key([record["self_bleu"] for record in generations]),
-        "identical_to_ar": not differing,
-        "first_divergence": min((record["first_divergence"] for record in differing), default=None),
-        "divergence_margin": max(margins, default=None) if None not in margins else None,
-        "runs": generations,
-    }
-
-
-def _median_and_range(name: str, generations: list[dict]) -> dict:
-    known = [record[name] for record in generations if record[name] is not None]
-    if not known:
-        return {name: None, f"{name}_range": None}
-    return {name: median(known), f"{name}_range": [min(known), max(known)]}
-
-
-def _mean_by_key(values: list[dict[str, float | None]]) -> dict[str, float | None]:
-    return {key: metrics.mean_of([value[key] for value in values]) for key in values[0]}
-
-
-def _quotient(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator and denominator else None
-
-
-def first_divergence(expected: Sequence[int], actual: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or at which one of the two ends; None when they are equal."""
-    for index, (a, b) in enumerate(zip(expected, actual, strict=False)):
-        if a != b:
-            return index
-    return None if len(expected) == len(actual) else min(len(expected), len(actual))
-
-
-@torch.inference_mode()
-def divergence_margin(
-    model, context: Sequence[int], token: int, other: int, params: "decoder.SamplingParams"
-) -> float | None:
-    """How far two tokens are from a tie: the least change of their logits' difference that would draw either one.
-
-    The model runs once over ``context`` [n] as a plain forward pass, without cache or tree, and the decoder's own
-    sampler (penalty, filters, the position's noise) draws from its logits. Where both tokens pass the filters, this is
-    the gap of their perturbed scores, in units of a logit; where one stands on the edge of a filter, it is the
-    distance to that edge. None when no change below 1,000 brings one of them about.
-    """
-    ids = torch.tensor([list(context)], device=model.device)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
-    sampler = Sampler(params, logits.shape[-1], logits.device, context)
-
-    def drawn(winner: int, loser: int, change: float) -> bool:
-        moved = logits.clone()
-        moved[winner] += change / 2
-        moved[loser] -= change / 2
-        return int(first_argmax(sampler.scores(moved))) == winner
-
-    def least_change(winner: int, loser: int) -> float:
-        if drawn(winner, loser, 0.0):
-            return 0.0
-        high = 1e-12
-        while not drawn(winner, loser, high):
-            if high > 1000:
-                return math.inf
-            high *= 2
-        low = high / 2
-        for _ in range(20):
-            middle = (low + high) / 2
-            low, high = (low, middle) if drawn(winner, loser, middle) else (middle, high)
-        return high
-
-    margin = max(least_change(token, other), least_change(other, token))
-    return margin if math.isfinite(margin) else None
-
-
-def is_audited_tie(row: dict, dtype: str) -> bool:
-    """Whether a row that differs from ar does so only where rounding decides, by `TIE_TOLERANCE` of the dtype."""
-    margin = row["divergence_margin"]
-    return margin is not None and margin <= TIE_TOLERANCE[getattr(torch, dtype)]
-
-
-def differs(results: dict) -> list[str]:
-    """Rows that differ from ar other than by an audited tie."""
-    dtype = results["settings"]["dtype"]
-    return [
-        name
-        for name, row in results["methods"].items()
-        if not row["identical_to_ar"] and not is_audited_tie(row, dtype)
-    ]

@@ -6,6 +6,8 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+REFERENCE_MODEL = "reference-model"
+DRAFT_MODEL = "draft-model"
 HOW_TO_GET_IT = (
     "the reference model and the books are in the repository's folder data/: clone the repository and name that "
     "folder with --data-dir or TS_DATA_DIR, or name your own with --model and --prompts"

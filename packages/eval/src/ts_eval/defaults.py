@@ -12,5 +12,8 @@ SAMPLING = {
 MAX_NEW_TOKENS = 1024
 RUNS = 3
 OUTPUT = "runs/compare"
+REPRODUCE_OUTPUT = "runs/reproduce"
 BOOK_TOKENS = 1024
 """Prompt tokens taken from a shipped book, which is longer than any context."""
+PLAN_BUDGET = 4096
+"""Slots of the partial cache where no prompt gives them: the paper's."""

@@ -4,29 +4,35 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import portalocker
 import torch
 
 import decoder
+from ts_eval.json_lines import named, to_line, whole_lines, write_whole
 
 SCHEMA_VERSION = 1
+LOG_VERSION = 2
+UNBOUND = ("commit", "arguments")
+"""What of the environment may differ between the parts of one comparison."""
 
 
 class OtherSettingsError(ValueError):
     """The folder holds generations of other settings, another version or another machine."""
 
 
-def environment(device: torch.device) -> dict:
-    """Where the numbers come from: versions, commit, device, threads, Python, platform and processor.
+def environment(device: torch.device, arguments: Sequence[str] | None = None) -> dict:
+    """Where the numbers come from: versions, commit, device, threads, Python, platform, processor and command.
 
     ``decoder_source`` is a digest of the decoder's source files, so that an edited decoder is another version.
     """
     versions = {}
-    for name in ("tokenswift-decoder", "tokenswift-eval", "torch", "transformers"):
+    for name in ("tokenswift-decoder", "tokenswift-eval", "torch", "transformers", "sacrebleu"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -36,12 +42,13 @@ def environment(device: torch.device) -> dict:
         "versions": versions,
         "decoder_source": digest_files(source, "**/*.py", contents=True),
         "commit": _commit(source),
-        "device": str(device),
+        "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cpu": _processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "arguments": None if arguments is None else list(arguments),
     }
 
 
@@ -80,75 +87,108 @@ def digest_files(folder: Path, pattern: str = "*", *, contents: bool = False) ->
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write ``content`` so that ``path`` is either the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """`write_text` of ``content`` as JSON."""
+    text = json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False)
+    # Numbers of a list stand on one line: thousands of tokens would be thousands of lines.
+    write_text(path, re.sub(r"\[\n[\s\d.,eE+\-nul]*\]", lambda numbers: "".join(numbers[0].split()), text) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write so that ``path`` is either the old file or the whole new one. Raises OSError, naming the file."""
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as out:
-        json.dump(content, out, ensure_ascii=False, indent=1, allow_nan=False)
-        out.write("\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w", encoding="utf-8", newline="") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise named(error, path) from error
 
 
 class GenerationLog:
     """DIR/generations.jsonl: a header with settings and environment, then one line per finished generation.
 
-    A line is on disk before the next generation begins; a line cut short by a kill is dropped on the next start.
-    Reading creates nothing; the first `append` does.
+    A line is on disk before the next generation begins; a line cut short by a kill is dropped on the next start. Each
+    of several processes writes a file of its own, generations-RANK.jsonl, and reads all of them. Reading creates
+    nothing; `begin` does. To be used in a `with` block, which holds the file against other writers.
 
     Args:
         folder: the comparison's DIR.
         settings: what decides the tokens and the methods measured.
-        environment: where it runs; all but the commit must stay the same, for the clocks to be comparable (the
-            digest of the decoder's source tells versions apart).
+        environment: where it runs; all but the commit and the command must stay the same, for the clocks to be
+            comparable (the digest of the decoder's source tells versions apart).
         overwrite: drop what other settings left instead of refusing.
+        rank: this process among those that share the prompts.
 
     Raises:
         OtherSettingsError: the folder holds generations of other settings; the message names them.
+        OSError: another process is writing there.
     """
 
-    def __init__(self, folder: Path, settings: dict, environment: dict, *, overwrite: bool = False):
+    def __init__(self, folder: Path, settings: dict, environment: dict, *, overwrite: bool = False, rank: int = 0):
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"--output {folder} is a file: name a folder")
-        self.path = folder / "generations.jsonl"
-        self._header = {"schema_version": SCHEMA_VERSION, "settings": settings, "environment": environment}
-        self._fingerprint = _fingerprint(self._header)
+        self.folder, self.path = folder, folder / (f"generations-{rank}.jsonl" if rank else "generations.jsonl")
+        self._header = {"log_version": LOG_VERSION, "settings": settings, "environment": environment}
+        self.fingerprint = _fingerprint(self._header)
         self._records: dict[tuple[str, int, int], dict] = {}
+        self._file = None
         self._keep = 0
-        lines = self._whole_lines()
-        header = next(lines, None)
-        if header is None:
-            return
-        other = [line for line in lines if line[0].get("fingerprint") != self._fingerprint]
-        if not other and header[0].get("fingerprint") == self._fingerprint:
-            self._keep = header[1]
-            for record, end in self._whole_lines(skip=1):
-                del record["fingerprint"]
-                self._records[_key(record)] = record
-                self._keep = end
-        elif not overwrite:
-            raise OtherSettingsError(
-                f"{folder} holds generations of other settings ({_difference(header[0], self._header)}): "
-                "use another --output, or --overwrite to drop them"
+        if self.path.is_file():
+            self._lock()
+        for path in self._paths():
+            lines = whole_lines(path)
+            header = next(lines, None)
+            if header is None:
+                continue
+            fits = header[0].get("fingerprint") == self.fingerprint and all(
+                record.get("fingerprint") == self.fingerprint for record, _ in lines
             )
+            if not fits and not overwrite:
+                self.close()
+                raise OtherSettingsError(
+                    f"{folder} holds generations of other settings ({_difference(header[0], self._header)}): "
+                    "use another --output, or --overwrite to drop them"
+                )
+            if not fits and rank == 0 and path != self.path:
+                path.unlink()
+        self.refresh()
 
-    def _whole_lines(self, skip: int = 0) -> Iterator[tuple[dict, int]]:
-        """(record, offset of its end) of each complete line."""
-        if not self.path.is_file():
-            return
-        end = 0
-        with open(self.path, "rb") as lines:
-            for number, line in enumerate(lines):
-                end += len(line)
-                try:
-                    record = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    record = None
-                if not isinstance(record, dict):
-                    return
-                if number >= skip:
-                    yield record, end
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob("generations*.jsonl"))
+
+    def __enter__(self) -> "GenerationLog":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _lock(self) -> None:
+        self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 (held until `close`)
+        try:
+            portalocker.lock(self._file, portalocker.LOCK_EX | portalocker.LOCK_NB)
+        except portalocker.LockException as error:
+            self.close()
+            raise OSError(f"another ts-eval writes to {self.folder}: wait for it, or use another --output") from error
+
+    def refresh(self) -> None:
+        """Read what all processes have finished."""
+        for path in self._paths():
+            for number, (record, end) in enumerate(whole_lines(path)):
+                if record.pop("fingerprint", None) != self.fingerprint:
+                    break
+                if number:
+                    self._records[_key(record)] = record
+                if path == self.path:
+                    self._keep = end
 
     def __len__(self) -> int:
         return len(self._records)
@@ -157,24 +197,33 @@ class GenerationLog:
         """The finished generation of a method's row on a prompt (by index) in a run, None while there is none."""
         return self._records.get((method, prompt, run))
 
+    def begin(self) -> None:
+        """Write the header, if it is not there: from now on the folder belongs to these settings."""
+        if self._file is None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.path.touch()
+            except OSError as error:
+                raise named(error, self.path) from error
+            self._lock()
+        if self._keep == 0:
+            self._write(self._header)
+
     def append(self, record: dict) -> None:
-        """Add a finished generation and wait until it is on disk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        with open(self.path, "r+b") as log:
-            log.truncate(self._keep)
-            log.seek(self._keep)
-            if self._keep == 0:
-                log.write(_line({**self._header, "fingerprint": self._fingerprint}))
-            log.write(_line({**record, "fingerprint": self._fingerprint}))
-            log.flush()
-            os.fsync(log.fileno())
-            self._keep = log.tell()
+        """Add a finished generation and wait until it is on disk. Raises OSError, naming the file, when it cannot."""
+        self.begin()
+        self._write(record)
         self._records[_key(record)] = record
 
-
-def _line(content: dict) -> bytes:
-    return (json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    def _write(self, record: dict) -> None:
+        try:
+            self._file.truncate(self._keep)
+            self._file.seek(self._keep)
+            write_whole(self._file, to_line({**record, "fingerprint": self.fingerprint}))
+            os.fsync(self._file.fileno())
+            self._keep = self._file.tell()
+        except OSError as error:
+            raise named(error, self.path) from error
 
 
 def _key(record: dict) -> tuple[str, int, int]:
@@ -182,7 +231,7 @@ def _key(record: dict) -> tuple[str, int, int]:
 
 
 def _fingerprint(header: dict) -> str:
-    environment = {name: value for name, value in header["environment"].items() if name != "commit"}
+    environment = {name: value for name, value in header["environment"].items() if name not in UNBOUND}
     text = json.dumps({**header, "environment": environment}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -191,7 +240,7 @@ def _difference(old: dict, new: dict) -> str:
     """Names of up to three settings that differ, for a sentence."""
     old, new = dict(_flat(old)), dict(_flat(new))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    names = [name for name in names if name not in ("fingerprint", "commit")]
+    names = [name for name in names if name not in ("fingerprint", *UNBOUND)]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else "a line of another run"
 
 

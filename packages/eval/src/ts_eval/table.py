@@ -3,6 +3,9 @@
 import textwrap
 from collections.abc import Sequence
 
+from ts_eval.metrics import BLEU_ORDERS
+from ts_eval.summary import differs
+
 NONE = "-"
 DISTINCT = ("1", "2", "3", "4", "mean")
 DISTINCT_HEADER = ("Dist-1", "Dist-2", "Dist-3", "Dist-4", "mean")
@@ -52,43 +55,122 @@ def _broken(name: str) -> list[str]:
     return [first, *(f"  :{option}" for option in rest)]
 
 
-def comparison(results: dict, ties: Sequence[str], width: int) -> str:
-    """The header, table and beginning of the text of a comparison, from the content of results.json.
+def comparison(results: dict, width: int) -> str:
+    """The header, tables and beginning of the text of a comparison, from the content of results.json."""
+    parts = [
+        textwrap.fill(describe(results), width, subsequent_indent="  "),
+        format_table(*speed_table(results), width),
+        format_table(*length_table(results), width),
+        textwrap.fill(notes(results), width),
+        beginning(results["methods"], width),
+    ]
+    return "\n\n".join(parts)
 
-    Args:
-        ties: rows that differ from ar by audited ties only.
-    """
-    settings, methods = results["settings"], results["methods"]
-    header = ["method", "tokens/s", "speed-up", "alpha", "beta", "tok/step", "identical", *DISTINCT_HEADER]
+
+def speed_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: speed, acceptance, identity and Distinct-n per method."""
+    header = ["method", "tokens/s", "speed-up", "range", "alpha", "beta", "tok/step", "identical", *DISTINCT_HEADER]
     rows = [
         [
             name,
             number(row["tokens_per_second"], 1),
-            number(row["speedup"]) + ("" if row["speedup"] is None else "x"),
+            times(row["speedup"]),
+            spread(row["speedup_range"] if len(row["runs"]) > 1 else None),
             number(row["acceptance_rate"]),
             number(row["ngram_acceptance_rate"]),
             number(row["tokens_per_step"]),
-            _identity(row, name in ties),
+            identity(results, name),
             *(number(row["distinct"][order], 3) for order in DISTINCT),
         ]
-        for name, row in methods.items()
+        for name, row in results["methods"].items()
     ]
-    parts = [
-        textwrap.fill(describe(results), width, subsequent_indent="  "),
-        "",
-        format_table(header, rows, width),
-        "",
-        textwrap.fill(_notes(settings, methods), width),
-        "",
-        beginning(methods, width),
+    return header, rows
+
+
+def length_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: milliseconds per token up to each mark, with the speed-up there."""
+    marks = [mark["tokens"] for mark in results["methods"]["ar"]["along_length"]]
+    rows = [
+        [
+            name,
+            *(f"{number(mark['ms_per_token'])} {times(mark['speedup'])}" for mark in row["along_length"]),
+            number(row["prefill_seconds"]),
+            gigabytes(row["peak_memory_bytes"]),
+        ]
+        for name, row in results["methods"].items()
     ]
-    return "\n".join(parts)
+    return ["ms/token up to", *(f"{mark:,}" for mark in marks), "prefill s", "peak GB"], rows
+
+
+def acceptance_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: acceptance by source (part of alpha) and by depth (share of steps), methods that draft only."""
+    drafting = {name: row for name, row in results["methods"].items() if row["acceptance_by_depth"]}
+    depths = max((len(row["acceptance_by_depth"]) for row in drafting.values()), default=0)
+    sources = list(dict.fromkeys(source for row in drafting.values() for source in row["acceptance_by_source"]))
+    rows = [
+        [
+            name,
+            number(row["acceptance_rate"]),
+            *(number(row["acceptance_by_source"].get(source)) for source in sources),
+            *(number(share) for share in row["acceptance_by_depth"]),
+            *[NONE] * (depths - len(row["acceptance_by_depth"])),
+        ]
+        for name, row in drafting.items()
+    ]
+    return ["method", "alpha", *(f"from {s}" for s in sources), *(f"depth {n}" for n in range(1, depths + 1))], rows
+
+
+def text_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: diversity, repetition and likelihood of the texts."""
+    header = [
+        "method",
+        *DISTINCT_HEADER,
+        "mean, words",
+        *(f"Self-BLEU-{n}" for n in BLEU_ORDERS),
+        "longest repeat",
+        "repeated",
+        "loop at",
+        "compression",
+        "perplexity",
+        "semantic",
+    ]
+    rows = [
+        [
+            name,
+            *(number(row["distinct"][order], 3) for order in DISTINCT),
+            number(row["distinct_words"]["mean"], 3),
+            *(number(row["self_bleu"][str(n)], 3) for n in BLEU_ORDERS),
+            number(row["longest_repeated_span"], 0),
+            number(row["repeated_share"], 3),
+            number(row["loop_start"], 0),
+            number(row["compression_ratio"]),
+            number(row["perplexity"], 1),
+            number(row["semantic_diversity"], 3),
+        ]
+        for name, row in results["methods"].items()
+    ]
+    return header, rows
+
+
+def times(value: float | None) -> str:
+    """A speed-up: 1.23x."""
+    return NONE if value is None else f"{value:.2f}x"
+
+
+def spread(values: Sequence[float] | None) -> str:
+    """The smallest and largest of some speed-ups: 1.07-1.27."""
+    return NONE if values is None else "-".join(f"{value:.2f}" for value in values)
+
+
+def gigabytes(value: int | None) -> str:
+    """Bytes in units of 10^9."""
+    return NONE if value is None else number(value / 1e9, 2)
 
 
 def describe(results: dict) -> str:
     """What was measured, where and how, in one sentence of parts."""
     settings, environment = results["settings"], results["environment"]
-    tree, ngrams = settings["options_for_all"]["tree"], settings["options_for_all"]["ngrams"]
+    tree, ngrams = tree_in_words(settings["options_for_all"]["tree"]), settings["options_for_all"]["ngrams"]
     lengths = sorted(set(settings["prompt_lengths"]))
     prompt_tokens = " to ".join(f"{length:,}" for length in dict.fromkeys((lengths[0], lengths[-1])))
     return "; ".join(
@@ -100,9 +182,16 @@ def describe(results: dict) -> str:
             f"{settings['max_new_tokens']:,} new tokens",
             sampling_in_words(settings["sampling"]),
             f"seed {settings['seed']}",
-            f"tree {','.join(map(str, tree))} and k = {ngrams} where the method names no other",
+            f"tree {tree} and k = {ngrams} where the method names no other",
         ]
     )
+
+
+def tree_in_words(tree: Sequence) -> str:
+    """A tree as it is typed: 1,3,3,3, or paths of ranks."""
+    if isinstance(tree[0], int):
+        return ",".join(map(str, tree))
+    return " ".join(".".join(map(str, path)) for path in tree)
 
 
 def sampling_in_words(sampling: dict) -> str:
@@ -118,29 +207,47 @@ def sampling_in_words(sampling: dict) -> str:
     return ", ".join(words)
 
 
-def _identity(row: dict, tie: bool) -> str:
+def identity(results: dict, name: str) -> str:
+    """Whether a row's texts are ar's: yes, or where they part and whether rounding alone decides there."""
+    row = results["methods"][name]
+    if row["identical_to_ar"] is None:
+        return NONE
     if row["identical_to_ar"]:
         return "yes"
-    return f"{'tie' if tie else 'no,'} at {row['first_divergence']:,}"
+    return f"{'no,' if name in differs(results) else 'tie'} at {row['first_divergence']:,}"
 
 
 def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def _notes(settings: dict, methods: dict) -> str:
-    ar = methods["ar"]
-    runs = len(ar["runs"])
-    spread = ""
-    if runs > 1 and ar["tokens_per_second_range"] is not None:
-        low, high = ar["tokens_per_second_range"]
-        spread = f" (ar: {number(low, 1)} to {number(high, 1)} tokens/s)"
+def notes(results: dict) -> str:
+    """How the tables are to be read."""
+    settings, methods = results["settings"], results["methods"]
+    runs = len(methods["ar"]["runs"])
     how = f"Medians of {runs} interleaved generations per method" if runs > 1 else "One generation per method"
-    return (
-        f"{how}, {_count(settings['runs'], 'run')} of {_count(settings['num_prompts'], 'prompt')}{spread}; prefill is "
-        "not counted. alpha: share of drafted tokens accepted; beta: the part of alpha that n-grams reached; "
-        "identical: to ar, token for token; Dist-n: unique n-grams over all n-grams."
-    )
+    sentences = [
+        f"{how}, {_count(settings['runs'], 'run')} of {_count(settings['num_prompts'], 'prompt')}; prefill is not "
+        "counted. Speed-up: ar's time per token over the method's, its range over the generations beside it. alpha: "
+        "share of drafted tokens accepted; beta: the part of alpha that n-grams reached; identical: to ar, token for "
+        "token; Dist-n: unique n-grams over all n-grams.",
+    ]
+    if any(row["identical_to_ar"] is None for row in methods.values()):
+        sentences.append(
+            "transformers' own rows penalise the whole text and draw other noise, so their text is another one unless "
+            "greedy under the same penalty."
+        )
+    resumed = [name for name, row in methods.items() if row["resumed"]]
+    if resumed:
+        sentences.append(
+            f"Cut and resumed: a generation of {', '.join(resumed)}; its time is the sum of its parts, which other "
+            "methods' turns do not surround."
+        )
+    papers = [name for name, options in settings["options"].items() if options["tree"] == [1, 3, 3, 3]]
+    slow = [name for name in papers if name.startswith("tokenswift") and (methods[name]["speedup"] or 1) < 1]
+    if slow and results["environment"]["device"] == "cpu":
+        sentences.append("The paper's tree is a wide one for a CPU: try --tree 1,2 --ngrams 0, and a smaller --budget.")
+    return " ".join(sentences)
 
 
 def beginning(methods: dict, width: int, lines: int = 6) -> str:

@@ -1,0 +1,26 @@
+"""What a user names as a model: a folder or a hub id, told apart and refused in a sentence."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def refuse_missing(what: str, path: str | None, holding: str | None = "config.json") -> None:
+    """Refuse at once, and offline, what is neither a folder with that file nor could be a hub id (owner/name)."""
+    if not path:
+        return
+    if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
+        raise FileNotFoundError(f"there is no {what} folder {path}, and it is no hub id (owner/name) either")
+    if holding and Path(path).is_dir() and not (Path(path) / holding).is_file():
+        raise FileNotFoundError(f"the {what} folder {path} holds no {holding}")
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Say of transformers' paragraph which model it is about, and of its sentences the first, which has the reason."""
+    try:
+        yield
+    except OSError as error:
+        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+        raise OSError(f"{path} cannot be loaded: {reason}") from error

@@ -1,0 +1,130 @@
+"""One generation of a row, step by step: by the decoder, or by transformers' own generate."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+import decoder
+from decoder.continuation import stream_on
+from ts_eval.method_spec import HF
+from ts_eval.progress import COUNTS, counts_of
+
+OnStep = Callable[[Sequence[int], dict], None]
+
+
+def continue_with_decoder(
+    dec: "decoder.Decoder",
+    method: str,
+    prompt: Sequence[int],
+    sofar: Sequence[int],
+    max_new_tokens: int,
+    sampling: "decoder.SamplingParams",
+    options: "decoder.TokenSwiftOptions",
+    on_step: OnStep,
+) -> None:
+    """Generate what ``sofar`` lacks of ``max_new_tokens`` tokens, as if there had been no cut."""
+    stream = stream_on(dec, prompt, sofar, max_new_tokens, method, sampling, options, ignore_eos=True)
+    with closing(stream):
+        for chunk in stream:
+            if chunk.token_ids:
+                on_step(chunk.token_ids, counts_of(chunk.stats))
+
+
+def continue_with_transformers(
+    model,
+    method: str,
+    prompt: Sequence[int],
+    sofar: Sequence[int],
+    max_new_tokens: int,
+    sampling: "decoder.SamplingParams",
+    on_step: OnStep,
+) -> None:
+    """Generate what ``sofar`` lacks with ``model.generate``; when sampling it must be empty (see `can_continue`).
+
+    The repetition penalty is transformers' own, over the whole text. The first step's tokens come out of the pass over
+    the prompt, so its time is counted as prefill. The random state outside is left alone.
+    """
+    ids = torch.tensor([[*prompt, *sofar]], device=model.device)
+    with _bare_generation_config(model), torch.random.fork_rng():
+        torch.manual_seed(sampling.seed)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            streamer=_Steps(on_step),
+            max_new_tokens=max_new_tokens - len(sofar),
+            **hf_arguments(sampling),
+            **HF[method],
+        )
+
+
+def can_continue(method: str, sampling: "decoder.SamplingParams", options: "decoder.TokenSwiftOptions") -> bool:
+    """Whether a cut generation goes on to the same text.
+
+    It does not where the noise is a sequence and no function of the position: when transformers samples, and under
+    independent verification.
+    """
+    return sampling.greedy if method in HF else options.verification == "exact"
+
+
+def hf_arguments(sampling: "decoder.SamplingParams") -> dict:
+    """The arguments of transformers' generate that ask for ``sampling``, the penalty window aside."""
+    if sampling.greedy:
+        return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
+    return {
+        "do_sample": True,
+        "temperature": float(sampling.temperature),
+        "top_k": sampling.top_k,
+        "top_p": float(sampling.top_p),
+        "min_p": sampling.min_p or None,
+        "eta_cutoff": float(sampling.eta_cutoff),
+        "repetition_penalty": float(sampling.repetition_penalty),
+    }
+
+
+def same_sampling_in_transformers(sampling: "decoder.SamplingParams", length: int) -> bool:
+    """Whether transformers' text of ``length`` tokens, prompt included, must be ar's: greedy, the same penalty."""
+    return sampling.greedy and (sampling.repetition_penalty == 1 or sampling.penalty_window >= length)
+
+
+@contextmanager
+def _bare_generation_config(model) -> Iterator[None]:
+    """The model without its checkpoint's own sampling defaults and end-of-text ids, for a while."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+class _Steps(BaseStreamer):
+    """Hands each step's tokens on, with the time since the first one; its own time is not counted."""
+
+    def __init__(self, on_step: OnStep):
+        self._on_step = on_step
+        self._counts = dict.fromkeys(COUNTS)
+        self._prompt_seen = False
+        self._waited_since = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        # Tokens arrive on the CPU, that is after the device has computed them.
+        seconds = time.perf_counter() - self._waited_since
+        if self._prompt_seen:
+            self._step(value.flatten().tolist(), seconds)
+        self._prompt_seen = True
+        self._waited_since = time.perf_counter()
+
+    def _step(self, tokens: list[int], seconds: float) -> None:
+        if self._counts["steps"] is None:
+            self._counts |= {"steps": 0, "prefill_seconds": seconds, "decode_seconds": 0.0}
+        else:
+            self._counts["decode_seconds"] += seconds
+        self._counts["steps"] += 1
+        self._on_step(tokens, dict(self._counts))
+
+    def end(self) -> None:
+        pass

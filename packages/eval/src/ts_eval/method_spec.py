@@ -1,0 +1,69 @@
+"""What a row of a comparison runs: a method of the decoder, or transformers' own generate."""
+
+from dataclasses import asdict, dataclass, field
+
+import decoder
+from decoder.drafters import prompt_lookup
+from decoder.options import parse_tree
+
+HF = {
+    "hf": {},
+    "hf-prompt-lookup": {
+        "prompt_lookup_num_tokens": prompt_lookup.CHAIN,
+        "max_matching_ngram_size": prompt_lookup.LONGEST_SUFFIX,
+    },
+}
+"""transformers' own rows, and what their generate is given besides the sampling: the lookup is our prompt-lookup's."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A row of the comparison: a method with options of its own, written ``NAME[:option=value...]``.
+
+    ``text``, the specification as written, names the row. A tree is written as on the command
+    line: ``tokenswift:tree=1,3,3,3:ngrams=20``.
+    """
+
+    text: str
+    name: str
+    options: dict = field(default_factory=dict)
+
+    @property
+    def is_hf(self) -> bool:
+        return self.name in HF
+
+    @classmethod
+    def parse(cls, text: str) -> "MethodSpec":
+        """Raises ValueError for an unknown method or option, or a value that does not read as the option's kind."""
+        name, *pairs = text.split(":")
+        if name not in row_names():
+            raise ValueError(f"unknown method {name!r}: choose from {', '.join(row_names())}")
+        if name in HF and pairs:
+            raise ValueError(f"{name} is transformers' own generate and takes no options, unlike {text!r}")
+        defaults = asdict(decoder.TokenSwiftOptions())
+        options = {}
+        for pair in pairs:
+            option, equals, value = pair.partition("=")
+            if option not in defaults or not equals:
+                raise ValueError(f"unknown option {pair!r} in {text!r}: options are {', '.join(defaults)}")
+            try:
+                options[option] = _read_like(defaults[option], value)
+            except ValueError as error:
+                raise ValueError(f"{value!r} does not fit the option {option} in {text!r}") from error
+        return cls(text, name, options)
+
+
+def row_names() -> list[str]:
+    """What can be compared: the decoder's methods, and transformers' own generate."""
+    return [*decoder.methods(), *HF]
+
+
+def _read_like(default: object, value: str) -> object:
+    """``value`` read as what ``default`` is; None stands for a number that has no default."""
+    if isinstance(default, tuple):
+        return parse_tree(value)
+    if isinstance(default, bool):
+        if value not in ("true", "false"):
+            raise ValueError(f"{value!r} is neither true nor false")
+        return value == "true"
+    return value if isinstance(default, str) else int(value)

@@ -1,0 +1,316 @@
+"""What a generation needs and how fast it can be at best: bytes held, bytes read per step, and their time.
+
+Decoding one text at a time is bound by memory: a pass cannot be faster than reading the weights and the KV cache once.
+That floor is what `steps` gives; computing, launching and sampling come on top.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+import decoder
+from decoder.drafters import prompt_lookup
+from decoder.token_tree import rank_paths
+from ts_eval.checkpoints import named, refuse_missing
+
+METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
+"""The methods whose passes are known beforehand; those that tune their trees as they go are not among them."""
+CHAIN = 32
+"""Tokens that tokenswift-fused copies from the text at most."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Bytes per second and bytes, as the maker states them."""
+
+    bandwidth: float
+    memory: float
+
+
+GPUS = {
+    "A100": Gpu(2.039e12, 80e9),  # 80 GB, SXM; NVIDIA's data sheets, as for the others
+    "H100": Gpu(3.35e12, 80e9),  # SXM
+    "H200": Gpu(4.8e12, 141e9),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides its bytes.
+
+    Attributes:
+        parameters: all of them, tied ones once.
+        read_parameters: those that one pass reads: all but an input embedding of its own, of which it takes a row.
+        lm_head_parameters: the language-model head's.
+        layers, kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
+        value_bytes: of one number.
+    """
+
+    parameters: int
+    read_parameters: int
+    lm_head_parameters: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, model, dtype: torch.dtype | None = None) -> "ModelShape":
+        """Of a loaded model, or of one on the meta device; ``dtype`` where it shall be held in another."""
+        config = model.config.get_text_config()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        heads = config.num_attention_heads
+        return cls(
+            parameters=parameters,
+            read_parameters=parameters - (0 if head is embedding else embedding.numel()),
+            lm_head_parameters=head.numel(),
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            hidden_size=config.hidden_size,
+            vocab_size=head.shape[0],
+            value_bytes=(dtype or head.dtype).itemsize,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.value_bytes
+
+    @property
+    def pass_bytes(self) -> int:
+        """Weights that one pass reads."""
+        return self.read_parameters * self.value_bytes
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
+        return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.value_bytes
+
+    def heads_bytes(self, heads: int) -> int:
+        """That many chained draft heads: one square matrix and two norms each."""
+        return heads * (self.hidden_size**2 + 2 * self.hidden_size) * self.value_bytes
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A method's bytes for one generation, and what it reads per step.
+
+    Attributes:
+        nodes: the widest tree, root included; 1 for plain decoding.
+        depth: drafted tokens on its longest path, of tokenswift-fused on the heads' part of it.
+        weights: the model's.
+        full_cache: keys and values of prompt and output.
+        draft_cache: the draft pass's keys and values; 0 when it has none.
+        drafter: draft heads, or the small model.
+        tree: keys, values and mask of the tree under verification.
+        logits: the verification's.
+        draft_reads: bytes that drafting reads per step.
+        verify_weights: weights that the verification reads per step; the cache so far comes on top.
+    """
+
+    nodes: int
+    depth: int
+    weights: int
+    full_cache: int
+    draft_cache: int
+    drafter: int
+    tree: int
+    logits: int
+    draft_reads: int
+    verify_weights: int
+
+    @property
+    def total(self) -> int:
+        """Bytes held at the end of the generation; activations and buffers of the allocator come on top."""
+        return self.weights + self.full_cache + self.draft_cache + self.drafter + self.tree + self.logits
+
+    def step_bytes(self, cache_bytes: float) -> float:
+        """Bytes that one step reads when the full cache holds ``cache_bytes``."""
+        return self.draft_reads + self.verify_weights + cache_bytes
+
+    def tokens_per_step(self, acceptance: float) -> float:
+        """Expected tokens of a step that accepts the share ``acceptance`` (alpha) of its drafted tokens."""
+        return 1 + acceptance * self.depth
+
+
+def plan_method(
+    method: str,
+    model: ModelShape,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    options: "decoder.TokenSwiftOptions",
+    *,
+    heads: int = 3,
+    heads_bytes: int | None = None,
+    draft_model: ModelShape | None = None,
+) -> MethodPlan:
+    """The plan of one of `METHODS`.
+
+    ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones.
+
+    Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa and
+    tokenswift-fused the heads and the language-model head; magicdec as many over weights and small cache as the tree
+    has levels; triforce one over weights and partial cache, and one of the small model per further level;
+    prompt-lookup none.
+
+    Raises:
+        ValueError: an unknown method, or triforce without its small model.
+    """
+    if method not in METHODS:
+        raise ValueError(f"no plan is known for {method!r}: choose from {', '.join(METHODS)}")
+    budget = options.budget_for(prompt_tokens)
+    levels = min(options.depth, max(max_new_tokens, 1))
+    heads_bytes = model.heads_bytes(heads) if heads_bytes is None else heads_bytes
+    nodes, depth, draft_cache, drafter, draft_reads = 1, 0, 0, 0, 0
+    if method == "tokenswift":
+        depth, drafter = min(levels, heads + 1), heads_bytes
+        nodes = 1 + len(rank_paths(options.tree, depth)) + options.ngrams * (heads + 1)
+        draft_cache = 0 if options.cache == "full" else model.cache_bytes(budget + 1)
+        # With cache="full" the draft pass reads the whole text's pairs: at least those of the prompt.
+        read = model.cache_bytes(prompt_tokens) if options.cache == "full" else draft_cache
+        draft_reads = model.pass_bytes + drafter + read
+    elif method in ("medusa", "tokenswift-fused"):
+        depth, drafter = min(levels, heads), heads_bytes
+        nodes = 1 + len(rank_paths(options.tree, depth)) + (CHAIN if method == "tokenswift-fused" else 0)
+        draft_reads = drafter + model.lm_head_parameters * model.value_bytes
+    elif method == "magicdec":
+        depth, nodes, draft_cache = levels, 1 + levels, model.cache_bytes(budget + levels)
+        draft_reads = levels * (model.pass_bytes + draft_cache)
+    elif method == "triforce":
+        if draft_model is None:
+            raise ValueError("a plan for triforce needs its small model")
+        small_cache = draft_model.cache_bytes(options.draft_budget or budget)
+        depth, nodes, drafter = levels, 1 + levels, draft_model.weight_bytes
+        draft_cache = model.cache_bytes(budget + levels) + small_cache
+        draft_reads = model.pass_bytes + model.cache_bytes(budget + levels)
+        draft_reads += (levels - 1) * (draft_model.pass_bytes + small_cache)
+    elif method == "prompt-lookup":
+        depth, nodes = prompt_lookup.CHAIN, 1 + prompt_lookup.CHAIN
+    return MethodPlan(
+        nodes=nodes,
+        depth=depth,
+        weights=model.weight_bytes,
+        full_cache=model.cache_bytes(prompt_tokens + max_new_tokens),
+        draft_cache=draft_cache,
+        drafter=drafter,
+        tree=model.cache_bytes(nodes) + nodes * nodes,
+        logits=nodes * model.vocab_size * model.value_bytes,
+        draft_reads=draft_reads,
+        verify_weights=model.pass_bytes,
+    )
+
+
+def plan(
+    model: ModelShape,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    options: "decoder.TokenSwiftOptions",
+    *,
+    heads: int = 3,
+    draft_model: ModelShape | None = None,
+    bandwidths: dict[str, float],
+    acceptances: Sequence[float],
+) -> dict:
+    """Every method's `MethodPlan` with its floors, ready for JSON and tables.
+
+    ``ms_per_step`` holds, per bandwidth [bytes per second], the least time of a step in the middle of the output, which
+    is the mean over it, and at its end; of ``ar`` a step is a token. ``speedup`` holds, per acceptance, the floor of ar
+    over the method's for one token, over the whole output; it does not depend on the bandwidth. triforce is left out
+    without its small model.
+    """
+    methods = {}
+    half, whole = (model.cache_bytes(prompt_tokens + tokens) for tokens in (max_new_tokens / 2, max_new_tokens))
+    for name in METHODS:
+        if name == "triforce" and draft_model is None:
+            continue
+        made = plan_method(name, model, prompt_tokens, max_new_tokens, options, heads=heads, draft_model=draft_model)
+        ar = made.verify_weights + half
+        methods[name] = {
+            "nodes": made.nodes,
+            "depth": made.depth,
+            "bytes": {
+                "weights": made.weights,
+                "full_cache": made.full_cache,
+                "draft_cache": made.draft_cache,
+                "drafter": made.drafter,
+                "tree": made.tree,
+                "logits": made.logits,
+                "total": made.total,
+            },
+            "bytes_read_per_step": {"mean": made.step_bytes(half), "end": made.step_bytes(whole)},
+            "ms_per_step": {
+                place: {
+                    "mean": 1000 * made.step_bytes(half) / bandwidth,
+                    "end": 1000 * made.step_bytes(whole) / bandwidth,
+                }
+                for place, bandwidth in bandwidths.items()
+            },
+            "speedup": {
+                f"{acceptance:g}": ar * made.tokens_per_step(acceptance) / made.step_bytes(half)
+                for acceptance in acceptances
+            },
+        }
+    return {
+        "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+        "partial_cache_slots": options.budget_for(prompt_tokens),
+        "bandwidths": bandwidths,
+        "methods": methods,
+    }
+
+
+def read_shape(model: str, dtype: str = "auto") -> ModelShape:
+    """The shape of a model folder, hub id or config.json, without its weights.
+
+    Args:
+        dtype: "auto" is the configuration's, bfloat16 when it names none.
+
+    Raises:
+        OSError: there is no such configuration.
+        ValueError: the configuration cannot be read or is of no causal language model.
+    """
+    config = _read_config(model)
+    if dtype == "auto":
+        held = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    else:
+        held = getattr(torch, dtype, None)
+    if not isinstance(held, torch.dtype):
+        raise ValueError(f"unknown dtype {dtype!r}: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
+    with torch.device("meta"):
+        return ModelShape.of(AutoModelForCausalLM.from_config(config), held)
+
+
+def _read_config(model: str) -> PreTrainedConfig:
+    if not Path(model).is_file():
+        refuse_missing("model", model)
+        with named(model):
+            return AutoConfig.from_pretrained(model)
+    try:
+        return AutoConfig.for_model(**json.loads(Path(model).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{model} is no model configuration (a JSON object with a model_type)") from error
+
+
+@torch.inference_mode()
+def measured_bandwidth(device: torch.device, gigabytes: float = 0.5, repeats: int = 5) -> float:
+    """Bytes per second at which ``device`` reads memory: the best of some sums over a large tensor."""
+    numbers = torch.ones(int(gigabytes * 1e9 / 4), device=device)
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    best = 0.0
+    for _ in range(repeats + 1):
+        start = clock()
+        numbers.sum()
+        best = max(best, numbers.numel() * 4 / (clock() - start))
+    return best

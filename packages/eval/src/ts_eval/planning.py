@@ -1,0 +1,139 @@
+"""`ts-eval plan`: a plan from what the command line names, and its tables."""
+
+import textwrap
+from collections.abc import Sequence
+
+import torch
+
+import decoder
+from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
+from ts_eval.plan import GPUS, measured_bandwidth, plan, read_shape
+from ts_eval.table import NONE, format_table, number, times, tree_in_words
+
+ACCEPTANCES = (0.5, 0.7, 0.9)
+
+
+def plan_from(
+    model: str | None,
+    draft_model: str | None,
+    max_new_tokens: int,
+    prompt_tokens: int,
+    dtype: str,
+    num_heads: int,
+    tree: tuple | None,
+    ngrams: int | None,
+    budget: int,
+    gpu: Sequence[str],
+    bandwidth: float | None,
+    measure: bool,
+    acceptance: Sequence[float],
+    data_dir: str | None,
+) -> dict:
+    """`plan.plan` for named models, GPUs and bandwidths (GB/s), with these names in it.
+
+    Raises:
+        ValueError: a value out of range, or an unknown GPU.
+        OSError: a model configuration that cannot be read.
+    """
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 1),
+        ("prompt_tokens", prompt_tokens, 0),
+        ("num_heads", num_heads, 1),
+        ("bandwidth", bandwidth, 1e-9),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be {'above 0' if least < 1 and least else f'at least {least}'}, not {value}")
+    if any(not 0 <= alpha <= 1 for alpha in acceptance):
+        raise ValueError(f"acceptance must be between 0 and 1, not {', '.join(f'{alpha:g}' for alpha in acceptance)}")
+    unknown = [name for name in gpu if name not in GPUS]
+    if unknown:
+        raise ValueError(f"unknown GPU {unknown[0]!r}: use {', '.join(GPUS)}, --bandwidth or --measure")
+    given = {"tree": tree, "ngrams": ngrams, "budget": budget}
+    options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
+    if model is None:
+        data = find_data_dir(data_dir)
+        model = str(data / REFERENCE_MODEL)
+        draft_model = draft_model or (str(data / DRAFT_MODEL) if (data / DRAFT_MODEL).is_dir() else None)
+    other = bandwidth is not None or measure
+    bandwidths = {name: GPUS[name].bandwidth for name in gpu or ([] if other else GPUS)}
+    if bandwidth is not None:
+        bandwidths["given"] = bandwidth * 1e9
+    if measure:
+        bandwidths["measured"] = measured_bandwidth(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    made = plan(
+        read_shape(model, dtype),
+        prompt_tokens,
+        max_new_tokens,
+        options,
+        heads=num_heads,
+        draft_model=read_shape(draft_model, dtype) if draft_model else None,
+        bandwidths=bandwidths,
+        acceptances=acceptance or ACCEPTANCES,
+    )
+    return {
+        "model": model,
+        "tree": tree_in_words(options.tree),
+        "ngrams": options.ngrams,
+        **made,
+    }
+
+
+def table(made: dict, width: int) -> str:
+    """What is held and what is read, a row per method."""
+    methods = made["methods"]
+    names = {
+        "weights": "weights",
+        "full_cache": "full cache",
+        "draft_cache": "draft cache",
+        "drafter": "drafter",
+        "tree": "tree",
+        "logits": "logits",
+        "total": "total",
+    }
+    held = [
+        [name, str(row["nodes"]), *(_bytes(row["bytes"][part]) for part in names), _fits(row["bytes"]["total"])]
+        for name, row in methods.items()
+    ]
+    places = made["bandwidths"]
+    read = [
+        [
+            name,
+            _bytes(row["bytes_read_per_step"]["mean"]),
+            *(number(row["ms_per_step"][place]["mean"], 2) for place in places),
+            *(number(row["ms_per_step"][place]["end"], 2) for place in places),
+            *(times(value) if row["depth"] else NONE for value in row["speedup"].values()),
+        ]
+        for name, row in methods.items()
+    ]
+    alphas = [f"x at {alpha}" for alpha in methods["ar"]["speedup"]]
+    about = [
+        made["model"].rstrip("/").rpartition("/")[2],
+        f"{made['prompt_tokens']:,} prompt + {made['max_new_tokens']:,} new tokens",
+        f"tree {made['tree']}, k = {made['ngrams']}, partial cache of {made['partial_cache_slots']:,} slots",
+        ", ".join(f"{place} {value / 1e9:,.0f} GB/s" for place, value in places.items()),
+    ]
+    note = (
+        "Bytes at the end of the generation, without activations. ms/step: reading weights and caches once, at the "
+        "mean and at the final length; of ar a step is a token. x at a: ar's floor per token over the method's when "
+        "the share a of its drafted tokens is accepted, on the mean; computing and launching come on top."
+    )
+    header = ["read", *(f"{place} ms/step" for place in places), *(f"{place} at end" for place in places), *alphas]
+    return "\n\n".join(
+        [
+            textwrap.fill("; ".join(about), width, subsequent_indent="  "),
+            format_table(["held", "nodes", *names.values(), "fits"], held, width),
+            format_table(["per step", *header], read, width),
+            textwrap.fill(note, width),
+        ]
+    )
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def _fits(total: int) -> str:
+    return " ".join(name for name, gpu in GPUS.items() if total <= gpu.memory) or "none"

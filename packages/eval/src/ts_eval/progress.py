@@ -1,0 +1,149 @@
+"""A generation under way: on disk step by step, so that a killed one goes on where it was."""
+
+import copy
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import decoder
+from ts_eval.json_lines import named, to_line, whole_lines, write_whole
+
+COUNTS = (
+    "steps",
+    "drafted",
+    "accepted",
+    "ngram_accepted",
+    "accepted_by_depth",
+    "accepted_by_source",
+    "cache_rebuilds",
+    "prefill_seconds",
+    "decode_seconds",
+)
+"""What is read of `decoder.Statistics`; everything else derives from these."""
+_SYNC_SECONDS = 1.0
+
+
+def counts_of(statistics: "decoder.Statistics") -> dict:
+    """The counts and times so far; the statistics themselves go on counting."""
+    return {name: copy.copy(getattr(statistics, name)) for name in COUNTS}
+
+
+def add_counts(first: dict, second: dict) -> dict:
+    """Field by field; lists (by depth) and dicts (by source) entry by entry; None, not known, stays None."""
+    return {name: _add(first[name], second[name]) for name in COUNTS}
+
+
+def _add(first, second):
+    if first is None or second is None:
+        return None
+    if isinstance(first, dict):
+        return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}
+    if isinstance(first, list):
+        length = max(len(first), len(second))
+        padded = ([*values, *[0] * (length - len(values))] for values in (first, second))
+        return [a + b for a, b in zip(*padded, strict=True)]
+    return first + second
+
+
+class Progress:
+    """The steps of one generation, in memory and in a file: a header, then a line per step.
+
+    A line is in the system's hands before the next step begins, and on the disk within about a second: a kill loses
+    nothing, a power cut little. A line cut short is dropped on the next start.
+
+    Args:
+        path: the generation's file; one that holds the same header is continued, another is begun anew.
+        header: what tells this generation from any other.
+
+    Attributes:
+        token_ids: all new tokens.
+        step_tokens: per step, its number of tokens.
+        step_seconds, step_drafted, step_accepted, step_ngram_accepted: per step, the decode time and the tokens
+            drafted, accepted, and accepted from n-grams since the generation began (None where they are not known).
+        counts: the sums of `COUNTS`, None before the first step. After a cut, cache_rebuilds are not known, because
+            only a finished generation tells them, and prefill_seconds are the first part's, that of the prompt alone.
+        resumed_at: the number of tokens there were at each resumption.
+    """
+
+    def __init__(self, path: Path, header: dict):
+        self.path, self._header = path, header
+        self.token_ids: list[int] = []
+        self.step_tokens: list[int] = []
+        self.step_seconds: list[float] = []
+        self.step_drafted: list[int | None] = []
+        self.step_accepted: list[int | None] = []
+        self.step_ngram_accepted: list[int | None] = []
+        self.resumed_at: list[int] = []
+        self.counts: dict | None = None
+        self._before: dict | None = None
+        self._file = None
+        self._synced = time.monotonic()
+        self._keep = 0
+        self._load()
+        if self.token_ids:
+            self._begin_part(len(self.token_ids))
+        else:
+            self._keep = 0
+
+    def _load(self) -> None:
+        for number, (record, end) in enumerate(whole_lines(self.path)):
+            if number == 0 and record != self._header:
+                return
+            if "resumed_at" in record:
+                self._begin_part(record["resumed_at"])
+            elif number:
+                self._take(record["tokens"], record["counts"])
+            self._keep = end
+
+    def _begin_part(self, tokens: int) -> None:
+        self.resumed_at.append(tokens)
+        self._before = {**self.counts, "cache_rebuilds": None}
+
+    def _take(self, tokens: Sequence[int], counts: dict) -> None:
+        self.counts = counts if self._before is None else add_counts(self._before, counts)
+        if self._before is not None:
+            self.counts["prefill_seconds"] = self._before["prefill_seconds"]
+        self.token_ids += tokens
+        self.step_tokens.append(len(tokens))
+        self.step_seconds.append(round(self.counts["decode_seconds"], 7))
+        self.step_drafted.append(self.counts["drafted"])
+        self.step_accepted.append(self.counts["accepted"])
+        self.step_ngram_accepted.append(self.counts["ngram_accepted"])
+
+    def add(self, tokens: Sequence[int], counts: dict) -> None:
+        """Add a step: its tokens, and the counts since this process began or continued the generation.
+
+        Raises OSError, naming the file, when the step cannot be written.
+        """
+        try:
+            if self._file is None:
+                self._open()
+            self._write({"tokens": list(tokens), "counts": counts})
+        except OSError as error:
+            raise named(error, self.path) from error
+        self._take(tokens, counts)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 (open for the whole generation)
+        self._file.truncate(self._keep)
+        self._file.seek(self._keep)
+        self._write({"resumed_at": self.resumed_at[-1]} if self._keep else self._header)
+
+    def _write(self, record: dict) -> None:
+        write_whole(self._file, to_line(record))
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def discard(self) -> None:
+        """Drop the file: the generation is finished, and kept elsewhere."""
+        self.close()
+        self.path.unlink(missing_ok=True)

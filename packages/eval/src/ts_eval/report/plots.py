@@ -1,0 +1,185 @@
+"""The report's plots, as SVG whose colours follow the page."""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from ts_eval.metrics import DISTINCT_ORDERS
+from ts_eval.summary import along_length, along_rows, median_of
+
+POINTS = 40
+MARKERS = "os^Dvp*X"
+INK, GRID = "#010101", "#020202"
+
+PALETTE = {
+    "light": ("#3b4252", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#0e7490", "#92400e", "#be123c"),
+    "dark": ("#d8dee9", "#fb923c", "#7aa2ff", "#4ade80", "#e879f9", "#22d3ee", "#fcd34d", "#fb7185"),
+}
+"""Colours of the methods, in their order, by the page's theme; a marker each tells them apart as well."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A title, what to say below, and how to draw: returns False when the results have nothing to show."""
+
+    title: str
+    caption: str
+    draw: Callable[[Axes, dict], bool]
+
+
+def _series(place: int) -> str:
+    return f"#0300{place % len(PALETTE['light']):02x}"
+
+
+def _style(place: int, points: int) -> dict:
+    # Behind the last colour they begin again, with dashes and other markers.
+    again = place // len(PALETTE["light"])
+    return {
+        "color": _series(place),
+        "linestyle": ("-", "--", ":")[again % 3],
+        "marker": MARKERS[(place + 3 * again) % len(MARKERS)],
+        "markersize": 4.5,
+        "markevery": max(1, points // 8),
+    }
+
+
+def _fine(results: dict) -> dict[str, list[dict]]:
+    """Per method, what `along_rows` tells at many marks."""
+    length = min(record["new_tokens"] for row in results["methods"].values() for record in row["runs"])
+    marks = sorted({length * part // POINTS for part in range(1, POINTS + 1)} - {0})
+    fine = {
+        name: [{"along_length": along_length(record, marks)} for record in row["runs"]]
+        for name, row in results["methods"].items()
+    }
+    at_marks = [record["along_length"] for record in fine["ar"]]
+    return {name: along_rows(records, at_marks) for name, records in fine.items()}
+
+
+def _line(axes: Axes, results: dict, name: str, label: str) -> bool:
+    for place, (method, rows) in enumerate(_fine(results).items()):
+        known = [(row["tokens"], row[name]) for row in rows if row[name] is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), label=method, **_style(place, len(known)))
+    axes.set_xlabel("new tokens")
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    return True
+
+
+def _latency(axes: Axes, results: dict) -> bool:
+    return _line(axes, results, "ms_per_token", "ms per token, from the beginning")
+
+
+def _speedup(axes: Axes, results: dict) -> bool:
+    return _line(axes, results, "speedup", "speed-up over ar")
+
+
+def _by_depth(axes: Axes, results: dict) -> bool:
+    drawn = False
+    for place, (method, row) in enumerate(results["methods"].items()):
+        shares = row["acceptance_by_depth"]
+        if shares:
+            axes.plot(range(1, len(shares) + 1), shares, label=method, **_style(place, len(shares)))
+            drawn = True
+    axes.set_xlabel("depth of the drafted token")
+    axes.set_ylabel("share of steps that accepted it")
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return drawn
+
+
+def _distinct(axes: Axes, results: dict) -> bool:
+    groups: dict[tuple, list[tuple[int, str]]] = {}
+    for place, (method, row) in enumerate(results["methods"].items()):
+        values = tuple(row["distinct"][str(n)] for n in DISTINCT_ORDERS)
+        if None not in values:
+            groups.setdefault(values, []).append((place, method))
+    width = 0.8 / max(len(groups), 1)
+    for number, (values, members) in enumerate(groups.items()):
+        label = members[0][1] + (f" and {len(members) - 1} with equal values" if len(members) > 1 else "")
+        places = [n + (number + 0.5) * width - 0.4 for n in DISTINCT_ORDERS]
+        axes.bar(places, values, width * 0.9, label=label, color=_series(members[0][0]))
+    axes.set_xticks(DISTINCT_ORDERS, [f"Distinct-{n}" for n in DISTINCT_ORDERS])
+    axes.set_ylabel("unique n-grams over all")
+    axes.set_ylim(0, 1.02)
+    return bool(groups)
+
+
+def _memory(axes: Axes, results: dict) -> bool:
+    rows = {}
+    for name, row in results["methods"].items():
+        if row["peak_memory_bytes"] is not None:
+            over = median_of([record["peak_memory_bytes"] - record["memory_before_bytes"] for record in row["runs"]])
+            rows[name] = (row["planned_memory_bytes"], over)
+    for shift, (label, color, part) in enumerate((("plan", _series(2), 0), ("measured peak", _series(1), 1))):
+        known = [(place, values[part] / 1e9) for place, values in enumerate(rows.values()) if values[part] is not None]
+        if known:
+            places, heights = zip(*known, strict=True)
+            axes.bar([place + 0.36 * shift - 0.18 for place in places], heights, 0.33, label=label, color=color)
+    axes.set_xticks(range(len(rows)), [name.replace(":", "\n:") for name in rows], rotation=20, ha="right")
+    axes.set_ylabel("GB")
+    return bool(rows)
+
+
+PLOTS = (
+    Plot(
+        "Latency along the length", "Median decode time per token up to that length; prefill is not counted.", _latency
+    ),
+    Plot("Speed-up along the length", "Median over pairs of ar's time per token over the method's.", _speedup),
+    Plot("Acceptance by depth", "How often a step accepted a drafted token that deep in its tree.", _by_depth),
+    Plot("Distinct-n", "Over the tokens of the new text, means over generations.", _distinct),
+    Plot(
+        "Memory against plan",
+        "Plan: weights, caches, drafter, tree and logits in bytes. Measured: on a GPU the tensors at their peak; on a "
+        "CPU the process's memory above what it was before the model came: all loaded models, activations, and "
+        "what the allocator keeps.",
+        _memory,
+    ),
+)
+
+
+def draw(plot: Plot, results: dict) -> str | None:
+    """The plot as an <svg> element, or None when there is nothing to show."""
+    look = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": plot.title,
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": GRID,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": GRID,
+        "grid.linewidth": 0.6,
+    }
+    with matplotlib.rc_context(look):
+        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        axes = figure.add_subplot()
+        if not plot.draw(axes, results):
+            return None
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside upper left", ncols=4, frameon=False)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _themed(out.getvalue())
+
+
+def _themed(svg: str) -> str:
+    """The bare element, as wide as the page lets it, its colours the page's variables."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
+    svg = svg.replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
+    return re.sub(r"#0300([0-9a-f]{2})", lambda found: f"var(--s{int(found[1], 16)})", svg)

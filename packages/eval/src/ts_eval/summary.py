@@ -1,0 +1,252 @@
+"""From finished generations to one row per method."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise, zip_longest
+from statistics import median
+
+import torch
+
+import decoder
+from decoder.auditing import audit_tokens
+from ts_eval import metrics
+from ts_eval.generation import same_sampling_in_transformers
+from ts_eval.method_spec import MethodSpec
+from ts_eval.prompts import Prompt
+from ts_eval.results import GenerationLog
+
+# How far apart two differently shaped matrix products may put two logits, by the model's dtype: a few units in the
+# last place of a logit of magnitude 16 to 32 in the short formats, and the contract's 1e-4 in float32.
+TIE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
+
+MeasureText = Callable[[Sequence[int], str, Sequence[int]], dict]
+Margin = Callable[[Sequence[int], int, int, int], float | None]
+
+
+def summarise(
+    specs: list[MethodSpec],
+    prompts: list[Prompt],
+    params: "Sequence[decoder.SamplingParams]",
+    marks: Sequence[int],
+    log: GenerationLog,
+    margin: Margin,
+    measure_text: MeasureText,
+) -> dict[str, dict]:
+    """Row per method, from its finished generations: one per prompt and run, each of the full length.
+
+    Times are medians over prompts and runs, with their smallest and largest value in the ``..._range`` beside them;
+    ``speedup`` is the median of AR's milliseconds per token over the method's for the same prompt and run. Rates are
+    pooled over all steps. Measures of the text are means over generations. ``first_divergence`` is the smallest index
+    at which a generation differs from ar's and ``divergence_margin`` the largest margin of those that differ: all are
+    ties when it is within the tolerance. Identity is None where transformers samples, or penalises otherwise.
+
+    Args:
+        params: the sampling of each run.
+        marks: numbers of new tokens at which ``along_length`` tells latency, speed-up and acceptance so far.
+        margin: (context, ar's token, the method's token, run) -> `divergence_margin`.
+        measure_text: (token ids, text, the prompt's token ids) -> measures of the text.
+    """
+    pairs = [(prompt, run) for run in range(len(params)) for prompt in range(len(prompts))]
+    reference = {pair: log.get("ar", *pair) for pair in pairs}
+    at_marks = [along_length(reference[pair], marks) for pair in pairs]
+    measured: dict[tuple, dict] = {}
+    rows = {}
+    for spec in specs:
+        generations, measures = [], []
+        for prompt, run in pairs:
+            record, ar = dict(log.get(spec.text, prompt, run)), reference[prompt, run]
+            ids, length = prompts[prompt].token_ids, len(prompts[prompt].token_ids) + len(record["token_ids"])
+            comparable = not spec.is_hf or same_sampling_in_transformers(params[run], length)
+            record |= _identity(ar, record, ids, run, margin) if comparable else dict.fromkeys(IDENTITY)
+            record["speedup"] = _quotient(ar["ms_per_token"], record["ms_per_token"])
+            record["along_length"] = along_length(record, marks)
+            # Lossless methods share one text, and a measure may cost a pass of the model.
+            key = (prompt, tuple(record["token_ids"]))
+            if key not in measured:
+                measured[key] = measure_text(record["token_ids"], record["text"], ids)
+            measures.append(measured[key])
+            generations.append(record | measured[key])
+        rows[spec.text] = _row(generations, measures, at_marks)
+    return rows
+
+
+IDENTITY = ("identical_to_ar", "first_divergence", "divergence_margin")
+
+
+def _identity(ar: dict, record: dict, prompt: Sequence[int], run: int, margin: Margin) -> dict:
+    index = first_divergence(ar["token_ids"], record["token_ids"])
+    found = None
+    if index is not None and index < min(len(ar["token_ids"]), len(record["token_ids"])):
+        found = margin([*prompt, *ar["token_ids"][:index]], ar["token_ids"][index], record["token_ids"][index], run)
+    return dict(zip(IDENTITY, (index is None, index, found), strict=True))
+
+
+def timed_tokens(record: dict) -> list[int]:
+    """Per step, the tokens so far that the decode clock has seen: transformers' first ones come from the prefill."""
+    clock = [0.0, *record["step_seconds"]]
+    ticked = [count if after > before else 0 for count, (before, after) in zip(
+        record["step_tokens"], pairwise(clock), strict=True)]  # fmt: skip
+    return list(accumulate(ticked))
+
+
+def along_length(record: dict, marks: Sequence[int]) -> list[dict]:
+    """What a generation had shown when it reached each of ``marks`` new tokens; marks beyond its end are left out.
+
+    ``ms_per_token`` is from the beginning of decoding to the end of the step that reached the mark,
+    ``ms_per_token_since`` from the mark before; the rates and ``tokens_per_step`` are from the beginning.
+    """
+    reached, timed = list(accumulate(record["step_tokens"])), timed_tokens(record)
+    found, before = [], (0.0, 0)
+    for mark in marks:
+        step = next((i for i, tokens in enumerate(reached) if tokens >= mark), None)
+        if step is None:
+            break
+        now = (record["step_seconds"][step], timed[step])
+        drafted, accepted = record["step_drafted"][step], record["step_accepted"][step]
+        found.append(
+            {
+                "tokens": mark,
+                "ms_per_token": _ms(*now),
+                "ms_per_token_since": _ms(now[0] - before[0], now[1] - before[1]),
+                "acceptance_rate": metrics.acceptance_rate(accepted, drafted),
+                "ngram_acceptance_rate": metrics.ngram_acceptance_rate(record["step_ngram_accepted"][step], drafted),
+                "tokens_per_step": metrics.tokens_per_step(reached[step], step + 1),
+            }
+        )
+        before = now
+    return found
+
+
+def _ms(seconds: float, tokens: int) -> float | None:
+    return 1000 * seconds / tokens if tokens and seconds else None
+
+
+def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict]]) -> dict:
+    def total(name: str) -> int | None:
+        values = [record[name] for record in generations]
+        return None if None in values else sum(values)
+
+    compared = [record for record in generations if record["identical_to_ar"] is not None]
+    differing = [record for record in compared if not record["identical_to_ar"]]
+    margins = [record["divergence_margin"] for record in differing]
+    drafted, steps = total("drafted"), total("steps")
+    known = [record for record in generations if record["accepted_by_depth"] is not None]
+    by_depth = _sums([record["accepted_by_depth"] for record in known])
+    by_source = sum((Counter(record["accepted_by_source"]) for record in known), Counter())
+    return {
+        **_median_and_range("tokens_per_second", generations),
+        **_median_and_range("ms_per_token", generations),
+        **_median_and_range("speedup", generations),
+        **_median_and_range("prefill_seconds", generations),
+        **_median_and_range("peak_memory_bytes", generations),
+        "acceptance_rate": metrics.acceptance_rate(total("accepted"), drafted),
+        "ngram_acceptance_rate": metrics.ngram_acceptance_rate(total("ngram_accepted"), drafted),
+        "tokens_per_step": metrics.tokens_per_step(total("new_tokens"), steps),
+        "acceptance_by_depth": metrics.acceptance_by_depth(by_depth, steps),
+        "acceptance_by_source": metrics.acceptance_by_source(by_source, drafted),
+        "along_length": along_rows(generations, at_marks),
+        **_mean_measures(measures),
+        "identical_to_ar": not differing if compared else None,
+        "first_divergence": min((record["first_divergence"] for record in differing), default=None),
+        "divergence_margin": max(margins, default=None) if None not in margins else None,
+        "resumed": sum(bool(record["resumed_at"]) for record in generations),
+        "runs": generations,
+    }
+
+
+def _sums(columns: list[list[int]]) -> list[int]:
+    """Sums by place; shorter lists end in zeros."""
+    return [sum(values) for values in zip_longest(*columns, fillvalue=0)]
+
+
+def along_rows(generations: list[dict], at_marks: list[list[dict]]) -> list[dict]:
+    """Medians over generations at each mark, ``speedup`` that of pairs with ar's at the same mark.
+
+    Args:
+        generations: records with an ``along_length``.
+        at_marks: ar's `along_length` of the same prompts and runs.
+    """
+    rows = []
+    for place, mark in enumerate(generations[0]["along_length"]):
+        own = [record["along_length"][place] for record in generations]
+        row = {"tokens": mark["tokens"]}
+        for name in list(mark)[1:]:
+            row[name] = median_of([at[name] for at in own])
+        for name in ("ms_per_token", "ms_per_token_since"):
+            pairs = zip(at_marks, own, strict=True)
+            speedups = [_quotient(reference[place][name], at[name]) for reference, at in pairs]
+            row["speedup" + name.removeprefix("ms_per_token")] = median_of(speedups)
+        rows.append(row)
+    return rows
+
+
+def _mean_measures(values: list[dict]) -> dict:
+    """Means over generations, nested ones by key; of where looping begins the earliest."""
+    means = {}
+    for name, first in values[0].items():
+        column = [value[name] for value in values]
+        if isinstance(first, dict):
+            means[name] = _mean_measures(column)
+        elif name == "loop_start":
+            means[name] = min((value for value in column if value is not None), default=None)
+        else:
+            means[name] = metrics.mean_of(column)
+    return means
+
+
+def median_of(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _median_and_range(name: str, generations: list[dict]) -> dict:
+    known = [record[name] for record in generations if record[name] is not None]
+    return {name: median_of(known), f"{name}_range": [min(known), max(known)] if known else None}
+
+
+def _quotient(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator and denominator else None
+
+
+def first_divergence(expected: Sequence[int], actual: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or at which one of the two ends; None when they are equal."""
+    for index, (a, b) in enumerate(zip(expected, actual, strict=False)):
+        if a != b:
+            return index
+    return None if len(expected) == len(actual) else min(len(expected), len(actual))
+
+
+def divergence_margin(
+    model, context: Sequence[int], token: int, other: int, params: "decoder.SamplingParams"
+) -> float | None:
+    """How far two tokens are from a tie: the least change of two logits' difference that would draw either one.
+
+    The decoder's audit scores each of them after ``context`` [n] by the plain model. One of them is mostly its choice
+    and needs no change. None when no change below 1,000 brings one of them about.
+    """
+    audits = [audit_tokens(model, context, [choice], params) for choice in (token, other)]
+    margin = max(0.0 if found.equal else found.margin for found in audits)
+    return margin if margin < float("inf") else None
+
+
+def audit_of(model, prompt: Sequence[int], record: dict, params: "decoder.SamplingParams") -> dict:
+    """The decoder's audit of a finished generation: tokens checked, index and margin of the first that differs."""
+    found = audit_tokens(model, prompt, record["token_ids"], params)
+    margin = None if found.margin is None or found.margin == float("inf") else found.margin
+    return {"checked": found.checked, "index": found.index, "margin": margin}
+
+
+def is_tie(margin: float | None, dtype: str) -> bool:
+    """Whether rounding alone decides a difference of that margin, by `TIE_TOLERANCE` of the dtype."""
+    return margin is not None and margin <= TIE_TOLERANCE[getattr(torch, dtype)]
+
+
+def differs(results: dict) -> list[str]:
+    """Rows that differ from ar other than by an audited tie, or whose audit found a fault."""
+    dtype = results["settings"]["dtype"]
+    return [
+        name
+        for name, row in results["methods"].items()
+        if (row["identical_to_ar"] is False and not is_tie(row["divergence_margin"], dtype))
+        or any(audit["index"] is not None and not is_tie(audit["margin"], dtype) for audit in row.get("audits", ()))
+    ]

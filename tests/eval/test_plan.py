@@ -1,0 +1,166 @@
+"""`ts-eval plan` against the paper's figures, a real cache, and its own arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+import decoder
+from ts_eval import plan
+from ts_eval.cli import main
+
+CONFIGS = Path(__file__).parent / "configs"
+# The paper's review discussion: the full cache at 102,400 tokens in bf16, and head parameters of section 4.1.
+FULL_CACHE_GB = {
+    "llama-3.1-8b": 13.4,
+    "yarn-llama-2-7b-128k": 53.7,
+    "qwen2.5-1.5b": 2.9,
+    "qwen2.5-7b": 5.9,
+    "qwen2.5-14b": 20.1,
+}
+HEADS_MILLIONS = {"llama-3.1-8b": 50.3, "qwen2.5-1.5b": 7.1, "qwen2.5-7b": 38.5, "qwen2.5-14b": 78.6}
+PARAMETERS_BILLIONS = {"llama-3.1-8b": 8.03, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77}
+
+
+def run(*arguments: str, width: str = "120"):
+    return CliRunner(env={"COLUMNS": width}).invoke(main, ["plan", *arguments])
+
+
+def plan_json(*arguments: str) -> dict:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", FULL_CACHE_GB)
+def test_full_caches_are_the_papers(name):
+    made = plan_json("--model", str(CONFIGS / f"{name}.json"), "--max-new-tokens", "102400")
+    held = made["methods"]["tokenswift"]["bytes"]
+    assert round(held["full_cache"] / 1e9, 1) == FULL_CACHE_GB[name]
+    assert made["partial_cache_slots"] == 4096
+    assert held["draft_cache"] == held["full_cache"] * 4097 // 102400
+    shown = run("--model", str(CONFIGS / f"{name}.json"), "--max-new-tokens", "102400")
+    assert f"{FULL_CACHE_GB[name]} GB" in shown.stdout
+
+
+@pytest.mark.parametrize("name", PARAMETERS_BILLIONS)
+def test_weights_and_heads_are_those_of_the_published_models(name):
+    shape = plan.read_shape(str(CONFIGS / f"{name}.json"))
+    assert round(shape.parameters / 1e9, 2) == PARAMETERS_BILLIONS[name]
+    assert shape.weight_bytes == 2 * shape.parameters
+    assert shape.heads_bytes(3) / 2e6 == pytest.approx(HEADS_MILLIONS[name], abs=0.1)
+
+
+def test_a_pass_reads_a_tied_embedding_and_of_an_untied_one_only_the_head():
+    tied, untied = (plan.read_shape(str(CONFIGS / f"{name}.json")) for name in ("qwen2.5-1.5b", "llama-3.1-8b"))
+    assert tied.read_parameters == tied.parameters
+    assert untied.read_parameters == untied.parameters - 128256 * 4096
+
+
+def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch):
+    dec = decoder.load(str(data / "reference-model"), heads=str(data / "heads-chained"))
+    shape = plan.ModelShape.of(dec.model)
+    options = decoder.TokenSwiftOptions(tree=(1, 2), ngrams=2, budget=70)
+    made = plan.plan_method("tokenswift", shape, 100, 20, options)
+    # 1 + (1 + 2) nodes of the tree, and 2 n-grams of 4 tokens.
+    assert made.nodes == 4 + 8
+    seen = {}
+
+    class Watched(decoder.decoder.Engine):
+        def step(self):
+            tokens = super().step()
+            for name, cache in (("full", self.cache), ("partial", self.drafter.partial)):
+                seen[name] = sum(buffer.nbytes for buffer in (*cache.keys, *cache.values))
+            return tokens
+
+    monkeypatch.setattr(decoder.decoder, "Engine", Watched)
+    dec.generate(list(range(100)), 20, method="tokenswift", options=options, ignore_eos=True)
+    assert seen["full"] == made.full_cache + made.tree - made.nodes**2
+    assert seen["partial"] == made.draft_cache
+
+
+def test_floors_follow_from_bytes_and_bandwidth():
+    made = plan_json("--model", str(CONFIGS / "llama-3.1-8b.json"), "--gpu", "A100", "--gpu", "H200",
+                     "--acceptance", "0.5", "--acceptance", "1")  # fmt: skip
+    ar, swift = made["methods"]["ar"], made["methods"]["tokenswift"]
+    weights = (8030261248 - 128256 * 4096) * 2
+    cache = 2 * 32 * 102400 * 8 * 128 * 2
+    assert ar["bytes_read_per_step"] == {"mean": weights + cache / 2, "end": weights + cache}
+    assert ar["ms_per_step"]["A100"]["end"] == pytest.approx(1000 * (weights + cache) / 2.039e12)
+    assert ar["ms_per_step"]["H200"]["mean"] == pytest.approx(1000 * (weights + cache / 2) / 4.8e12)
+    # One pass more over the weights, the heads and the partial cache, for 1 + alpha * 4 tokens.
+    step = 2 * weights + 2 * 3 * (4096**2 + 2 * 4096) + cache * 4097 / 102400 + cache / 2
+    assert swift["bytes_read_per_step"]["mean"] == pytest.approx(step)
+    assert swift["speedup"]["0.5"] == pytest.approx(3 * (weights + cache / 2) / step)
+    assert swift["speedup"]["1"] == pytest.approx(5 * (weights + cache / 2) / step)
+    assert ar["speedup"] == {"0.5": 1.0, "1": 1.0}
+    assert "triforce" not in made["methods"]
+
+
+def test_triforce_is_planned_with_its_small_model():
+    made = plan_json("--model", str(CONFIGS / "qwen2.5-7b.json"), "--draft-model", str(CONFIGS / "qwen2.5-1.5b.json"))
+    small = plan.read_shape(str(CONFIGS / "qwen2.5-1.5b.json"))
+    assert made["methods"]["triforce"]["bytes"]["drafter"] == small.weight_bytes
+
+
+def test_given_and_measured_bandwidths_stand_beside_named_ones(data):
+    made = plan_json("--data-dir", str(data), "--bandwidth", "100", "--measure", "--gpu", "H100")
+    assert made["bandwidths"]["given"] == 100e9
+    assert 1e8 < made["bandwidths"]["measured"] < 1e13
+    assert set(made["bandwidths"]) == {"H100", "given", "measured"}
+
+
+def test_measured_bandwidth_reads_the_whole_tensor(monkeypatch):
+    ticks = iter(range(100))
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: next(ticks))
+    assert plan.measured_bandwidth(torch.device("cpu"), gigabytes=0.001) == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_the_tables_fit_the_terminal(width):
+    result = run("--model", str(CONFIGS / "llama-3.1-8b.json"), width=width)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= int(width)
+    assert "A100 H100 H200" in result.stdout and "16.1 GB" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "culprit"),
+    [
+        (["--model", "nope.json"], "nope.json"),
+        (["--draft-model", "nope"], "nope"),
+        (["--gpu", "B300"], "B300"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must"),
+        (["--acceptance", "1.5"], "--acceptance must"),
+        (["--bandwidth", "0"], "--bandwidth must"),
+        (["--budget", "3"], "--budget must"),
+        (["--tree", "x"], "--tree"),
+        (["--dtype", "float3"], "float3"),
+    ],
+)
+def test_wrong_input_is_one_sentence(data, arguments, culprit):
+    result = run("--data-dir", str(data), *arguments)
+    assert result.exit_code == 2, result.output
+    assert culprit in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path):
+    for name, text in (("story.txt", "It was a dark night."), ("list.json", "[1]"), ("other.json", '{"a": 1}')):
+        (tmp_path / name).write_text(text)
+        result = run("--model", str(tmp_path / name))
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+        assert name in result.stderr
+
+
+def test_a_comparison_plans_its_rows_by_the_same_arithmetic(data):
+    dec = decoder.load(str(data / "reference-model"))
+    shape = plan.ModelShape.of(dec.model)
+    model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
+    assert shape.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    with pytest.raises(ValueError, match="no plan is known"):
+        plan.plan_method("hf", shape, 10, 10, decoder.TokenSwiftOptions())
+    with pytest.raises(ValueError, match="small model"):
+        plan.plan_method("triforce", shape, 10, 10, decoder.TokenSwiftOptions())

@@ -1,0 +1,138 @@
+"""`ts-eval report`: the page stands alone and says what results.json holds."""
+
+import csv
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ts_eval import metrics
+from ts_eval.cli import main
+from ts_eval.report import html, read_results, texts
+
+
+@pytest.fixture(scope="module")
+def folder(data, tmp_path_factory) -> Path:
+    """A comparison with every kind of row, reported."""
+    output = tmp_path_factory.mktemp("report") / "out"
+    command = ["compare", "ar", "tokenswift", "tokenswift:tree=1,1:ngrams=0", "prompt-lookup", "hf", "--data-dir",
+               str(data), "--prompt-tokens", "40", "--max-new-tokens", "30", "--runs", "2", "--tree", "1,2",
+               "--ngrams", "2", "--output", str(output)]  # fmt: skip
+    assert CliRunner().invoke(main, command).exit_code == 0
+    done = CliRunner().invoke(main, ["report", str(output)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.split() == [str(output / f"report.{kind}") for kind in ("html", "md", "csv")]
+    return output
+
+
+class Page(HTMLParser):
+    """What a page refers to, its tables' cells, its texts and its spans."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.references, self.cells, self.spans, self.words = [], [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        named = dict(attributes)
+        self.references += [value for name, value in named.items() if name in ("src", "href", "xlink:href", "data")]
+        if tag == "span":
+            self.spans.append(named.get("class"))
+
+    def handle_data(self, text):
+        self.words.append(text)
+        if self.tags and self.tags[-1] == "td":
+            self.cells.append(text)
+
+
+def test_the_page_needs_no_network(folder):
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert all(reference.startswith("#") for reference in page.references)
+    assert "url(" not in text.replace("url(#", "") and "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_page_has_all_plots_in_the_pages_colours(folder):
+    text = (folder / "report.html").read_text()
+    titles = ["Latency along the length", "Speed-up along the length", "Acceptance by depth", "Distinct-n",
+              "Memory against plan"]  # fmt: skip
+    assert [title for title in titles if f"<h3>{title}</h3>" in text] == titles
+    assert text.count("<svg") == len(titles)
+    # No colour of the drawing is left that the theme does not decide.
+    assert "#0300" not in text and "#010101" not in text and "var(--s0)" in text
+
+
+def test_the_tables_hold_the_results(folder):
+    results = json.loads((folder / "results.json").read_text())
+    page = Page((folder / "report.html").read_text())
+    for name, row in results["methods"].items():
+        assert name in page.cells
+        assert f"{row['tokens_per_second']:,.1f}" in page.cells
+        assert f"{row['distinct']['2']:.3f}" in page.cells
+        assert f"{row['perplexity']:,.1f}" in page.cells
+    assert results["environment"]["platform"] in page.cells
+    assert results["settings"]["model"] in page.cells
+
+
+def test_markdown_and_csv_hold_the_results(folder):
+    results = json.loads((folder / "results.json").read_text())
+    page = (folder / "report.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines[:7]}) == 1
+    for name in results["methods"]:
+        assert f"| {name} |" in page
+    with open(folder / "report.csv", newline="") as rows:
+        read = {row["method"]: row for row in csv.DictReader(rows)}
+    assert list(read) == list(results["methods"])
+    for name, row in results["methods"].items():
+        assert float(read[name]["tokens_per_second"]) == row["tokens_per_second"]
+        assert float(read[name]["distinct.mean"]) == row["distinct"]["mean"]
+        assert float(read[name]["along_length.1.speedup"]) == row["along_length"][1]["speedup"]
+
+
+def test_spans_are_the_text_with_its_accepted_and_repeated_tokens(folder):
+    for row in read_results(folder)["methods"].values():
+        for run in row["runs"]:
+            spans = texts.spans_of(run)
+            shown = "".join(piece for piece, _ in spans)
+            assert len(shown) == len(run["text"]) == run["token_ends"][-1]
+            assert all(a == b or a == "\ufffd" for a, b in zip(shown, run["text"], strict=True))
+            flags = texts.accepted_tokens(run)
+            assert len(flags) == 30
+            if run["accepted"] is not None:
+                assert sum(flags) == run["accepted"]
+
+
+def test_spans_by_hand():
+    # Two steps: a drafted token and one of the model's, then one of the model's; the first 8-gram comes twice.
+    record = {
+        "token_ids": [*range(8), 99, *range(8), 98],
+        "token_ends": [*range(1, 19)],
+        "text": "abcdefgh!abcdefgh\x07",
+        "step_tokens": [8, 10],
+        "step_accepted": [7, 16],
+    }
+    assert texts.spans_of(record) == [("abcdefg", "ar"), ("h", "r"), ("!", "a"), ("abcdefgh", "ar"), ("\ufffd", "")]
+    assert metrics.repeated(record["token_ids"])[8] is False
+
+
+def test_a_generated_script_is_text(folder):
+    results = read_results(folder)
+    run = results["methods"]["ar"]["runs"][0]
+    run["text"] = "<script>alert(1)</script>".ljust(len(run["text"]))[: len(run["text"])]
+    assert "<script>" not in html(results)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"methods": {"ar": {"runs": [1]}}}'])
+def test_a_folder_without_results_is_refused_in_a_sentence(tmp_path, content):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "results.json" in result.stderr
+    assert not (tmp_path / "report.html").exists()
