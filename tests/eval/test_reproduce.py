@@ -52,6 +52,20 @@ def test_the_papers_own_figures_show_the_trends_it_tells():
             assert not verdict.startswith("does not"), says
 
 
+def test_a_trend_agrees_only_where_the_figures_differ():
+    target = TARGETS["table-5"]
+
+    def verdict(dynamic: float, static: float) -> str:
+        rows = {"dynamic": dynamic, "chosen once": static, "full cache": 0.4}
+        told = reproduce.trends(target, {row: {"alpha": [alpha], "x": [None]} for row, alpha in rows.items()})
+        assert told[1][1] == "not measured"
+        return told[0][1]
+
+    assert verdict(0.4, 0.2) == "agrees (0.40 and 0.20)"
+    assert verdict(0.2, 0.4) == "does not agree (0.20 and 0.40)"
+    assert verdict(0.342, 0.338) == "no difference (0.34 and 0.34)"
+
+
 def test_a_table_is_run_beside_the_papers_and_taken_over(data, tmp_path):
     result = run(data, tmp_path, "table-5", "--scale", "0.001")
     assert result.exit_code == 0, result.output

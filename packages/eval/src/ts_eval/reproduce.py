@@ -99,7 +99,7 @@ def _page(name: str, target: Target, scale: float, about: str, figures: dict) ->
     lines = ["| " + " | ".join(line) + " |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *rows)]
     parts = [
         f"## {name}: {target.title}",
-        f"{about}; scale {scale:g}. In brackets the paper's figures, on a larger model and at scale 1.",
+        f"Scale {scale:g}. The first comparison: {about}. In brackets the paper's figures, on a larger model and at scale 1.",
         "\n".join(lines),
     ]
     if target.trends:
@@ -139,7 +139,9 @@ def trends(target: Target, figures: dict) -> list[tuple[str, str]]:
         if above is None or below is None:
             verdict = "not measured"
         else:
-            verdict = f"{'agrees' if above > below else 'does not agree'} ({above:.2f} and {below:.2f})"
+            shown = (f"{above:.2f}", f"{below:.2f}")
+            word = "no difference" if shown[0] == shown[1] else "agrees" if above > below else "does not agree"
+            verdict = f"{word} ({' and '.join(shown)})"
         found.append((trend.says, verdict))
     return found
 
