@@ -131,6 +131,7 @@ class Decoder:
             module = deepcopy(one) if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
             module.check_fits(self.target.hidden_size)
             self.heads[module.kind] = module.to(self.target.device, self.target.lm_head.weight.dtype).eval()
+            self.target.speed_up(module)
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
             raise ValueError(f"heads were given as {', '.join(heads)} but are of kind {', '.join(self.heads)}")
 
