@@ -99,7 +99,8 @@ def _page(name: str, target: Target, scale: float, about: str, figures: dict) ->
     lines = ["| " + " | ".join(line) + " |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *rows)]
     parts = [
         f"## {name}: {target.title}",
-        f"Scale {scale:g}. The first comparison: {about}. In brackets the paper's figures, on a larger model and at scale 1.",
+        f"Scale {scale:g}; the first comparison: {about}.",
+        "In brackets the paper's figures, on a larger model and at scale 1.",
         "\n".join(lines),
     ]
     if target.trends:
