@@ -14,7 +14,7 @@ from decoder import SamplingParams, TokenSwiftOptions
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data"
-HEADS = {"chained": DATA / "heads-chained", "independent": DATA / "heads-independent"}
+HEADS = {kind: DATA / f"heads-{kind}" for kind in ("chained", "independent", "conditioned", "gated")}
 
 
 def books(split):
@@ -88,6 +88,19 @@ def test_trained_heads_predict_better_than_untrained_ones(prompt_text):
         stats = dec.generate(prompt_text, 300, "tokenswift", sampling, options, ignore_eos=True).stats
         accepted.append(stats.accepted_by_depth[1] / stats.steps)
     assert accepted[0] > accepted[1] + 0.1
+
+
+def test_better_kinds_of_heads_give_more_tokens_per_step(prompt_text):
+    """Fused drafting, where the heads alone decide: gated above conditioned above chained."""
+    dec = decoder.load(DATA / "reference-model", HEADS)
+    options = TokenSwiftOptions(tree=(1, 1, 1))
+    per_step = []
+    for kind in ("chained", "conditioned", "gated"):
+        one = decoder.Decoder(dec.model, dec.tokenizer, dec.heads[kind])
+        sampling = SamplingParams(min_p=0.1, repetition_penalty=1.2, seed=3)
+        out = one.generate(prompt_text, 400, "tokenswift-fused", sampling, options, ignore_eos=True)
+        per_step.append(out.stats.tokens_per_step)
+    assert per_step[0] + 0.1 < per_step[1] < per_step[2] - 0.1
 
 
 def test_the_readmes_python_runs(monkeypatch, capsys):

@@ -433,7 +433,10 @@ def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
     region, given_back = shown.rindex(b"\x1b[1;23r"), shown.rindex(b"\x1b[r")
     assert region < given_back < shown.index(b"interrupted after")
     assert b"the same command with --resume goes on from there" in shown and b"Traceback" not in shown
-    assert text == file.read_text(encoding="utf-8")
+    # The signal may come between the file and the standard output: one of them can be a step behind.
+    written = file.read_text(encoding="utf-8")
+    assert written.startswith(text) or text.startswith(written)
+    assert abs(len(written) - len(text)) < 40
     count = len(tokens_in(file))
     arguments[arguments.index(3000)] = count + 20
     resumed = run(*arguments, "--resume")

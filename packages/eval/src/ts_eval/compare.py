@@ -38,8 +38,8 @@ from ts_eval.summary import audit_of, divergence_margin, summarise, timed_tokens
 DEFAULT_HEADS = {
     "tokenswift": "heads-chained",
     "medusa": "heads-independent",
-    "tokenswift-fused": "heads-conditioned",
-    "auto": "heads-conditioned",
+    "tokenswift-fused": "heads-gated",
+    "auto": "heads-gated",
 }
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16

@@ -89,6 +89,7 @@ class ExportHeads(L.Callback):
             "weight_decay": module.weight_decay,
             "warmup_steps": module.warmup_steps,
             "head_weights": module.head_weights,
+            "distill": module.distill,
             "precision": str(trainer.precision),
             "untrained": self.untrained,
             "validation": module.val_metrics,

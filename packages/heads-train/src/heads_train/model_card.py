@@ -16,7 +16,7 @@ def write_model_card(folder: Path, heads: DraftHeads, base_model: str, training:
 
 def model_card(folder: Path, heads: DraftHeads, base_model: str, training: dict) -> str:
     """The card as Markdown with the hub's front matter."""
-    linear = sum(head.linear.weight.numel() for head in heads.heads)
+    linear = sum(parameter.numel() for parameter in heads.parameters() if parameter.ndim > 1)
     norms = sum(parameter.numel() for parameter in heads.parameters()) - linear
     # A model's folder here is no model of the hub, which would refuse the card.
     base = "" if Path(base_model).exists() else f"base_model: {base_model}\n"
