@@ -10,7 +10,7 @@ Every method runs in a process of its own, so that its peak memory is its own. T
 import argparse
 import json
 import multiprocessing
-import resource
+import re
 import time
 from pathlib import Path
 from statistics import median
@@ -71,21 +71,26 @@ def sampling() -> decoder.SamplingParams:
     return decoder.SamplingParams(min_p=0.1, repetition_penalty=1.2, penalty_window=1024, seed=0)
 
 
+def memory(name: str) -> int:
+    """Bytes of this process (Linux): VmRSS now, VmHWM at its peak. ru_maxrss would be that of the starting one too."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status).group(1)) * 1024
+
+
 def generate(arguments: argparse.Namespace, method: str, results: multiprocessing.Queue) -> None:
     """One generation in this process: tokens, (length, seconds) of every step, memory."""
     torch.set_num_threads(arguments.threads)
     dec = build(arguments)
     prompt = prompt_ids(dec, arguments)
     dec.generate(prompt[:64], 16, method, sampling(), options(arguments), ignore_eos=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = memory("VmRSS")
     steps, length, start = [], len(prompt), time.perf_counter()
     for chunk in dec.stream(prompt, arguments.new_tokens, method, sampling(), options(arguments), ignore_eos=True):
         now = time.perf_counter()
         steps.append((length, now - start, len(chunk.token_ids)))
         length, start = length + len(chunk.token_ids), now
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    out = chunk.output
-    results.put({"tokens": out.token_ids, "steps": steps[1:], "memory": peak - before, "stats": vars(out.stats)})
+    out, used = chunk.output, memory("VmHWM") - before
+    results.put({"tokens": out.token_ids, "steps": steps[1:], "memory": used, "stats": vars(out.stats)})
 
 
 def planned_bytes(dec: decoder.Decoder, arguments: argparse.Namespace, method: str, prompt: int) -> int:
