@@ -5,8 +5,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
     LogitsProcessorList,
     MinPLogitsWarper,
+    OPTConfig,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -160,6 +163,51 @@ def test_the_first_three_sampled_tokens_follow_transformers_distribution(method)
         assert chi_square_tail(statistic, len(cells) - 1) > 1e-6
 
 
+@pytest.mark.parametrize("config", [GPT2Config, OPTConfig], ids=["gpt2", "opt"])
+@pytest.mark.parametrize("method", DRAFTING)
+def test_nothing_looks_beyond_the_last_of_the_learned_positions(config, method):
+    """A text as long as the model's table of positions: one draft too deep would be an index out of range."""
+    shape = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48)
+    ends = dict(eos_token_id=None, bos_token_id=None, max_position_embeddings=64, word_embed_proj_dim=32)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config(**shape, **ends)).double().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    dec = Decoder(model, heads=random_heads(model, num_heads=5), draft_model=model)
+    options = TokenSwiftOptions(tree=(1, 2, 1, 1, 1, 1), ngrams=4, budget=10**12, draft_budget=10**12)
+    for prompt_tokens in (1, 20, 55, 62, 63, 64):
+        prompt = [7, 11, 13, 17] * 16
+        for sampling in (SamplingParams(temperature=0), SamplingParams(seed=prompt_tokens)):
+            expected = dec.generate(prompt[:prompt_tokens], None, "ar", sampling).token_ids
+            assert len(expected) == 64 - prompt_tokens
+            assert dec.generate(prompt[:prompt_tokens], None, method, sampling, options).token_ids == expected
+
+
+def test_a_small_model_with_too_few_positions_is_told(dec, model, prompt):
+    short = Decoder(model, draft_model=tiny_llama(seed=2, max_position_embeddings=50))
+    with pytest.raises(ValueError, match="50 positions, fewer than the 60"):
+        short.generate(prompt, 20, "triforce")
+
+
+@pytest.mark.parametrize("method", methods())
+def test_a_model_that_gives_nan_is_told_by_every_method(method, prompt):
+    """Drafts of NaN are nobody's fault but the model's, and the verification says so."""
+    for kind in ("chained", "gated"):
+        model = tiny_llama()
+        dec = Decoder(model, heads=random_heads(model, kind=kind), draft_model=tiny_llama(seed=2))
+        with torch.no_grad():
+            model.lm_head.weight[5] = torch.nan
+        for temperature in (0.0, 1.0):
+            with pytest.raises(ValueError, match="logits hold NaN"):
+                dec.generate(prompt, 9, method, SamplingParams(temperature=temperature, min_p=0.1))
+
+
+@pytest.mark.parametrize("method", ["auto", "suffix"])
+def test_trees_that_follow_the_clock_are_not_verified_independently(dec, prompt, method):
+    with pytest.raises(ValueError, match="follow the clock"):
+        dec.generate(prompt, 9, method, options=TokenSwiftOptions(verification="independent"))
+
+
 def test_a_drafter_that_lies_changes_nothing(dec, prompt, monkeypatch):
     """Any proposal is safe: here trees of random tokens, right only by chance."""
     from decoder.drafters import METHODS, Autoregressive
@@ -171,7 +219,7 @@ def test_a_drafter_that_lies_changes_nothing(dec, prompt, monkeypatch):
         def __init__(self, *args, **kwargs):
             self.max_nodes = 30
 
-        def propose(self, cache, sampler):
+        def propose(self, cache, sampler, depth):
             tree = TokenTree(sampler.context[-1])
             while len(tree) < 30:
                 parent = int(torch.randint(len(tree), (1,), generator=generator))

@@ -54,6 +54,17 @@ def test_explicit_paths_fill_in_their_prefixes_and_skip_missing_candidates():
     assert [[tree.tokens[n] for n in tree.path(leaf)] for leaf in tree.leaves()] == [[9, 5, 1], [9, 6, 2]]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6), st.integers(0, 6))
+def test_a_pruned_tree_is_one_grown_from_shorter_paths(paths, depth):
+    tree, short = TokenTree(9), TokenTree(9)
+    for path in paths:
+        tree.add_path(path, "heads")
+        short.add_path(path[:depth], "heads")
+    tree.prune(depth)
+    assert vars(tree) == vars(short)
+
+
 def test_ancestor_mask_of_the_papers_tree():
     tree = TokenTree(0)
     tree.add_ranked([[1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], rank_paths((1, 3, 3, 3), 4), "heads")
@@ -121,7 +132,8 @@ def test_attention_equals_torch_with_replicated_keys(heads, groups, cached, new,
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 65])
 @pytest.mark.parametrize("bias", [True, False])
-def test_few_rows_linear_equals_torch(rows, bias):
+def test_few_rows_linear_equals_torch(rows, bias, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     torch.manual_seed(0)
     module = torch.nn.Linear(12, 7, bias=bias).double()
     x = torch.randn(1, rows, 12, dtype=torch.float64)

@@ -59,7 +59,9 @@ class Engine:
         """Draft, verify, accept, commit: the next one or more tokens."""
         start = self._clock()
         with self.target.borrowed():
-            tree = self.drafter.propose(self.cache, self.sampler)
+            # One more token than is accepted comes anyway, and no position beyond the last one may be looked at.
+            tree = self.drafter.propose(self.cache, self.sampler, self.remaining - 1)
+            tree.prune(self.remaining - 1)
             verification = self.target.forward(tree, self.cache)
         path, tokens = self.accept(tree, verification.logits, self.sampler, self._took)
         self.cache.keep(path)

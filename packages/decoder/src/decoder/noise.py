@@ -53,6 +53,6 @@ class NoiseRows:
     def rows(self, first: int, count: int) -> torch.Tensor:
         """Noise of positions first .. first + count - 1, float64 [count, vocabulary]."""
         if first < self._first or first + count > self._first + len(self._rows):
-            positions = torch.arange(first, first + max(count, self.block), device=self.token_ids.device)
+            positions = torch.arange(first, first + count + self.block, device=self.token_ids.device)
             self._first, self._rows = first, gumbel(self.seed, positions, self.token_ids)
         return self._rows[first - self._first : first - self._first + count]

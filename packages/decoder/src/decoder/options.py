@@ -38,24 +38,23 @@ class TokenSwiftOptions:
 
     tree: tuple[int, ...] | tuple[tuple[int, ...], ...] = (1, 3, 3, 3)
     ngrams: int = 20
-    ngram_delay: bool = False
     budget: int | None = None
     sink: int = 16
     cache: str = "dynamic"
-    draft_cache: str = "streaming"
-    draft_budget: int | None = None
     coupled: bool = True
     verification: str = "exact"
+    ngram_delay: bool = False
+    draft_cache: str = "streaming"
+    draft_budget: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", _checked_tree(self.tree))
         for name in ("coupled", "ngram_delay"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        if not isinstance(self.ngrams, int) or self.ngrams < 0:
-            raise ValueError(f"ngrams must be an integer of at least 0, not {self.ngrams!r}")
-        if not isinstance(self.sink, int) or self.sink < 0:
-            raise ValueError(f"sink must be an integer of at least 0, not {self.sink!r}")
+        for name in ("ngrams", "sink"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, not {getattr(self, name)!r}")
         for name in ("budget", "draft_budget"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value <= self.sink):
@@ -93,7 +92,7 @@ def parse_tree(text: str) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
 
 def _checked_tree(tree) -> tuple:
     """The tree as nested tuples; a ValueError that says what a tree is."""
-    if isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
+    if isinstance(tree, Sequence) and not isinstance(tree, str | bytes) and tree:
         if all(type(count) is int and count > 0 for count in tree):
             return tuple(tree)
         if all(

@@ -202,4 +202,5 @@ class Sampler:
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from its logits [V]."""
-        return int(first_argmax(self.draft_scores(logits[None], coupled, drafted)[0]))
+        # Of NaN none is the best; any token will do, since the verification will tell.
+        return min(int(first_argmax(self.draft_scores(logits[None], coupled, drafted)[0])), logits.shape[-1] - 1)

@@ -42,16 +42,17 @@ class SamplingParams:
         ):
             raise ValueError(f"suppress_tokens must be token ids of at least 0, not {self.suppress_tokens!r}")
         object.__setattr__(self, "suppress_tokens", tuple(self.suppress_tokens))
-        for field in fields(self)[:-1]:
-            if not isinstance(getattr(self, field.name), int | float):
-                raise ValueError(f"{field.name} must be a number, not {getattr(self, field.name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "suppress_tokens" and (not isinstance(value, int | float) or isinstance(value, bool)):
+                raise ValueError(f"{field.name} must be a number, not {value!r}")
         ranges = {
-            "temperature": (self.temperature >= 0 and self.temperature < float("inf"), "at least 0"),
+            "temperature": (self.temperature == 0 or 1e-6 <= self.temperature < float("inf"), "0, or at least 1e-6"),
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "eta_cutoff": (0 <= self.eta_cutoff < 1, "at least 0 and below 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0"),
+            "repetition_penalty": (1e-3 <= self.repetition_penalty <= 1e3, "between 0.001 and 1,000"),
             "penalty_window": (self.penalty_window >= 0, "at least 0"),
             "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
         }

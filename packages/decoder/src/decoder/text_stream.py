@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 4  # tokens, when each is one byte of UTF-8
+_MOST_OPEN = 16
 
 
 class TextStream:
@@ -49,8 +51,18 @@ class TextStream:
         self._ids.append(token)
         text = self._decode(self._ids[self._tail :])
         if not text.endswith(_REPLACEMENT):
-            self._extend(text[len(self._tail_text()) :])
-            self._tail, self._settled = self._settled, len(self._ids)
+            self._settle(text, len(self._ids))
+        elif len(self._ids) - self._settled > _MOST_OPEN:
+            # No character has so many bytes: all but the last few are garbage, and stay so whatever comes.
+            ends = range(len(self._ids) - _LONGEST_CHARACTER, self._settled, -1)
+            texts = {end: self._decode(self._ids[self._tail : end]) for end in ends}
+            end = next((end for end, text in texts.items() if not text.endswith(_REPLACEMENT)), ends[0])
+            self._settle(texts[end], end)
+
+    def _settle(self, text: str, end: int) -> None:
+        """The tokens up to ``end`` will change no more; ``text`` is what they and the tail decode to."""
+        self._extend(text[len(self._tail_text()) :])
+        self._tail, self._settled = self._settled, end
 
     def _extend(self, new: str) -> None:
         # What was given holds no beginning of a stop string, so none can begin there.

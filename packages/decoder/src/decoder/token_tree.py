@@ -79,9 +79,21 @@ class TokenTree:
         """
         nodes = {(): 0}
         for path in paths:
-            level, parent = candidates[len(path) - 1], nodes.get(path[:-1])
-            if parent is not None and path[-1] < len(level):
-                nodes[path] = self.add(parent, level[path[-1]], source)
+            parent = nodes.get(path[:-1])
+            if parent is not None and len(path) <= len(candidates) and path[-1] < len(candidates[len(path) - 1]):
+                nodes[path] = self.add(parent, candidates[len(path) - 1][path[-1]], source)
+
+    def prune(self, depth: int) -> None:
+        """Forget the nodes deeper than ``depth``; the others keep their order, and their numbers when nothing goes."""
+        kept = [node for node, at in enumerate(self.depths) if at <= depth]
+        if len(kept) == len(self):
+            return
+        number = {node: new for new, node in enumerate(kept)}
+        self.parents = [number.get(self.parents[node], -1) for node in kept]
+        self.tokens, self.depths = [self.tokens[n] for n in kept], [self.depths[n] for n in kept]
+        self.sources = [self.sources[n] for n in kept]
+        children = [self._children[n] for n in kept]
+        self._children = [{t: number[n] for t, n in found.items() if n in number} for found in children]
 
     def cut(self, size: int) -> None:
         """Forget all nodes but the first ``size``."""

@@ -9,6 +9,7 @@ from decoder.token_tree import TokenTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 2
+_SHORTEST = 1024  # below it the length hardly matters
 
 
 class VerifyCosts:
@@ -27,7 +28,7 @@ class VerifyCosts:
 
         The model must be borrowed. Between the measured widths costs are interpolated, and never fall.
         """
-        magnitude = cache.length.bit_length() // 2
+        magnitude = max(cache.length, _SHORTEST).bit_length() // 2
         if magnitude not in self._tables:
             self._tables[magnitude] = self._measure(cache)
         return self._tables[magnitude]
@@ -36,10 +37,11 @@ class VerifyCosts:
         best = [float("inf")] * len(WIDTHS)
         for _ in range(_REPEATS):
             for i, width in enumerate(WIDTHS):
+                # All below the root: a deeper tree might look beyond the model's last position.
                 tree = TokenTree(0)
-                # Not a chain: trees have a mask.
-                for node in range(1, width):
-                    tree.add((node - 1) // 2, node % 2, "measure")
+                for token in range(width - 1):
+                    tree.add(0, token, "measure")
+                tree.tokens = [0] * width
                 self.target.wait()
                 start = time.perf_counter()
                 self.target.forward(tree, cache)

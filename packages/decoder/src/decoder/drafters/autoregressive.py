@@ -24,7 +24,7 @@ class Autoregressive:
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         return TokenTree(sampler.context[-1])
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:

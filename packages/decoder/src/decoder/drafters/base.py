@@ -41,6 +41,22 @@ class Resources:
     costs: VerifyCosts
     max_new_tokens: int
 
+    @property
+    def longest_text(self) -> int:
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def budget(self) -> int:
+        """Slots of the partial cache, no more than the text can fill."""
+        wanted = self.options.budget_for(len(self.prompt))
+        return min(wanted, max(self.longest_text, self.options.sink + 1))
+
+    @property
+    def draft_budget(self) -> int:
+        """Slots of the small model's cache, no more than the text can fill."""
+        wanted = self.options.draft_budget
+        return self.budget if wanted is None else min(wanted, max(self.longest_text, self.options.sink + 1))
+
 
 class Drafter(Protocol):
     """Proposes candidates, and learns what became of them.
@@ -67,8 +83,11 @@ class Drafter(Protocol):
         any committed token the mapping is empty.
         """
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
-        """Candidates below the newest committed token, ``sampler.context[-1]``, which ``cache`` does not hold yet."""
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        """Candidates below the newest committed token, ``sampler.context[-1]``, which ``cache`` does not hold yet.
+
+        What lies deeper than ``depth`` tokens is cut off by the engine; a draft pass must not look further either.
+        """
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """``path`` (the root first) is now in ``cache``; ``tokens`` were added to the text."""

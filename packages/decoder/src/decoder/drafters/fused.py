@@ -28,8 +28,8 @@ class Fused(Medusa):
         self.automaton = SuffixAutomaton()
         self.automaton.extend(resources.prompt)
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
-        tree = super().propose(cache, sampler)
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        tree = super().propose(cache, sampler, depth)
         tree.add_path(self.automaton.chain(self.longest), "suffix")
         return tree
 

@@ -64,5 +64,7 @@ class HeadLevels:
                 hidden, normalised = self.heads.advance(level - own_level, hidden, self.target.embed(before))
             scores = sampler.draft_scores(self.target.head(normalised[None]), self.coupled, drafted)
             levels += best_tokens(scores, [count])
+            if not levels[-1]:
+                break
             drafted.append(levels[-1][0])
         return levels

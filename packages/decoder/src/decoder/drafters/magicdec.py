@@ -27,7 +27,7 @@ class MagicDec:
         self.target, self.options = resources.target, resources.options
         self.count = min(self.options.depth, resources.max_new_tokens)
         self.max_nodes = 1 + self.count
-        budget = self.options.budget_for(len(resources.prompt))
+        budget = resources.budget
         self.snapkv = self.options.draft_cache == "snapkv"
         self.recent = RecentCache(budget, budget // 2 if self.snapkv else self.options.sink, room=self.count)
 
@@ -36,10 +36,10 @@ class MagicDec:
         if self.snapkv:
             self.recent.observe(cache, queries)
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         chain: list[int] = []
-        for step in range(self.count):
+        for step in range(min(self.count, depth)):
             self.recent.hold(step)
             hidden = self.target.draft([tree.tokens[-1]], cache.length + step, self.recent)
             logits = self.target.head(self.target.norm(hidden))

@@ -34,7 +34,7 @@ class Medusa:
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         if self.hidden is not None:
             candidates = self.levels.candidates(self.hidden, sampler, own_level=False)

@@ -31,7 +31,7 @@ class PromptLookup:
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         tree.add_path(self.index.continuation(self.count), "lookup")
         return tree

@@ -1,5 +1,6 @@
 """What `Tuned` grows its trees from: draft heads on the verification's hidden state, and the text itself."""
 
+import math
 import time
 
 import torch
@@ -77,8 +78,9 @@ class HeadsSource:
         for rank, (value, token) in enumerate(zip(values, tokens, strict=True)):
             if not value > float("-inf"):
                 break
-            rival = values[rank == 0] if len(values) > 1 else float("-inf")
-            margin = min(8, max(-8, int((value - rival) * 2))) if rival > float("-inf") else 8
+            # Behind a filter that leaves one token there is no rival.
+            lead = value - values[rank == 0] if len(values) > 1 else math.inf
+            margin = int(2 * min(4.0, max(-4.0, lead))) if lead == lead else 0
             found.append(
                 Offer(token, (self.name, depth, rank == 0, margin), 0.6 if rank == 0 else 0.15, (depth + 1, state))
             )

@@ -28,7 +28,9 @@ class TokenSwift:
         paths = rank_paths(options.tree, min(heads.num_heads + 1, resources.max_new_tokens))
         self.levels = HeadLevels(self.target, heads, paths, options.coupled)
         gram = heads.num_heads + 1
-        self.max_nodes = 1 + len(paths) + options.ngrams * gram
+        # A text has no more n-grams than tokens.
+        self.ngrams = min(options.ngrams, resources.longest_text)
+        self.max_nodes = 1 + len(paths) + self.ngrams * gram
         self.table = NgramTable(gram)
         self.table.extend(prompt)
         self.delay = resources.sampling.window if options.ngram_delay else 0
@@ -36,22 +38,23 @@ class TokenSwift:
         self.partial = (
             None
             if options.cache == "full"
-            else PartialCache(options.budget_for(len(prompt)), options.sink, dynamic=options.cache == "dynamic")
+            else PartialCache(resources.budget, options.sink, dynamic=options.cache == "dynamic")
         )
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.partial is not None and cache.length:
             self.partial.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         newest = sampler.context[-1]
         memory = cache if self.partial is None else self.partial
         hidden = self.target.draft([newest], cache.length, memory)[0]
         candidates = self.levels.candidates(hidden, sampler, own_level=True)
         tree = TokenTree(newest)
         tree.add_ranked(candidates, self.levels.paths, "heads")
-        for gram in self.table.most_frequent(candidates[0][0], self.options.ngrams):
-            tree.add_path(gram, "ngrams")
+        if candidates[0]:
+            for gram in self.table.most_frequent(candidates[0][0], self.ngrams):
+                tree.add_path(gram, "ngrams")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:

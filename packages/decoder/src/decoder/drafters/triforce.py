@@ -31,13 +31,19 @@ class TriForce:
     def __init__(self, resources: Resources) -> None:
         if resources.draft_model is None:
             raise ValueError("method 'triforce' needs a small model with the same vocabulary: give draft_model=")
+        positions = resources.draft_model.model.config.max_position_embeddings
+        if positions < resources.longest_text:
+            raise ValueError(
+                f"the draft model has {positions} positions, fewer than the {resources.longest_text} of prompt + "
+                f"max_new_tokens: shorten them, or take another one"
+            )
         self.target, self.small, self.options = resources.target, resources.draft_model, resources.options
         self.count = min(self.options.depth, resources.max_new_tokens)
         self.max_nodes = 1 + self.count
         self.prompt = resources.prompt
-        budget, sink = self.options.budget_for(len(self.prompt)), self.options.sink
+        budget, sink = resources.budget, self.options.sink
         self.partial = PartialCache(budget, sink, dynamic=self.options.cache != "static", room=self.count)
-        self.recent = RecentCache(self.options.draft_budget or budget, sink, room=max(_CHUNK, self.count))
+        self.recent = RecentCache(resources.draft_budget, sink, room=max(_CHUNK, self.count))
         self.read: list[int] = []  # tokens whose pairs stand behind those of the text in `recent`
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -46,12 +52,13 @@ class TriForce:
         with self.small.borrowed():
             self._read_text(self.prompt[:-1])
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         chain: list[int] = []
+        count = min(self.count, depth)
         with self.small.borrowed():
-            while len(chain) < self.count:
-                guesses = self._guess(sampler, chain, self.count - len(chain) - 1)
+            while len(chain) < count:
+                guesses = self._guess(sampler, chain, count - len(chain) - 1)
                 self.partial.hold(len(chain))
                 newest = chain[-1] if chain else tree.tokens[0]
                 hidden = self.target.draft([newest, *guesses], cache.length + len(chain), self.partial)

@@ -69,8 +69,13 @@ class Tuned:
     max_nodes = WIDTHS[-1]
 
     def __init__(self, resources: Resources):
+        if resources.options.verification != "exact":
+            raise ValueError(
+                "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
+                f"{resources.options.verification} verification: take another method, or exact verification"
+            )
         self.costs = resources.costs
-        self.deepest = resources.max_new_tokens
+        self.wanted = resources.max_new_tokens
         self.odds = Odds()
         self.sources = self.make_sources(resources)
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
@@ -86,21 +91,22 @@ class Tuned:
         raise NotImplementedError
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        self.costs.at(cache)
+        if self.wanted:
+            self.costs.at(cache)
 
-    def propose(self, cache: FullCache, sampler: Sampler) -> TokenTree:
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         measured = self.costs.at(cache)
         self._began = time.perf_counter()
         plain, wide = self._dearer
         costs = [0.0, plain * measured[1], *(wide * cost for cost in measured[2:])]
         rate = self._tokens / self._seconds if self._seconds else 1 / costs[1]
-        tree, chances = self._grow(costs, rate, sampler)
+        tree, chances = self._grow(costs, rate, sampler, depth)
         tree.cut(self._best_size(costs, rate, chances))
         self._expected = measured[len(tree)]
         self._drafting = time.perf_counter() - self._began
         return tree
 
-    def _grow(self, costs: list[float], rate: float, sampler: Sampler) -> tuple[TokenTree, list[float]]:
+    def _grow(self, costs: list[float], rate: float, sampler: Sampler, depth: int) -> tuple[TokenTree, list[float]]:
         """The tree best first, and the chance of each of its nodes, in falling order."""
         tree, chances = TokenTree(sampler.context[-1]), [1.0]
         self._offered = {}
@@ -118,7 +124,7 @@ class Tuned:
 
         for source in self.sources:
             place = source.root(sampler)
-            if place is not None:
+            if place is not None and depth:
                 ask(source, place, 0, 1.0)
         # A node far below the mean cost of one more is hardly ever worth its own.
         floor = 0.5 * rate * (costs[-1] - costs[1]) / (len(costs) - 2)
@@ -132,7 +138,7 @@ class Tuned:
                     break
                 chances.append(-negative)
             node = tree.add(parent, token, source.name)
-            if tree.depths[node] < self.deepest:
+            if tree.depths[node] < depth:
                 ask(source, place, node, chances[node])
         return tree, chances
 
