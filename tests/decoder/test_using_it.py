@@ -137,6 +137,21 @@ def test_the_model_is_left_as_it_was(prompt):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_what_the_user_adds_to_the_model_is_borrowed_too(prompt):
+    """A dropout put in after the decoder was made, in training mode: two greedy runs must agree."""
+    model = tiny_llama()
+    dec = Decoder(model)
+    layer = model.model.layers[0].mlp
+    layer.down_proj = torch.nn.Sequential(layer.down_proj, torch.nn.Dropout(0.5))
+    model.train()
+    runs = [dec.generate(prompt, 30, "ar", SamplingParams(temperature=0)).token_ids for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert layer.down_proj[1].training
+    model.resize_token_embeddings(VOCAB + 16)
+    with pytest.raises(ValueError, match="vocabulary has changed"):
+        dec.generate(prompt, 3)
+
+
 def test_interleaved_generations_do_not_disturb_each_other(model, prompt):
     one, two = Decoder(model, heads=random_heads(model)), Decoder(model)
     expected = two.generate(prompt, 40, sampling=SamplingParams(seed=1)).token_ids

@@ -49,6 +49,7 @@ class Engine:
     def prefill(self) -> None:
         """Commit the prompt but its last token."""
         start = self._clock()
+        self.target.look_again()
         with self.target.borrowed():
             queries = self.target.prefill(self.sampler.context[:-1], self.cache)
             self.drafter.start(self.cache, queries)

@@ -67,16 +67,29 @@ class Target:
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.hidden_size: int = self.lm_head.weight.shape[1]
         self._refuse_devices()
-        self._modules = list(model.modules())
-        self._linears: list[nn.Linear] = []
-        self.speed_up(model)
+        self._helpers: list[nn.Module] = []
+        self.look_again()
         self._hidden: torch.Tensor | None = None
         self._logit_scale = self._probe()
 
     def speed_up(self, module: nn.Module) -> None:
         """Let the linear layers of ``module`` run as `few_rows_linear` while the model is borrowed, on a CPU."""
+        self._helpers.append(module)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Take in what the user has changed in the model: added layers, another dtype.
+
+        Raises:
+            ValueError: another vocabulary.
+        """
+        if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
+            raise ValueError("the model's vocabulary has changed: make a new Decoder")
+        self._modules = list(self.model.modules())
+        self._linears: list[nn.Linear] = []
         if self.device.type == "cpu" and self.lm_head.weight.dtype in (torch.float32, torch.float64):
-            self._linears += [m for m in module.modules() if type(m) is nn.Linear]
+            everything = [*self._modules, *(m for helper in self._helpers for m in helper.modules())]
+            self._linears = [m for m in everything if type(m) is nn.Linear]
 
     @property
     def device(self) -> torch.device:
