@@ -522,10 +522,18 @@ def test_a_fault_of_the_program_is_not_hidden(run, common, monkeypatch):
         run(*common, "--max-new-tokens", 5)
 
 
-def test_more_memory_than_there_is_ends_in_a_sentence(run, common):
-    status, text, told = run(*common, "--max-new-tokens", 5, "--tree", "1,1", "--ngrams", 10**12)
-    if status:
-        assert (status, text) == (1, "") and "out of memory" in told and told.count("\n") == 1
+@pytest.mark.parametrize("bytes_each", [10**13, 10**18, 10**25])
+def test_more_memory_than_can_be_is_one_sentence(run, common, monkeypatch, bytes_each):
+    """What torch itself raises for a size beyond the memory, beyond 64 bits in all, and beyond 64 bits in one."""
+
+    def step(_):
+        torch.empty(64, bytes_each)
+
+    monkeypatch.setattr("decoder.engine.Engine.step", step)
+    status, text, told = run(*common, "--max-new-tokens", 5)
+    assert (status, text) == (1, "")
+    assert told.startswith("python -m decoder: out of memory") and told.endswith(" after 0 tokens\n")
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])

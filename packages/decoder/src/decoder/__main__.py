@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import huggingface_hub
+import torch
 import transformers
 
 from decoder.chat import chat_ids, text_ids
@@ -257,7 +258,7 @@ def _sentence(error: BaseException) -> str:
     allocation = re.search(r"you tried to allocate (\d+) bytes", str(error))
     if allocation:
         return f"out of memory: {int(allocation[1]):,} bytes could not be allocated"
-    if isinstance(error, MemoryError):
+    if out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -14,7 +14,13 @@ from decoder.architectures import refuse_unsupported
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_NO_MEMORY = ("can't allocate memory", "DefaultCPUAllocator")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "DefaultCPUAllocator",
+    # More than can be counted is more than there is.
+    "Storage size calculation overflowed",
+    "Overflow when unpacking long",
+)
 
 
 def check_source(what: str, source: str | os.PathLike) -> None:
@@ -85,7 +91,7 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a CPU or on an accelerator."""
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    told = isinstance(error, RuntimeError | TypeError) and any(words in str(error) for words in _NO_MEMORY)
     return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
