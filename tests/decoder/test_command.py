@@ -21,6 +21,7 @@ import decoder.__main__ as command
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.continuation import stream_on
 from decoder.terminal import StatusLine
+from decoder.transcript import Transcript
 
 from .conftest import random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
@@ -214,6 +215,15 @@ def test_help_explains_every_flag(run):
         for field in fields(settings):
             assert f"--{field.name.replace('_', '-')}" in text
     assert "the highest penalised" in text
+    words = " ".join(text.split())
+    assert "--tree TREE branching per depth" in words and "1,3,3,3" in words and "'0.0.0 0.1 1'" in words
+    assert "(1, 3" not in words and "(0," not in words
+    for choices in (
+        "--cache {dynamic,static,full}",
+        "--draft-cache {streaming,snapkv}",
+        "--verification {exact,independent}",
+    ):
+        assert choices in words
 
 
 def test_prompts_of_every_kind(run, folders, common, monkeypatch):
@@ -334,7 +344,16 @@ def test_another_request_is_not_resumed(run, common, folders, tmp_path, change, 
         (["--tree", "0"], "tree must be"),
         (["--temperature", "warm"], "--temperature"),
         (["--temperature", "-1"], "temperature must be at least 0"),
-        (["--cache", "x"], "cache must be one of"),
+        (["--cache", "x"], "--cache: invalid choice: 'x' (choose from"),
+        (["--draft-cache", "x"], "--draft-cache: invalid choice: 'x' (choose from"),
+        (["--verification", "x"], "--verification: invalid choice: 'x' (choose from"),
+        (["--method", "triforce"], "--method triforce needs --draft-model"),
+        (["--output", "/dev/null"], "/dev/null is no regular file"),
+        (["--output", "piped"], "piped.tokens is no regular file"),
+        (["--model", "folder/modle"], "there is no model folder at folder/modle"),
+        (["--heads", "folder/haeds"], "there is no heads folder at folder/haeds"),
+        (["--draft-model", "folder/drfat"], "there is no draft model folder at folder/drfat"),
+        (["--model", "prompt.txt"], "prompt.txt is a file"),
         (["--method", "faster"], "--method"),
         (["--max-new-tokens", "-1"], "--max-new-tokens must be at least 0"),
         (["--max-new-tokens", "9999"], "beyond the 4096 positions"),
@@ -367,6 +386,7 @@ def test_wrong_input_ends_in_one_sentence_before_the_model_is_loaded(
     Path("latin.txt").write_bytes("naïve".encode("latin-1"))
     Path("empty.txt").touch()
     Path("folder").mkdir()
+    os.mkfifo("piped.tokens")
     Path("foreign.tokens").write_text("a list of tokens\n")
     status, text, told = run(*common, "--max-new-tokens", 20, *arguments)
     assert (status, text) == (2, "")
@@ -379,12 +399,152 @@ def test_what_a_prompt_lacks_is_told(run, folders, common, monkeypatch):
     assert status == 2 and "no chat template" in told
     status, _, told = run(*plain, "--prompt", "x", "--method", "tokenswift")
     assert status == 2 and "--method tokenswift needs --heads" in told
+    surrogate = os.fsdecode(b"caf\xe9")
+    status, _, told = run(*plain, "--prompt", surrogate)
+    assert status == 2 and r"character 4 is the lone surrogate '\udce9'" in told and told.count("\n") == 1
+    status, _, told = run("--model", folders / "model", "--max-new-tokens", 5, "--chat", surrogate)
+    assert status == 2 and "the prompt is not valid Unicode" in told
     reader, writer = pty.openpty()
     with open(writer) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
         status, _, told = run(*plain)
     os.close(reader)
     assert status == 2 and "give a prompt" in told
+
+
+def test_auto_runs_without_heads(run, folders):
+    plain = ["--model", folders / "plain", "--max-new-tokens", 20, "--prompt", "Call me", "--dtype", "float64"]
+    status, text, told = run(*plain, "--method", "auto")
+    assert (status, text) == (0, run(*plain, "--method", "ar")[1]), told
+
+
+def test_a_second_run_on_the_same_output_is_refused_and_touches_nothing(common, run, tmp_path):
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 60, "--output", file]
+    first = command._Run(command._parser().parse_args([str(argument) for argument in arguments]))
+    before = [(path.name, path.read_bytes()) for path in sorted(tmp_path.iterdir())]
+    status, text, told = run(*arguments, "--resume")
+    assert (status, text) == (2, "")
+    assert f"another run is writing {file}: wait for it" in told and told.count("\n") == 1
+    assert before == [(path.name, path.read_bytes()) for path in sorted(tmp_path.iterdir())]
+    first.close()
+    status, text, _ = run(*arguments, "--resume")
+    assert (status, text) == (0, file.read_text(encoding="utf-8"))
+
+
+def test_of_two_runs_that_begin_together_one_is_refused(tmp_path):
+    one, other = (Transcript(tmp_path / "out", resume) for resume in (False, True))
+    one.open({"seed": 1}, "")
+    one.append([3, 4], "ab", None)
+    with pytest.raises(FileExistsError, match="another run has begun it meanwhile"):
+        other.open({"seed": 2}, "")
+    one.close()
+    assert tokens_in(tmp_path / "out") == [3, 4] and (tmp_path / "out").read_text() == "ab"
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    one = Transcript(tmp_path / "out", False)
+    one.open({"seed": 1}, "")
+    one.append([3, 4], "ab", "length")
+    one.close()
+    again = Transcript(tmp_path / "out", True)
+    assert (again.token_ids, again.finish_reason) == ([3, 4], "length")
+    again.close()
+
+
+@pytest.mark.parametrize("spoilt", ['["a", 5]', "[true]", "[1.5]", "[null]", "[[3]]"])
+def test_a_step_whose_tokens_are_no_ids_counts_as_not_written(run, common, tmp_path, spoilt):
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 30, "--output", file]
+    whole = run(*arguments)[1]
+    record = Path(f"{file}.tokens")
+    lines = record.read_text().splitlines(keepends=True)
+    lines[3] = f'{{"at": {json.loads(lines[3])["at"]}, "tokens": {spoilt}}}\n'
+    record.write_text("".join(lines))
+    status, text, told = run(*arguments, "--resume")
+    assert (status, text) == (0, whole), told
+    assert len(tokens_in(file)) == 30
+
+
+def test_without_a_length_the_text_goes_to_the_models_last_position_and_resumes(run, folders, tmp_path):
+    tiny_llama(torch.float32, vocab_size=256, max_position_embeddings=150).save_pretrained(tmp_path / "short")
+    byte_tokenizer().save_pretrained(tmp_path / "short")
+    arguments = ["--model", tmp_path / "short", "--dtype", "float64", "--prompt", "Call me", "--output"]
+    status, text, told = run(*arguments, tmp_path / "whole")
+    assert status == 0 and told.startswith("143 tokens, ")
+    assert len(tokens_in(tmp_path / "whole")) == 143
+    assert run(*arguments, tmp_path / "cut", "--max-new-tokens", 40)[0] == 0
+    for told_before in ("(40 of them before)", "143 tokens"):
+        resumed = run(*arguments, tmp_path / "cut", "--resume")
+        assert resumed[:2] == (0, text) and told_before in resumed[2]
+    status, _, told = run(*arguments[:-3], "--prompt", "x" * 151)
+    assert status == 2 and "the prompt (151 tokens) goes beyond the 150 positions of the model: shorten it" in told
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory."),
+        (MemoryError(), "out of memory"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 4096000 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "out of memory: 4,096,000 bytes could not be allocated",
+        ),
+    ],
+    ids=["cuda", "python", "cpu"],
+)
+def test_memory_that_runs_out_is_one_sentence(run, common, monkeypatch, error, words):
+    def failing(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("decoder.loading.AutoModelForCausalLM.from_pretrained", failing)
+        status, text, told = run(*common, "--max-new-tokens", 5)
+    assert (status, text, told) == (2, "", f"python -m decoder: {words}\n")
+    monkeypatch.setattr("decoder.engine.Engine.step", failing)
+    status, text, told = run(*common, "--max-new-tokens", 5)
+    assert (status, text, told) == (1, "", f"python -m decoder: {words} after 0 tokens\n")
+
+
+def test_a_fault_of_the_program_is_not_hidden(run, common, monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("decoder.engine.Engine.step", failing)
+    with pytest.raises(RuntimeError, match="a fault"):
+        run(*common, "--max-new-tokens", 5)
+
+
+@pytest.mark.parametrize("bytes_each", [10**13, 10**18, 10**25])
+def test_more_memory_than_can_be_is_one_sentence(run, common, monkeypatch, bytes_each):
+    """What torch itself raises for a size beyond the memory, beyond 64 bits in all, and beyond 64 bits in one."""
+
+    def step(_):
+        torch.empty(64, bytes_each)
+
+    monkeypatch.setattr("decoder.engine.Engine.step", step)
+    status, text, told = run(*common, "--max-new-tokens", 5)
+    assert (status, text) == (1, "")
+    assert told.startswith("python -m decoder: out of memory") and told.endswith(" after 0 tokens\n")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_standard_stream_is_no_traceback(run, common, monkeypatch, closed):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, closed, None)
+        status, text, told = run(*common, "--max-new-tokens", 5)
+    if closed == "stdout":
+        assert (status, text) == (2, "") and "standard output is closed" in told and told.count("\n") == 1
+    else:
+        assert (status, told) == (0, "") and text == run(*common, "--max-new-tokens", 5)[1] != ""
 
 
 def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):

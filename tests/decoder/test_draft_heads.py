@@ -321,7 +321,7 @@ def hub(monkeypatch, repository, cache):
     """A hub that copies what is asked for, as `huggingface_hub` does; the names it was asked for."""
     asked = []
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, cache_dir=None, token=None, local_files_only=False):
         assert name == "someone/heads"
         asked.append(allow_patterns)
         cache.mkdir(exist_ok=True)
@@ -362,3 +362,27 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(OSError, match=r"^there is no folder of heads at someone/heads, and it could not be read from"):
         DraftHeads.from_pretrained("someone/heads")
+
+
+def test_a_hub_is_asked_with_the_users_token_and_cache(tmp_path, monkeypatch):
+    given = []
+
+    def snapshot_download(name, allow_patterns, **arguments):
+        given.append(arguments)
+        return str(tmp_path)
+
+    published(tmp_path, random_heads(), False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    arguments = dict(cache_dir="/cache", token="secret", local_files_only=True)
+    DraftHeads.from_pretrained("someone/heads", **arguments)
+    assert given == [arguments, arguments]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_a_module_with_values_that_are_no_numbers_is_refused(model, value):
+    """Also a number that is one only in the wider type of the heads."""
+    heads = DraftHeads(model.config.hidden_size).double()
+    heads.heads[1].linear.weight.data[0, 0] = value
+    single = conftest.tiny_llama(torch.float32)
+    with pytest.raises(ValueError, match=r"heads\.1\.linear\.weight of the heads holds values that are no"):
+        Decoder(single, heads=heads)

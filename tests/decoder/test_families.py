@@ -178,7 +178,8 @@ def fingerprint(model):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_users_model_stays_as_it_was(implementation, prompt):
-    """Training flags per module, forwards and hooks of the user's own among them, also in the middle of a stream."""
+    """Training flags per module, forwards and hooks of the user's own among them, also in the middle of a stream
+    and when a step fails."""
     model = tiny_llama(attention_dropout=0.5)
     model.set_attn_implementation(implementation)
     model.train()
@@ -187,19 +188,26 @@ def test_the_users_model_stays_as_it_was(implementation, prompt):
     linear = model.model.layers[1].mlp.down_proj
     linear.forward = lambda x: calls.append(1) or nn.functional.linear(x, linear.weight)
     model.model.norm.register_forward_pre_hook(lambda norm, args: None)
+    failing = []
+
+    def fail(*_):
+        if failing:
+            raise RuntimeError("layer failed")
+
+    model.model.layers[1].register_forward_hook(fail)
     before = fingerprint(model)
     dec = Decoder(model, heads=random_heads(model), draft_model=model)
     for method in ("ar", "tokenswift", "medusa", "triforce", "magicdec"):
         for _ in dec.stream(prompt, 10, method):
             assert fingerprint(model) == before
+        stream = dec.stream(prompt, 40, method)
+        next(stream), next(stream)
+        failing.append(method)
+        with pytest.raises(RuntimeError, match="layer failed"):
+            next(stream)
+        failing.clear()
+        assert fingerprint(model) == before
     assert calls
-    with pytest.raises(RuntimeError, match="hook failed"):
-        dec.generate(prompt, 5, logits_hook=failing_hook)
-    assert fingerprint(model) == before
-
-
-def failing_hook(context, logits):
-    raise RuntimeError("hook failed")
 
 
 WINDOW = dict(max_position_embeddings=512, sliding_window=64)

@@ -1,13 +1,17 @@
 """What users touch: arguments, streams, stops, and a model left as it was."""
 
 import gc
+import json
 import math
+import shutil
 import subprocess
 import sys
 import weakref
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
@@ -230,6 +234,19 @@ def test_prompt_forms(speaking):
         (dict(stop=1.5), "stop"),
         (dict(method="faster"), "unknown method 'faster'"),
         (dict(stop=""), "stop"),
+        (dict(stop=b"abc"), "stop takes"),
+        (dict(stop=bytearray(b"abc")), "stop takes"),
+        (dict(stop=True), "stop takes"),
+        (dict(stop=[3, False]), "stop takes"),
+        (dict(stop=-5), "stop token id -5 is outside the vocabulary"),
+        (dict(stop=[3, 99999]), "stop token id 99999 is outside the vocabulary"),
+        (dict(max_new_tokens=True), "max_new_tokens"),
+        (dict(ignore_eos="no"), "ignore_eos must be true or false"),
+        (dict(return_logprobs=1), "return_logprobs must be true or false"),
+        (dict(logits_hook=5), "logits_hook must be a function"),
+        (dict(prompt=torch.tensor([True, False])), "integer token ids"),
+        (dict(prompt=torch.zeros(3, dtype=torch.complex64)), "integer token ids"),
+        (dict(prompt="a\ud800b"), "character 2 is the lone surrogate"),
     ],
 )
 def test_bad_arguments_are_told_at_once(speaking, arguments, words):
@@ -251,6 +268,14 @@ def test_what_needs_a_tokenizer_or_heads_says_so(model):
             bare.generate(max_new_tokens=3, **arguments)
     with pytest.raises(ValueError, match="64"):
         Decoder(model, heads=DraftHeads(64))
+    for arguments, words in (
+        (dict(tokenizer="x"), "tokenizer must be one of transformers, not str"),
+        (dict(heads=torch.nn.Linear(2, 2)), "heads must be DraftHeads, .*, not Linear"),
+        (dict(heads=[random_heads(model)]), "heads must be DraftHeads, .*, not list"),
+        (dict(heads={"chained": 5}), "heads must be DraftHeads, .*, not int"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Decoder(model, **arguments)
     with pytest.raises(ValueError, match="another vocabulary"):
         Decoder(model, draft_model=tiny_llama(vocab_size=VOCAB + 1))
 
@@ -373,9 +398,122 @@ def test_load_reads_folders(folders):
         (dict(model=folders / "model", heads=folders / "nothing"), OSError, "nothing"),
         (dict(model=folders / "model", device="tpu9"), ValueError, "tpu9"),
         (dict(model=folders / "model", dtype="int3"), ValueError, "int3"),
+        (dict(model=folders / "model", dtype="float8_e4m3fn"), ValueError, "use one of auto, float32"),
+        (dict(model=folders / "model", dtype=torch.int8), ValueError, "use one of auto, float32"),
+        (dict(model=folders / "model", device=None), ValueError, "unknown device None"),
+        (dict(model=None), ValueError, "the model must be a folder or a hub id, not NoneType"),
+        (dict(model=5), ValueError, "the model must be a folder or a hub id, not int"),
+        (dict(model=folders / "model", draft_model=5), ValueError, "the draft model must be a folder"),
+        (dict(model=folders / "model", heads=5), ValueError, "heads must be DraftHeads"),
     ):
         with pytest.raises(error, match=words):
             decoder.load(**arguments)
+
+
+def edited(folders, tmp_path, name, content):
+    """A copy of the model's folder in which one file is replaced, or changed by a function of its bytes."""
+    folder = tmp_path / "edited"
+    shutil.copytree(folders / "model", folder)
+    path = folder / name
+    path.write_bytes(content(path.read_bytes()))
+    return folder
+
+
+def settings(**changes):
+    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("model.safetensors", lambda content: content[:-100], "the model .*edited cannot be read: "),
+        ("model.safetensors", lambda content: b"", "the model .*edited cannot be read: "),
+        ("config.json", lambda content: b"{", "the model .*edited cannot be read: "),
+        ("config.json", settings(num_hidden_layers="x"), "the model .*edited cannot be read: .*num_hidden_layers"),
+        ("config.json", settings(model_type="x"), "the model .*edited cannot be read: "),
+        ("config.json", settings(num_hidden_layers=3), r"lacks tensors .*: model.layers.2.\S+ and 8 more"),
+        ("config.json", settings(hidden_size=64), r"tensors of other shapes .*: lm_head.weight and 20 more"),
+        ("tokenizer.json", lambda content: b"{}", "the tokenizer .*edited cannot be read: KeyError"),
+        ("tokenizer.json", lambda content: b"", "the tokenizer .*edited cannot be read: "),
+    ],
+)
+def test_a_spoilt_model_folder_is_one_sentence(folders, tmp_path, name, content, words):
+    folder = edited(folders, tmp_path, name, content)
+    with pytest.raises((ValueError, OSError), match=words) as told:
+        decoder.load(folder)
+    assert "\n" not in str(told.value)
+    if name != "tokenizer.json":
+        with pytest.raises((ValueError, OSError), match=words):
+            decoder.load(folders / "model", draft_model=folder)
+
+
+def test_tied_weights_are_not_missing(tmp_path):
+    tied = tiny_llama(torch.float32, vocab_size=256, tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    dec = decoder.load(tmp_path, dtype="float32")
+    assert dec.generate("Call me", 10).token_ids == Decoder(tied, byte_tokenizer()).generate("Call me", 10).token_ids
+
+
+def test_a_mistyped_path_is_told_without_asking_the_hub(folders, monkeypatch):
+    monkeypatch.chdir(folders.parent)
+
+    def asked(*_, **__):
+        pytest.fail("the hub was asked")
+
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"decoder.loading.{name}.from_pretrained", asked)
+    monkeypatch.setattr("decoder.draft_heads._fetch", asked)
+    model = f"{folders.name}/model"
+    for arguments, words in (
+        (dict(model=f"{folders.name}/modle"), "there is no model folder at"),
+        (dict(model=model, draft_model=f"{folders.name}/modle"), "there is no draft model folder at"),
+        (dict(model=model, heads=f"{folders.name}/haeds"), "there is no folder of heads at"),
+        (dict(model=model, heads={"chained": f"{folders.name}/haeds"}), "there is no folder of heads at"),
+    ):
+        with pytest.raises(OSError, match=words):
+            decoder.load(**arguments)
+
+
+def test_the_hubs_arguments_reach_all_that_is_read_and_the_revision_the_model_alone(folders, monkeypatch):
+    asked = []
+
+    def watch(owner, what, local):
+        real = owner.from_pretrained
+
+        def from_pretrained(source, **given):
+            if str(source).startswith("someone/"):  # transformers' own calls are for what it was given
+                asked.append((what, source, {name: given[name] for name in hub if name in given}))
+            return real(folders / local, **{name: value for name, value in given.items() if name not in hub})
+
+        monkeypatch.setattr(owner, "from_pretrained", from_pretrained)
+
+    hub = dict(revision="v1", token="secret", cache_dir="/cache", local_files_only=True, trust_remote_code=False)
+    watch(transformers.AutoConfig, "config", "model")
+    watch(transformers.AutoTokenizer, "tokenizer", "model")
+    watch(transformers.AutoModelForCausalLM, "model", "model")
+    watch(DraftHeads, "heads", "heads")
+    decoder.load("someone/big", "someone/heads", draft_model="someone/small", **hub)
+    unversioned = {name: value for name, value in hub.items() if name != "revision"}
+    assert sorted(asked, key=str) == sorted(
+        [
+            ("config", "someone/big", hub),
+            ("model", "someone/big", hub),
+            ("tokenizer", "someone/big", hub),
+            ("config", "someone/small", unversioned),
+            ("model", "someone/small", unversioned),
+            ("heads", "someone/heads", {name: hub[name] for name in ("token", "cache_dir", "local_files_only")}),
+        ],
+        key=str,
+    )
+
+
+def test_a_device_that_is_not_there_is_told(folders, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="no device 'cuda:99': the last one is 'cuda:1'"):
+        decoder.load(folders / "model", device="cuda:99")
 
 
 def run_command(*arguments):

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 import huggingface_hub
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
 
-from decoder.chat import chat_ids
+from decoder.chat import chat_ids, text_ids
 from decoder.continuation import stream_on
 from decoder.decoder import Chunk, Decoder, load, methods
 from decoder.drafters import METHODS
 from decoder.flags import add_flags, from_flags
+from decoder.loading import check_source, out_of_memory, read_config, read_tokenizer
 from decoder.options import TokenSwiftOptions
 from decoder.sampling_params import SamplingParams
 from decoder.stats import Statistics
@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--chat", metavar="TEXT", help="a message to a chat model")
     prompts.add_argument("--system", metavar="TEXT", help="the system message before it")
     length = parser.add_argument_group("length")
-    length.add_argument("--max-new-tokens", required=True, type=int, metavar="N")
+    length.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="default: until a stop or the model's last position"
+    )
     length.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     length.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
     output = parser.add_argument_group("output")
@@ -83,15 +85,17 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--audit needs exact verification, not {args.verification}")
     if args.system is not None and args.chat is None:
         raise ValueError("--system goes with --chat")
-    if args.method and METHODS[args.method].heads_kinds and args.heads is None:
+    if args.method and METHODS[args.method].needs_heads and args.heads is None:
         raise ValueError(f"--method {args.method} needs --heads")
+    if args.method == "triforce" and args.draft_model is None:
+        raise ValueError("--method triforce needs --draft-model")
     if "" in args.stop:
         raise ValueError("--stop takes text that is not empty")
-    if args.max_new_tokens < 0:
+    if args.max_new_tokens is not None and args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens must be at least 0, not {args.max_new_tokens}")
     for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
-        if source is not None and not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
-            raise FileNotFoundError(f"there is no {name} folder at {source}, and it is no hub id (owner/name) either")
+        if source is not None:
+            check_source(name, source)
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -118,20 +122,18 @@ def _read(file: str | None) -> str:
 
 
 def _prompt_ids(args: argparse.Namespace, text: str | None) -> list[int]:
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
-    except OSError as error:
-        raise OSError(f"the model {args.model} cannot be read: {error}") from error
+    config, tokenizer = read_config(args.model), read_tokenizer(args.model)
     if args.chat is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         ids = chat_ids([*system, {"role": "user", "content": args.chat}], tokenizer)
     else:
-        ids = tokenizer(text, verbose=False)["input_ids"]
+        ids = text_ids(text, tokenizer)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and len(ids) + args.max_new_tokens > limit:
+    if limit is not None and len(ids) + (args.max_new_tokens or 0) > limit:
+        asked = f" and --max-new-tokens {args.max_new_tokens}" if args.max_new_tokens else ""
         raise ValueError(
-            f"the prompt ({len(ids)} tokens) and --max-new-tokens {args.max_new_tokens} "
-            f"are beyond the {limit} positions of the model: shorten one of them"
+            f"the prompt ({len(ids)} tokens){asked} goes beyond the {limit} positions of the model: shorten "
+            + ("one of them" if asked else "it")
         )
     return ids
 
@@ -143,6 +145,15 @@ class _Run:
         _check(args)
         self.args = args
         self.transcript = None if args.output is None else Transcript(args.output, args.resume)
+        try:
+            self._prepare()
+        except BaseException:
+            if self.transcript is not None:
+                self.transcript.close()
+            raise
+
+    def _prepare(self) -> None:
+        args = self.args
         sampling, options = from_flags(SamplingParams, args), from_flags(TokenSwiftOptions, args)
         text = None if args.chat is not None else _prompt_text(args)
         prompt_ids = _prompt_ids(args, text)
@@ -187,6 +198,7 @@ class _Run:
         """Generate; the text goes to standard output and the file, what is known of it to standard error."""
         chunk = self.first
         complete = chunk.output is not None
+        limit = "" if self.args.max_new_tokens is None else f" of {self.args.max_new_tokens:,}"
         with _own_line(), StatusLine(sys.stderr) as status:
             _put(chunk.text)
             if not complete:
@@ -196,7 +208,7 @@ class _Run:
                     self.transcript.append(chunk.token_ids, chunk.text, chunk.output and chunk.output.finish_reason)
                 self.generated += len(chunk.token_ids)
                 _put(chunk.text)
-                status.show(f"{self.generated:,} of {self.args.max_new_tokens:,} tokens{_rates(chunk.stats)}")
+                status.show(f"{self.generated:,}{limit} tokens{_rates(chunk.stats)}")
         before = f" ({self.before} of them before)" if self.before and not complete else ""
         rates = ", complete before" if complete else _rates(chunk.stats)
         audit = f"; {self.decoder.audit(chunk.output)}" if self.args.audit else ""
@@ -243,28 +255,46 @@ def _say(sentence: str) -> None:
 
 
 def _sentence(error: BaseException) -> str:
+    allocation = re.search(r"you tried to allocate (\d+) bytes", str(error))
+    if allocation:
+        return f"out of memory: {int(allocation[1]):,} bytes could not be allocated"
+    if out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _expected(error: Exception) -> bool:
+    """Whether an error is the input's or the machine's, and not a fault of this program."""
+    return isinstance(error, ValueError | OSError) or out_of_memory(error)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        _say("standard output is closed: send it somewhere, to /dev/null for instance")
+        return WRONG_INPUT
     args = _parser().parse_args(arguments)
     # A terminal that cannot show a character is no reason to lose the rest.
     sys.stdout.reconfigure(errors="replace")
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    # Its retries would stand between the user and the one sentence that says what is missing.
+    # Warnings and retries would stand between the user and the one sentence that says what is wrong.
     huggingface_hub.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
     try:
         run = _Run(args)
-    except (ValueError, OSError) as error:
-        _say(_sentence(error))
-        return WRONG_INPUT
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+    except Exception as error:
+        if not _expected(error):
+            raise
+        _say(_sentence(error))
+        return WRONG_INPUT
     with closing(run):
         try:
             run.stream()
@@ -276,7 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             _say(f"standard output was closed {run.kept()}")
             return BROKE_OFF
-        except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not _expected(error):
+                raise
             _say(f"{_sentence(error)} {run.kept()}")
             return BROKE_OFF
     return 0

@@ -15,7 +15,7 @@ def stream_on(
     decoder: Decoder,
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     method: str | None = None,
     sampling: SamplingParams | None = None,
     options: TokenSwiftOptions | None = None,
@@ -31,7 +31,7 @@ def stream_on(
     tokens alone.
 
     Args:
-        max_new_tokens: of the whole generation.
+        max_new_tokens: of the whole generation; None goes on until a stop or the model's last position.
         stop: stop strings.
         finish_reason: why ``token_ids`` ended, when they did; behind a "length" a longer text goes on.
 
@@ -45,15 +45,15 @@ def stream_on(
             f"a text of {options.verification} verification cannot be continued exactly: "
             f"its draws do not follow from their positions"
         )
-    if len(token_ids) > max_new_tokens:
+    if max_new_tokens is not None and len(token_ids) > max_new_tokens:
         raise ValueError(f"there are {len(token_ids)} tokens already, more than the {max_new_tokens} asked for")
     # The default budget is the prompt's length, which must not grow with the text.
     if options.budget is None:
         options = replace(options, budget=options.budget_for(len(prompt_ids)))
-    rest = max_new_tokens - len(token_ids)
+    rest = None if max_new_tokens is None else max_new_tokens - len(token_ids)
     stream = decoder.stream([*prompt_ids, *token_ids], rest, method, sampling, options, ignore_eos=ignore_eos)
     request = Request(decoder.model, list(prompt_ids), sampling, options.verification, None)
-    ended = finish_reason if finish_reason == "stop" or not rest else None
+    ended = finish_reason if finish_reason == "stop" or rest == 0 else None
     return _run(stream, decoder, request, token_ids, stop, ended)
 
 

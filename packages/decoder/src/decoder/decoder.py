@@ -1,22 +1,20 @@
 """What users hold: a model with its tokenizer and heads, ready to generate."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.acceptance import Independent, exact
-from decoder.architectures import refuse_unsupported
 from decoder.auditing import Audit, audit
-from decoder.chat import chat_ids, is_chat
+from decoder.chat import chat_ids, is_chat, text_ids
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
+from decoder.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
 from decoder.options import TokenSwiftOptions
 from decoder.sampler import LogitsHook, Sampler
 from decoder.sampling_params import SamplingParams
@@ -26,7 +24,7 @@ from decoder.text_stream import TextStream
 from decoder.verify_costs import VerifyCosts
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
-_HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 HeadsLike = DraftHeads | str | os.PathLike
 
 
@@ -106,7 +104,8 @@ class Decoder:
         draft_model: a small model with the same vocabulary, for methods that draft with one.
 
     Raises:
-        ValueError: the architecture cannot be served exactly, or heads or draft model do not fit the model.
+        ValueError: the architecture cannot be served exactly, or tokenizer, heads or draft model are none or do not
+            fit the model.
         OSError: a heads checkpoint cannot be read.
     """
 
@@ -117,6 +116,9 @@ class Decoder:
         heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
         draft_model: PreTrainedModel | None = None,
     ):
+        if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ValueError(f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}")
+        _check_heads(heads)
         self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
         self.target = Target(model)
         self.draft_target = None if draft_model is None else Target(draft_model)
@@ -131,9 +133,12 @@ class Decoder:
             module = deepcopy(one) if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
             module.check_fits(self.target.hidden_size)
             self.heads[module.kind] = module.to(self.target.device, self.target.lm_head.weight.dtype).eval()
+            module.check_finite()
             self.target.speed_up(module)
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
-            raise ValueError(f"heads were given as {', '.join(heads)} but are of kind {', '.join(self.heads)}")
+            raise ValueError(
+                f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"
+            )
 
     def generate(
         self,
@@ -188,6 +193,11 @@ class Decoder:
         for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+        for name, value in (("ignore_eos", ignore_eos), ("return_logprobs", return_logprobs)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, not {value!r}")
+        if logits_hook is not None and not callable(logits_hook):
+            raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
         context = self._prompt_ids(prompt)
         limit = self._length_limit(len(context), max_new_tokens)
         method, heads = self._method(method)
@@ -239,12 +249,12 @@ class Decoder:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
-            # No length warning: the length is checked against the model, in words, right after.
-            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
+            ids = text_ids(prompt, self.tokenizer)
         elif is_chat(prompt):
             ids = chat_ids(prompt, self.tokenizer)
         elif isinstance(prompt, torch.Tensor):
-            if prompt.is_floating_point() or prompt.ndim not in (1, 2):
+            no_ids = prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool
+            if no_ids or prompt.ndim not in (1, 2):
                 raise ValueError("a prompt tensor holds integer token ids, of shape [n] or [1, n]")
             if prompt.ndim == 2 and len(prompt) != 1:
                 raise ValueError(f"one prompt at a time: the batch has {len(prompt)}")
@@ -268,7 +278,7 @@ class Decoder:
         wanted = max_new_tokens
         if wanted is None:
             wanted = max(0, positions - prompt_tokens)
-        if not isinstance(wanted, int) or wanted < 0:
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
             raise ValueError(f"max_new_tokens must be an integer of at least 0, or None, not {max_new_tokens!r}")
         if prompt_tokens + wanted > positions:
             raise ValueError(
@@ -293,11 +303,16 @@ class Decoder:
         return method, self.heads.get(kind)
 
     def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:
-        if stop is not None and not isinstance(stop, str | int | Sequence):
-            raise ValueError("stop takes non-empty strings and token ids")
-        given = [] if stop is None else [stop] if isinstance(stop, str | int) else list(stop)
-        if any(not isinstance(s, str | int) or s == "" for s in given):
-            raise ValueError("stop takes non-empty strings and token ids")
+        given = [] if stop is None else [stop] if isinstance(stop, str | int) else stop
+        if (
+            not isinstance(given, Sequence)
+            or isinstance(given, bytes | bytearray)
+            or any(not isinstance(s, str | int) or isinstance(s, bool) or s == "" for s in given)
+        ):
+            raise ValueError(f"stop takes non-empty strings and token ids, not {stop!r}")
+        outside = next((s for s in given if isinstance(s, int) and not 0 <= s < self.target.vocab_size), None)
+        if outside is not None:
+            raise ValueError(f"stop token id {outside} is outside the vocabulary of {self.target.vocab_size}")
         strings = [s for s in given if isinstance(s, str)]
         if strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give the Decoder one, or stop at token ids")
@@ -327,14 +342,53 @@ def load(
         draft_model: folder or hub id of a small model with the same vocabulary.
         device: "auto" takes CUDA where there is one.
         dtype: "auto" is float32 on a CPU and the checkpoint's own on CUDA; else a torch dtype or its name.
-        model_kwargs: handed to ``AutoModelForCausalLM.from_pretrained``.
+        model_kwargs: handed to ``AutoModelForCausalLM.from_pretrained``; the hub's arguments among them also go to the
+            tokenizer, the heads and the draft model, but ``revision``, which is the model's and its tokenizer's alone.
 
     Raises:
         OSError: a model, tokenizer or heads checkpoint that cannot be found or read.
-        ValueError: one that does not fit, or an unknown device or dtype.
+        ValueError: one that does not fit or lacks tensors, or an unknown device or dtype.
     """
+    device = _device(device)
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype not in ("auto", *_DTYPES):
+        raise ValueError(f"unknown dtype {dtype!r}: use one of auto, {', '.join(_DTYPES)}")
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    # transformers takes names as well, "auto" among them.
+    check_source("model", model)
+    if draft_model is not None:
+        check_source("draft model", draft_model)
+    _check_heads(heads)
+    from_hub = {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
+    # Revisions are counted in each repository by itself: the given one is the model's.
+    of_draft = {name: value for name, value in model_kwargs.items() if name != "revision"}
+    of_heads = {name: from_hub[name] for name in ("cache_dir", "local_files_only", "token") if name in from_hub}
+
+    def read_heads(one: HeadsLike) -> DraftHeads:
+        return one if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one, **of_heads)
+
+    if isinstance(heads, Mapping):
+        heads = {kind: read_heads(one) for kind, one in heads.items()}
+    elif heads is not None:
+        heads = read_heads(heads)
+    # What can be refused is, before gigabytes of weights are read.
+    read_config(model, **from_hub)
+    if draft_model is not None:
+        read_config(draft_model, **{name: of_draft[name] for name in from_hub if name in of_draft})
+    tokenizer = read_tokenizer(model, **from_hub)
+    target = read_model(model, device, dtype=dtype, **model_kwargs)
+    small = None if draft_model is None else read_model(draft_model, device, dtype=dtype, **of_draft)
+    return Decoder(target, tokenizer, heads, small)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device of that name; a ValueError where this machine has none."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(device, str | torch.device):
+        raise ValueError(f"unknown device {device!r}: use 'auto', 'cpu' or 'cuda'")
     try:
         device = torch.device(device)
     except RuntimeError as error:
@@ -343,24 +397,16 @@ def load(
         raise ValueError(f"device {str(device)!r} is not supported: use 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for and there is none: use 'auto' or 'cpu'")
-    if dtype == "auto":
-        dtype = torch.float32 if device.type == "cpu" else "auto"
-    elif isinstance(dtype, str):
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"unknown dtype {dtype!r}: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
-        dtype = getattr(torch, dtype)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {str(device)!r}: the last one is 'cuda:{torch.cuda.device_count() - 1}'")
+    return device
 
-    for path in (model, draft_model):
-        if path is not None and not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
-            raise FileNotFoundError(f"there is no model folder at {path}, and it is no hub id (owner/name) either")
 
-    from_hub = {name: model_kwargs[name] for name in _HUB_ARGUMENTS if name in model_kwargs}
-
-    def read(path) -> PreTrainedModel:
-        # Refused before gigabytes of weights are read.
-        refuse_unsupported(AutoConfig.from_pretrained(path, **from_hub))
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_kwargs).to(device).eval()
-
-    target = read(model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return Decoder(target, tokenizer, heads, read(draft_model) if draft_model is not None else None)
+def _check_heads(heads: object) -> None:
+    """Raise ValueError for what can be no draft heads."""
+    for one in heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]:
+        if not isinstance(one, DraftHeads | str | os.PathLike):
+            raise ValueError(
+                f"heads must be DraftHeads, a checkpoint folder or hub id, or {{kind: any of these}}, "
+                f"not {type(one).__name__}"
+            )

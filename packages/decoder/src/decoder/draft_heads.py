@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -156,6 +157,11 @@ class DraftHeads(nn.Module):
             which = "the heads" if self.source is None else f"the heads in {self.source}"
             raise ValueError(f"{which} are for hidden size {self.hidden_size}, the model has {hidden_size}")
 
+    def check_finite(self) -> None:
+        """Raise ValueError when a parameter is no finite number, for instance too large for the dtype."""
+        for name, tensor in self.state_dict().items():
+            _refuse_not_finite(name, tensor, "" if self.source is None else f" in {self.source}")
+
     def save_pretrained(
         self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
     ) -> None:
@@ -184,14 +190,26 @@ class DraftHeads(nn.Module):
                 os.replace(Path(scratch, name), directory / name)
 
     @classmethod
-    def from_pretrained(cls, source: str | os.PathLike) -> "DraftHeads":
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike,
+        *,
+        cache_dir: str | os.PathLike | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+    ) -> "DraftHeads":
         """Load heads from a folder or a Hugging Face hub id, in the dtype they were saved in.
 
         Reads checkpoints of ``save_pretrained`` and the published TokenSwift ones, whose head tensors lie inside a
         whole model's safetensors (one file or several). Raises OSError when there is no such folder, file or
         reachable hub repository, ValueError when the contents are not heads of a known format.
+
+        Args:
+            cache_dir: where files of the hub are kept, in place of its usual cache.
+            token: an access token for the hub; True takes the one that is logged in.
+            local_files_only: take what is in the cache and do not ask the hub.
         """
-        directory = _local_folder(str(source))
+        directory = _local_folder(str(source), cache_dir=cache_dir, token=token, local_files_only=local_files_only)
         config = _read_json(directory / CONFIG)
         own = config.get("architecture") == ARCHITECTURE
         heads = cls._from_own(directory, config) if own else cls._from_published(directory, config)
@@ -253,33 +271,39 @@ class DraftHeads(nn.Module):
             if tensor.shape != expected[name].shape:
                 shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
                 raise ValueError(f"tensor {name} of the heads in {directory} has shape {shapes}")
-            if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-                raise ValueError(f"tensor {name} of the heads in {directory} holds values that are no finite numbers")
+            _refuse_not_finite(name, tensor, f" in {directory}")
         heads.load_state_dict(tensors, assign=True)
         return heads.requires_grad_(True)
 
 
-def _local_folder(source: str) -> Path:
+def _refuse_not_finite(name: str, tensor: torch.Tensor, where: str) -> None:
+    if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+        raise ValueError(f"tensor {name} of the heads{where} holds values that are no finite numbers")
+
+
+def _local_folder(source: str, **from_hub: Any) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
     if path.exists():
         raise NotADirectoryError(f"heads are read from a folder, and {source} is a file")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+    # A mistyped name in a folder that is there is not looked for on the hub.
+    if path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"there is no folder of heads at {source}")
-    folder = _fetch(source, [CONFIG, WEIGHTS, PUBLISHED_INDEX])
+    folder = _fetch(source, [CONFIG, WEIGHTS, PUBLISHED_INDEX], **from_hub)
     if not (folder / WEIGHTS).is_file():
         # The published heads lie in one or two of a whole model's many gigabytes of shards.
-        folder = _fetch(source, [CONFIG, PUBLISHED_INDEX, *(_published_files(folder) or [PUBLISHED_WEIGHTS])])
+        shards = _published_files(folder) or [PUBLISHED_WEIGHTS]
+        folder = _fetch(source, [CONFIG, PUBLISHED_INDEX, *shards], **from_hub)
     return folder
 
 
-def _fetch(repository: str, names: list[str]) -> Path:
+def _fetch(repository: str, names: list[str], **from_hub: Any) -> Path:
     """The files ``names`` of a hub repository, as far as it has them, in a folder of the hub's cache."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=names))
+        return Path(snapshot_download(repository, allow_patterns=names, **from_hub))
     except Exception as error:
         # The hub client raises many unrelated types for one fact: it could not be read.
         reason = f"could not be read from the Hugging Face hub ({type(error).__name__})"

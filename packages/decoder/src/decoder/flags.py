@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from decoder.options import parse_tree
+from decoder.options import CACHES, DRAFT_CACHES, VERIFICATIONS, parse_tree
 
 Settings = TypeVar("Settings")
 _METAVARS = {bool: None, int: "N", float: "X", str: "NAME"}
@@ -26,11 +26,17 @@ def _ids(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"token ids are written like 3,17, not {text!r}") from None
 
 
+_CHOICES = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS}
+# The docstring writes trees as Python does.
+_WORDS = {
+    "tree": "branching per depth: candidates for the next token, then those of each head under every parent "
+    "(1,3,3,3 is the paper's); or paths of ranks, as in '0.0.0 0.1 1'"
+}
 _TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS")}
 
 
 def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
-    """One flag per field of a dataclass; its help is the field's entry in the class's docstring."""
+    """One flag per field of a dataclass; its help is `_WORDS` or the field's entry in the class's docstring."""
     hints, words = get_type_hints(settings), _documented(settings)
     for field in fields(settings):
         default = field.default
@@ -40,12 +46,18 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
         else:
             hint = hints[field.name]
             kind, metavar = next((k, m) for k, m in _METAVARS.items() if k is hint or k in get_args(hint))
+        if kind is bool:
+            typed: dict[str, Any] = dict(action=argparse.BooleanOptionalAction)
+        elif field.name in _CHOICES:
+            typed = dict(choices=_CHOICES[field.name])
+        else:
+            typed = dict(type=kind, metavar=metavar)
         shown = "" if default is None or kind is bool else " (default: %(default)s)"
         group.add_argument(
             flag(field.name),
             default=default,
-            help=words[field.name].replace("%", "%%") + shown,
-            **(dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind, metavar=metavar)),
+            help=_WORDS.get(field.name, words[field.name]).replace("%", "%%") + shown,
+            **typed,
         )
 
 

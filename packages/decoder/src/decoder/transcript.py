@@ -1,5 +1,7 @@
 """A generation on disk: its text, and beside it the token ids that let a cut run go on."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +19,8 @@ class Transcript:
     """FILE holds the text, FILE.tokens what it is made of: the request, then one line per step.
 
     A step's tokens are written before their text, each line at once and without a buffer, so whenever the process
-    ends, both files hold whole steps but for a torn last line, which counts as not written.
+    ends, both files hold whole steps but for a torn last line, which counts as not written. FILE.tokens is locked from
+    where it is opened until `close`, so that no second run writes between.
 
     Attributes:
         request: what the text was asked for, as recorded; None when nothing is recorded yet.
@@ -30,7 +33,7 @@ class Transcript:
 
     Raises:
         FileExistsError: there is something and ``resume`` is off.
-        OSError: the place cannot be read or written.
+        OSError: the place cannot be read or written, or another run is writing there.
         ValueError: FILE cannot be resumed.
     """
 
@@ -46,15 +49,35 @@ class Transcript:
         self._tokens_file: BinaryIO | None = None
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} in")
+        for file in (path, self.tokens_path):
+            if file.exists() and not file.is_file():
+                raise OSError(f"{file} is no regular file: choose another --output")
         there = [p for p in (path, self.tokens_path) if p.exists()]
         if there and not resume:
             raise FileExistsError(f"{there[0]} exists: go on with it by --resume, or choose another --output")
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"the folder {path.parent} cannot be written")
         if self.tokens_path.exists():
-            self._read()
+            self._tokens_file = self.tokens_path.open("r+b", buffering=0)
+            try:
+                self._lock()
+                self._read()
+            except BaseException:
+                self.close()
+                raise
         if self.request is None and path.exists() and path.stat().st_size:
+            self.close()
             raise ValueError(f"{path} cannot be resumed, it has no record {self.tokens_path.name}: choose another file")
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._tokens_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another run is writing {self.path}: wait for it, or choose another --output") from None
+        except OSError as error:
+            # Some network file systems have no locks.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                raise
 
     def _read(self) -> None:
         lines = self.tokens_path.read_bytes().splitlines(keepends=True)
@@ -66,9 +89,12 @@ class Transcript:
         self.request, self._kept_bytes = header["request"], len(lines[0])
         for line in lines[1:]:
             step = _parse(line) if line.endswith(b"\n") else {}
-            if step.get("at") != len(self.token_ids) or not isinstance(step.get("tokens"), list):
+            tokens = step.get("tokens")
+            if step.get("at") != len(self.token_ids) or not isinstance(tokens, list):
                 break
-            self.token_ids += step["tokens"]
+            if not all(type(token) is int for token in tokens):
+                break
+            self.token_ids += tokens
             self.finish_reason = step.get("finish_reason")
             self._kept_bytes += len(line)
 
@@ -94,15 +120,20 @@ class Transcript:
         """Begin to write, with the ``text`` of the tokens so far.
 
         Raises:
+            FileExistsError: another run has begun FILE in the meantime.
             ValueError: FILE holds another text than its tokens give.
         """
+        if self._tokens_file is None:
+            try:
+                self._tokens_file = self.tokens_path.open("xb", buffering=0)
+            except FileExistsError:
+                words = "another run has begun it meanwhile: choose another --output"
+                raise FileExistsError(f"{self.path}: {words}") from None
+            self._lock()
+        self._tokens_file.truncate(self._kept_bytes)
+        self._tokens_file.seek(self._kept_bytes)
         if self.request is None:
-            self._tokens_file = self.tokens_path.open("wb", buffering=0)
             _write(self._tokens_file, _line({"format_version": FORMAT_VERSION, "request": request}))
-        else:
-            self._tokens_file = self.tokens_path.open("r+b", buffering=0)
-            self._tokens_file.truncate(self._kept_bytes)
-            self._tokens_file.seek(self._kept_bytes)
         encoded = text.encode()
         written = self.path.read_bytes() if self.path.exists() else b""
         if not (encoded.startswith(written) or written.startswith(encoded)):
