@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import decoder
 from decoder.attention import tree_attention
+from decoder.auditing import audit_tokens
 
 SEGMENTS = 32
 DATA = Path("data")
@@ -123,6 +124,12 @@ def attention_seconds(dec: decoder.Decoder, lengths: list[int], width: int) -> l
     return seconds
 
 
+def margin(dec: decoder.Decoder, prompt: list[int], texts: list[list[int]], first: int) -> float:
+    """How far the first difference of two texts is from a tie, by scoring both again up to it."""
+    reports = [audit_tokens(dec.model, prompt, tokens[: first + 1], sampling()) for tokens in texts]
+    return max(report.margin or 0.0 for report in reports)
+
+
 def segments(steps: list[tuple[int, float, int]], size: int) -> tuple[list[int], list[float]]:
     """Median step time per stretch of ``size`` tokens: (length at its middle, seconds)."""
     groups: dict[int, list[float]] = {}
@@ -181,6 +188,7 @@ def main() -> None:
             "planned_cache_bytes": plan,
             "memory_bytes": run["memory"],
             "first_difference_from_ar": first,
+            "margin": first and margin(dec, prompt, [run["tokens"], texts["ar"]], first),
             "step_seconds": dict(zip(lengths, seconds, strict=True)),
             "attention_seconds": dict(zip(lengths, alone, strict=True)),
             "stats": run["stats"],
@@ -191,7 +199,7 @@ def main() -> None:
             f"{lengths[0]} and {seconds[-1] * 1e3:.2f} ms at {lengths[-1]}; slope {row['step_slope_ns_per_token']:.1f} "
             f"ns per token of length, attention's own {row['attention_slope_ns_per_token']:.1f}; memory "
             f"{run['memory'] / 2**20:.0f} MiB, of which caches {plan / 2**20:.0f}; "
-            + ("identical to ar" if first is None else f"differs from ar at token {first}"),
+            + ("identical to ar" if first is None else f"differs from ar at token {first}, margin {row['margin']:.1e}"),
             flush=True,
         )
         axis.plot(lengths, [s * 1e3 for s in seconds], label=f"a step of {method}")
