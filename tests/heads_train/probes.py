@@ -1,6 +1,7 @@
 """Callbacks that tests add to a run by ``--trainer.callbacks``."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -26,6 +27,17 @@ class Cut(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_) -> None:
         if trainer.global_step == self.step:
             raise OSError("power cut")
+
+
+class Terminate(L.Callback):
+    """Sends SIGTERM, as a cluster's scheduler does, before step ``step``."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_) -> None:
+        if trainer.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
 
 
 class Shares(L.Callback):

@@ -234,6 +234,16 @@ def test_a_checkpoint_of_another_program_is_refused(flags, tmp_path, capsys):
     assert "the checkpoint is not one of heads-train" in capsys.readouterr().err
 
 
+def test_a_terminated_run_says_so_and_goes_on(flags, tmp_path, capsys):
+    terminate = ["--trainer.callbacks=probes.Terminate", "--trainer.callbacks.step=3", "--save_every=1"]
+    assert main(["fit", *flags, *terminate]) == 143
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last == "heads-train: stopped; the same command goes on from the checkpoint saved last"
+    assert 0 < torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] < 12
+    assert main(["fit", *flags]) == 0
+    assert json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["steps"] == 12
+
+
 def test_the_installed_command_reports_without_a_traceback(tmp_path):
     command = [sys.executable, "-c", "import sys; from heads_train.cli import main; sys.exit(main())"]
     done = subprocess.run([*command, "fit", "--config", "no.yaml"], capture_output=True, text=True, cwd=tmp_path)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from heads_train.callbacks import (
     Checkpoints,
@@ -26,6 +26,8 @@ from heads_train.data import BooksDataModule
 from heads_train.module import HeadsModule, TrainingDiverged
 
 CONFIGS = Path(__file__).parent / "configs"
+
+STOPPED = "stopped; the same command goes on from the checkpoint saved last"
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -185,14 +187,17 @@ def run(args: Sequence[str]) -> HeadsCLI:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status.
 
-    0: done; 1: training diverged; 2: wrong usage, missing input or a full disk; 130: stopped by Ctrl-C.
+    0: done; 1: training diverged; 2: wrong usage, missing input or a full disk; 130: stopped by Ctrl-C;
+    143: stopped by SIGTERM.
     """
     try:
         run(sys.argv[1:] if args is None else args)
+    except SIGTERMException:
+        return _fail(STOPPED, 143)
     except (KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        return _fail("stopped; the same command goes on from the checkpoint saved last", 130)
+        return _fail(STOPPED, 130)
     except TrainingDiverged as error:
         return _fail(error, 1)
     except (OSError, ValueError, MisconfigurationException) as error:
