@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 from tiny_books import make_random_model
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, T5Config, T5ForConditionalGeneration
 
 from decoder import DraftHeads
 from heads_train import cli
@@ -183,14 +184,40 @@ def test_a_model_that_is_no_decoder_is_refused(flags, model, tmp_path, capsys):
     t5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
     assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 't5'}"]) == 2
-    assert "models of type t5 are not supported" in capsys.readouterr().err
+    assert "t5 is an encoder-decoder; only decoder-only causal models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, "mistral has sliding attention layers; only full attention"),
+        (ResNetConfig().to_dict(), "resnet is no causal language model"),
+        ({"hidden_size": "x"}, "cannot be read: "),
+    ],
+)
+def test_a_model_that_could_not_be_decoded_is_refused_before_its_weights_are_read(
+    flags, model, tmp_path, capsys, change, reason
+):
+    config = change if change.get("model_type") == "resnet" else json.loads((model / "config.json").read_text()) | change
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
+    assert reason in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_weights_that_are_cut_short_are_named(flags, model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
+    assert f"the model {tmp_path / 'model'} cannot be read: " in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
-        ("--model.model_name_or_path=nobody/no-model", "the configuration of model nobody/no-model cannot be loaded"),
+        ("--model.model_name_or_path=nobody/no-model", "the model nobody/no-model cannot be read"),
         ("--data.source=nobody/no-books", "the data set nobody/no-books could not be read from the Hugging Face hub"),
     ],
 )

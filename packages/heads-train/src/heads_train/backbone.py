@@ -1,46 +1,49 @@
 """The frozen model under the heads: its configuration, its tokenizer, its last hidden state."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from decoder.draft_heads import DraftHeads
+from decoder.loading import read_config, read_model, read_tokenizer
 
 
-def _load(what: str, loader: Callable, name: str, **kwargs):
-    """Call a ``from_pretrained``; its many errors become one OSError that names the model."""
+def _check_local(name: str) -> None:
+    """Refuse a folder that is not there before `decoder` would look for it on the hub."""
     # data/ and runs/ are this repository's own folders and no owners on the hub.
     looks_local = name.startswith(("/", ".", "~", "data/", "runs/")) or name.count("/") != 1
     if looks_local and not Path(name).is_dir():
         where = "" if Path(name).is_absolute() else " (looked for below the current folder)"
         raise FileNotFoundError(f"there is no model folder at {name}{where}")
-    try:
-        return loader(name, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()
-        detail = f": {reason[0].rstrip('.')}" if reason else ""
-        raise OSError(f"the {what} of model {name} cannot be loaded{detail}") from error
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """The text configuration of a model folder or hub id. Raises OSError when it cannot be loaded."""
-    return _load("configuration", AutoConfig.from_pretrained, name).get_text_config()
+    """The configuration of a model folder or hub id.
+
+    Raises OSError when it cannot be loaded, ValueError for a model that `decoder` could not decode.
+    """
+    _check_local(name)
+    return read_config(name)
 
 
 def load_tokenizer(name: str):
     """The tokenizer of a model folder or hub id. Raises OSError when it cannot be loaded."""
-    return _load("tokenizer", AutoTokenizer.from_pretrained, name)
+    _check_local(name)
+    return read_tokenizer(name)
 
 
 def load_backbone(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a folder or hub id in ``dtype``, frozen, in eval mode. Raises OSError when it cannot be loaded."""
-    model = _load("weights", AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
-    return model.eval().requires_grad_(False)
+    """The model of a folder or hub id in ``dtype``, frozen, in eval mode.
+
+    Raises OSError when it cannot be loaded, ValueError when it lacks tensors that its configuration asks for.
+    """
+    _check_local(name)
+    # Lightning makes the training device the default one while a model is configured.
+    return read_model(name, torch.get_default_device(), dtype=dtype).requires_grad_(False)
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
