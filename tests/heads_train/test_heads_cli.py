@@ -10,7 +10,16 @@ import pytest
 import torch
 import yaml
 from tiny_books import make_random_model
-from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    ResNetConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from decoder import DraftHeads
 from heads_train import cli
@@ -203,6 +212,29 @@ def test_a_model_that_could_not_be_decoded_is_refused_before_its_weights_are_rea
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
     assert reason in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_model_that_scales_its_logits_is_refused_and_one_that_scales_by_one_is_not(flags, model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "granite")
+    sizes = json.loads((model / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: sizes[name] for name in (*names, "num_key_value_heads", "max_position_embeddings")}
+    for scaling, status in ((8.0, 2), (1.0, 0)):
+        config = GraniteConfig(**sizes, logits_scaling=scaling)
+        GraniteForCausalLM(config).save_pretrained(tmp_path / "granite")
+        flags = [*flags, f"--model.model_name_or_path={tmp_path / 'granite'}", "--trainer.max_steps=1"]
+        assert main(["fit", *flags]) == status
+        refused = "GraniteForCausalLM is not supported: it changes its logits behind" in capsys.readouterr().err
+        assert refused == (status == 2)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_named(flags, model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "model")
+    small = LlamaForCausalLM.from_pretrained(model)
+    small.resize_token_embeddings(10)
+    small.save_pretrained(tmp_path / "model")
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
+    assert "and the model has 10 tokens only: give the model its own tokenizer" in capsys.readouterr().err
 
 
 def test_weights_that_are_cut_short_are_named(flags, model, tmp_path, capsys):

@@ -92,20 +92,45 @@ def norm_eps(config: PretrainedConfig) -> float:
 
 
 class LastHidden:
-    """Runs a model's layers and returns h_0, the input of its final norm."""
+    """Runs a model's layers and returns h_0, the input of its final norm.
+
+    Raises ValueError for a model whose logits are not what its language-model head makes of the normed h_0: the loss
+    would be that of another model.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.decoder = model.get_decoder()
         self.hidden: Tensor | None = None
         self.norm = final_norm(model)
         self.norm.register_forward_pre_hook(self._keep)
+        self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._check_logits(model)
+
+    @torch.no_grad()
+    def _check_logits(self, model: PreTrainedModel) -> None:
+        logits = model(input_ids=torch.arange(4, device=model.device)[None] % self.vocabulary, use_cache=False).logits
+        hidden, self.hidden = self.hidden, None
+        expected = model.get_output_embeddings()(self.norm(hidden))
+        self.hidden = None
+        if not torch.allclose(logits, expected.to(logits), rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
+            raise ValueError(
+                f"{type(model).__name__} is not supported: it changes its logits behind the language-model head"
+            )
 
     def _keep(self, _, inputs: tuple) -> None:
         self.hidden = inputs[0]
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """``input_ids`` [batch, length] -> h_0 [batch, length, d], without gradients."""
+        """``input_ids`` [batch, length] -> h_0 [batch, length, d], without gradients.
+
+        Raises ValueError for ids that the model has no embedding of.
+        """
+        if (largest := input_ids.max().item()) >= self.vocabulary:
+            raise ValueError(
+                f"the tokenizer gives token {largest}, and the model has {self.vocabulary} tokens only: give the model "
+                "its own tokenizer"
+            )
         self.decoder(input_ids=input_ids, use_cache=False)
         hidden, self.hidden = self.hidden, None
         return hidden
