@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import lightning as L
+import torch
 
 
 class Slow(L.Callback):
@@ -38,6 +39,13 @@ class Terminate(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_) -> None:
         if trainer.global_step == self.step:
             signal.raise_signal(signal.SIGTERM)
+
+
+class Hungry(L.Callback):
+    """Asks for more memory than there is, before the first step."""
+
+    def on_train_batch_start(self, *_) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
 
 
 class Shares(L.Callback):

@@ -167,6 +167,8 @@ def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, mon
         (["--data.text_column=body"], "no text column 'body' but short_book_title, text; give --data.text_column"),
         (["--data.source=generated"], "data.source generated and --data.generated.prompts"),
         (["--data.max_chunks=0"], "data.max_chunks must be at least 1, got 0"),
+        (["--trainer.log_every_n_steps=0"], "trainer.log_every_n_steps must be at least 1, got 0"),
+        (["--trainer.callbacks=probes.Hungry"], "memory ran out; lower --data.batch_size or --model.loss_chunk_tokens"),
         (["--trainer.strategy=fsdp", "--trainer.devices=auto"], "give --trainer.devices"),
     ],
 )
@@ -207,7 +209,9 @@ def test_a_model_that_is_no_decoder_is_refused(flags, model, tmp_path, capsys):
 def test_a_model_that_could_not_be_decoded_is_refused_before_its_weights_are_read(
     flags, model, tmp_path, capsys, change, reason
 ):
-    config = change if change.get("model_type") == "resnet" else json.loads((model / "config.json").read_text()) | change
+    config = (
+        change if change.get("model_type") == "resnet" else json.loads((model / "config.json").read_text()) | change
+    )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
@@ -291,6 +295,37 @@ def test_a_checkpoint_of_another_program_is_refused(flags, tmp_path, capsys):
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, tmp_path / "other.ckpt")
     assert main(["validate", *flags, f"--ckpt_path={tmp_path / 'other.ckpt'}"]) == 2
     assert "the checkpoint is not one of heads-train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "empty", "heads"])
+def test_a_file_that_is_no_whole_checkpoint_is_named(flags, tmp_path, capsys, damage):
+    whole = tmp_path / "whole.ckpt"
+    torch.save({"state_dict": {"a": torch.zeros(5000)}}, whole)
+    DraftHeads(32, 3).save_pretrained(tmp_path / "heads")
+    contents = {
+        "garbage": b"no checkpoint at all",
+        "cut": whole.read_bytes()[:10000],
+        "empty": b"",
+        "heads": (tmp_path / "heads" / "heads.safetensors").read_bytes(),
+    }
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    last.write_bytes(contents[damage])
+    reason = f"heads-train: {last} cannot be read as a checkpoint; give another"
+    for args in (["fit", *flags], ["validate", *flags, f"--ckpt_path={last}"]):
+        assert main(args) == 2
+        assert capsys.readouterr().err.strip().splitlines()[-1].startswith(reason)
+    assert last.read_bytes() == contents[damage]
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_measuring_untrained_heads_is_said(flags, tmp_path, capsys, subcommand):
+    DraftHeads(32, 3, 1e-5).save_pretrained(tmp_path / "heads")
+    said = "measuring untrained heads; give --ckpt_path or --model.heads"
+    assert main([subcommand, *flags]) == 0
+    assert said in capsys.readouterr().err
+    assert main([subcommand, *flags, f"--model.heads={tmp_path / 'heads'}"]) == 0
+    assert said not in capsys.readouterr().err
 
 
 def test_a_terminated_run_says_so_and_goes_on(flags, tmp_path, capsys):
