@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from decoder import DraftHeads
+from decoder.draft_heads import KINDS
 from heads_train import cli
 from heads_train.cli import CONFIGS, main
 
@@ -126,6 +129,19 @@ def test_every_shipped_config_trains_one_step_of_a_small_model_of_its_architectu
     assert any(state["exp_avg"].abs().max() > 0 for state in optimizer["state"].values())
 
 
+@pytest.mark.parametrize("readme", ["README.md", "packages/heads-train/README.md"])
+def test_heads_named_in_a_readme_are_where_a_shipped_config_leaves_them(readme):
+    text = (Path(__file__).parents[2] / readme).read_text()
+    outputs = {yaml.safe_load(path.read_text())["output"] for path in CONFIGS.glob("*.yaml")}
+    named = set(re.findall(r"(runs/[\w.-]+)/(?:best|last)", text))
+    assert named and named <= outputs
+
+
+def test_the_template_names_every_kind_of_heads():
+    line = next(line for line in (CONFIGS / "template.yaml").read_text().splitlines() if line.startswith("  kind:"))
+    assert [kind for kind in KINDS if kind not in line] == []
+
+
 def test_print_config_prints_what_a_run_would_use(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["fit", "--config", "r1-qwen-32b.yaml", "--model.num_heads", "4", "--print_config"])
@@ -160,8 +176,9 @@ def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, mon
         (["--config=nothing.yaml"], "there is no configuration nothing.yaml; shipped are"),
         (["--ckpt_path=/no/such.ckpt"], "/no/such.ckpt"),
         (["--ckpt_path=last"], "there is no checkpoint"),
-        (["--model.head_weights=[1,2]"], "model.head_weights must be 3 numbers of at least 0, got [1.0, 2.0]"),
+        (["--model.head_weights=[1,2]"], "model.head_weights must be 3 numbers of at least 0 and not all 0, got [1.0"),
         (["--model.head_weights=[1,-2,1]"], "model.head_weights must be 3 numbers"),
+        (["--model.head_weights=[0,0,0]"], "at least 0 and not all 0, got [0.0, 0.0, 0.0]"),
         (["--model.loss_chunk_tokens=0"], "model.loss_chunk_tokens must be at least 1, got 0"),
         (["--model.heads=/no/heads"], "there is no folder of heads at /no/heads"),
         (["--data.text_column=body"], "no text column 'body' but short_book_title, text; give --data.text_column"),
