@@ -96,7 +96,9 @@ class HeadsCLI(LightningCLI):
         if config["strategy"] == "fsdp":
             config["strategy"] = self._fully_sharded(config)
         if self.subcommand == "fit":
-            config["callbacks"] = [*(config["callbacks"] or []), *self._results(config)]
+            given = config["callbacks"] or []
+            given = [given] if isinstance(given, L.Callback) else given
+            config["callbacks"] = [*given, *self._results(config)]
         return super().instantiate_trainer(**config, **kwargs)
 
     @staticmethod
