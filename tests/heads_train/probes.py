@@ -1,10 +1,12 @@
 """Callbacks that tests add to a run by ``--trainer.callbacks``."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
 import lightning as L
+import torch
 
 
 class Slow(L.Callback):
@@ -26,6 +28,24 @@ class Cut(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_) -> None:
         if trainer.global_step == self.step:
             raise OSError("power cut")
+
+
+class Terminate(L.Callback):
+    """Sends SIGTERM, as a cluster's scheduler does, before step ``step``."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_) -> None:
+        if trainer.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Hungry(L.Callback):
+    """Asks for more memory than there is, before the first step."""
+
+    def on_train_batch_start(self, *_) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
 
 
 class Shares(L.Callback):

@@ -2,16 +2,29 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from tiny_books import make_random_model
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    ResNetConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from decoder import DraftHeads
+from decoder.draft_heads import KINDS
 from heads_train import cli
 from heads_train.cli import CONFIGS, main
 
@@ -116,6 +129,19 @@ def test_every_shipped_config_trains_one_step_of_a_small_model_of_its_architectu
     assert any(state["exp_avg"].abs().max() > 0 for state in optimizer["state"].values())
 
 
+@pytest.mark.parametrize("readme", ["README.md", "packages/heads-train/README.md"])
+def test_heads_named_in_a_readme_are_where_a_shipped_config_leaves_them(readme):
+    text = (Path(__file__).parents[2] / readme).read_text()
+    outputs = {yaml.safe_load(path.read_text())["output"] for path in CONFIGS.glob("*.yaml")}
+    named = set(re.findall(r"(runs/[\w.-]+)/(?:best|last)", text))
+    assert named and named <= outputs
+
+
+def test_the_template_names_every_kind_of_heads():
+    line = next(line for line in (CONFIGS / "template.yaml").read_text().splitlines() if line.startswith("  kind:"))
+    assert [kind for kind in KINDS if kind not in line] == []
+
+
 def test_print_config_prints_what_a_run_would_use(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["fit", "--config", "r1-qwen-32b.yaml", "--model.num_heads", "4", "--print_config"])
@@ -150,13 +176,16 @@ def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, mon
         (["--config=nothing.yaml"], "there is no configuration nothing.yaml; shipped are"),
         (["--ckpt_path=/no/such.ckpt"], "/no/such.ckpt"),
         (["--ckpt_path=last"], "there is no checkpoint"),
-        (["--model.head_weights=[1,2]"], "model.head_weights must be 3 numbers of at least 0, got [1.0, 2.0]"),
+        (["--model.head_weights=[1,2]"], "model.head_weights must be 3 numbers of at least 0 and not all 0, got [1.0"),
         (["--model.head_weights=[1,-2,1]"], "model.head_weights must be 3 numbers"),
+        (["--model.head_weights=[0,0,0]"], "at least 0 and not all 0, got [0.0, 0.0, 0.0]"),
         (["--model.loss_chunk_tokens=0"], "model.loss_chunk_tokens must be at least 1, got 0"),
         (["--model.heads=/no/heads"], "there is no folder of heads at /no/heads"),
         (["--data.text_column=body"], "no text column 'body' but short_book_title, text; give --data.text_column"),
         (["--data.source=generated"], "data.source generated and --data.generated.prompts"),
         (["--data.max_chunks=0"], "data.max_chunks must be at least 1, got 0"),
+        (["--trainer.log_every_n_steps=0"], "trainer.log_every_n_steps must be at least 1, got 0"),
+        (["--trainer.callbacks=probes.Hungry"], "memory ran out; lower --data.batch_size or --model.loss_chunk_tokens"),
         (["--trainer.strategy=fsdp", "--trainer.devices=auto"], "give --trainer.devices"),
     ],
 )
@@ -183,14 +212,65 @@ def test_a_model_that_is_no_decoder_is_refused(flags, model, tmp_path, capsys):
     t5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
     assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 't5'}"]) == 2
-    assert "models of type t5 are not supported" in capsys.readouterr().err
+    assert "t5 is an encoder-decoder; only decoder-only causal models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, "mistral has sliding attention layers; only full attention"),
+        (ResNetConfig().to_dict(), "resnet is no causal language model"),
+        ({"hidden_size": "x"}, "cannot be read: "),
+    ],
+)
+def test_a_model_that_could_not_be_decoded_is_refused_before_its_weights_are_read(
+    flags, model, tmp_path, capsys, change, reason
+):
+    config = (
+        change if change.get("model_type") == "resnet" else json.loads((model / "config.json").read_text()) | change
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
+    assert reason in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_model_that_scales_its_logits_is_refused_and_one_that_scales_by_one_is_not(flags, model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "granite")
+    sizes = json.loads((model / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: sizes[name] for name in (*names, "num_key_value_heads", "max_position_embeddings")}
+    for scaling, status in ((8.0, 2), (1.0, 0)):
+        config = GraniteConfig(**sizes, logits_scaling=scaling)
+        GraniteForCausalLM(config).save_pretrained(tmp_path / "granite")
+        flags = [*flags, f"--model.model_name_or_path={tmp_path / 'granite'}", "--trainer.max_steps=1"]
+        assert main(["fit", *flags]) == status
+        refused = "GraniteForCausalLM is not supported: it changes its logits behind" in capsys.readouterr().err
+        assert refused == (status == 2)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_named(flags, model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "model")
+    small = LlamaForCausalLM.from_pretrained(model)
+    small.resize_token_embeddings(10)
+    small.save_pretrained(tmp_path / "model")
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
+    assert "and the model has 10 tokens only: give the model its own tokenizer" in capsys.readouterr().err
+
+
+def test_weights_that_are_cut_short_are_named(flags, model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert main(["fit", *flags, f"--model.model_name_or_path={tmp_path / 'model'}"]) == 2
+    assert f"the model {tmp_path / 'model'} cannot be read: " in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
-        ("--model.model_name_or_path=nobody/no-model", "the configuration of model nobody/no-model cannot be loaded"),
+        ("--model.model_name_or_path=nobody/no-model", "the model nobody/no-model cannot be read"),
         ("--data.source=nobody/no-books", "the data set nobody/no-books could not be read from the Hugging Face hub"),
     ],
 )
@@ -232,6 +312,47 @@ def test_a_checkpoint_of_another_program_is_refused(flags, tmp_path, capsys):
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, tmp_path / "other.ckpt")
     assert main(["validate", *flags, f"--ckpt_path={tmp_path / 'other.ckpt'}"]) == 2
     assert "the checkpoint is not one of heads-train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "empty", "heads"])
+def test_a_file_that_is_no_whole_checkpoint_is_named(flags, tmp_path, capsys, damage):
+    whole = tmp_path / "whole.ckpt"
+    torch.save({"state_dict": {"a": torch.zeros(5000)}}, whole)
+    DraftHeads(32, 3).save_pretrained(tmp_path / "heads")
+    contents = {
+        "garbage": b"no checkpoint at all",
+        "cut": whole.read_bytes()[:10000],
+        "empty": b"",
+        "heads": (tmp_path / "heads" / "heads.safetensors").read_bytes(),
+    }
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    last.write_bytes(contents[damage])
+    reason = f"heads-train: {last} cannot be read as a checkpoint; give another"
+    for args in (["fit", *flags], ["validate", *flags, f"--ckpt_path={last}"]):
+        assert main(args) == 2
+        assert capsys.readouterr().err.strip().splitlines()[-1].startswith(reason)
+    assert last.read_bytes() == contents[damage]
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_measuring_untrained_heads_is_said(flags, tmp_path, capsys, subcommand):
+    DraftHeads(32, 3, 1e-5).save_pretrained(tmp_path / "heads")
+    said = "measuring untrained heads; give --ckpt_path or --model.heads"
+    assert main([subcommand, *flags]) == 0
+    assert said in capsys.readouterr().err
+    assert main([subcommand, *flags, f"--model.heads={tmp_path / 'heads'}"]) == 0
+    assert said not in capsys.readouterr().err
+
+
+def test_a_terminated_run_says_so_and_goes_on(flags, tmp_path, capsys):
+    terminate = ["--trainer.callbacks=probes.Terminate", "--trainer.callbacks.step=3", "--save_every=1"]
+    assert main(["fit", *flags, *terminate]) == 143
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last == "heads-train: stopped; the same command goes on from the checkpoint saved last"
+    assert 0 < torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] < 12
+    assert main(["fit", *flags]) == 0
+    assert json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["steps"] == 12
 
 
 def test_the_installed_command_reports_without_a_traceback(tmp_path):

@@ -1,5 +1,6 @@
 """Books become chunks: from any source, once, in an order that can be gone on with."""
 
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -143,6 +144,23 @@ def test_a_stream_that_breaks_off_says_so(chunks_of, hub):
     (hub / "broken" / "train-1.parquet").write_bytes(b"PAR1 cut short")
     with pytest.raises(OSError, match="the data set someone/broken could not be read from the Hugging Face hub"):
         chunks_of("someone/broken", streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("train.jsonl.gz", lambda data: data[:40] + bytes(len(data) - 40), "train.jsonl.gz is damaged"),
+        ("train.jsonl.gz", lambda data: data[: len(data) // 2], "train.jsonl.gz is cut short"),
+        ("train.jsonl.gz", lambda data: data[:-8] + bytes(8), "train.jsonl.gz is damaged"),
+        ("train.jsonl.gz", gzip.decompress, "train.jsonl.gz is damaged or no gzip file"),
+        ("train.jsonl", lambda data: data, "train.jsonl is not UTF-8 text"),
+    ],
+)
+def test_damaged_books_are_named(chunks_of, tmp_path, name, damage, reason):
+    whole = "".join(json.dumps({"text": words(30, i)}) + "\n" for i in range(20)).encode()
+    (tmp_path / name).write_bytes(damage(gzip.compress(whole)))
+    with pytest.raises((OSError, ValueError), match=reason):
+        chunks_of(tmp_path)
 
 
 def test_reading_stops_at_max_chunks(chunks_of, tmp_path):

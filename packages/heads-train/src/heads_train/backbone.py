@@ -1,46 +1,49 @@
 """The frozen model under the heads: its configuration, its tokenizer, its last hidden state."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from decoder.draft_heads import DraftHeads
+from decoder.loading import read_config, read_model, read_tokenizer
 
 
-def _load(what: str, loader: Callable, name: str, **kwargs):
-    """Call a ``from_pretrained``; its many errors become one OSError that names the model."""
+def _check_local(name: str) -> None:
+    """Refuse a folder that is not there before `decoder` would look for it on the hub."""
     # data/ and runs/ are this repository's own folders and no owners on the hub.
     looks_local = name.startswith(("/", ".", "~", "data/", "runs/")) or name.count("/") != 1
     if looks_local and not Path(name).is_dir():
         where = "" if Path(name).is_absolute() else " (looked for below the current folder)"
         raise FileNotFoundError(f"there is no model folder at {name}{where}")
-    try:
-        return loader(name, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()
-        detail = f": {reason[0].rstrip('.')}" if reason else ""
-        raise OSError(f"the {what} of model {name} cannot be loaded{detail}") from error
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """The text configuration of a model folder or hub id. Raises OSError when it cannot be loaded."""
-    return _load("configuration", AutoConfig.from_pretrained, name).get_text_config()
+    """The configuration of a model folder or hub id.
+
+    Raises OSError when it cannot be loaded, ValueError for a model that `decoder` could not decode.
+    """
+    _check_local(name)
+    return read_config(name)
 
 
 def load_tokenizer(name: str):
     """The tokenizer of a model folder or hub id. Raises OSError when it cannot be loaded."""
-    return _load("tokenizer", AutoTokenizer.from_pretrained, name)
+    _check_local(name)
+    return read_tokenizer(name)
 
 
 def load_backbone(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a folder or hub id in ``dtype``, frozen, in eval mode. Raises OSError when it cannot be loaded."""
-    model = _load("weights", AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
-    return model.eval().requires_grad_(False)
+    """The model of a folder or hub id in ``dtype``, frozen, in eval mode.
+
+    Raises OSError when it cannot be loaded, ValueError when it lacks tensors that its configuration asks for.
+    """
+    _check_local(name)
+    # Lightning makes the training device the default one while a model is configured.
+    return read_model(name, torch.get_default_device(), dtype=dtype).requires_grad_(False)
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -89,20 +92,45 @@ def norm_eps(config: PretrainedConfig) -> float:
 
 
 class LastHidden:
-    """Runs a model's layers and returns h_0, the input of its final norm."""
+    """Runs a model's layers and returns h_0, the input of its final norm.
+
+    Raises ValueError for a model whose logits are not what its language-model head makes of the normed h_0: the loss
+    would be that of another model.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.decoder = model.get_decoder()
         self.hidden: Tensor | None = None
         self.norm = final_norm(model)
         self.norm.register_forward_pre_hook(self._keep)
+        self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._check_logits(model)
+
+    @torch.no_grad()
+    def _check_logits(self, model: PreTrainedModel) -> None:
+        logits = model(input_ids=torch.arange(4, device=model.device)[None] % self.vocabulary, use_cache=False).logits
+        hidden, self.hidden = self.hidden, None
+        expected = model.get_output_embeddings()(self.norm(hidden))
+        self.hidden = None
+        if not torch.allclose(logits, expected.to(logits), rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
+            raise ValueError(
+                f"{type(model).__name__} is not supported: it changes its logits behind the language-model head"
+            )
 
     def _keep(self, _, inputs: tuple) -> None:
         self.hidden = inputs[0]
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """``input_ids`` [batch, length] -> h_0 [batch, length, d], without gradients."""
+        """``input_ids`` [batch, length] -> h_0 [batch, length, d], without gradients.
+
+        Raises ValueError for ids that the model has no embedding of.
+        """
+        if (largest := input_ids.max().item()) >= self.vocabulary:
+            raise ValueError(
+                f"the tokenizer gives token {largest}, and the model has {self.vocabulary} tokens only: give the model "
+                "its own tokenizer"
+            )
         self.decoder(input_ids=input_ids, use_cache=False)
         hidden, self.hidden = self.hidden, None
         return hidden

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
+from decoder.loading import out_of_memory
 from heads_train.callbacks import (
     Checkpoints,
     ExportHeads,
@@ -26,6 +28,8 @@ from heads_train.data import BooksDataModule
 from heads_train.module import HeadsModule, TrainingDiverged
 
 CONFIGS = Path(__file__).parent / "configs"
+
+STOPPED = "stopped; the same command goes on from the checkpoint saved last"
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -82,6 +86,9 @@ class HeadsCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs) -> L.Trainer:
         config = self._get(self.config_init, "trainer")
+        every = config["log_every_n_steps"]
+        if every is not None and every < 1:
+            raise ValueError(f"trainer.log_every_n_steps must be at least 1, got {every}")
         if config["logger"] in (None, True):
             config["logger"] = TensorBoardLogger(self.output, name="", version="")
         if config["default_root_dir"] is None:
@@ -89,7 +96,9 @@ class HeadsCLI(LightningCLI):
         if config["strategy"] == "fsdp":
             config["strategy"] = self._fully_sharded(config)
         if self.subcommand == "fit":
-            config["callbacks"] = [*(config["callbacks"] or []), *self._results(config)]
+            given = config["callbacks"] or []
+            given = [given] if isinstance(given, L.Callback) else given
+            config["callbacks"] = [*given, *self._results(config)]
         return super().instantiate_trainer(**config, **kwargs)
 
     @staticmethod
@@ -116,6 +125,9 @@ class HeadsCLI(LightningCLI):
             trainer["plugins"] = [*(trainer["plugins"] or []), WholeCheckpoints()]
         return callbacks
 
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would look for settings in the checkpoint; ours hold none, and may be no checkpoints at all."""
+
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         last = self.output / "checkpoints" / "last.ckpt"
@@ -126,9 +138,26 @@ class HeadsCLI(LightningCLI):
         elif kwargs["ckpt_path"] is None and subcommand == "fit" and last.is_file():
             print(f"going on from {last}; give another --output to start afresh", file=sys.stderr)
             kwargs["ckpt_path"] = str(last)
+        elif kwargs["ckpt_path"] is None and subcommand != "fit" and self._get(self.config, "model.heads") is None:
+            print("measuring untrained heads; give --ckpt_path or --model.heads to measure others", file=sys.stderr)
+        if kwargs["ckpt_path"] is not None:
+            _check_checkpoint(Path(kwargs["ckpt_path"]))
         # A checkpoint is the user's own file and holds Lightning's callback states beside tensors.
         kwargs["weights_only"] = False
         return kwargs
+
+
+def _check_checkpoint(path: Path) -> None:
+    """Raise OSError for a file that is no whole checkpoint; its numbers are not read."""
+    if not path.is_file():
+        return
+    try:
+        torch.load(path, map_location="meta", weights_only=False)
+    except Exception as error:
+        # Unpickling bytes of any kind raises errors of any type.
+        raise OSError(
+            f"{path} cannot be read as a checkpoint; give another --ckpt_path, or another --output to start afresh"
+        ) from error
 
 
 def find_config(name: str) -> str:
@@ -185,20 +214,27 @@ def run(args: Sequence[str]) -> HeadsCLI:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status.
 
-    0: done; 1: training diverged; 2: wrong usage, missing input or a full disk; 130: stopped by Ctrl-C.
+    0: done; 1: training diverged; 2: wrong usage, missing input, a full disk or memory; 130: stopped by Ctrl-C;
+    143: stopped by SIGTERM.
     """
     try:
         run(sys.argv[1:] if args is None else args)
+    except SIGTERMException:
+        return _fail(STOPPED, 143)
     except (KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        return _fail("stopped; the same command goes on from the checkpoint saved last", 130)
+        return _fail(STOPPED, 130)
     except TrainingDiverged as error:
         return _fail(error, 1)
     except (OSError, ValueError, MisconfigurationException) as error:
         if getattr(error, "errno", None) in DISK_FULL:
             error = f"{error}: free some space and give the same command again; what was saved before is whole"
         return _fail(error, 2)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return _fail("memory ran out; lower --data.batch_size or --model.loss_chunk_tokens", 2)
     return 0
 
 

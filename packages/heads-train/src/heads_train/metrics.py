@@ -33,7 +33,8 @@ class TokensPerStep(Metric):
     Entry k - 1 is for the tree (1, k, k, ...): at every position, how many heads in a row, from the first on, have
     their target among their k likeliest tokens, on average, plus two: the draft pass's own next token, taken as
     always accepted, and the token that the verification adds. So it is what greedy decoding of this very text would
-    give with a partial cache as good as the full one.
+    give with a partial cache as good as the full one. Methods without a draft pass (medusa, tokenswift-fused, auto)
+    draft no such first token: theirs is one less.
     """
 
     def __init__(self, num_heads: int, max_k: int = 3):

@@ -84,8 +84,11 @@ class HeadsModule(L.LightningModule):
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, (beta1, beta2)
         self.warmup_steps = warmup_steps
         self.head_weights = [1.0] * num_heads if head_weights is None else list(head_weights)
-        if len(self.head_weights) != num_heads or min(self.head_weights) < 0 or not sum(self.head_weights) < torch.inf:
-            raise ValueError(f"model.head_weights must be {num_heads} numbers of at least 0, got {self.head_weights}")
+        total = sum(self.head_weights)
+        if len(self.head_weights) != num_heads or min(self.head_weights) < 0 or not 0 < total < torch.inf:
+            raise ValueError(
+                f"model.head_weights must be {num_heads} numbers of at least 0 and not all 0, got {self.head_weights}"
+            )
         self.distill = distill
         self.loss_chunk_tokens = loss_chunk_tokens
         self.backbone_dtype = backbone_dtype

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,3 +167,7 @@ def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
                 yield _text(str(path), column, book[column])
     except EOFError as error:
         raise OSError(f"{path} is cut short") from error
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise OSError(f"{path} is damaged or no gzip file ({error}); fetch it anew") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text") from error
