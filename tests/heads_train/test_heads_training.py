@@ -145,10 +145,19 @@ def test_backbone_gets_no_gradient_no_training_mode_and_no_place_in_checkpoints(
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-# An epoch has 6 batches and a validation: cut inside the first, on its edge, and inside a later one.
-@pytest.mark.parametrize(("cut_at", "accumulate"), [(3, 1), (6, 1), (8, 2)])
-def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, accumulate):
-    flags = [*flags, "--save_every=1", f"--trainer.accumulate_grad_batches={accumulate}"]
+# An epoch has 6 batches and a validation: cut inside the first, on its edge, and inside a later one; then after a
+# validation between the batches of one step.
+@pytest.mark.parametrize(
+    ("cut_at", "extra"),
+    [
+        (3, []),
+        (6, []),
+        (8, ["--trainer.accumulate_grad_batches=2"]),
+        (8, ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=5", "--save_every=3"]),
+    ],
+)
+def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, extra):
+    flags = [*flags, "--save_every=1", *extra]
     assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
     training_step = HeadsModule.training_step
 
@@ -169,6 +178,26 @@ def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, accu
     ends = [torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=False) for run in ("whole", "out")]
     for callback in ("LossCurves", "ExportHeads"):
         assert ends[0]["callbacks"][callback] == ends[1]["callbacks"][callback]
+
+
+def test_a_run_cut_again_between_the_batches_of_one_step_equals_uncut(flags, tmp_path, monkeypatch):
+    flags = [*flags, "--save_every=1", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
+    assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
+    training_step = HeadsModule.training_step
+    for batches in (4, 1):
+        left = iter(range(batches))
+
+        def cut(module, *args, left=left):
+            if next(left, None) is None:
+                raise OSError("power cut")
+            return training_step(module, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadsModule, "training_step", cut)
+            assert main(["fit", *flags]) == 2
+    assert main(["fit", *flags]) == 0
+    whole, resumed = heads_of(tmp_path / "whole" / "last"), heads_of(tmp_path / "out" / "last")
+    assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
 
 
 def start(flags: list[str]) -> subprocess.Popen:
