@@ -146,7 +146,7 @@ def test_backbone_gets_no_gradient_no_training_mode_and_no_place_in_checkpoints(
 
 
 # An epoch has 6 batches and a validation: cut inside the first, on its edge, and inside a later one; then after a
-# validation between the batches of one step.
+# validation between the batches of one step, and in epochs of 4 batches.
 @pytest.mark.parametrize(
     ("cut_at", "extra"),
     [
@@ -154,6 +154,8 @@ def test_backbone_gets_no_gradient_no_training_mode_and_no_place_in_checkpoints(
         (6, []),
         (8, ["--trainer.accumulate_grad_batches=2"]),
         (8, ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=5", "--save_every=3"]),
+        (6, ["--trainer.limit_train_batches=4", "--trainer.val_check_interval=4"]),
+        (6, ["--trainer.limit_train_batches=0.7", "--trainer.val_check_interval=4"]),
     ],
 )
 def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, extra):
@@ -178,6 +180,13 @@ def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, extr
     ends = [torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=False) for run in ("whole", "out")]
     for callback in ("LossCurves", "ExportHeads"):
         assert ends[0]["callbacks"][callback] == ends[1]["callbacks"][callback]
+
+
+def test_a_run_on_the_same_few_batches_is_not_gone_on_with(flags, capsys):
+    flags = [*flags, "--trainer.overfit_batches=4", "--trainer.val_check_interval=4", "--save_every=1"]
+    assert main(["fit", *flags, "--trainer.max_steps=2"]) == 0
+    assert main(["fit", *flags]) == 2
+    assert "with --trainer.overfit_batches does not go on; give another --output" in capsys.readouterr().err
 
 
 def test_a_run_cut_again_between_the_batches_of_one_step_equals_uncut(flags, tmp_path, monkeypatch):

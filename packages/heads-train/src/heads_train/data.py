@@ -163,10 +163,16 @@ class BooksDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer
+        if trainer.overfit_batches and trainer.ckpt_path:
+            # Lightning puts its own sampler in the place of ours, which knows where to go on.
+            raise ValueError("a run with --trainer.overfit_batches does not go on; give another --output")
         size = len(self.chunks["train"])
         # Every optimizer step takes `accumulate` batches but an epoch's last, which takes what is left.
         accumulate = trainer.accumulate_grad_batches
         batches = size // trainer.world_size // self.batch_size
+        limit = trainer.limit_train_batches
+        # A share that is less than one batch is for Lightning to refuse.
+        batches = max(1, min(batches, limit) if isinstance(limit, int) else int(batches * limit))
         epoch, step = divmod(trainer.global_step, -(-batches // accumulate))
         order = EpochOrder(
             size, self.seed, trainer.global_rank, trainer.world_size, epoch, step * accumulate * self.batch_size
