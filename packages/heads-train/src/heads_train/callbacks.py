@@ -93,6 +93,7 @@ class ExportHeads(L.Callback):
             "precision": str(trainer.precision),
             "untrained": self.untrained,
             "validation": module.val_metrics,
+            "validated_at_step": module.val_step,
             "versions": {package: version(package) for package in VERSIONS},
         }
         folder = self.output / name

@@ -1,6 +1,7 @@
 """Chunks of text for the heads, shuffled in an order that depends on the seed and the step only."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning as L
@@ -102,6 +103,23 @@ class BooksDataModule(L.LightningDataModule):
         self.max_chunks, self.batch_size, self.seed, self.generated = max_chunks, batch_size, seed, generated
         self.cache_dir = Path(cache_dir or Path.home() / ".cache" / "heads-train")
         self.chunks: dict[str, np.ndarray] = {}
+
+    def describe(self) -> dict:
+        """What the training chunks and their order follow from, by setting."""
+        generated = asdict(self.generated) if self.generated else {}
+        # They speed the generation up and change no text.
+        written = {name: value for name, value in generated.items() if name not in ("heads", "tree")}
+        return {
+            "data.source": self.source,
+            "data.subset": self.subset,
+            "data.text_column": self.text_column,
+            "data.chunk_tokens": self.chunk_tokens,
+            "data.chunks_per_book": self.chunks_per_book,
+            "data.max_chunks": self.max_chunks,
+            "data.seed": self.seed,
+            "data.generated": written,
+            "training chunks": len(self.chunks["train"]),
+        }
 
     @staticmethod
     def _splits(stage: str) -> tuple[str, ...]:
