@@ -5,6 +5,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_books import HIDDEN
+from tiny_books import HIDDEN, make_books
 from transformers import AutoModelForCausalLM
 
 from decoder.draft_heads import KINDS, DraftHeads
@@ -145,10 +146,21 @@ def test_backbone_gets_no_gradient_no_training_mode_and_no_place_in_checkpoints(
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-# An epoch has 6 batches and a validation: cut inside the first, on its edge, and inside a later one.
-@pytest.mark.parametrize(("cut_at", "accumulate"), [(3, 1), (6, 1), (8, 2)])
-def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, accumulate):
-    flags = [*flags, "--save_every=1", f"--trainer.accumulate_grad_batches={accumulate}"]
+# An epoch has 6 batches and a validation: cut inside the first, on its edge, and inside a later one; then after a
+# validation between the batches of one step, and in epochs of 4 batches.
+@pytest.mark.parametrize(
+    ("cut_at", "extra"),
+    [
+        (3, []),
+        (6, []),
+        (8, ["--trainer.accumulate_grad_batches=2"]),
+        (8, ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=5", "--save_every=3"]),
+        (6, ["--trainer.limit_train_batches=4", "--trainer.val_check_interval=4"]),
+        (6, ["--trainer.limit_train_batches=0.7", "--trainer.val_check_interval=4"]),
+    ],
+)
+def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, extra):
+    flags = [*flags, "--save_every=1", *extra]
     assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
     training_step = HeadsModule.training_step
 
@@ -169,6 +181,103 @@ def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, accu
     ends = [torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=False) for run in ("whole", "out")]
     for callback in ("LossCurves", "ExportHeads"):
         assert ends[0]["callbacks"][callback] == ends[1]["callbacks"][callback]
+
+
+def test_a_run_with_other_settings_is_not_gone_on_with(flags, model, tmp_path, capsys):
+    flags = [*flags, "--save_every=1"]
+    assert main(["fit", *flags, "--trainer.max_steps=2"]) == 0
+    weights = (tmp_path / "out" / "last" / "heads.safetensors").read_bytes()
+    more = make_books(tmp_path / "more")
+    for setting, before, now in (
+        ("model.learning_rate", 0.01, 0.02),
+        ("model.weight_decay", 0.1, 0.2),
+        ("model.beta1", 0.9, 0.8),
+        ("model.beta2", 0.999, 0.99),
+        ("model.warmup_steps", 2, 3),
+        ("model.head_weights", [1.0, 1.0, 1.0], [1.0, 2.0, 1.0]),
+        ("model.distill", False, True),
+        ("model.backbone_dtype", "auto", "float32"),
+        ("model.heads", None, str(tmp_path / "out" / "last")),
+        ("data.source", flags_value(flags, "data.source"), str(more)),
+        ("data.chunk_tokens", 32, 16),
+        ("data.chunks_per_book", 2, 1),
+        ("data.max_chunks", None, 23),
+        ("data.seed", 0, 1),
+        ("trainer.precision", "32-true", "bf16-mixed"),
+        ("trainer.gradient_clip_val", None, 0.5),
+        ("trainer.limit_train_batches", 1.0, 5),
+    ):
+        capsys.readouterr()
+        given = str(now).lower() if isinstance(now, bool) else str(now).replace(" ", "")
+        assert main(["fit", *flags, f"--{setting}={given}", "--trainer.val_check_interval=5"]) == 2, setting
+        said = f"made with {setting} {before}, this run has {now}; give another --output to start afresh"
+        assert said in capsys.readouterr().err
+    assert main(["fit", *flags, "--data.batch_size=2"]) == 2
+    assert "made with chunks per step 4, this run has 2; give another --output" in capsys.readouterr().err
+    assert (tmp_path / "out" / "last" / "heads.safetensors").read_bytes() == weights
+    # The same chunks per step, taken in two parts; more steps; and other settings where nothing is trained.
+    halves = ["--data.batch_size=2", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=3"]
+    assert main(["fit", *flags, *halves]) == 0
+    assert main(["validate", *flags, "--model.learning_rate=1", f"--data.source={more}", "--ckpt_path=last"]) == 0
+
+
+def test_a_run_whose_books_have_changed_is_not_gone_on_with(flags, tmp_path, capsys):
+    books = make_books(tmp_path / "books")
+    flags = [*flags, f"--data.source={books}", "--save_every=1"]
+    assert main(["fit", *flags, "--trainer.max_steps=2"]) == 0
+    shutil.copy(books / "train.jsonl.gz", books / "train-2.jsonl.gz")
+    assert main(["fit", *flags]) == 2
+    assert "made with training chunks 24, this run has 48; give another --output" in capsys.readouterr().err
+
+
+def test_the_figures_say_the_step_they_are_of_and_outlast_a_cut(flags, tmp_path, capsys):
+    flags = [*flags, "--save_every=1", "--trainer.val_check_interval=5", "--trainer.max_steps=8"]
+    assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
+    shown = capsys.readouterr().out.splitlines()[-1]
+    cut = ["--trainer.callbacks=probes.Cut", "--trainer.callbacks.step=7"]
+    assert main(["fit", *flags, *cut]) == 2
+    assert main(["fit", *flags]) == 0
+    assert shown.startswith("expected tokens per step: ") and shown in capsys.readouterr().out
+    for run in ("whole", "out"):
+        last, best = (
+            json.loads((tmp_path / run / name / "config.json").read_text())["training"] for name in ("last", "best")
+        )
+        assert (last["steps"], last["validated_at_step"]) == (8, 5)
+        assert (best["steps"], best["validated_at_step"], best["validation"]) == (5, 5, last["validation"])
+        card = (tmp_path / run / "last" / "README.md").read_text()
+        assert "Validated at step 5: " in card and "| steps | 8 |" in card
+        assert f"| {last['validation']['val_loss_head3']:.2f} |" in card
+
+
+def flags_value(flags: list[str], name: str) -> str:
+    return next(flag.partition("=")[2] for flag in flags if flag.startswith(f"--{name}="))
+
+
+def test_a_run_on_the_same_few_batches_is_not_gone_on_with(flags, capsys):
+    flags = [*flags, "--trainer.overfit_batches=4", "--trainer.val_check_interval=4", "--save_every=1"]
+    assert main(["fit", *flags, "--trainer.max_steps=2"]) == 0
+    assert main(["fit", *flags]) == 2
+    assert "with --trainer.overfit_batches does not go on; give another --output" in capsys.readouterr().err
+
+
+def test_a_run_cut_again_between_the_batches_of_one_step_equals_uncut(flags, tmp_path, monkeypatch):
+    flags = [*flags, "--save_every=1", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
+    assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
+    training_step = HeadsModule.training_step
+    for batches in (4, 1):
+        left = iter(range(batches))
+
+        def cut(module, *args, left=left):
+            if next(left, None) is None:
+                raise OSError("power cut")
+            return training_step(module, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadsModule, "training_step", cut)
+            assert main(["fit", *flags]) == 2
+    assert main(["fit", *flags]) == 0
+    whole, resumed = heads_of(tmp_path / "whole" / "last"), heads_of(tmp_path / "out" / "last")
+    assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
 
 
 def start(flags: list[str]) -> subprocess.Popen:

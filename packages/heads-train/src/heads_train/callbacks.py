@@ -93,6 +93,7 @@ class ExportHeads(L.Callback):
             "precision": str(trainer.precision),
             "untrained": self.untrained,
             "validation": module.val_metrics,
+            "validated_at_step": module.val_step,
             "versions": {package: version(package) for package in VERSIONS},
         }
         folder = self.output / name
@@ -125,7 +126,10 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 class Checkpoints(ModelCheckpoint):
-    """Keeps ``directory/last.ckpt``, from which a cut run goes on: every ``steps`` steps and after each validation."""
+    """Keeps ``directory/last.ckpt``, from which a cut run goes on: every ``steps`` steps and after each validation.
+
+    None is made between the batches of one accumulated step, whose gradient it would lose.
+    """
 
     def __init__(self, directory: Path, steps: int):
         super().__init__(
@@ -134,8 +138,19 @@ class Checkpoints(ModelCheckpoint):
 
     def on_validation_end(self, trainer: L.Trainer, module: HeadsModule) -> None:
         # One made at this step before the validation does not know its result, and resuming would not repeat it.
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and _step_is_whole(trainer):
             trainer.save_checkpoint(Path(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}.ckpt"))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args) -> None:
+        # A resumed run has not saved this step itself, and would do so at the first batch of the next.
+        if _step_is_whole(trainer):
+            super().on_train_batch_end(trainer, *args)
+
+
+def _step_is_whole(trainer: L.Trainer) -> bool:
+    """Whether no gradient is pending after the batch seen last."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return batches % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 class Throughput(L.Callback):

@@ -1,6 +1,7 @@
 """Chunks of text for the heads, shuffled in an order that depends on the seed and the step only."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning as L
@@ -103,6 +104,23 @@ class BooksDataModule(L.LightningDataModule):
         self.cache_dir = Path(cache_dir or Path.home() / ".cache" / "heads-train")
         self.chunks: dict[str, np.ndarray] = {}
 
+    def describe(self) -> dict:
+        """What the training chunks and their order follow from, by setting."""
+        generated = asdict(self.generated) if self.generated else {}
+        # They speed the generation up and change no text.
+        written = {name: value for name, value in generated.items() if name not in ("heads", "tree")}
+        return {
+            "data.source": self.source,
+            "data.subset": self.subset,
+            "data.text_column": self.text_column,
+            "data.chunk_tokens": self.chunk_tokens,
+            "data.chunks_per_book": self.chunks_per_book,
+            "data.max_chunks": self.max_chunks,
+            "data.seed": self.seed,
+            "data.generated": written,
+            "training chunks": len(self.chunks["train"]),
+        }
+
     @staticmethod
     def _splits(stage: str) -> tuple[str, ...]:
         if stage == "fit":
@@ -163,10 +181,16 @@ class BooksDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer
+        if trainer.overfit_batches and trainer.ckpt_path:
+            # Lightning puts its own sampler in the place of ours, which knows where to go on.
+            raise ValueError("a run with --trainer.overfit_batches does not go on; give another --output")
         size = len(self.chunks["train"])
         # Every optimizer step takes `accumulate` batches but an epoch's last, which takes what is left.
         accumulate = trainer.accumulate_grad_batches
         batches = size // trainer.world_size // self.batch_size
+        limit = trainer.limit_train_batches
+        # A share that is less than one batch is for Lightning to refuse.
+        batches = max(1, min(batches, limit) if isinstance(limit, int) else int(batches * limit))
         epoch, step = divmod(trainer.global_step, -(-batches // accumulate))
         order = EpochOrder(
             size, self.seed, trainer.global_rank, trainer.world_size, epoch, step * accumulate * self.batch_size

@@ -20,7 +20,8 @@ def model_card(folder: Path, heads: DraftHeads, base_model: str, training: dict)
     norms = sum(parameter.numel() for parameter in heads.parameters()) - linear
     # A model's folder here is no model of the hub, which would refuse the card.
     base = "" if Path(base_model).exists() else f"base_model: {base_model}\n"
-    settings = {name: value for name, value in training.items() if name not in ("untrained", "validation", "versions")}
+    figures = ("untrained", "validation", "validated_at_step", "versions")
+    settings = {name: value for name, value in training.items() if name not in figures}
     return f"""---
 {base}library_name: tokenswift
 tags: [tokenswift, speculative-decoding, draft-heads]
@@ -68,8 +69,8 @@ def _figures(heads: DraftHeads, training: dict) -> str:
         top = " | ".join(f"{found[f'val_top{k}_head{i}']:.3f}" for k in (1, 2, 3))
         was = f"{before[f'val_loss_head{i}']:.2f}" if before else "-"
         head_rows += f"| {i} | {was} | {found[f'val_loss_head{i}']:.2f} | {top} |\n"
-    return f"""Cross entropy in nats per token before and after {training["steps"]} steps, and how often the token
-was among a head's first guesses:
+    return f"""Validated at step {training["validated_at_step"]}: cross entropy in nats per token before the first step
+and then, and how often the token was among a head's first guesses:
 
 | head | before | after | top-1 | top-2 | top-3 |
 |---|---|---|---|---|---|

@@ -95,6 +95,7 @@ class HeadsModule(L.LightningModule):
         self.compile_layers = compile
         self.backbone = None
         self.val_metrics: dict[str, float] = {}
+        self.val_step: int | None = None
         self.first_loss: float | None = None
         self.high_batches = 0
         self.val_losses = nn.ModuleList(MeanMetric() for _ in range(num_heads))
@@ -261,7 +262,7 @@ class HeadsModule(L.LightningModule):
         for k, tokens in enumerate(self.val_tokens_per_step.compute().tolist(), start=1):
             means[f"{stage}_tokens_per_step_top{k}"] = tokens
         self.val_tokens_per_step.reset()
-        self.val_metrics = means
+        self.val_metrics, self.val_step = means, self.trainer.global_step
         # Every process computed them over all processes' chunks.
         self.log_dict(means, sync_dist=False)
 
@@ -281,11 +282,36 @@ class HeadsModule(L.LightningModule):
         return {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
 
     def describe(self) -> dict:
-        """What the heads are for; a checkpoint that differs in it is another run's."""
+        """What the heads are for, by setting; a checkpoint that differs in it holds other heads."""
         return {
-            "model_name_or_path": self.model_name_or_path,
-            "num_heads": self.heads.num_heads,
-            "kind": self.heads.kind,
+            "model.model_name_or_path": self.model_name_or_path,
+            "model.num_heads": self.heads.num_heads,
+            "model.kind": self.heads.kind,
+        }
+
+    def describe_run(self) -> dict:
+        """What the heads are made by, by setting; a checkpoint that differs in it is another run's.
+
+        The number of steps is none of it, and only the product of devices, batch size and accumulated batches counts.
+        """
+        trainer, data = self.trainer, self.trainer.datamodule
+        return {
+            **self.describe(),
+            "model.heads": self.start_heads,
+            "model.learning_rate": self.learning_rate,
+            "model.weight_decay": self.weight_decay,
+            "model.beta1": self.betas[0],
+            "model.beta2": self.betas[1],
+            "model.warmup_steps": self.warmup_steps,
+            "model.head_weights": self.head_weights,
+            "model.distill": self.distill,
+            "model.backbone_dtype": self.backbone_dtype,
+            **data.describe(),
+            "trainer.precision": str(trainer.precision),
+            "trainer.gradient_clip_val": trainer.gradient_clip_val,
+            "trainer.gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+            "trainer.limit_train_batches": trainer.limit_train_batches,
+            "chunks per step": data.batch_size * trainer.world_size * trainer.accumulate_grad_batches,
         }
 
     def whole_heads(self) -> DraftHeads | None:
@@ -298,17 +324,22 @@ class HeadsModule(L.LightningModule):
         return heads
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["heads"] = self.describe()
+        checkpoint["run"] = self.describe_run()
         checkpoint["first_loss"], checkpoint["high_batches"] = self.first_loss, self.high_batches
+        checkpoint["val_metrics"], checkpoint["val_step"] = self.val_metrics, self.val_step
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        saved = checkpoint.get("heads")
+        saved = checkpoint.get("run")
         if saved is None:
-            raise ValueError("the checkpoint is not one of heads-train")
-        for name, value in self.describe().items():
+            raise ValueError(
+                "the checkpoint is not one of heads-train, or an older version's; give another one or another --output"
+            )
+        asked = self.describe_run() if self.trainer.state.fn == "fit" else self.describe()
+        for name, value in asked.items():
             if saved[name] != value:
                 raise ValueError(
-                    f"the checkpoint was made with model.{name} {saved[name]}, this run has {value}; "
+                    f"the checkpoint was made with {name} {saved[name]}, this run has {value}; "
                     "give another --output to start afresh"
                 )
         self.first_loss, self.high_batches = checkpoint["first_loss"], checkpoint["high_batches"]
+        self.val_metrics, self.val_step = checkpoint["val_metrics"], checkpoint["val_step"]
