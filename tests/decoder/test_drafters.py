@@ -1,11 +1,13 @@
 """What each drafter proposes: right where it can know the answer, in as few passes as it promises."""
 
+import itertools
+
 import pytest
 import torch
 
 from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
 
-from .conftest import VOCAB, tiny_llama
+from .conftest import VOCAB, random_heads, tiny_llama
 
 
 def markov_llama():
@@ -52,6 +54,21 @@ def test_heads_that_know_the_text_are_accepted_whole(method, levels, kind):
     assert out.token_ids == [(6 + i) % VOCAB for i in range(41)]
     first_steps = 1 if method == "medusa" else 0
     assert out.stats.steps - first_steps == -(-(41 - first_steps) // (levels + 1))
+
+
+@pytest.mark.parametrize("width_costs", [0.0, 100.0])
+@pytest.mark.parametrize("method", ["auto", "suffix"])
+def test_cost_tuned_trees_draft_where_it_pays_and_only_there(dec, method, width_costs, monkeypatch):
+    """With a clock and costs of the test's own: nodes for nothing are taken, nodes dearer than steps never."""
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
+    table = [0.0, *(1.0 + width_costs * node for node in range(64))]
+    monkeypatch.setattr("decoder.verify_costs.VerifyCosts._measure", lambda self, cache: table)
+    tuned = Decoder(dec.model, heads=random_heads(dec.model))
+    out = tuned.generate([1, 2, 3, 4] * 20, 100, method, SamplingParams(temperature=0))
+    assert out.token_ids == tuned.generate([1, 2, 3, 4] * 20, 100, "ar", SamplingParams(temperature=0)).token_ids
+    assert (out.stats.steps < 60) is (width_costs == 0)
+    assert (out.stats.accepted == 0) is (width_costs > 0)
 
 
 @pytest.mark.parametrize("penalty_window", [5, 1024])
