@@ -11,8 +11,8 @@ class Auto(Tuned):
     heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = False
 
-    def make_sources(self, resources: Resources) -> list[Source]:
+    def __init__(self, resources: Resources) -> None:
         sources: list[Source] = [SuffixSource(resources.prompt)]
         if resources.heads is not None:
             sources.append(HeadsSource(resources.target, resources.heads, resources.options.coupled))
-        return sources
+        super().__init__(resources, sources)

@@ -2,7 +2,7 @@
 
 from decoder.drafters.base import Resources
 from decoder.drafters.sources import SuffixSource
-from decoder.drafters.tuned import Source, Tuned
+from decoder.drafters.tuned import Tuned
 
 
 class Suffix(Tuned):
@@ -11,5 +11,5 @@ class Suffix(Tuned):
     heads_kinds = ()
     needs_heads = False
 
-    def make_sources(self, resources: Resources) -> list[Source]:
-        return [SuffixSource(resources.prompt)]
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources, [SuffixSource(resources.prompt)])

@@ -1,7 +1,7 @@
 """Trees that earn their cost: from what sources offer, the nodes that raise the tokens per second."""
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
@@ -68,7 +68,7 @@ class Tuned:
 
     max_nodes = WIDTHS[-1]
 
-    def __init__(self, resources: Resources):
+    def __init__(self, resources: Resources, sources: Sequence[Source]):
         if resources.options.verification != "exact":
             raise ValueError(
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
@@ -77,7 +77,7 @@ class Tuned:
         self.costs = resources.costs
         self.wanted = resources.max_new_tokens
         self.odds = Odds()
-        self.sources = self.make_sources(resources)
+        self.sources = sources
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
         self._tokens = self._seconds = 0.0
         # What a step takes, sampling included, as a multiple of its verification's measured cost: plain, with a tree.
@@ -86,9 +86,6 @@ class Tuned:
         self._hoped = self._hopes = self._hits = 0.0
         self._began = self._drafting = 0.0
         self._expected = 1.0
-
-    def make_sources(self, resources: Resources) -> list[Source]:
-        raise NotImplementedError
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.wanted:

@@ -1,5 +1,6 @@
 """What the torchmetrics classes share."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -34,8 +35,9 @@ class Ratio(Metric):
 class MeanOverTexts(Ratio):
     """The mean of a measure over texts, one per update; texts for which it is None do not count."""
 
+    @abstractmethod
     def measure(self, text) -> float | None:
-        raise NotImplementedError
+        """The measure of one text."""
 
     def update(self, text) -> None:
         value = self.measure(text)
