@@ -242,7 +242,7 @@ def test_standard_output_is_the_text_alone_and_the_file_is_the_same(run, common,
     file = tmp_path / "out.txt"
     status, text, told = run(*common, "--max-new-tokens", 50, "--output", file, "--audit")
     assert status == 0
-    assert file.read_text(encoding="utf-8") == text != ""
+    assert file.read_bytes().decode() == text != ""
     assert told.count("\n") == 1
     assert told.startswith("50 tokens, ") and "acceptance" in told and "all 50 tokens are" in told
     assert len(tokens_in(file)) == 50
@@ -284,7 +284,7 @@ def test_the_method_may_change_and_the_text_grow_behind_a_cut(run, common, tmp_p
     status, text, told = run(*common, "--max-new-tokens", 70, "--output", file, "--resume", "--audit")
     assert status == 0
     assert "70 tokens (30 of them before)" in told and "all 70 tokens are" in told
-    assert text == run(*common, "--max-new-tokens", 70)[1] == file.read_text(encoding="utf-8")
+    assert text == run(*common, "--max-new-tokens", 70)[1] == file.read_bytes().decode()
 
 
 def test_a_finished_run_says_so_and_prints_its_text(run, common, tmp_path):
@@ -301,7 +301,7 @@ def test_a_lost_text_is_written_again_and_a_changed_one_is_not_touched(run, comm
     arguments = [*common, "--max-new-tokens", 30, "--output", file, "--resume"]
     text = run(*arguments)[1]
     file.unlink()
-    assert run(*arguments)[1] == text == file.read_text(encoding="utf-8")
+    assert run(*arguments)[1] == text == file.read_bytes().decode()
     file.write_text("My own words.")
     status, shown, told = run(*arguments)
     assert (status, shown, file.read_text()) == (2, "", "My own words.")
@@ -429,7 +429,7 @@ def test_a_second_run_on_the_same_output_is_refused_and_touches_nothing(common, 
     assert before == [(path.name, path.read_bytes()) for path in sorted(tmp_path.iterdir())]
     first.close()
     status, text, _ = run(*arguments, "--resume")
-    assert (status, text) == (0, file.read_text(encoding="utf-8"))
+    assert (status, text) == (0, file.read_bytes().decode())
 
 
 def test_of_two_runs_that_begin_together_one_is_refused(tmp_path):
@@ -558,11 +558,11 @@ def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):
     process.kill()
     assert process.wait() == -signal.SIGKILL, process.stderr.read()
     process.stderr.close()
-    written = file.read_text(encoding="utf-8")
+    written = file.read_bytes().decode()
     status, text, told = run(*arguments, file, "--resume")
     assert status == 0 and "of them before" in told
     whole = run(*arguments, tmp_path / "whole.txt")[1]
-    assert text == file.read_text(encoding="utf-8") == whole
+    assert text == file.read_bytes().decode() == whole
     assert whole.startswith(written) and 0 < len(written) < len(whole)
     assert tokens_in(file) == tokens_in(tmp_path / "whole.txt")
 
@@ -594,7 +594,7 @@ def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
     assert region < given_back < shown.index(b"interrupted after")
     assert b"the same command with --resume goes on from there" in shown and b"Traceback" not in shown
     # The signal may come between the file and the standard output: one of them can be a step behind.
-    written = file.read_text(encoding="utf-8")
+    written = file.read_bytes().decode()
     assert written.startswith(text) or text.startswith(written)
     assert abs(len(written) - len(text)) < 40
     count = len(tokens_in(file))
@@ -633,7 +633,7 @@ def test_a_run_that_breaks_off_says_how_to_go_on(run, common, tmp_path, monkeypa
     assert "--resume" not in independent[2] and f"{tmp_path / 'other'} keeps" in independent[2]
     resumed = run(*arguments, "--resume")
     assert resumed[0] == 0 and f"({count} of them before)" in resumed[2]
-    assert resumed[1] == run(*arguments[:-2])[1] == file.read_text(encoding="utf-8")
+    assert resumed[1] == run(*arguments[:-2])[1] == file.read_bytes().decode()
 
 
 def test_a_full_disk_loses_no_step(run, common, tmp_path):
@@ -651,7 +651,7 @@ def test_a_full_disk_loses_no_step(run, common, tmp_path):
     assert Path(f"{file}.tokens").stat().st_size == 1000
     status, text, _ = run(*arguments, "--resume")
     assert status == 0
-    assert text == run(*arguments[:-2])[1] == file.read_text(encoding="utf-8")
+    assert text == run(*arguments[:-2])[1] == file.read_bytes().decode()
 
 
 def test_a_reader_that_leaves_ends_the_run_without_a_traceback(run, common, monkeypatch):
