@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from decoder import TokenSwiftOptions
 from decoder.attention import tree_attention
 from decoder.full_cache import FullCache
-from decoder.linear import few_rows_linear
+from decoder.linear import packed_forwards, replaced
 from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
 from decoder.recent_cache import RecentCache
@@ -130,14 +130,37 @@ def test_attention_equals_torch_with_replicated_keys(heads, groups, cached, new,
     assert recorded[0] is query
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64, 65])
+@pytest.mark.parametrize("rows", [0, 1, 5, 64, 513])
 @pytest.mark.parametrize("bias", [True, False])
-def test_few_rows_linear_equals_torch(rows, bias, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, dtype, tolerance):
     torch.manual_seed(0)
-    module = torch.nn.Linear(12, 7, bias=bias).double()
-    x = torch.randn(1, rows, 12, dtype=torch.float64)
-    torch.testing.assert_close(few_rows_linear(module, x), module(x), rtol=1e-12, atol=1e-12)
+    module = torch.nn.Linear(12, 7, bias=bias).to(dtype)
+    x = torch.randn(1, rows, 12, dtype=dtype)
+    expected = module(x)
+    with torch.inference_mode(), replaced(packed_forwards([module])):
+        actual = module(x)
+        alone = [module(x[:, row : row + 1]) for row in range(rows)]
+    assert "forward" not in module.__dict__
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(actual[:, row : row + 1], one) for row, one in enumerate(alone))
+
+
+def test_weights_are_packed_only_where_that_is_exact_and_fits(monkeypatch):
+    layer = torch.nn.Linear(12, 7)
+
+    class Own(torch.nn.Linear):
+        pass
+
+    assert [module for module, _ in packed_forwards([layer, Own(12, 7), layer.double()])] == []
+    layer.float()
+    assert [module for module, _ in packed_forwards([layer])] == [layer]
+    monkeypatch.setattr("decoder.linear._available_memory", lambda: 2 * layer.weight.nbytes - 1)
+    assert packed_forwards([layer]) == []
+    monkeypatch.setattr("decoder.linear._available_memory", lambda: None)
+    assert len(packed_forwards([layer])) == 1
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert packed_forwards([layer]) == []
 
 
 def filled_cache(length, groups=2, dim=4, layers=2, seed=0):

@@ -141,6 +141,20 @@ def test_the_model_is_left_as_it_was(prompt):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_weights_that_the_user_changes_between_two_generations_count(prompt):
+    """In float32 a CPU runs on packed copies of the weights, and PyTorch does not notice a change of ``data``."""
+    model = tiny_llama().float()
+    dec = Decoder(model)
+    dec.generate(prompt, 5)
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(-3)
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+    greedy = SamplingParams(temperature=0)
+    changed = dec.generate(prompt, 30, "ar", sampling=greedy, ignore_eos=True).token_ids
+    assert changed == Decoder(model).generate(prompt, 30, "ar", sampling=greedy, ignore_eos=True).token_ids
+    reference = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None)
+    assert changed == reference[0, len(prompt) :].tolist()
+
+
 def test_what_the_user_adds_to_the_model_is_borrowed_too(prompt):
     """A dropout put in after the decoder was made, in training mode: two greedy runs must agree."""
     model = tiny_llama()

@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from decoder import attention
 from decoder.architectures import refuse_unsupported
 from decoder.full_cache import FullCache
-from decoder.linear import few_rows
+from decoder.linear import Forwards, packed_forwards, replaced
 from decoder.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -73,12 +73,12 @@ class Target:
         self._logit_scale = self._probe()
 
     def speed_up(self, module: nn.Module) -> None:
-        """Let the linear layers of ``module`` run as `few_rows_linear` while the model is borrowed, on a CPU."""
+        """Let the linear layers of ``module`` run with packed weights too while the model is borrowed, on a CPU."""
         self._helpers.append(module)
         self.look_again()
 
     def look_again(self) -> None:
-        """Take in what the user has changed in the model: added layers, another dtype.
+        """Take in what the user has changed in the model: weights, added layers, another dtype.
 
         Raises:
             ValueError: another vocabulary.
@@ -86,10 +86,7 @@ class Target:
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._modules = list(self.model.modules())
-        self._linears: list[nn.Linear] = []
-        if self.device.type == "cpu" and self.lm_head.weight.dtype in (torch.float32, torch.float64):
-            everything = [*self._modules, *(m for helper in self._helpers for m in helper.modules())]
-            self._linears = [m for m in everything if type(m) is nn.Linear]
+        self._faster: Forwards | None = None
 
     @property
     def device(self) -> torch.device:
@@ -133,6 +130,12 @@ class Target:
             )
         return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
 
+    def _forwards(self) -> Forwards:
+        if self._faster is None:
+            everything = [*self._modules, *(m for helper in self._helpers for m in helper.modules())]
+            self._faster = packed_forwards(everything)
+        return self._faster
+
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """The model in eval mode, with our attention and linear layers, its final norm's input recorded.
@@ -146,7 +149,7 @@ class Target:
         for module in training:
             module.training = False
         try:
-            with few_rows(self._linears):
+            with replaced(self._forwards()):
                 yield
         finally:
             hook.remove()
