@@ -102,6 +102,7 @@ def test_every_method_equals_ar_whatever_the_settings(decoders, data, monkeypatc
     length = draw(st.integers(0, 60))
     expected = dec.generate(prompt, length, "ar", sampling)
     monkeypatch.setattr("decoder.target._PREFILL_CHUNK", draw(st.sampled_from([1, 7, 512])))
+    monkeypatch.setattr("decoder.attention._FEW_SCORES", draw(st.sampled_from([0, 900, 2**26])))
     monkeypatch.setattr("decoder.attention._MAX_SCORES", draw(st.sampled_from([1, 900, 2**26])))
     method = draw(st.sampled_from(DRAFTING))
     assert dec.generate(prompt, length, method, sampling, options).token_ids == expected.token_ids

@@ -1,4 +1,4 @@
-"""Tree, n-gram table, attention and caches against slow and obvious versions."""
+"""Tree, n-gram table and caches against slow and obvious versions."""
 
 from collections import Counter
 from itertools import product
@@ -7,10 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from decoder import TokenSwiftOptions
-from decoder.attention import tree_attention
 from decoder.full_cache import FullCache
 from decoder.linear import packed_forwards, replaced
 from decoder.ngram_table import NgramTable
@@ -18,10 +16,6 @@ from decoder.partial_cache import PartialCache
 from decoder.recent_cache import RecentCache
 from decoder.suffix_index import SuffixIndex
 from decoder.token_tree import TokenTree, rank_paths
-
-
-class Layer:
-    layer_idx = 0
 
 
 def test_tree_merges_sources_as_a_trie():
@@ -106,28 +100,6 @@ def test_suffix_index_equals_searching_the_text(text, longest, count):
             expected = copied[len(text) :]
             break
     assert index.continuation(count) == expected
-
-
-@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("cached, new, masked", [(0, 1, False), (0, 9, False), (13, 1, False), (13, 9, True)])
-def test_attention_equals_torch_with_replicated_keys(heads, groups, cached, new, masked, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, heads, new, 8, dtype=torch.float64, generator=generator)
-    key, value = torch.randn(2, 2, groups, cached + new, 8, dtype=torch.float64, generator=generator)
-    block = torch.ones(new, new, dtype=torch.bool).tril()
-    if masked:
-        block &= torch.rand(new, new, generator=generator) < 0.5
-        block |= torch.eye(new, dtype=torch.bool)
-    visible = torch.cat((torch.ones(new, cached, dtype=torch.bool), block), dim=1)
-    repeated = [x.repeat_interleave(heads // groups, dim=1) for x in (key, value)]
-    expected = F.scaled_dot_product_attention(query, *repeated, attn_mask=visible, scale=0.3).transpose(1, 2)
-    recorded = {}
-    for limit in (2**26, 1):
-        monkeypatch.setattr("decoder.attention._MAX_SCORES", limit)
-        mask = block if masked else None
-        actual, _ = tree_attention(Layer, query, key, value, None, scaling=0.3, tree_mask=mask, queries=recorded)
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert recorded[0] is query
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 513])

@@ -1,7 +1,6 @@
-"""Attention of a few new tokens over a cache, in plain PyTorch.
+"""Attention of a few new tokens over a cache.
 
-Registered with transformers' `AttentionInterface`, so every model that uses that interface runs it unchanged. It is
-also the referee for faster kernels.
+Registered with transformers' `AttentionInterface`, so every model that uses that interface runs it unchanged.
 """
 
 import torch
@@ -9,8 +8,16 @@ from transformers import AttentionInterface
 
 NAME = "tokenswift"
 
+# Up to about this many scores, one softmax over all of them is faster on a CPU than blocks and their merging; more of
+# them no longer fit a core's caches. Measured by benchmarks/attention.py.
+_FEW_SCORES = 2**20
+
 # Upper bound of one block of the score matrix; long prefill chunks are cut along their queries to stay below it.
 _MAX_SCORES = 64 * 2**20
+
+# The kernel behind PyTorch's scaled dot product attention on a CPU, called by its own name for the log-sum-exp that the
+# public function does not return. It reads the cache where it lies and holds a small block of scores at a time.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # What models hand to every attention function and what means nothing to this one: positions are in the keys already,
 # and the others choose what to return.
@@ -37,8 +44,13 @@ def tree_attention(
     The cached prefix is seen by all and needs no mask; among the new tokens the mask is ``tree_mask`` [T, T] bool, or
     causal without one. Query heads are packed per KV head, so no key or value is ever replicated.
 
+    On a CPU, a single token, or many over a long text, attend in blocks and no score matrix is made. Half precision is
+    left out: there one softmax over whole products was seen to give a token the same bits whether it came alone or
+    with others, which blocks do not, and every such difference can turn a near tie.
+
     Args:
-        query: [B, H, T, D]. key, value: [B, G, L + T, D], the T new entries last.
+        query: [B, H, T, D]. key, value: [B, G, L + T, D], the T new entries last; usually views of a cache, each D
+            numbers next to each other.
         queries: where given, the layer's queries are left there under its index.
 
     Returns:
@@ -50,16 +62,54 @@ def tree_attention(
     """
     _refuse_more_than_causal(module, attention_mask, kwargs)
     batch, heads, new, dim = query.shape
-    groups, length = key.shape[1], key.shape[2]
     if queries is not None:
         queries[module.layer_idx] = query
     scaling = dim**-0.5 if scaling is None else scaling
     blocked = None
     if new > 1:
-        visible = torch.ones(new, new, dtype=torch.bool, device=query.device).tril() if tree_mask is None else tree_mask
-        blocked = ~visible
+        blocked = query.new_ones(new, new, dtype=torch.bool).triu(1) if tree_mask is None else ~tree_mask
+    blockwise = new == 1 or batch * heads * new * key.shape[2] > _FEW_SCORES
+    if blockwise and query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
+        output = _two_parts(query, key, value, blocked, scaling)
+    else:
+        output = _one_softmax(query, key, value, blocked, scaling)
+    # Some models take a view of this, as they may of what transformers' own functions return.
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _two_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocked: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """[B, H, T, D]: the new tokens over the prefix in blocks, and over each other, merged by log-sum-exp."""
+    batch, groups, length, dim = key.shape
+    new = query.shape[2]
+    packed = query.reshape(batch, groups, -1, dim)
+    if not packed.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        # The kernel does not ask, and would read what lies beside each vector.
+        packed, key, value = packed.contiguous(), key.contiguous(), value.contiguous()
+    if blocked is None:
+        # A single new token sees all there is.
+        return _flash(packed, key, value, scale=scaling)[0].reshape(query.shape)
+    prefix_key, new_key = key.split_with_sizes((length - new, new), 2)
+    prefix_value, new_value = value.split_with_sizes((length - new, new), 2)
+    scores = (packed @ new_key.mT).mul_(scaling)
+    scores.view(batch, groups, -1, new, new).masked_fill_(blocked, -torch.inf)
+    if length == new:
+        return (scores.softmax(-1) @ new_value).view(query.shape)
+    prefix, log_sum = _flash(packed, prefix_key, prefix_value, scale=scaling)
+    # The prefix is one more key: its score is its log-sum-exp, its value its output.
+    weights = torch.cat((scores, log_sum.unsqueeze(-1)), -1).softmax(-1)
+    return torch.addcmul(weights[..., :new] @ new_value, weights[..., new:], prefix).view(query.shape)
+
+
+def _one_softmax(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocked: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """As `_two_parts`, over all scores at once, on every device and in every precision."""
+    batch, heads, new, dim = query.shape
+    groups, length = key.shape[1], key.shape[2]
     packed = (query * scaling).reshape(batch, groups, heads // groups, new, dim)
-    transposed_key = key.transpose(-1, -2)
+    transposed_key = key.mT
     rows = max(1, _MAX_SCORES // (batch * heads * length))
     outputs = []
     for start in range(0, new, rows):
@@ -72,9 +122,7 @@ def tree_attention(
         # Half precision is too coarse to sum many small weights in.
         weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(value.dtype)
         outputs.append((weights @ value).reshape(batch, heads, count, dim))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    # Some models take a view of this, as they may of what transformers' own functions return.
-    return output.transpose(1, 2).contiguous(), None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _refuse_more_than_causal(module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict) -> None:
