@@ -14,6 +14,7 @@ from decoder.chat import chat_ids, is_chat, text_ids
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
 from decoder.engine import Engine
+from decoder.linear import fast_bfloat16
 from decoder.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
 from decoder.options import TokenSwiftOptions
 from decoder.sampler import LogitsHook, Sampler
@@ -132,13 +133,21 @@ class Decoder:
             # A module of the user's own is copied: moving it in place would change it under them.
             module = deepcopy(one) if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
             module.check_fits(self.target.hidden_size)
-            self.heads[module.kind] = module.to(self.target.device, self.target.lm_head.weight.dtype).eval()
+            self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
             module.check_finite()
             self.target.speed_up(module)
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
             raise ValueError(
                 f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"
             )
+
+    def _heads_dtype(self, heads: DraftHeads) -> torch.dtype:
+        """The model's own, but on a CPU bfloat16 as it was saved: reading the weights is most of a head's time."""
+        wanted = self.target.lm_head.weight.dtype
+        saved = {parameter.dtype for parameter in heads.parameters()}
+        if saved == {torch.bfloat16} and wanted == torch.float32 and fast_bfloat16(self.target.device):
+            return torch.bfloat16
+        return wanted
 
     def generate(
         self,

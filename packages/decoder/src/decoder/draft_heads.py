@@ -71,6 +71,8 @@ class DraftHead(nn.Module):
             # Embeddings are of any scale; a root mean square of one suits the normalised state beside them.
             unit = functional.rms_norm(embedding, embedding.shape[-1:])
             features = torch.cat((features, unit.to(features.dtype)), dim=-1)
+        # The weights may be narrower than the states: half the bytes to read.
+        features = features.to(self.linear.weight.dtype)
         change = self.linear(features)
         if self.gated:
             change = change + self.down(functional.silu(self.gate(features)) * self.up(features))

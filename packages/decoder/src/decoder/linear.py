@@ -32,6 +32,11 @@ def packed_forwards(modules: Iterable[nn.Module]) -> Forwards:
     return [(layer, _packed_forward(layer.weight.detach(), layer.bias)) for layer in layers]
 
 
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device is a CPU that multiplies bfloat16 itself."""
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+
+
 def _packable(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
         return False

@@ -40,10 +40,9 @@ def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Drop tokens with probability below min_p times the highest one's."""
-    log_probabilities = logits.log_softmax(-1)
-    floor = log_probabilities.amax(-1, keepdim=True) + math.log(min_p)
-    return logits.masked_fill(log_probabilities < floor, -torch.inf)
+    """Drop tokens with probability below min_p times the highest one's; their ratio needs no normalisation."""
+    floor = logits.amax(-1, keepdim=True) + math.log(min_p)
+    return logits.masked_fill(logits < floor, -torch.inf)
 
 
 def keep_eta(logits: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -57,16 +56,16 @@ def keep_eta(logits: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 def process_logits(logits: torch.Tensor, params: SamplingParams, in_window: torch.Tensor | None) -> torch.Tensor:
-    """The filtered, unnormalised log-probabilities of each row: float64 [..., V], -inf where a filter dropped.
+    """The filtered, unnormalised log-probabilities of each row [..., V], -inf where a filter dropped; dtype is kept.
 
-    ``in_window`` [V] bool marks the tokens of the penalty window; None stands for an empty window.
+    ``in_window`` [..., V] bool marks the tokens of the penalty window; None stands for an empty window.
     """
-    logits = logits.double()
     if in_window is not None and params.repetition_penalty != 1:
         logits = penalise(logits, in_window, params.repetition_penalty)
     if params.greedy:
         return logits
-    logits = logits / params.temperature
+    if params.temperature != 1:
+        logits = logits / params.temperature
     if params.top_k:
         logits = keep_top_k(logits, params.top_k)
     if params.top_p < 1:
@@ -147,7 +146,7 @@ class Sampler:
             logits = self.logits_hook([*self.context, *drafted], logits)
             if not isinstance(logits, torch.Tensor) or logits.shape != shape:
                 raise ValueError(f"logits_hook must return a tensor of the shape it was given, {list(shape)}")
-        return self._processed(logits, self.in_window())
+        return self._processed(logits.double(), self.in_window())
 
     def _processed(self, logits: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
         if len(self._suppressed):
@@ -195,10 +194,25 @@ class Sampler:
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
         All rows see the window as it stands once ``drafted`` has entered the text.
         """
-        filtered = self._processed(logits, self.in_window(drafted))
+        filtered = self._processed(logits.double(), self.in_window(drafted))
         if self.params.greedy or not coupled:
             return filtered
         return filtered + self.noise.rows(len(self.context), len(drafted) + len(logits))[len(drafted) :]
+
+    def branch_scores(self, logits: torch.Tensor, coupled: bool, paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`draft_scores` for one position behind n drafts of equal length: float32 [n, V] for logits [n, V].
+
+        Row i sees the window with ``paths[i]`` in it; that as many old tokens leave it is passed over, and single
+        precision is enough where a wrong rank only costs a draft.
+        """
+        drafted, seen = len(paths[0]), self.in_window()
+        if seen is not None and drafted:
+            seen = seen.repeat(len(paths), 1)
+            seen.scatter_(1, torch.tensor(paths, device=seen.device), True)
+        filtered = self._processed(logits.float(), seen)
+        if self.params.greedy or not coupled:
+            return filtered
+        return filtered + self.noise.rows(len(self.context), drafted + 1)[drafted].float()
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from its logits [V]."""

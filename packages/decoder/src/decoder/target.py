@@ -193,9 +193,9 @@ class Target:
         self.decoder(**self._inputs(tokens, range(position, position + len(tokens)), cache))
         return self._hidden[0]
 
-    def embed(self, token: int) -> torch.Tensor:
-        """Input embedding [d] of a token."""
-        return self.model.get_input_embeddings()(torch.tensor(token, device=self.device))
+    def embed(self, tokens: int | Sequence[int]) -> torch.Tensor:
+        """Input embeddings [d] of a token, or [n, d] of several."""
+        return self.model.get_input_embeddings()(torch.tensor(tokens, device=self.device))
 
     def wait(self) -> None:
         """Return once the device has done all it was asked for, so that clocks mean something."""

@@ -3,6 +3,7 @@
 from decoder.drafters.base import Resources
 from decoder.drafters.sources import HeadsSource, SuffixSource
 from decoder.drafters.tuned import Source, Tuned
+from decoder.odds import Odds
 
 
 class Auto(Tuned):
@@ -12,7 +13,8 @@ class Auto(Tuned):
     needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
+        odds = Odds()
         sources: list[Source] = [SuffixSource(resources.prompt)]
         if resources.heads is not None:
-            sources.append(HeadsSource(resources.target, resources.heads, resources.options.coupled))
-        super().__init__(resources, sources)
+            sources.append(HeadsSource(resources.target, resources.heads, resources.options.coupled, odds))
+        super().__init__(resources, sources, odds)

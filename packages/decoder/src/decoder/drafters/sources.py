@@ -2,6 +2,7 @@
 
 import math
 import time
+from heapq import nlargest
 
 import torch
 
@@ -12,7 +13,11 @@ from decoder.sampler import Sampler
 from decoder.suffix_automaton import ROOT, SuffixAutomaton
 from decoder.target import Target, Verification
 
-_WIDTH = 6  # candidates per level of heads
+Path = tuple[int, ...]
+
+_WIDTH = 6  # candidates per node of a level of heads
+_BEAM = 4  # nodes of a level that the next one goes on from
+_DEEPEST = 8  # levels of conditioned heads
 _FOLLOWING = 3  # continuations per suffix
 _LONGEST_CHAIN = 32
 _EXPLORE = 64  # steps after which a level that did not pay is tried again
@@ -22,58 +27,82 @@ class HeadsSource:
     """Fused drafting: heads run on the hidden state of the last accepted node, which the verification has computed.
 
     That state belongs to the position before the root, so head 1 offers what may follow the root. A level costs a
-    pass of one head and of the language-model head, so each is run only where its expected gain pays. Conditioned
-    heads are run per node, on the embedding of that node's own token; others once per level.
+    pass of one head and of the language-model head, so each is run only where its expected gain pays; conditioned
+    heads are run for the most promising nodes of the level before at once, each on its own token's embedding. The
+    last head goes on drafting deeper than it was trained for.
 
     Args:
         target: its embeddings and language-model head serve the heads.
         coupled: rank by log q plus the position's noise.
+        odds: what the chances of offers are learnt in.
     """
 
     name = "heads"
 
-    def __init__(self, target: Target, heads: DraftHeads, coupled: bool):
-        self.target, self.heads, self.coupled = target, heads, coupled
+    def __init__(self, target: Target, heads: DraftHeads, coupled: bool, odds: Odds):
+        self.target, self.heads, self.coupled, self.odds = target, heads, coupled, odds
         self.hidden: torch.Tensor | None = None
+        self.deepest = _DEEPEST if heads.conditioned else heads.num_heads
         self._finds = Odds(trust=2.0, memory=50.0)
         self._seconds = 0.0  # of one level, lately
-        self._idle = [0] * heads.num_heads  # steps since each level was last run
-        self._levels: dict[int, list[Offer]] = {}
-        self._ran: dict[tuple[int, ...], set[int]] = {}
+        self._idle = [0] * self.deepest  # steps since each level was last run
+        self._levels: list[dict[Path, list[Offer]]] = []
+        self._beam: list[tuple[float, Path, int]] = []
+        self._states: torch.Tensor | None = None
+        self._sampler: Sampler | None = None
+        self._price = 0.0  # of one level, in tokens
 
-    def root(self, sampler: Sampler) -> object | None:
-        self._levels, self._ran = {}, {}
+    def root(self, sampler: Sampler, rate: float, node_seconds: float) -> object | None:
+        self._sampler, self._levels, self._beam, self._states = sampler, [], [(1.0, (), 0)], self.hidden
+        self._price = rate * (self._seconds + _BEAM * node_seconds)
         self._idle = [steps + 1 for steps in self._idle]
-        return None if self.hidden is None else (0, self.hidden)
+        return None if self.hidden is None else ()
 
-    def offers(self, place: object, path: list[int], joint: float, rate: float, sampler: Sampler) -> list[Offer]:
-        depth, state = place
-        if depth in self._levels:
-            return self._levels[depth]
-        if depth == self.heads.num_heads:
+    def offers(self, place: object) -> list[Offer]:
+        depth = len(place)
+        if depth == len(self._levels):
+            if depth == self.deepest or not self._pays(depth):
+                return []
+            start = time.perf_counter()
+            self._levels.append(self._level(depth))
+            seconds = time.perf_counter() - start
+            self._seconds += (seconds - self._seconds) * (0.1 if self._seconds else 1.0)
+            self._idle[depth] = 0
+        if depth > len(self._levels):
             return []
-        gain = joint * self._finds.chance(depth, guess=0.7)
-        if gain < rate * self._seconds and self._idle[depth] < _EXPLORE:
-            return []
-        start = time.perf_counter()
-        self._idle[depth] = 0
-        found = self._level(depth, state, path, sampler)
-        self._ran[tuple(path)] = {offer.token for offer in found}
-        if not self.heads.conditioned:
-            self._levels[depth] = found
-        seconds = time.perf_counter() - start
-        self._seconds += (seconds - self._seconds) * (0.1 if self._seconds else 1.0)
-        return found
+        return self._levels[depth].get(place if self.heads.conditioned else (), [])
 
-    def _level(self, depth: int, state: torch.Tensor, path: list[int], sampler: Sampler) -> list[Offer]:
-        """The best candidates of one head, each with the margin by which it leads or trails the best other one."""
-        before = path[-1] if path else sampler.context[-1]
-        embedding = self.target.embed(before) if self.heads.conditioned else None
-        state, normalised = self.heads.advance(
-            depth, self.hidden if self.heads.kind == "independent" else state, embedding
-        )
-        scores = sampler.draft_scores(self.target.head(normalised[None]), self.coupled, path)[0]
-        values, tokens = (row.tolist() for row in scores.topk(min(_WIDTH, len(scores))))
+    def _pays(self, depth: int) -> bool:
+        gain = sum(chance for chance, _, _ in self._beam) * self._finds.chance(depth, guess=0.7)
+        return gain > self._price or self._idle[depth] >= _EXPLORE
+
+    def _level(self, depth: int) -> dict[Path, list[Offer]]:
+        """The best candidates behind each node of the beam, and the next beam."""
+        sampler, paths = self._sampler, [path for _, path, _ in self._beam]
+        head = min(depth, self.heads.num_heads - 1)
+        if self.heads.conditioned:
+            newest = [path[-1] if path else sampler.context[-1] for path in paths]
+            states = self._states[[row for _, _, row in self._beam]]
+            states, normalised = self.heads.advance(head, states, self.target.embed(newest))
+        else:
+            states = self.hidden if self.heads.kind == "independent" else self._states
+            states, normalised = self.heads.advance(head, states)
+        scores = sampler.branch_scores(self.target.head(normalised), self.coupled, paths)
+        values, tokens = (rows.tolist() for rows in scores.topk(min(_WIDTH, scores.shape[-1])))
+        level, beam = {}, []
+        for row, (chance, path, _) in enumerate(self._beam):
+            level[path] = self._ranked(depth, values[row], tokens[row], path)
+            for offer in level[path]:
+                beam.append((chance * self.odds.chance(offer.kind, offer.guess), (*path, offer.token), row))
+        if self.heads.conditioned:
+            self._beam = nlargest(_BEAM, beam)
+        else:
+            self._beam = [(sum(chance for chance, _, _ in beam), (), 0)]
+        self._states = states
+        return level
+
+    def _ranked(self, depth: int, values: list[float], tokens: list[int], path: Path) -> list[Offer]:
+        """The tokens of one row of scores, each with the margin by which it leads or trails the best other one."""
         found = []
         for rank, (value, token) in enumerate(zip(values, tokens, strict=True)):
             if not value > float("-inf"):
@@ -81,17 +110,14 @@ class HeadsSource:
             # Behind a filter that leaves one token there is no rival.
             lead = value - values[rank == 0] if len(values) > 1 else math.inf
             margin = int(2 * min(4.0, max(-4.0, lead))) if lead == lead else 0
-            found.append(
-                Offer(token, (self.name, depth, rank == 0, margin), 0.6 if rank == 0 else 0.15, (depth + 1, state))
-            )
+            guess = 0.6 if rank == 0 else 0.15
+            found.append(Offer(token, (self.name, depth, rank == 0, margin), guess, (*path, token)))
         return found
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        self.hidden = verification.hidden[path[-1]]
-        for depth, token in enumerate(tokens):
-            found = self._ran.get(tuple(tokens[:depth]))
-            if found is not None:
-                self._finds.observe(depth, token in found)
+        self.hidden = verification.hidden[path[-1] : path[-1] + 1]
+        for depth in range(min(len(path), len(self._levels))):
+            self._finds.observe(depth, depth + 1 < len(path))
 
 
 class SuffixSource:
@@ -103,11 +129,11 @@ class SuffixSource:
         self.automaton = SuffixAutomaton()
         self.automaton.extend(prompt)
 
-    def root(self, sampler: Sampler) -> object | None:
+    def root(self, sampler: Sampler, rate: float, node_seconds: float) -> object | None:
         state, length = self.automaton.match()
         return (state, length, 0) if length else None
 
-    def offers(self, place: object, path: list[int], joint: float, rate: float, sampler: Sampler) -> list[Offer]:
+    def offers(self, place: object) -> list[Offer]:
         state, length, depth = place
         if depth == _LONGEST_CHAIN:
             return []

@@ -3,6 +3,7 @@
 from decoder.drafters.base import Resources
 from decoder.drafters.sources import SuffixSource
 from decoder.drafters.tuned import Tuned
+from decoder.odds import Odds
 
 
 class Suffix(Tuned):
@@ -12,4 +13,4 @@ class Suffix(Tuned):
     needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
-        super().__init__(resources, [SuffixSource(resources.prompt)])
+        super().__init__(resources, [SuffixSource(resources.prompt)], Odds())

@@ -10,6 +10,7 @@ import torch
 from decoder.drafters.base import Resources
 from decoder.full_cache import FullCache
 from decoder.odds import Odds
+from decoder.running_costs import RunningCosts
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
 from decoder.target import Verification
@@ -17,9 +18,8 @@ from decoder.token_tree import TokenTree
 from decoder.verify_costs import WIDTHS
 
 _FORGET = 0.98  # of tokens and seconds per step, from which the rate comes
-_LEARN = 0.05  # how fast measured costs follow what steps really took
+_USUAL = 8  # nodes of a usual tree
 _TRUST = 10.0  # expected tokens after which experience outweighs the estimates
-_WORST = 3.0  # a step that took longer than so many times its cost was disturbed
 
 
 class Offer(NamedTuple):
@@ -43,15 +43,15 @@ class Source(Protocol):
 
     name: str
 
-    def root(self, sampler: Sampler) -> object | None:
-        """Where it begins in this step; None when it has nothing to offer."""
+    def root(self, sampler: Sampler, rate: float, node_seconds: float) -> object | None:
+        """Where it begins in this step; None when it has nothing to offer.
 
-    def offers(self, place: object, path: list[int], joint: float, rate: float, sampler: Sampler) -> list[Offer]:
-        """Candidates behind a node at ``place``, reached by the drafted tokens ``path``.
-
-        ``joint`` is the chance that the text goes through the node and ``rate`` the tokens per second to beat: work
-        whose expected gain is below ``rate`` times its cost is not done.
+        ``rate`` is the tokens per second to beat: work whose expected gain is below ``rate`` times its cost, with
+        ``node_seconds`` for each node that it adds to the verification, is not done.
         """
+
+    def offers(self, place: object) -> list[Offer]:
+        """Candidates behind a node at ``place``."""
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """As in `Drafter.commit`."""
@@ -68,7 +68,7 @@ class Tuned:
 
     max_nodes = WIDTHS[-1]
 
-    def __init__(self, resources: Resources, sources: Sequence[Source]):
+    def __init__(self, resources: Resources, sources: Sequence[Source], odds: Odds):
         if resources.options.verification != "exact":
             raise ValueError(
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
@@ -76,16 +76,15 @@ class Tuned:
             )
         self.costs = resources.costs
         self.wanted = resources.max_new_tokens
-        self.odds = Odds()
+        self.odds = odds
         self.sources = sources
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
         self._tokens = self._seconds = 0.0
-        # What a step takes, sampling included, as a multiple of its verification's measured cost: plain, with a tree.
-        self._dearer = [1.0, 1.0]
+        self.running = RunningCosts()
         # The best of many estimates is mostly one that is too high: accepted tokens as a share of those expected.
         self._hoped = self._hopes = self._hits = 0.0
         self._began = self._drafting = 0.0
-        self._expected = 1.0
+        self._measured = 1.0
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.wanted:
@@ -94,12 +93,12 @@ class Tuned:
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         measured = self.costs.at(cache)
         self._began = time.perf_counter()
-        plain, wide = self._dearer
-        costs = [0.0, plain * measured[1], *(wide * cost for cost in measured[2:])]
-        rate = self._tokens / self._seconds if self._seconds else 1 / costs[1]
+        costs = self.running.at(measured)
+        # Plain decoding is always at hand.
+        rate = max(1 / costs[1], self._tokens / self._seconds if self._seconds else 0.0)
         tree, chances = self._grow(costs, rate, sampler, depth)
         tree.cut(self._best_size(costs, rate, chances))
-        self._expected = measured[len(tree)]
+        self._measured = measured[len(tree)]
         self._drafting = time.perf_counter() - self._began
         return tree
 
@@ -112,19 +111,19 @@ class Tuned:
 
         def ask(source: Source, place: object, node: int, joint: float) -> None:
             nonlocal order
-            path = [tree.tokens[n] for n in tree.path(node)[1:]]
-            for offer in source.offers(place, path, joint, rate, sampler):
+            for offer in source.offers(place):
                 chance = joint * self.odds.chance(offer.kind, offer.guess)
                 self._offered.setdefault(node, []).append((offer.kind, offer.token))
                 order += 1
                 heappush(heap, (-chance, order, node, offer.token, offer.place, source))
 
+        node_seconds = (costs[_USUAL] - costs[2]) / (_USUAL - 2)
         for source in self.sources:
-            place = source.root(sampler)
+            place = source.root(sampler, rate, node_seconds)
             if place is not None and depth:
                 ask(source, place, 0, 1.0)
-        # A node far below the mean cost of one more is hardly ever worth its own.
-        floor = 0.5 * rate * (costs[-1] - costs[1]) / (len(costs) - 2)
+        # A node far below the cost of one more is hardly ever worth its own.
+        floor = 0.5 * rate * node_seconds
         while heap:
             negative, _, parent, token, place, source = heappop(heap)
             if -negative < floor:
@@ -155,15 +154,13 @@ class Tuned:
                 self.odds.observe(kind, offered == token)
         for source in self.sources:
             source.commit(verification, path, tokens)
-        seconds = time.perf_counter() - self._began
-        times = min(_WORST, (seconds - self._drafting) / self._expected)
-        used = int(self._hoped > 0)
-        if used:
+        if self._hoped:
             self._hits = self._hits * _FORGET + len(path) - 1
             self._hopes = self._hopes * _FORGET + self._hoped
-        self._dearer[used] += _LEARN * (times - self._dearer[used])
+        seconds = time.perf_counter() - self._began - self._drafting
+        seconds = self.running.observe(len(verification.hidden), seconds, self._measured)
         self._tokens = self._tokens * _FORGET + len(tokens)
-        self._seconds = self._seconds * _FORGET + min(seconds, self._drafting + _WORST * self._expected)
+        self._seconds = self._seconds * _FORGET + self._drafting + seconds
 
     def finish(self, statistics: Statistics) -> None:
         pass
