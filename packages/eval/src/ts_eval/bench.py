@@ -1,7 +1,7 @@
 """What a step costs on this machine and how near that is to its memory's speed: `ts-eval bench`.
 
 Three stages, each of interleaved rounds after a warm-up round: the machine and what is small (memory, heads, sampling);
-passes over texts of given lengths; whole generations from a real prompt, told apart into parts.
+whole generations from a real prompt, told apart into parts; passes over texts of given lengths.
 
 At the given lengths nothing is prefilled: the cache is filled with the keys and values of the prompt over and over,
 which cost as much to attend to as those of a text of that length. What such a text would be is meaningless, so only
@@ -166,6 +166,9 @@ class Bench:
     def _rows(self) -> tuple[list[MethodSpec], Sources]:
         """The rows and what they run with; when none were asked for, those that do not lack heads or draft model."""
         specs = with_ar(self.methods or decoder.methods())
+        theirs = next((spec.name for spec in specs if spec.is_hf), None)
+        if theirs:
+            raise ValueError(f"{theirs} is transformers' own generate, which cannot be taken apart: compare times it")
         sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
         if not self.methods:
             lacking = {name for name, of in METHODS.items() if of.needs_heads and name not in sources.heads}
@@ -257,12 +260,14 @@ class Measurement:
         with tqdm(desc="machine", unit="round", total=total, leave=False, mininterval=interval) as bar:
             try:
                 machine = self.machine(bar)
+                # Generations come first: a row that cannot run is told before what takes longest.
+                bar.set_description("generations", refresh=False)
+                methods = self.generations(bar)
                 along = []
                 for length in lengths:
                     bar.set_description(f"{length:,} tokens", refresh=False)
                     along.append(self.at_length(length, widths, machine["bandwidth"], bar))
-                bar.set_description("generations", refresh=False)
-                return {**machine, "lengths": along, "methods": self.generations(bar)}
+                return {**machine, "lengths": along, "methods": methods}
             except (RuntimeError, MemoryError) as error:
                 raise short_of_memory(
                     error, f"out of memory at {bar.desc.rstrip(': ')}: name shorter --lengths or narrower --widths"
