@@ -329,7 +329,17 @@ def test_wrong_input_is_one_sentence(data, tmp_path, arguments, culprit):
     assert not (tmp_path / "out").exists()
 
 
-def test_too_little_memory_is_told_before_anything_is_measured(data, tmp_path, monkeypatch):
+def test_what_cannot_end_well_is_told_before_anything_is_measured(data, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("this was to be refused")
+
+    monkeypatch.setattr(bench.Measurement, "all", refuse)
+    (tmp_path / "file").write_text("a file")
+    result = run(data, tmp_path / "file/out", "ar")
+    assert result.exit_code == 2 and "file/out" in result.stderr and result.stderr.count("\n") == 1
+    # A mask of so many nodes is a terabyte.
+    result = run(data, tmp_path, "ar", "--widths", "1000000")
+    assert result.exit_code == 2 and "narrower --widths" in result.stderr and result.stderr.count("\n") == 1
     monkeypatch.setattr(bench, "free_bytes", lambda device: 1000)
     result = run(data, tmp_path, "ar")
     assert result.exit_code == 2 and "shorter --lengths" in result.stderr and result.stderr.count("\n") == 1

@@ -151,6 +151,8 @@ class Bench:
         if before is not None:
             say(f"taken over from {folder / RESULTS}, measured before; --overwrite measures again.")
             return before
+        # What cannot be written to is told before anything is measured.
+        folder.mkdir(parents=True, exist_ok=True)
         made = Measurement(
             decoders={spec.text: loaded[sources.heads.get(spec.text)] for spec in specs},
             names={spec.text: spec.name for spec in specs},
@@ -220,13 +222,16 @@ def _refuse_too_long(
             f"lengths must be at most {limit - AR_TOKENS:,}, not {lengths[-1]:,}: the model has {limit:,} positions "
             f"and {AR_TOKENS} more tokens are generated"
         )
-    # Two caches of the longest text, one to generate in and one to verify over, and a draft cache no longer than it.
-    needed = 3 * ModelShape.of(dec.model).cache_bytes(lengths[-1] + max(AR_TOKENS, widths[-1]))
+    # Two caches of the longest text, one to generate in and one to verify over, and a draft cache no longer than it;
+    # of the widest tree the logits, and its mask and what is made of that.
+    shape, widest = ModelShape.of(dec.model), widths[-1]
+    needed = 3 * shape.cache_bytes(lengths[-1] + max(AR_TOKENS, widest))
+    needed += widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
     free = free_bytes(dec.target.device)
     if free is not None and needed > free:
         raise MemoryError(
-            f"the caches of {lengths[-1]:,} tokens take {needed / 1e9:,.1f} GB and {free / 1e9:,.1f} GB are free: name "
-            "shorter --lengths"
+            f"{lengths[-1]:,} tokens of text and trees of {widest:,} nodes take {needed / 1e9:,.1f} GB and "
+            f"{free / 1e9:,.1f} GB are free: name shorter --lengths or narrower --widths"
         )
 
 

@@ -116,7 +116,7 @@ def notes(results: dict) -> str:
         "the processor's caches hold can be faster.",
         f"x one: times a pass of one node over the same text; draft: TokenSwift's pass over a partial cache of {slots} "
         "slots.",
-        f"Steps are those of {settings['new_tokens']:,} tokens behind {settings['prompt_tokens']:,} of "
+        f"Steps are those of {count_of(settings['new_tokens'], 'token')} behind {settings['prompt_tokens']:,} of "
         f"{settings['prompt_name']!r}, prefill not counted, and the shares of steps timed part by part: verify and "
         "draft are model forwards; bookkeeping is scoring of drafts, sampling and the rest.",
     ]
