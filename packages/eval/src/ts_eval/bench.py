@@ -1,7 +1,7 @@
 """What a step costs on this machine and how near that is to its memory's speed: `ts-eval bench`.
 
-Three stages, each of interleaved rounds after a warm-up round: the machine and what is small (memory, heads, sampling);
-whole generations from a real prompt, told apart into parts; passes over texts of given lengths.
+Three stages, each of interleaved rounds after a warm-up round: what is less than a pass (sampling, heads); whole
+generations from a real prompt, told apart into parts; passes over texts of given lengths, and the memory's bandwidth.
 
 At the given lengths nothing is prefilled: the cache is filled with the keys and values of the prompt over and over,
 which cost as much to attend to as those of a text of that length. What such a text would be is meaningless, so only
@@ -44,7 +44,7 @@ PLOT = "bench.png"
 
 COPIED_BYTES = 512 * 2**20
 """Of the buffer that is copied and read: far more than any cache of a processor holds."""
-COPIES = 8
+COPIES = 4
 """One after the other before the clock is read: launching and waiting then weigh nothing."""
 CALLS, ENOUGH_SECONDS = 16, 0.2
 """Calls that one figure of a round is the mean of; fewer once they have taken so many seconds."""
@@ -223,10 +223,10 @@ def _refuse_too_long(
             f"and {AR_TOKENS} more tokens are generated"
         )
     # Two caches of the longest text, one to generate in and one to verify over, and a draft cache no longer than it;
-    # of the widest tree the logits, and its mask and what is made of that.
+    # of the widest tree the logits, and its mask and what is made of that; and the buffers that are copied.
     shape, widest = ModelShape.of(dec.model), widths[-1]
     needed = 3 * shape.cache_bytes(lengths[-1] + max(AR_TOKENS, widest))
-    needed += widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
+    needed += 2 * COPIED_BYTES + widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
     free = free_bytes(dec.target.device)
     if free is not None and needed > free:
         raise MemoryError(
@@ -262,17 +262,17 @@ class Measurement:
         # In a file each refresh is a line of its own.
         interval = 0.2 if sys.stderr.isatty() else 10
         total = (2 + len(lengths)) * (1 + self.repeats)
-        with tqdm(desc="machine", unit="round", total=total, leave=False, mininterval=interval) as bar:
+        with tqdm(desc="sampling and heads", unit="round", total=total, leave=False, mininterval=interval) as bar:
             try:
-                machine = self.machine(bar)
+                small = self.small(bar)
                 # Generations come first: a row that cannot run is told before what takes longest.
                 bar.set_description("generations", refresh=False)
                 methods = self.generations(bar)
-                along = []
+                memory, along = self._bandwidth(), []
                 for length in lengths:
                     bar.set_description(f"{length:,} tokens", refresh=False)
-                    along.append(self.at_length(length, widths, machine["bandwidth"], bar))
-                return {**machine, "lengths": along, "methods": methods}
+                    along.append(self.at_length(length, widths, memory, bar))
+                return {**small, "lengths": along, "methods": methods}
             except (RuntimeError, MemoryError) as error:
                 raise short_of_memory(
                     error, f"out of memory at {bar.desc.rstrip(': ')}: name shorter --lengths or narrower --widths"
@@ -292,7 +292,12 @@ class Measurement:
         return found
 
     def _seconds(self, operation: Operation, between: Operation = lambda: None) -> float:
-        """Seconds per call of ``operation``, the mean of up to `CALLS`; ``between`` them comes what is not timed."""
+        """Seconds per call of ``operation``, the mean of up to `CALLS`; ``between`` them comes what is not timed.
+
+        A first call is not counted: it finds the processor's caches full of what was measured before.
+        """
+        operation()
+        between()
         seconds, calls = 0.0, 0
         while calls < CALLS and seconds < ENOUGH_SECONDS:
             self.target.wait()
@@ -304,28 +309,28 @@ class Measurement:
             between()
         return seconds / calls
 
-    def machine(self, bar: tqdm) -> dict:
-        """The memory's bandwidth, one level of each kind of heads, and what sampling and scoring take per token."""
+    def _bandwidth(self) -> dict[object, Operation]:
+        """Time a copy, whose bytes are read and written and so count twice, and a read; both give GB/s."""
         source = torch.ones(COPIED_BYTES // 4, device=self.target.device)
         copy = torch.empty_like(source)
 
-        def bandwidth(operation: Operation, nbytes: int) -> float:
-            """GB/s"""
-            seconds = self._seconds(lambda: [operation() for _ in range(COPIES)])
-            return COPIES * nbytes / seconds / 1e9
+        def speed(operation: Operation, nbytes: int) -> float:
+            return COPIES * nbytes / self._seconds(lambda: [operation() for _ in range(COPIES)]) / 1e9
 
-        # A copy is read and written: its bytes count twice.
-        operations: dict[object, Operation] = {
-            "copy": lambda: bandwidth(lambda: copy.copy_(source), 2 * source.nbytes),
-            "read": lambda: bandwidth(source.sum, source.nbytes),
+        return {
+            "copy": lambda: speed(lambda: copy.copy_(source), 2 * source.nbytes),
+            "read": lambda: speed(source.sum, source.nbytes),
         }
+
+    def small(self, bar: tqdm) -> dict:
+        """What is less than a pass: one level of each kind of heads, and sampling and scoring per token."""
         cache = FullCache(len(self.prompt))
         with self.target.borrowed():
             self.target.prefill(self.prompt[:-1], cache)
             verified = self.target.forward(TokenTree(self.prompt[-1]), cache)
         logits = verified.logits[0]
         chooser, scorer = (self._sampler(self.prompt) for _ in range(2))
-        operations["choose"] = lambda: self._seconds(lambda: chooser.choose(logits))
+        operations: dict[object, Operation] = {"choose": lambda: self._seconds(lambda: chooser.choose(logits))}
         width, coupled = max(self._widths(), default=1), self.options_for_all.coupled
 
         def score() -> None:
@@ -340,7 +345,6 @@ class Measurement:
                 operations["heads", module.source] = self._level(dec, module, verified.hidden[0])
         found = self._rounds(operations, bar)
         return {
-            "bandwidth": {name: statistic(found[name]) for name in ("copy", "read")},
             "sampling": {"choose_ms": milliseconds(found["choose"]), "score_ms": milliseconds(found["score"])},
             "heads": [
                 {"kind": kind, "checkpoint": key[1], "level_ms": milliseconds(found[key])}
@@ -369,8 +373,11 @@ class Measurement:
 
         return timed
 
-    def at_length(self, length: int, widths: Sequence[int], bandwidth: dict, bar: tqdm) -> dict:
-        """Plain decoding, verifications and TokenSwift's draft pass over ``length`` tokens of text."""
+    def at_length(self, length: int, widths: Sequence[int], memory: dict[object, Operation], bar: tqdm) -> dict:
+        """Plain decoding, verifications and TokenSwift's draft pass over ``length`` tokens of text.
+
+        The memory's bandwidth is measured in the same rounds, as other work on the machine takes part of it.
+        """
         target, text = self.target, list(itertools.islice(itertools.cycle(self.prompt), length))
         pattern = FullCache(len(self.prompt))
         with target.borrowed():
@@ -403,15 +410,16 @@ class Measurement:
             with target.borrowed():
                 return self._seconds(lambda: target.draft([text[-1]], length, partial))
 
-        operations: dict[object, Operation] = {"ar": decode, "draft": draft}
+        operations: dict[object, Operation] = {**memory, "ar": decode, "draft": draft}
         operations |= {width: lambda width=width: verify(width) for width in widths}
         found = self._rounds(operations, bar)
         shape = ModelShape.of(self.ar.model)
         read = shape.pass_bytes + shape.cache_bytes(length)
         plain, forward = median(found["ar"]), median(found[1])
-        floors = {name: read / (1e9 * bandwidth[name]["median"]) for name in bandwidth}
+        floors = {name: read / (1e9 * median(found[name])) for name in memory}
         return {
             "length": length,
+            "bandwidth": {name: statistic(found[name]) for name in memory},
             "ar": {
                 "ms_per_token": milliseconds(found["ar"]),
                 "tokens_per_second": 1 / plain,

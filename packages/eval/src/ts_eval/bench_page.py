@@ -20,7 +20,7 @@ def tables(results: dict, width: int) -> str:
     """All figures, the medians of the rounds, with the smallest and largest where they matter."""
     parts = [
         textwrap.fill(describe(results), width, subsequent_indent="  "),
-        textwrap.fill(machine(results), width, subsequent_indent="  "),
+        textwrap.fill(small(results), width, subsequent_indent="  "),
         format_table(*plain_table(results), width),
         format_table(*pass_table(results), width),
         format_table(*steps_table(results), width),
@@ -45,11 +45,10 @@ def describe(results: dict) -> str:
     )
 
 
-def machine(results: dict) -> str:
-    """Bandwidth of the memory, and what is less than a pass."""
+def small(results: dict) -> str:
+    """What is less than a pass."""
     sampling = results["sampling"]
-    found = [f"memory {name} {ranged(figure, 1)} GB/s" for name, figure in results["bandwidth"].items()]
-    found += [f"sampling {ranged(sampling['choose_ms'], 3)} ms per token"]
+    found = [f"sampling {ranged(sampling['choose_ms'], 3)} ms per token"]
     found += [f"draft scoring {ranged(sampling['score_ms'], 3)} ms per level"]
     found += [f"a level of {heads['kind']} heads {ranged(heads['level_ms'], 3)} ms" for heads in results["heads"]]
     return "; ".join(found)
@@ -57,7 +56,8 @@ def machine(results: dict) -> str:
 
 def plain_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """Header and rows: plain decoding per length, and the memory's floor."""
-    header = ["text", "ar ms/token", "range", "tokens/s", "MB read", "floor ms", "x floor", "x read floor"]
+    ar, floor, read = ("ar ms/token", "range", "tokens/s"), ("floor ms", "x floor"), ("read GB/s", "x read floor")
+    header = ["text", *ar, "MB read", "copy GB/s", "range", *floor, *read]
     rows = [
         [
             f"{row['length']:,}",
@@ -65,8 +65,11 @@ def plain_table(results: dict) -> tuple[list[str], list[list[str]]]:
             extremes(row["ar"]["ms_per_token"]),
             number(row["ar"]["tokens_per_second"], 1),
             number(row["ar"]["bytes_read"] / 1e6, 1),
+            number(row["bandwidth"]["copy"]["median"], 1),
+            extremes(row["bandwidth"]["copy"], 1),
             number(row["ar"]["floor_ms"]["copy"]),
             times(row["ar"]["times_floor"]["copy"]),
+            number(row["bandwidth"]["read"]["median"], 1),
             times(row["ar"]["times_floor"]["read"]),
         ]
         for row in results["lengths"]
