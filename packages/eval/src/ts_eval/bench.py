@@ -47,7 +47,7 @@ COPIED_BYTES = 512 * 2**20
 COPIES = 4
 """One after the other before the clock is read: launching and waiting then weigh nothing."""
 CALLS, ENOUGH_SECONDS = 16, 0.2
-"""Calls that one figure of a round is the mean of; fewer once they have taken so many seconds."""
+"""Calls that one figure of a round is the median of; fewer once they have taken so many seconds."""
 AR_TOKENS = 16
 """Tokens of plain decoding per round and length."""
 
@@ -292,22 +292,21 @@ class Measurement:
         return found
 
     def _seconds(self, operation: Operation, between: Operation = lambda: None) -> float:
-        """Seconds per call of ``operation``, the mean of up to `CALLS`; ``between`` them comes what is not timed.
+        """Seconds of a call of ``operation``, the median of up to `CALLS`; ``between`` them comes what is not timed.
 
         A first call is not counted: it finds the processor's caches full of what was measured before.
         """
         operation()
         between()
-        seconds, calls = 0.0, 0
-        while calls < CALLS and seconds < ENOUGH_SECONDS:
+        seconds: list[float] = []
+        while len(seconds) < CALLS and sum(seconds) < ENOUGH_SECONDS:
             self.target.wait()
             start = time.perf_counter()
             operation()
             self.target.wait()
-            seconds += time.perf_counter() - start
-            calls += 1
+            seconds.append(time.perf_counter() - start)
             between()
-        return seconds / calls
+        return median(seconds)
 
     def _bandwidth(self) -> dict[object, Operation]:
         """Time a copy, whose bytes are read and written and so count twice, and a read; both give GB/s."""
@@ -415,26 +414,25 @@ class Measurement:
         found = self._rounds(operations, bar)
         shape = ModelShape.of(self.ar.model)
         read = shape.pass_bytes + shape.cache_bytes(length)
-        plain, forward = median(found["ar"]), median(found[1])
-        floors = {name: read / (1e9 * median(found[name])) for name in memory}
+        floors = {name: [read / (1e9 * speed) for speed in found[name]] for name in memory}
         return {
             "length": length,
             "bandwidth": {name: statistic(found[name]) for name in memory},
             "ar": {
                 "ms_per_token": milliseconds(found["ar"]),
-                "tokens_per_second": 1 / plain,
+                "tokens_per_second": 1 / median(found["ar"]),
                 "bytes_read": read,
-                "floor_ms": {name: 1000 * floor for name, floor in floors.items()},
-                "times_floor": {name: plain / floor for name, floor in floors.items()},
+                "floor_ms": {name: read / median(found[name]) / 1e6 for name in memory},
+                "times_floor": {name: ratio(found["ar"], floor) for name, floor in floors.items()},
             },
             "verify": [
-                {"width": width, "ms": milliseconds(found[width]), "times_plain": median(found[width]) / forward}
+                {"width": width, "ms": milliseconds(found[width]), "times_plain": ratio(found[width], found[1])}
                 for width in widths
             ],
             "draft": {
                 "slots": slots,
                 "ms": milliseconds(found["draft"]),
-                "times_plain": median(found["draft"]) / forward,
+                "times_plain": ratio(found["draft"], found[1]),
             },
         }
 
@@ -495,6 +493,11 @@ def summary(plain: Sequence[dict], watched: Sequence[dict]) -> dict:
 def statistic(values: Sequence[float]) -> dict:
     """Median, smallest and largest of the rounds, and what each gave."""
     return {"median": median(values), "min": min(values), "max": max(values), "values": list(values)}
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> float:
+    """How many times ``others`` the ``values`` are: the median over pairs of the same round."""
+    return median(value / other for value, other in zip(values, others, strict=True))
 
 
 def milliseconds(seconds: Sequence[float]) -> dict:

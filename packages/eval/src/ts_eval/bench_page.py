@@ -117,8 +117,8 @@ def notes(results: dict) -> str:
         "Texts of the given lengths are not prefilled: their cache holds the prompt's pairs over and over.",
         "Floor: the time to read weights and cache once at the speed of a large copy, read floor: of a large sum; what "
         "the processor's caches hold can be faster.",
-        f"x one: times a pass of one node over the same text; draft: TokenSwift's pass over a partial cache of {slots} "
-        "slots.",
+        "x: medians over rounds; x one: times a pass of one node over the same text; draft: TokenSwift's pass over a "
+        f"partial cache of {slots} slots.",
         f"Steps are those of {count_of(settings['new_tokens'], 'token')} behind {settings['prompt_tokens']:,} of "
         f"{settings['prompt_name']!r}, prefill not counted, and the shares of steps timed part by part: verify and "
         "draft are model forwards; bookkeeping is scoring of drafts, sampling and the rest.",
