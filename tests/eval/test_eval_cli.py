@@ -18,12 +18,13 @@ def test_methods_lists_the_decoders_and_transformers_own():
     assert names == [*decoder.methods(), "hf", "hf-prompt-lookup"]
 
 
-def test_help_does_not_wait_for_torch():
-    code = "import sys; from ts_eval.cli import main; main(['compare', '--help'], standalone_mode=False); "
+@pytest.mark.parametrize(("command", "flag"), [("compare", "--check-lossless"), ("bench", "--widths")])
+def test_help_does_not_wait_for_torch(command, flag):
+    code = f"import sys; from ts_eval.cli import main; main(['{command}', '--help'], standalone_mode=False); "
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--check-lossless" in done.stdout
+    assert flag in done.stdout
 
 
 def test_no_command_shows_the_help():

@@ -1,4 +1,4 @@
-"""The command line: `ts-eval compare`, `methods`, `metrics`, `report`, `plan` and `reproduce`.
+"""The command line: `ts-eval compare`, `bench`, `methods`, `metrics`, `report`, `plan` and `reproduce`.
 
 Exit status: 0 done; 1 a method differs from ar (with --check-lossless); 2 wrong usage or missing input, told in one
 sentence; 130 interrupted.
@@ -112,6 +112,45 @@ def sampling_option(flag: str, help: str):
     return click.option(flag, type=type(default), default=default, show_default=True, help=help)
 
 
+def together(*options):
+    """Several options as one decorator, in their order."""
+
+    def add(command):
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+model_options = together(
+    click.option("--model", help="Model folder or hub id.  [default: the reference model]"),
+    click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated."),
+    click.option("--draft-model", help="Small model that drafts for triforce."),
+)
+device_options = together(
+    click.option("--device", default="auto", show_default=True),
+    click.option(
+        "--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA."
+    ),
+)
+sampling_options = together(
+    sampling_option("--temperature", "0 is greedy."),
+    sampling_option("--top-k", "0 switches off."),
+    sampling_option("--top-p", "1 switches off."),
+    sampling_option("--min-p", "0 switches off."),
+    sampling_option("--eta-cutoff", "0 switches off."),
+    sampling_option("--repetition-penalty", "1 switches off."),
+    sampling_option("--penalty-window", "Last tokens that are penalised."),
+)
+drafting_options = together(
+    click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks (0.0 0.1 1).  [default: 1,3,3,3]"),
+    click.option("--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: 20]"),
+    click.option("--budget", type=int, help="Slots of the partial cache.  [default: the prompt's length]"),
+)
+books_option = click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
+
+
 @click.group(cls=SentenceGroup)
 @click.version_option(package_name="tokenswift-eval", prog_name="ts-eval")
 def main():
@@ -120,9 +159,7 @@ def main():
 
 @main.command()
 @click.argument("methods", nargs=-1, required=True, metavar="METHOD[:OPTION=VALUE]...")
-@click.option("--model", help="Model folder or hub id.  [default: the reference model]")
-@click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.")
-@click.option("--draft-model", help="Small model that drafts for triforce.")
+@model_options
 @click.option(
     "--prompts",
     help="Text file (one prompt), .jsonl[.gz] or hub dataset (owner/name[:split]) with a field text.  "
@@ -133,18 +170,9 @@ def main():
 @click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]")
 @click.option("--runs", type=int, default=defaults.RUNS, show_default=True, help="Generations per method and prompt.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
-@click.option("--device", default="auto", show_default=True)
-@click.option("--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA.")
-@sampling_option("--temperature", "0 is greedy.")
-@sampling_option("--top-k", "0 switches off.")
-@sampling_option("--top-p", "1 switches off.")
-@sampling_option("--min-p", "0 switches off.")
-@sampling_option("--eta-cutoff", "0 switches off.")
-@sampling_option("--repetition-penalty", "1 switches off.")
-@sampling_option("--penalty-window", "Last tokens that are penalised.")
-@click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks (0.0 0.1 1).  [default: 1,3,3,3]")
-@click.option("--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: 20]")
-@click.option("--budget", type=int, help="Slots of the partial cache.  [default: the prompt's length]")
+@device_options
+@sampling_options
+@drafting_options
 @click.option("--output", default=defaults.OUTPUT, show_default=True, help="Folder of results; resumes what is in it.")
 @click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
 @click.option(
@@ -158,7 +186,7 @@ def main():
 @click.option(
     "--processes", type=int, default=1, show_default=True, help="Share the prompts and runs over N processes."
 )
-@click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
+@books_option
 @click.pass_obj
 def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
     """Decode the same prompts with each METHOD, next to ar, and tell speed, acceptance, diversity and identity.
@@ -201,6 +229,76 @@ def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
     if check_lossless and differing:
         click.echo(f"ts-eval: not lossless: {', '.join(differing)} differs by more than a tie.", err=True)
         return 1
+    return 0
+
+
+@main.command()
+@click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
+@model_options
+@click.option("--prompts", help="As for compare; the first one is taken.  [default: a PG-19 test book]")
+@click.option(
+    "--prompt-tokens",
+    type=int,
+    default=defaults.BENCH_PROMPT_TOKENS,
+    show_default=True,
+    help="First N tokens of the prompt.",
+)
+@click.option(
+    "--new-tokens",
+    type=int,
+    default=defaults.BENCH_NEW_TOKENS,
+    show_default=True,
+    help="Of the generations whose steps are taken apart.",
+)
+@click.option(
+    "--lengths",
+    type=IntegerList(),
+    default=",".join(map(str, defaults.BENCH_LENGTHS)),
+    show_default=True,
+    help="Tokens of text to time passes over.",
+)
+@click.option(
+    "--widths",
+    type=IntegerList(),
+    default=",".join(map(str, defaults.BENCH_WIDTHS)),
+    show_default=True,
+    help="Nodes of the verifications to time.",
+)
+@click.option(
+    "--repeats", type=int, default=defaults.BENCH_REPEATS, show_default=True, help="Rounds; figures are their medians."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the noise.")
+@device_options
+@sampling_options
+@drafting_options
+@click.option("--output", default=defaults.BENCH_OUTPUT, show_default=True, help="Folder of figures and plot.")
+@click.option("--overwrite", is_flag=True, help="Measure again, whatever the output folder holds.")
+@books_option
+@click.pass_obj
+def bench(typed, methods, tree, ngrams, budget, **arguments):
+    """Measure what steps cost here: memory, plain decoding, verifications, drafts, and the parts of a step.
+
+    METHODs as for compare; without any, all of ours whose heads and draft model are at hand.
+    """
+    with told_in_a_sentence():
+        from ts_eval import bench as measure
+        from ts_eval.bench_page import tables
+
+        _quiet_libraries()
+        sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
+        options = {"tree": tree, "ngrams": ngrams, "budget": budget}
+        results = measure.bench(
+            methods,
+            sampling=sampling,
+            options={name: value for name, value in options.items() if value is not None},
+            arguments=typed,
+            say=lambda sentence: click.echo(sentence, err=True),
+            **arguments,
+        )
+        # Shown before it is written: a full disk loses no figure.
+        click.echo(tables(results, _width()))
+        paths = measure.save(results, Path(arguments["output"]))
+    click.echo(f"\nAll of it: {' and '.join(map(str, paths))}")
     return 0
 
 
@@ -276,18 +374,15 @@ def plan(as_json, **arguments):
 @main.command()
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @click.option("--scale", type=float, default=1.0, show_default=True, help="Of the paper's prompt and output lengths.")
-@click.option("--model", help="Model folder or hub id.  [default: the reference model]")
-@click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.")
-@click.option("--draft-model", help="Small model that drafts for triforce.")
+@model_options
 @click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
 @click.option("--num-prompts", type=int, help="At most so many prompts.  [default: 1 book]")
 @click.option("--runs", type=int, default=1, show_default=True, help="Generations per method and prompt.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
-@click.option("--device", default="auto", show_default=True)
-@click.option("--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA.")
+@device_options
 @click.option("--output", default=defaults.REPRODUCE_OUTPUT, show_default=True, help="Folder; resumes what is in it.")
 @click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
-@click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
+@books_option
 def reproduce(targets, scale, output, **settings):
     """Run experiments of the paper and print them beside its figures.
 

@@ -22,25 +22,19 @@ import transformers
 from tqdm import tqdm
 
 import decoder
-from decoder.drafters import METHODS
 from decoder.text_stream import TextStream
 from ts_eval import checkpoints, defaults, metrics, plan
-from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
+from ts_eval.data_dir import find_data_dir
+from ts_eval.decoders import Sources, with_ar
 from ts_eval.generation import OnStep, can_continue, continue_with_decoder, continue_with_transformers
 from ts_eval.json_lines import whole_lines
-from ts_eval.memory import PeakMemory, resident_bytes
+from ts_eval.memory import PeakMemory, resident_bytes, short_of_memory
 from ts_eval.method_spec import HF, MethodSpec
 from ts_eval.progress import Progress
 from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
-from ts_eval.results import SCHEMA_VERSION, GenerationLog, digest_files, environment, write_json
+from ts_eval.results import SCHEMA_VERSION, GenerationLog, environment, write_json
 from ts_eval.summary import audit_of, divergence_margin, summarise, timed_tokens
 
-DEFAULT_HEADS = {
-    "tokenswift": "heads-chained",
-    "medusa": "heads-independent",
-    "tokenswift-fused": "heads-gated",
-    "auto": "heads-gated",
-}
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16
 IN_PROGRESS = "in-progress"
@@ -216,7 +210,7 @@ class Experiment:
                 child.join()
 
     def _set_up(self) -> "Setup":
-        specs = _specs(self.methods)
+        specs = with_ar(self.methods)
         counts = ("max_new_tokens", "runs", "num_prompts", "prompt_tokens", "processes")
         for name in counts:
             value = getattr(self, name)
@@ -225,29 +219,18 @@ class Experiment:
         sampling = {**defaults.SAMPLING, **(self.sampling or {})}
         params = [decoder.SamplingParams(**sampling, seed=self.seed + run) for run in range(self.runs)]
         options = {spec.text: decoder.TokenSwiftOptions(**{**(self.options or {}), **spec.options}) for spec in specs}
-        model, draft_model, own_heads = self.model, self.draft_model, {}
-        if model is None:
-            data = find_data_dir(self.data_dir)
-            model = str(data / REFERENCE_MODEL)
-            own_heads = {name: str(data / folder) for name, folder in DEFAULT_HEADS.items()}
-            if draft_model is None and any(spec.name == "triforce" for spec in specs):
-                draft_model = str(data / DRAFT_MODEL)
-        heads = _heads_by_method(specs, self.heads, own_heads)
+        sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
         prompts, prompt_tokens, num_prompts = self.prompts, self.prompt_tokens, self.num_prompts
         if prompts is None:
             prompts = str(find_data_dir(self.data_dir) / SHIPPED)
         if self.prompts is None or is_hub_dataset(prompts):
             prompt_tokens, num_prompts = prompt_tokens or defaults.BOOK_TOKENS, num_prompts or 1
-        checkpoints.refuse_missing("model", model)
-        checkpoints.refuse_missing("draft model", draft_model)
         checkpoints.refuse_missing("embedding model", self.embedding_model)
-        for path in heads.values():
-            checkpoints.refuse_missing("heads", path, holding=None)
         refuse_missing_prompts(prompts)
-        _refuse_missing_parts(specs, heads, draft_model)
+        sources.refuse_missing(specs)
 
         memory_before = resident_bytes()
-        decoders = _load(model, heads, draft_model, self._device(), self.dtype)
+        decoders = sources.load(self._device(), self.dtype)
         backbone = decoders[None].model
         texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
         limit = backbone.config.max_position_embeddings
@@ -259,10 +242,10 @@ class Experiment:
                 )
         settings = {
             "methods": [spec.text for spec in specs],
-            "model": model,
-            "heads": {spec.text: heads.get(spec.text) for spec in specs},
-            "draft_model": draft_model,
-            "weights": {path: _weights(path) for path in (model, draft_model, *heads.values()) if path},
+            "model": sources.model,
+            "heads": {spec.text: sources.heads.get(spec.text) for spec in specs},
+            "draft_model": sources.draft_model,
+            "weights": sources.weights(),
             "prompts": prompts,
             "prompt_tokens": prompt_tokens,
             "prompt_names": [prompt.name for prompt in texts],
@@ -283,7 +266,7 @@ class Experiment:
             params=params,
             options=options,
             prompts=texts,
-            decoders={spec.text: decoders[heads.get(spec.text)] for spec in specs},
+            decoders={spec.text: decoders[sources.heads.get(spec.text)] for spec in specs},
             settings=json.loads(json.dumps(settings)),
             environment=environment(backbone.device, self.arguments),
             max_new_tokens=self.max_new_tokens,
@@ -345,7 +328,8 @@ class Setup:
                 try:
                     log.append(self._generate(text, prompt, run, kept, bar.update))
                 except (RuntimeError, MemoryError) as error:
-                    raise _short_of_memory(error, where) from error
+                    sentence = f"out of memory at {where}: ask for fewer tokens or a narrower tree"
+                    raise short_of_memory(error, sentence) from error
                 finally:
                     kept.close()
                 kept.discard()
@@ -493,60 +477,3 @@ def _keeping(output: Path) -> Iterator[None]:
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         # A process beside this one has said so itself.
         raise OSError(what if what.endswith(kept) else f"{what}; {kept}") from error
-
-
-def _short_of_memory(error: RuntimeError | MemoryError, where: str) -> Exception:
-    """A MemoryError in a sentence when that is what the error says, else the error itself."""
-    # torch raises an own class on CUDA only.
-    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-    short = short or "not enough memory" in str(error)
-    return MemoryError(f"out of memory at {where}: ask for fewer tokens or a narrower tree") if short else error
-
-
-def _specs(methods: Sequence[str]) -> list[MethodSpec]:
-    specs = [MethodSpec.parse(text) for text in dict.fromkeys(methods)]
-    return specs if any(spec.text == "ar" for spec in specs) else [MethodSpec.parse("ar"), *specs]
-
-
-def _heads_by_method(specs: list[MethodSpec], heads: Sequence[str], own: dict[str, str]) -> dict[str, str]:
-    """Row -> heads checkpoint, for the rows that have one: the method's, the one for all, or the model's own."""
-    pairs, for_all = {}, []
-    for entry in heads:
-        name, equals, path = entry.partition("=")
-        if equals and name in decoder.methods():
-            pairs[name] = path
-        elif equals and not Path(entry).exists():
-            raise ValueError(f"--heads {entry}: {name!r} is no method; methods are {', '.join(decoder.methods())}")
-        else:
-            for_all.append(entry)
-    if len(for_all) > 1:
-        raise ValueError("--heads takes one checkpoint, or METHOD=CHECKPOINT pairs, not several checkpoints")
-    found = {spec.text: pairs.get(spec.name, for_all[0] if for_all else own.get(spec.name)) for spec in specs}
-    needing = {spec.text for spec in specs if not spec.is_hf and METHODS[spec.name].heads_kinds}
-    return {text: path for text, path in found.items() if path and text in needing}
-
-
-def _refuse_missing_parts(specs: list[MethodSpec], heads: dict[str, str], draft_model: str | None) -> None:
-    """Refuse, before anything is loaded, a method that lacks heads or draft model."""
-    for spec in specs:
-        if not spec.is_hf and METHODS[spec.name].needs_heads and spec.text not in heads:
-            raise ValueError(f"{spec.name} needs draft heads: give --heads CHECKPOINT or {spec.name}=CHECKPOINT")
-        if spec.name == "triforce" and draft_model is None:
-            raise ValueError("triforce needs a small model with the same vocabulary: give --draft-model")
-
-
-def _load(model: str, heads: dict[str, str], draft_model: str | None, device: str, dtype: str) -> dict:
-    """Heads checkpoint (or None) -> Decoder; all share the one loaded model."""
-    with checkpoints.named(model):
-        plain = decoder.load(model, draft_model=draft_model, device=device, dtype=dtype)
-    if plain.tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, which the prompts need")
-    loaded = {None: plain}
-    for path in dict.fromkeys(heads.values()):
-        loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, heads=path, draft_model=plain.draft_model)
-    return loaded
-
-
-def _weights(path: str) -> str | None:
-    """What tells two versions of a local checkpoint apart; the hub's own files never change under an id's revision."""
-    return digest_files(Path(path)) if Path(path).is_dir() else None

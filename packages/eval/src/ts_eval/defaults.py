@@ -1,4 +1,4 @@
-"""What `ts-eval compare` takes for what is not given; free of heavy imports, so that --help is quick."""
+"""What the commands take for what is not given; free of heavy imports, so that --help is quick."""
 
 SAMPLING = {
     "temperature": 1.0,
@@ -13,6 +13,12 @@ MAX_NEW_TOKENS = 1024
 RUNS = 3
 OUTPUT = "runs/compare"
 REPRODUCE_OUTPUT = "runs/reproduce"
+BENCH_OUTPUT = "runs/bench"
+BENCH_PROMPT_TOKENS = 512
+BENCH_NEW_TOKENS = 64
+BENCH_LENGTHS = (512, 4096, 32768)
+BENCH_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+BENCH_REPEATS = 5
 BOOK_TOKENS = 1024
 """Prompt tokens taken from a shipped book, which is longer than any context."""
 PLAN_BUDGET = 4096

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_MEMORY = Path("/proc/meminfo")
 
 
 def resident_bytes() -> int | None:
@@ -45,3 +46,20 @@ def _status(field: str) -> int | None:
         return None
     line = next((line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:")), None)
     return None if line is None else int(line.split()[1]) * 1024
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on ``device``; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not _MEMORY.is_file():
+        return None
+    line = next((line for line in _MEMORY.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+def short_of_memory(error: RuntimeError | MemoryError, sentence: str) -> Exception:
+    """A MemoryError that says ``sentence`` when that is what ``error`` means, else the error itself."""
+    # torch raises an own class on CUDA only.
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return MemoryError(sentence) if short or "not enough memory" in str(error) else error

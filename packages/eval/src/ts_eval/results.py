@@ -133,7 +133,7 @@ class GenerationLog:
             raise NotADirectoryError(f"--output {folder} is a file: name a folder")
         self.folder, self.path = folder, folder / (f"generations-{rank}.jsonl" if rank else "generations.jsonl")
         self._header = {"log_version": LOG_VERSION, "settings": settings, "environment": environment}
-        self.fingerprint = _fingerprint(self._header)
+        self.fingerprint = fingerprint_of(self._header)
         self._records: dict[tuple[str, int, int], dict] = {}
         self._file = None
         self._keep = 0
@@ -150,7 +150,7 @@ class GenerationLog:
             if not fits and not overwrite:
                 self.close()
                 raise OtherSettingsError(
-                    f"{folder} holds generations of other settings ({_difference(header[0], self._header)}): "
+                    f"{folder} holds generations of other settings ({difference(header[0], self._header)}): "
                     "use another --output, or --overwrite to drop them"
                 )
             if not fits and rank == 0 and path != self.path:
@@ -230,13 +230,14 @@ def _key(record: dict) -> tuple[str, int, int]:
     return record["method"], record["prompt_index"], record["run"]
 
 
-def _fingerprint(header: dict) -> str:
+def fingerprint_of(header: dict) -> str:
+    """Digest of ``settings`` and ``environment``, without what of these may differ between parts of one whole."""
     environment = {name: value for name, value in header["environment"].items() if name not in UNBOUND}
     text = json.dumps({**header, "environment": environment}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _difference(old: dict, new: dict) -> str:
+def difference(old: dict, new: dict) -> str:
     """Names of up to three settings that differ, for a sentence."""
     old, new = dict(_flat(old)), dict(_flat(new))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]

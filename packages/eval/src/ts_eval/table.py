@@ -176,9 +176,9 @@ def describe(results: dict) -> str:
     return "; ".join(
         [
             settings["model"].rstrip("/").rpartition("/")[2],
-            f"{environment['device_name']} ({environment['device']}), {_count(environment['threads'], 'thread')}",
+            f"{environment['device_name']} ({environment['device']}), {count_of(environment['threads'], 'thread')}",
             settings["dtype"],
-            f"{_count(settings['num_prompts'], 'prompt')} of {prompt_tokens} tokens",
+            f"{count_of(settings['num_prompts'], 'prompt')} of {prompt_tokens} tokens",
             f"{settings['max_new_tokens']:,} new tokens",
             sampling_in_words(settings["sampling"]),
             f"seed {settings['seed']}",
@@ -217,7 +217,8 @@ def identity(results: dict, name: str) -> str:
     return f"{'no,' if name in differs(results) else 'tie'} at {row['first_divergence']:,}"
 
 
-def _count(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
+    """A number of things in words: 1 thread, 2 threads."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
@@ -227,7 +228,7 @@ def notes(results: dict) -> str:
     runs = len(methods["ar"]["runs"])
     how = f"Medians of {runs} interleaved generations per method" if runs > 1 else "One generation per method"
     sentences = [
-        f"{how}, {_count(settings['runs'], 'run')} of {_count(settings['num_prompts'], 'prompt')}; prefill is not "
+        f"{how}, {count_of(settings['runs'], 'run')} of {count_of(settings['num_prompts'], 'prompt')}; prefill is not "
         "counted. Speed-up: ar's time per token over the method's, its range over the generations beside it. alpha: "
         "share of drafted tokens accepted; beta: the part of alpha that n-grams reached; identical: to ar, token for "
         "token; Dist-n: unique n-grams over all n-grams.",

@@ -1,0 +1,200 @@
+"""What `ts-eval bench` shows: tables for the terminal, and a plot."""
+
+import textwrap
+from itertools import chain
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from ts_eval.report.plots import MARKERS, PALETTE
+from ts_eval.stopwatch import FORWARDS, PARTS
+from ts_eval.table import count_of, format_table, number, sampling_in_words, times, tree_in_words
+
+COLOURS = PALETTE["light"]
+
+
+def tables(results: dict, width: int) -> str:
+    """All figures, the medians of the rounds, with the smallest and largest where they matter."""
+    parts = [
+        textwrap.fill(describe(results), width, subsequent_indent="  "),
+        textwrap.fill(small(results), width, subsequent_indent="  "),
+        format_table(*plain_table(results), width),
+        format_table(*pass_table(results), width),
+        format_table(*steps_table(results), width),
+        textwrap.fill(notes(results), width),
+    ]
+    return "\n\n".join(parts)
+
+
+def describe(results: dict) -> str:
+    """What was measured, where and how, in one sentence of parts."""
+    settings, environment = results["settings"], results["environment"]
+    options = settings["options_for_all"]
+    return "; ".join(
+        [
+            settings["model"].rstrip("/").rpartition("/")[2],
+            f"{environment['device_name']} ({environment['device']}), {count_of(environment['threads'], 'thread')}",
+            settings["dtype"],
+            sampling_in_words(settings["sampling"]),
+            f"tree {tree_in_words(options['tree'])} and k = {options['ngrams']} where the method names no other",
+            f"medians of {count_of(settings['repeats'], 'interleaved round')}",
+        ]
+    )
+
+
+def small(results: dict) -> str:
+    """What is less than a pass."""
+    sampling = results["sampling"]
+    found = [f"sampling {ranged(sampling['choose_ms'], 3)} ms per token"]
+    found += [f"draft scoring {ranged(sampling['score_ms'], 3)} ms per level"]
+    found += [f"a level of {heads['kind']} heads {ranged(heads['level_ms'], 3)} ms" for heads in results["heads"]]
+    return "; ".join(found)
+
+
+def plain_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: plain decoding per length, and the memory's floor."""
+    ar, floor, read = ("ar ms/token", "range", "tokens/s"), ("floor ms", "x floor"), ("read GB/s", "x read floor")
+    header = ["text", *ar, "MB read", "copy GB/s", "range", *floor, *read]
+    rows = [
+        [
+            f"{row['length']:,}",
+            number(row["ar"]["ms_per_token"]["median"]),
+            extremes(row["ar"]["ms_per_token"]),
+            number(row["ar"]["tokens_per_second"], 1),
+            number(row["ar"]["bytes_read"] / 1e6, 1),
+            number(row["bandwidth"]["copy"]["median"], 1),
+            extremes(row["bandwidth"]["copy"], 1),
+            number(row["ar"]["floor_ms"]["copy"]),
+            times(row["ar"]["times_floor"]["copy"]),
+            number(row["bandwidth"]["read"]["median"], 1),
+            times(row["ar"]["times_floor"]["read"]),
+        ]
+        for row in results["lengths"]
+    ]
+    return header, rows
+
+
+def pass_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a pass's milliseconds per length, and how many passes of one node that is."""
+    lengths = results["lengths"]
+    header = ["pass", *chain.from_iterable((f"ms at {row['length']:,}", "range", "x one") for row in lengths)]
+    names = [f"verify {width:,}" for width in results["settings"]["widths"]]
+    passes = [[*row["verify"], row["draft"]] for row in lengths]
+    rows = []
+    for name, found in zip([*names, "draft"], zip(*passes, strict=True), strict=True):
+        cells = ((number(cell["ms"]["median"]), extremes(cell["ms"]), times(cell["times_plain"])) for cell in found)
+        rows.append([name, *chain.from_iterable(cells)])
+    return header, rows
+
+
+def steps_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a method's step and the shares of its parts."""
+    header = ["method", "ms/step", "range", "tok/step", "tokens/s", *PARTS, "bookkeeping", "range"]
+    rows = [
+        [
+            name,
+            number(row["step_ms"]["median"]),
+            extremes(row["step_ms"]),
+            number(row["tokens_per_step"]),
+            number(row["tokens_per_second"], 1),
+            *(percent(row["shares"][part]["median"]) for part in PARTS),
+            percent(row["bookkeeping"]["median"]),
+            f"{100 * row['bookkeeping']['min']:.0f}-{percent(row['bookkeeping']['max'], 0)}",
+        ]
+        for name, row in results["methods"].items()
+    ]
+    return header, rows
+
+
+def notes(results: dict) -> str:
+    """How the tables are to be read."""
+    settings = results["settings"]
+    slots = ", ".join(f"{row['draft']['slots']:,}" for row in results["lengths"])
+    sentences = [
+        "Texts of the given lengths are not prefilled: their cache holds the prompt's pairs over and over.",
+        "Floor: the time to read weights and cache once at the speed of a large copy, read floor: of a large sum; what "
+        "the processor's caches hold can be faster.",
+        "x: medians over rounds; x one: times a pass of one node over the same text; draft: TokenSwift's pass over a "
+        f"partial cache of {slots} slots.",
+        f"Steps are those of {count_of(settings['new_tokens'], 'token')} behind {settings['prompt_tokens']:,} of "
+        f"{settings['prompt_name']!r}, prefill not counted, and the shares of steps timed part by part: verify and "
+        "draft are model forwards; bookkeeping is scoring of drafts, sampling and the rest.",
+    ]
+    return " ".join(sentences)
+
+
+def plot(results: dict, path: Path) -> None:
+    """Draw verification by width and length, and the parts of a step. Raises OSError when it cannot be written."""
+    look = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    with matplotlib.rc_context(look):
+        figure = Figure(figsize=(14, 4.6), layout="constrained")
+        cost, relative, parts = figure.subplots(1, 3)
+        _verifications(cost, results, lambda cell: cell["ms"]["median"])
+        for place, row in enumerate(results["lengths"]):
+            widths = [cell["width"] for cell in row["verify"]]
+            ends = ([cell["ms"][end] for cell in row["verify"]] for end in ("min", "max"))
+            cost.fill_between(widths, *ends, color=COLOURS[place % len(COLOURS)], alpha=0.2, linewidth=0)
+        cost.set_ylabel("ms per verification, median and range")
+        cost.set_yscale("log")
+        cost.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        cost.yaxis.set_major_formatter("{x:g}")
+        cost.yaxis.set_minor_locator(NullLocator())
+        cost.set_title("Verification")
+        cost.legend(title="tokens of text", frameon=False)
+        _verifications(relative, results, lambda cell: cell["times_plain"])
+        relative.set_ylabel("passes of one node")
+        relative.set_ylim(bottom=0)
+        relative.set_title("Verification against plain decoding")
+        _steps(parts, results)
+        figure.suptitle(textwrap.fill(describe(results), 160), fontsize=9)
+        figure.savefig(path, dpi=130)
+
+
+def _verifications(axes: Axes, results: dict, value) -> None:
+    for place, row in enumerate(results["lengths"]):
+        look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
+        widths = [cell["width"] for cell in row["verify"]]
+        axes.plot(widths, [value(cell) for cell in row["verify"]], label=f"{row['length']:,}", **look)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("nodes")
+    axes.grid(axis="y", linewidth=0.4)
+
+
+def _steps(axes: Axes, results: dict) -> None:
+    """A bar per method, as long as its unwatched step, cut into the shares of its parts."""
+    names = list(results["methods"])
+    left = [0.0] * len(names)
+    for place, part in enumerate(PARTS):
+        lengths = [row["shares"][part]["median"] * row["step_ms"]["median"] for row in results["methods"].values()]
+        hatch = None if part in FORWARDS else "///"
+        axes.barh(
+            names, lengths, left=left, label=part, color=COLOURS[place], hatch=hatch, edgecolor="white", height=0.7
+        )
+        left = [end + length for end, length in zip(left, lengths, strict=True)]
+    for number_, row in enumerate(results["methods"].values()):
+        axes.text(left[number_], number_, f" {percent(row['bookkeeping']['median'])}", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("ms per step; behind it bookkeeping's share (hatched)")
+    axes.set_title("Parts of a step")
+    axes.grid(axis="x", linewidth=0.4)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=len(PARTS), frameon=False, columnspacing=1.2)
+
+
+def ranged(figure: dict, digits: int) -> str:
+    """A median with its smallest and largest value in brackets."""
+    return f"{number(figure['median'], digits)} ({extremes(figure, digits)})"
+
+
+def extremes(figure: dict, digits: int = 2) -> str:
+    """Smallest and largest value: 1.07-1.27."""
+    return f"{number(figure['min'], digits)}-{number(figure['max'], digits)}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share as 11.3%."""
+    return f"{100 * share:.{digits}f}%"

@@ -1,0 +1,105 @@
+"""Which model, draft model and heads the rows run with, from what a user names, and their loading."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import decoder
+from decoder.drafters import METHODS
+from ts_eval import checkpoints
+from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
+from ts_eval.method_spec import MethodSpec
+from ts_eval.results import digest_files
+
+DEFAULT_HEADS = {
+    "tokenswift": "heads-chained",
+    "medusa": "heads-independent",
+    "tokenswift-fused": "heads-gated",
+    "auto": "heads-gated",
+}
+"""The reference model's own heads, by method, as folders of the data folder."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Folders or hub ids: the model, the small model that drafts for triforce, and heads by row (only where used)."""
+
+    model: str
+    draft_model: str | None
+    heads: dict[str, str]
+
+    @classmethod
+    def find(
+        cls,
+        specs: Sequence[MethodSpec],
+        model: str | None,
+        heads: Sequence[str],
+        draft_model: str | None,
+        data_dir: str | Path | None,
+    ) -> "Sources":
+        """What ``specs`` run with; without a ``model`` the reference model, with its heads and draft model.
+
+        Raises:
+            ValueError: ``heads`` are several checkpoints, or pairs with what is no method.
+            FileNotFoundError: there is no data folder.
+        """
+        own_heads = {}
+        if model is None:
+            data = find_data_dir(data_dir)
+            model = str(data / REFERENCE_MODEL)
+            own_heads = {name: str(data / folder) for name, folder in DEFAULT_HEADS.items()}
+            if draft_model is None and any(spec.name == "triforce" for spec in specs):
+                draft_model = str(data / DRAFT_MODEL)
+        return cls(model, draft_model, _heads_by_method(specs, heads, own_heads))
+
+    def refuse_missing(self, specs: Sequence[MethodSpec]) -> None:
+        """Refuse, before anything is loaded, a folder that is not there, and a method without heads or draft model."""
+        checkpoints.refuse_missing("model", self.model)
+        checkpoints.refuse_missing("draft model", self.draft_model)
+        for path in self.heads.values():
+            checkpoints.refuse_missing("heads", path, holding=None)
+        for spec in specs:
+            if not spec.is_hf and METHODS[spec.name].needs_heads and spec.text not in self.heads:
+                raise ValueError(f"{spec.name} needs draft heads: give --heads CHECKPOINT or {spec.name}=CHECKPOINT")
+            if spec.name == "triforce" and self.draft_model is None:
+                raise ValueError("triforce needs a small model with the same vocabulary: give --draft-model")
+
+    def weights(self) -> dict[str, str | None]:
+        """What tells two versions of each local checkpoint apart; None for the hub's, which an id's revision tells."""
+        paths = (self.model, self.draft_model, *self.heads.values())
+        return {path: digest_files(Path(path)) if Path(path).is_dir() else None for path in paths if path}
+
+    def load(self, device: str, dtype: str) -> "dict[str | None, decoder.Decoder]":
+        """Heads checkpoint (or None) -> Decoder; all share the one loaded model. Raises as `decoder.load`."""
+        with checkpoints.named(self.model):
+            plain = decoder.load(self.model, draft_model=self.draft_model, device=device, dtype=dtype)
+        if plain.tokenizer is None:
+            raise ValueError(f"{self.model} has no tokenizer, which the prompts need")
+        loaded: dict[str | None, decoder.Decoder] = {None: plain}
+        for path in dict.fromkeys(self.heads.values()):
+            loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, heads=path, draft_model=plain.draft_model)
+        return loaded
+
+
+def with_ar(methods: Sequence[str]) -> list[MethodSpec]:
+    """The rows of ``methods``, each once; ``ar`` first when it is not among them."""
+    specs = [MethodSpec.parse(text) for text in dict.fromkeys(methods)]
+    return specs if any(spec.text == "ar" for spec in specs) else [MethodSpec.parse("ar"), *specs]
+
+
+def _heads_by_method(specs: Sequence[MethodSpec], heads: Sequence[str], own: dict[str, str]) -> dict[str, str]:
+    """Row -> heads checkpoint, for the rows that have one: the method's, the one for all, or the model's own."""
+    pairs, for_all = {}, []
+    for entry in heads:
+        name, equals, path = entry.partition("=")
+        if equals and name in decoder.methods():
+            pairs[name] = path
+        elif equals and not Path(entry).exists():
+            raise ValueError(f"--heads {entry}: {name!r} is no method; methods are {', '.join(decoder.methods())}")
+        else:
+            for_all.append(entry)
+    if len(for_all) > 1:
+        raise ValueError("--heads takes one checkpoint, or METHOD=CHECKPOINT pairs, not several checkpoints")
+    found = {spec.text: pairs.get(spec.name, for_all[0] if for_all else own.get(spec.name)) for spec in specs}
+    needing = {spec.text for spec in specs if not spec.is_hf and METHODS[spec.name].heads_kinds}
+    return {text: path for text, path in found.items() if path and text in needing}

@@ -1,0 +1,105 @@
+"""Where a generation's time goes: the decoder's own functions, timed from outside while they run."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+
+from decoder.draft_heads import DraftHeads
+from decoder.engine import Engine
+from decoder.sampler import Sampler
+from decoder.target import Target
+
+FORWARDS = ("verify", "draft")
+PARTS = (*FORWARDS, "scoring", "sampling", "rest")
+"""What a step is made of.
+
+- ``verify``: passes of the model over tree and full cache; what a cost-tuned method measures on its way is among them.
+- ``draft``: other passes, of the model or the small one over a draft cache, of heads, of embeddings, and of the
+  language-model head for drafts.
+- ``scoring``: penalty, filters and noise on drafts.
+- ``sampling``: the same on verified nodes, and the choice of their tokens.
+- ``rest``: all else, such as trees, n-grams, caches, ranks of candidates, the final norm of drafts, statistics, text.
+
+The first two are model forwards, the others bookkeeping.
+"""
+
+_WATCHED = (
+    (Target, "forward", "verify"),
+    (Target, "draft", "draft"),
+    (Target, "head", "draft"),
+    (Target, "embed", "draft"),
+    (DraftHeads, "forward", "draft"),
+    (DraftHeads, "advance", "draft"),
+    (Sampler, "draft_scores", "scoring"),
+    (Sampler, "draft_choice", "scoring"),
+    (Sampler, "choose", "sampling"),
+)
+
+
+@contextmanager
+def replaced(owner: type, name: str, function: Callable) -> Iterator[None]:
+    """``owner.name`` is ``function`` until the end of the block."""
+    original = owner.__dict__[name]
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+class Stopwatch:
+    """The seconds that one generation takes behind its prefill, and of them those of each part but ``rest``.
+
+    Clocks are read when the device has done all it was asked for, so that on CUDA nothing overlaps while parts are
+    told apart: their sum is then more than an unwatched step takes.
+
+    Args:
+        wait: returns once the device has done all it was asked for.
+        parts: tell the parts apart; without it only the whole is timed.
+    """
+
+    def __init__(self, wait: Callable[[], None], parts: bool):
+        self.wait = wait
+        self.seconds: dict[str, float] = {}
+        self._watched = _WATCHED if parts else ()
+        self._began = 0.0
+        self._inside = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Time what is generated in this block."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced(Engine, "prefill", self._beginning(Engine.prefill)))
+            for owner, name, part in self._watched:
+                stack.enter_context(replaced(owner, name, self._timed(owner.__dict__[name], part)))
+            yield
+            self.seconds["step"] = self._clock() - self._began
+
+    def _clock(self) -> float:
+        self.wait()
+        return time.perf_counter()
+
+    def _beginning(self, prefill: Callable) -> Callable:
+        @wraps(prefill)
+        def begin(*args, **kwargs):
+            prefill(*args, **kwargs)
+            self.seconds = {part: 0.0 for _, _, part in self._watched}
+            self._began = self._clock()
+
+        return begin
+
+    def _timed(self, function: Callable, part: str) -> Callable:
+        @wraps(function)
+        def timed(*args, **kwargs):
+            # Of functions that call each other the outermost is timed.
+            if self._inside:
+                return function(*args, **kwargs)
+            self._inside, start = True, self._clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] = self.seconds.get(part, 0.0) + self._clock() - start
+                self._inside = False
+
+        return timed
