@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -79,6 +80,15 @@ def memory(name: str) -> int:
     return int(re.search(rf"{name}:\s+(\d+) kB", status).group(1)) * 1024
 
 
+def timed_steps(stream: Iterator[decoder.Chunk]) -> Iterator[tuple[float, decoder.Chunk]]:
+    """(CPU seconds, chunk) of every step; the prefill counts in the first."""
+    start = time.process_time()
+    for chunk in stream:
+        now = time.process_time()
+        yield now - start, chunk
+        start = time.process_time()
+
+
 def generate(arguments: argparse.Namespace, method: str, results: multiprocessing.Queue) -> None:
     """One generation in this process: tokens, (length, seconds) of every step, memory."""
     torch.set_num_threads(1)
@@ -86,11 +96,11 @@ def generate(arguments: argparse.Namespace, method: str, results: multiprocessin
     prompt = prompt_ids(dec, arguments)
     dec.generate(prompt[:64], 16, method, sampling(), options(arguments), ignore_eos=True)
     before = memory("VmRSS")
-    steps, length, start = [], len(prompt), time.process_time()
-    for chunk in dec.stream(prompt, arguments.new_tokens, method, sampling(), options(arguments), ignore_eos=True):
-        now = time.process_time()
-        steps.append((length, now - start, len(chunk.token_ids)))
-        length, start = length + len(chunk.token_ids), now
+    steps, length = [], len(prompt)
+    stream = dec.stream(prompt, arguments.new_tokens, method, sampling(), options(arguments), ignore_eos=True)
+    for seconds, chunk in timed_steps(stream):
+        steps.append((length, seconds, len(chunk.token_ids)))
+        length += len(chunk.token_ids)
     out, used = chunk.output, memory("VmHWM") - before
     results.put({"tokens": out.token_ids, "steps": steps[1:], "memory": used, "stats": vars(out.stats)})
 

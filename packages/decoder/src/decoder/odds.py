@@ -1,4 +1,4 @@
-"""How often a kind of draft was right lately."""
+"""How often a kind of draft was right lately, and how far hopes were from what came."""
 
 from collections.abc import Hashable
 
@@ -26,3 +26,25 @@ class Odds:
         """One draft of this kind stood where the text went on: was it right?"""
         self._hits[kind] = self._hits.get(kind, 0.0) * self._kept + right
         self._tries[kind] = self._tries.get(kind, 0.0) * self._kept + 1
+
+
+class Calibration:
+    """What came as a share of what was hoped for, lately: the best of many estimates is mostly one that is too high.
+
+    Args:
+        trust: how much hope the first guess, that hopes come true, is worth.
+        kept: the weight of an old observation against the next one.
+    """
+
+    def __init__(self, trust: float = 10.0, kept: float = 0.98):
+        self.trust, self._kept = trust, kept
+        self._came = self._hoped = 0.0
+
+    def corrected(self, hope: float) -> float:
+        """What to expect where ``hope`` is hoped for."""
+        return hope * (self._came + self.trust) / (self._hoped + self.trust)
+
+    def observe(self, hope: float, came: float) -> None:
+        """``hope`` was hoped for, and ``came`` came."""
+        self._came = self._came * self._kept + came
+        self._hoped = self._hoped * self._kept + hope

@@ -33,6 +33,7 @@ _WATCHED = (
     (DraftHeads, "advance", "draft"),
     (Sampler, "draft_scores", "scoring"),
     (Sampler, "draft_choice", "scoring"),
+    (Sampler, "branch_scores", "scoring"),
     (Sampler, "choose", "sampling"),
 )
 

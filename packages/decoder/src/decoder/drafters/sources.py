@@ -8,7 +8,7 @@ import torch
 
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.tuned import Offer
-from decoder.odds import Odds
+from decoder.odds import Calibration, Odds
 from decoder.sampler import Sampler
 from decoder.suffix_automaton import ROOT, SuffixAutomaton
 from decoder.target import Target, Verification
@@ -43,17 +43,20 @@ class HeadsSource:
         self.target, self.heads, self.coupled, self.odds = target, heads, coupled, odds
         self.hidden: torch.Tensor | None = None
         self.deepest = _DEEPEST if heads.conditioned else heads.num_heads
-        self._finds = Odds(trust=2.0, memory=50.0)
+        self._gains = [Calibration() for _ in range(self.deepest)]
         self._seconds = 0.0  # of one level, lately
         self._idle = [0] * self.deepest  # steps since each level was last run
         self._levels: list[dict[Path, list[Offer]]] = []
+        self._reach: list[float] = []  # the chance to come to each level, as it was thought to be
         self._beam: list[tuple[float, Path, int]] = []
         self._states: torch.Tensor | None = None
         self._sampler: Sampler | None = None
+        self._explored = False
         self._price = 0.0  # of one level, in tokens
 
     def root(self, sampler: Sampler, rate: float, node_seconds: float) -> object | None:
-        self._sampler, self._levels, self._beam, self._states = sampler, [], [(1.0, (), 0)], self.hidden
+        self._sampler, self._states = sampler, self.hidden
+        self._levels, self._reach, self._beam, self._explored = [], [], [(1.0, (), 0)], False
         self._price = rate * (self._seconds + _BEAM * node_seconds)
         self._idle = [steps + 1 for steps in self._idle]
         return None if self.hidden is None else ()
@@ -64,6 +67,7 @@ class HeadsSource:
             if depth == self.deepest or not self._pays(depth):
                 return []
             start = time.perf_counter()
+            self._reach.append(self._chance_of_beam())
             self._levels.append(self._level(depth))
             seconds = time.perf_counter() - start
             self._seconds += (seconds - self._seconds) * (0.1 if self._seconds else 1.0)
@@ -73,8 +77,15 @@ class HeadsSource:
         return self._levels[depth].get(place if self.heads.conditioned else (), [])
 
     def _pays(self, depth: int) -> bool:
-        gain = sum(chance for chance, _, _ in self._beam) * self._finds.chance(depth, guess=0.7)
-        return gain > self._price or self._idle[depth] >= _EXPLORE
+        gain = self._gains[depth].corrected(self._chance_of_beam())
+        if gain > self._price:
+            return True
+        # Now and then one level more, to see whether it still does not pay.
+        explore, self._explored = not self._explored and self._idle[depth] >= _EXPLORE, True
+        return explore
+
+    def _chance_of_beam(self) -> float:
+        return sum(chance for chance, _, _ in self._beam)
 
     def _level(self, depth: int) -> dict[Path, list[Offer]]:
         """The best candidates behind each node of the beam, and the next beam."""
@@ -110,14 +121,16 @@ class HeadsSource:
             # Behind a filter that leaves one token there is no rival.
             lead = value - values[rank == 0] if len(values) > 1 else math.inf
             margin = int(2 * min(4.0, max(-4.0, lead))) if lead == lead else 0
-            guess = 0.6 if rank == 0 else 0.15
+            guess = 0.6 if rank == 0 else 0.1
+            if depth:
+                guess = self.odds.chance((self.name, depth - 1, rank == 0, margin), guess)
             found.append(Offer(token, (self.name, depth, rank == 0, margin), guess, (*path, token)))
         return found
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.hidden = verification.hidden[path[-1] : path[-1] + 1]
-        for depth in range(min(len(path), len(self._levels))):
-            self._finds.observe(depth, depth + 1 < len(path))
+        for depth, hoped in enumerate(self._reach):
+            self._gains[depth].observe(hoped, depth + 1 < len(path))
 
 
 class SuffixSource:

@@ -9,7 +9,7 @@ import torch
 
 from decoder.drafters.base import Resources
 from decoder.full_cache import FullCache
-from decoder.odds import Odds
+from decoder.odds import Calibration, Odds
 from decoder.running_costs import RunningCosts
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
@@ -19,7 +19,8 @@ from decoder.verify_costs import WIDTHS
 
 _FORGET = 0.98  # of tokens and seconds per step, from which the rate comes
 _USUAL = 8  # nodes of a usual tree
-_TRUST = 10.0  # expected tokens after which experience outweighs the estimates
+_EXPLORE = 24  # steps between two that are held small
+_SMALL = (1, 4, 1, 2)  # nodes they are held at in turn
 
 
 class Offer(NamedTuple):
@@ -80,25 +81,28 @@ class Tuned:
         self.sources = sources
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
         self._tokens = self._seconds = 0.0
-        self.running = RunningCosts()
-        # The best of many estimates is mostly one that is too high: accepted tokens as a share of those expected.
-        self._hoped = self._hopes = self._hits = 0.0
+        self._accepting = Calibration()
+        self._hoped = 0.0  # drafted tokens to be accepted in this step
         self._began = self._drafting = 0.0
-        self._measured = 1.0
+        self._steps = 0
+        self._costs: RunningCosts | None = None
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.wanted:
             self.costs.at(cache)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        measured = self.costs.at(cache)
+        self._costs = self.costs.at(cache)
         self._began = time.perf_counter()
-        costs = self.running.at(measured)
+        costs = self._costs.seconds()
         # Plain decoding is always at hand.
         rate = max(1 / costs[1], self._tokens / self._seconds if self._seconds else 0.0)
         tree, chances = self._grow(costs, rate, sampler, depth)
+        self._steps += 1
+        if self._steps % _EXPLORE == 0:
+            # No tree or a small one now and then: else their cost would not be known.
+            del chances[_SMALL[self._steps // _EXPLORE % len(_SMALL)] :]
         tree.cut(self._best_size(costs, rate, chances))
-        self._measured = measured[len(tree)]
         self._drafting = time.perf_counter() - self._began
         return tree
 
@@ -139,12 +143,12 @@ class Tuned:
         return tree, chances
 
     def _best_size(self, costs: list[float], rate: float, chances: list[float]) -> int:
-        best, size, tokens = float("-inf"), 1, 0.0
-        kept = (self._hits + _TRUST) / (self._hopes + _TRUST)
+        best, size, hoped = float("-inf"), 1, 0.0
         for nodes, chance in enumerate(chances, start=1):
-            tokens += chance if nodes == 1 else kept * chance
-            if tokens - rate * costs[nodes] > best:
-                best, size = tokens - rate * costs[nodes], nodes
+            hoped += chance if nodes > 1 else 0.0
+            gain = self._accepting.corrected(hoped) - rate * costs[nodes]
+            if gain > best:
+                best, size = gain, nodes
         self._hoped = sum(chances[1:size])
         return size
 
@@ -155,10 +159,9 @@ class Tuned:
         for source in self.sources:
             source.commit(verification, path, tokens)
         if self._hoped:
-            self._hits = self._hits * _FORGET + len(path) - 1
-            self._hopes = self._hopes * _FORGET + self._hoped
+            self._accepting.observe(self._hoped, len(path) - 1)
         seconds = time.perf_counter() - self._began - self._drafting
-        seconds = self.running.observe(len(verification.hidden), seconds, self._measured)
+        seconds = self._costs.observe(len(verification.hidden), seconds)
         self._tokens = self._tokens * _FORGET + len(tokens)
         self._seconds = self._seconds * _FORGET + self._drafting + seconds
 

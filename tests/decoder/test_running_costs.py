@@ -1,0 +1,40 @@
+"""Costs of steps, learnt while they run."""
+
+import pytest
+
+from decoder.running_costs import RunningCosts
+
+MEASURED = [0.0, *(1.0 + 0.1 * n for n in range(64))]
+
+
+def test_costs_are_the_measured_ones_until_steps_have_been_seen():
+    assert RunningCosts(MEASURED).seconds() == pytest.approx(MEASURED)
+
+
+def test_widths_learn_apart_and_untried_ones_follow_the_next_below():
+    costs = RunningCosts(MEASURED)
+    for _ in range(400):
+        costs.observe(1, 1.1 * MEASURED[1])
+        costs.observe(6, 1.5 * MEASURED[6])
+    found = costs.seconds()
+    assert found[1:5] == pytest.approx([1.1 * cost for cost in MEASURED[1:5]])
+    assert found[5:] == pytest.approx([1.5 * cost for cost in MEASURED[5:]])
+
+
+def test_costs_never_fall_with_the_number_of_nodes():
+    costs = RunningCosts(MEASURED)
+    for _ in range(200):
+        costs.observe(2, 2 * MEASURED[2])
+        costs.observe(3, 1 * MEASURED[3])
+    found = costs.seconds()
+    assert found == sorted(found)
+    assert found[3] == found[2] == pytest.approx(2 * MEASURED[2], rel=1e-3)
+
+
+def test_a_disturbed_step_counts_little():
+    costs = RunningCosts(MEASURED)
+    assert costs.observe(1, 1000.0) == pytest.approx(1.5)
+    assert costs.seconds()[1] == pytest.approx(1.1)
+    for _ in range(200):
+        assert costs.observe(1, 1.0) == 1.0
+    assert costs.seconds()[1] == pytest.approx(1.0, rel=1e-3)
