@@ -40,7 +40,7 @@ def test_demo_writes_both_comparisons_and_runs_twice(data, tmp_path, monkeypatch
     for name, temperature in (("demo", 1.0), ("demo-greedy", 0.0)):
         results = json.loads(Path(f"runs/{name}/results.json").read_text())
         assert results["settings"]["sampling"]["temperature"] == temperature
-        assert list(results["methods"]) == ["ar", demo.PAPER, "tokenswift"]
+        assert list(results["methods"]) == ["ar", demo.PAPER, "tokenswift", "auto"]
         assert all(row["identical_to_ar"] for row in results["methods"].values())
     assert demo.main(arguments) == 0
     assert "3 finished generations taken over" in capsys.readouterr().err

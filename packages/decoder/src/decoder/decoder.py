@@ -168,7 +168,8 @@ class Decoder:
                 for the tokenizer's chat template.
             max_new_tokens: exact, unless a stop ends the text before; None goes on until a stop or the model's last
                 position, in a cache that grows with the text.
-            method: one of `decoder.methods()`; None takes `tokenswift`, or `prompt-lookup` without heads.
+            method: one of `decoder.methods()`; None takes `auto`, and where the text would follow the method
+                (`options.verification`) `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
             options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only (but see ``verification``).
             stop: stop strings and/or token ids that end the text.
@@ -209,7 +210,7 @@ class Decoder:
             raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
         context = self._prompt_ids(prompt)
         limit = self._length_limit(len(context), max_new_tokens)
-        method, heads = self._method(method)
+        method, heads = self._method(method, options)
         stop_ids, stop_strings = self._stops(stop, ignore_eos)
         text = TextStream(self.tokenizer, stop_strings) if self.tokenizer is not None else None
 
@@ -296,8 +297,10 @@ class Decoder:
             )
         return wanted
 
-    def _method(self, method: str | None) -> tuple[str, DraftHeads | None]:
-        if method is None:
+    def _method(self, method: str | None, options: TokenSwiftOptions) -> tuple[str, DraftHeads | None]:
+        if method is None and options.verification == "exact":
+            method = "auto"
+        elif method is None:
             method = "tokenswift" if self.heads else "prompt-lookup"
         if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")

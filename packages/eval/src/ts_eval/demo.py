@@ -1,4 +1,4 @@
-"""`make demo`: tokenswift against plain decoding on the reference model, sampled and greedy, in two commands.
+"""`make demo`: tokenswift and auto against plain decoding on the reference model, sampled and greedy, in two commands.
 
 The prompt is 8,192 tokens of a novel. Tree and k suit a CPU, where a verification of 4 nodes costs little more than a
 single step and one of the paper's tree with its n-grams several; the paper's own setting runs beside it. The partial
@@ -14,7 +14,7 @@ from ts_eval.cli import main as ts_eval
 TREE, NGRAMS, BUDGET = "1,2", "0", "2048"
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
 COMMON = [
-    *("compare", "ar", PAPER, "tokenswift", "--tree", TREE, "--ngrams", NGRAMS),
+    *("compare", "ar", PAPER, "tokenswift", "auto", "--tree", TREE, "--ngrams", NGRAMS),
     *("--budget", BUDGET, "--prompt-tokens", "8192", "--max-new-tokens", "1024", "--check-lossless", "--overwrite"),
 ]
 SETTINGS = {

@@ -46,7 +46,7 @@ class HeadsSource:
         self._gains = [Calibration() for _ in range(self.deepest)]
         self._seconds = 0.0  # of one level, lately
         self._idle = [0] * self.deepest  # steps since each level was last run
-        self._levels: list[dict[Path, list[Offer]]] = []
+        self._levels: list[dict[Path | None, list[Offer]]] = []  # by what they follow; None where that is all the same
         self._reach: list[float] = []  # the chance to come to each level, as it was thought to be
         self._beam: list[tuple[float, Path, int]] = []
         self._states: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class HeadsSource:
             self._idle[depth] = 0
         if depth > len(self._levels):
             return []
-        return self._levels[depth].get(place if self.heads.conditioned else (), [])
+        return self._levels[depth].get(place if self.heads.conditioned else None, [])
 
     def _pays(self, depth: int) -> bool:
         gain = self._gains[depth].corrected(self._chance_of_beam())
@@ -87,7 +87,7 @@ class HeadsSource:
     def _chance_of_beam(self) -> float:
         return sum(chance for chance, _, _ in self._beam)
 
-    def _level(self, depth: int) -> dict[Path, list[Offer]]:
+    def _level(self, depth: int) -> dict[Path | None, list[Offer]]:
         """The best candidates behind each node of the beam, and the next beam."""
         sampler, paths = self._sampler, [path for _, path, _ in self._beam]
         head = min(depth, self.heads.num_heads - 1)
@@ -102,13 +102,11 @@ class HeadsSource:
         values, tokens = (rows.tolist() for rows in scores.topk(min(_WIDTH, scores.shape[-1])))
         level, beam = {}, []
         for row, (chance, path, _) in enumerate(self._beam):
-            level[path] = self._ranked(depth, values[row], tokens[row], path)
-            for offer in level[path]:
-                beam.append((chance * self.odds.chance(offer.kind, offer.guess), (*path, offer.token), row))
-        if self.heads.conditioned:
-            self._beam = nlargest(_BEAM, beam)
-        else:
-            self._beam = [(sum(chance for chance, _, _ in beam), (), 0)]
+            found = self._ranked(depth, values[row], tokens[row], path)
+            level[path if self.heads.conditioned else None] = found
+            for offer in found:
+                beam.append((chance * self.odds.chance(offer.kind, offer.guess), offer.place, row))
+        self._beam = nlargest(_BEAM if self.heads.conditioned else 1, beam)
         self._states = states
         return level
 

@@ -1,0 +1,72 @@
+"""What cost-tuned trees grow from: levels of heads run for several nodes at once, and the bookkeeping of hopes."""
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams
+from decoder.drafters.sources import HeadsSource
+from decoder.odds import Calibration, Odds
+from decoder.sampler import Sampler
+from decoder.target import Verification
+
+from .conftest import VOCAB, random_heads
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams(seed=3, min_p=0.01, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
+def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
+    """Conditioned heads draft behind each node from its own token; deeper than they go, the last one is run again."""
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    heads, sampler = dec.heads[kind], Sampler(SAMPLING, VOCAB, CPU, [5, 6, 7])
+    source = HeadsSource(dec.target, heads, coupled=True, odds=Odds())
+    hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    source.commit(Verification(hidden, torch.empty(0), {}), path=[0, 2], tokens=[6, 7])
+    with torch.inference_mode():
+        place, states = source.root(sampler, rate=0.0, node_seconds=0.0), {(): hidden[2]}
+        for depth in range(4 if heads.conditioned else 3):
+            offers = source.offers(place)
+            assert offers, depth
+            path = list(place)
+            before = states[tuple(path)]
+            index = min(depth, 2)
+            embedding = dec.target.embed(path[-1] if path else 7) if heads.conditioned else None
+            state, normalised = heads.advance(index, hidden[2] if kind == "independent" else before, embedding)
+            scores = sampler.draft_scores(dec.target.head(normalised[None]), True, path)[0]
+            assert [offer.token for offer in offers] == scores.topk(len(offers)).indices.tolist()
+            # Behind conditioned heads the second best of the first level is in the beam as well.
+            place = offers[int(heads.conditioned and depth == 0)].place
+            states[tuple(place)] = state
+
+
+def test_branch_scores_are_the_draft_scores_of_each_path():
+    sampler = Sampler(SAMPLING, 200, CPU, [9, 9, 4])
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) * 3
+    paths = [(1, 2), (1, 5), (7, 9)]
+    actual = sampler.branch_scores(logits, True, paths)
+    expected = [sampler.draft_scores(row[None], True, path)[0] for row, path in zip(logits, paths, strict=True)]
+    torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_hopes_are_corrected_by_what_came():
+    calibration = Calibration()
+    assert calibration.corrected(2.0) == 2.0
+    for _ in range(500):
+        calibration.observe(hope=0.8, came=0.4)
+    assert calibration.corrected(2.0) == pytest.approx(1.2, abs=0.1)
+    for _ in range(500):
+        calibration.observe(hope=0.8, came=1.0)
+    assert calibration.corrected(0.8) == pytest.approx(0.96, abs=0.05)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_heads_saved_in_bfloat16_stay_so_on_a_cpu_that_multiplies_it(model, prompt, tmp_path, native, monkeypatch):
+    monkeypatch.setattr("decoder.decoder.fast_bfloat16", lambda device: native)
+    random_heads(model, kind="gated").bfloat16().save_pretrained(tmp_path)
+    model = type(model)(model.config).eval()
+    dec = Decoder(model, heads=tmp_path)
+    assert {p.dtype for p in dec.heads["gated"].parameters()} == {torch.bfloat16 if native else torch.float32}
+    sampling = SamplingParams(seed=1)
+    tokens = [dec.generate(prompt, 40, method, sampling, ignore_eos=True).token_ids for method in ("ar", "auto")]
+    assert tokens[0] == tokens[1]
