@@ -43,7 +43,7 @@ def test_demo_writes_both_comparisons_and_runs_twice(data, tmp_path, monkeypatch
         assert list(results["methods"]) == ["ar", demo.PAPER, "tokenswift", "auto"]
         assert all(row["identical_to_ar"] for row in results["methods"].values())
     assert demo.main(arguments) == 0
-    assert "3 finished generations taken over" in capsys.readouterr().err
+    assert "4 finished generations taken over" in capsys.readouterr().err
 
 
 class Record:
