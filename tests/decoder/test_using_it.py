@@ -215,8 +215,19 @@ def test_statistics_add_up(dec, prompt):
 def test_a_repeating_text_is_drafted_by_ngrams(model):
     """Greedy decoding of a tiny model loops; the table must then reach as deep as any candidate."""
     dec = Decoder(model, heads=DraftHeads(model.config.hidden_size))
-    out = dec.generate([1, 2, 3], 300, sampling=SamplingParams(temperature=0))
+    out = dec.generate([1, 2, 3], 300, "tokenswift", SamplingParams(temperature=0))
     assert out.stats.ngram_acceptance_rate > 0.5
+
+
+@pytest.mark.parametrize("with_heads", [True, False])
+def test_without_a_method_it_is_auto_unless_the_text_would_follow_the_clock(model, with_heads):
+    dec = Decoder(model, heads=DraftHeads(model.config.hidden_size) if with_heads else None)
+    prompt, greedy = [1, 2, 3] * 10, SamplingParams(temperature=0)
+    assert "suffix" in dec.generate(prompt, 300, sampling=greedy).stats.accepted_by_source
+    biased = TokenSwiftOptions(verification="independent")
+    sources = dec.generate(prompt, 300, sampling=greedy, options=biased).stats.accepted_by_source
+    assert set(sources) <= ({"heads", "ngrams"} if with_heads else {"lookup"})
+    assert sources
 
 
 def test_prompt_forms(speaking):
@@ -392,7 +403,7 @@ def test_closing_a_stream_frees_its_caches(dec, prompt, monkeypatch):
 
 
 def test_accepted_tokens_are_counted_by_who_proposed_them(dec, prompt):
-    stats = dec.generate(prompt, 300, options=TokenSwiftOptions(tree=(1, 1), ngrams=5)).stats
+    stats = dec.generate(prompt, 300, "tokenswift", options=TokenSwiftOptions(tree=(1, 1), ngrams=5)).stats
     sources = stats.accepted_by_source
     assert set(sources) == {"heads", "ngrams"}
     assert max(sources.values()) <= stats.accepted <= sum(sources.values())

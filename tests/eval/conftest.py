@@ -14,10 +14,11 @@ from decoder import DraftHeads
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A data folder: reference-model, heads-chained, pg19/test.jsonl.gz."""
+    """A data folder: reference-model, heads-chained, heads-gated, pg19/test.jsonl.gz."""
     folder = tmp_path_factory.mktemp("data")
     save_model(folder / "reference-model")
     DraftHeads(32).save_pretrained(folder / "heads-chained")
+    DraftHeads(32, kind="gated").save_pretrained(folder / "heads-gated")
     (folder / "pg19").mkdir()
     with gzip.open(folder / "pg19/test.jsonl.gz", "wt", encoding="utf-8") as books:
         for title, text in BOOKS.items():
