@@ -106,6 +106,15 @@ def test_triforce_takes_the_small_models_guesses(model, dec, prompt, small_is_ri
     assert (len(passes) == 12) is small_is_right
 
 
+def test_the_small_model_may_be_changed_between_generations(model, dec, prompt):
+    small = tiny_llama(torch.float32)
+    decoder = Decoder(model, draft_model=small)
+    expected = decoder.generate(prompt, 30, "ar").token_ids
+    for dtype in (torch.float32, torch.float64):
+        small.to(dtype)
+        assert decoder.generate(prompt, 30, "triforce").token_ids == expected
+
+
 def test_the_small_model_reads_a_long_prompt_in_chunks(model, dec):
     prompt = torch.randint(VOCAB, (600,), generator=torch.Generator().manual_seed(1)).tolist()
     sampling, options = SamplingParams(seed=3), TokenSwiftOptions(budget=40)

@@ -59,6 +59,21 @@ def test_every_method_equals_ar(dec, prompt, sampling, method, options):
         assert drafted.stats.steps < expected.stats.steps
 
 
+@pytest.mark.parametrize("kind", ["chained", "gated"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_single_precision_differs_in_ties_only(prompt, kind, autocast):
+    """Packed weights and heads in bfloat16 take part here, and not in float64; under autocast neither does."""
+    model = tiny_llama(torch.float32)
+    dec = Decoder(model, heads=random_heads(model, kind=kind).bfloat16(), draft_model=tiny_llama(torch.float32, seed=2))
+    sampling = SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2)
+    for method in methods():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = dec.generate(prompt, 150, method, sampling)
+        assert len(out.token_ids) == 150
+        if not autocast:
+            assert (dec.audit(out).margin or 0) < 1e-4
+
+
 @pytest.fixture(scope="module")
 def decoders(dec):
     """GQA, MHA, and MQA with tied embeddings and untrained heads of another gamma and kind."""

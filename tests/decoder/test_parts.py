@@ -1,5 +1,7 @@
 """Tree, n-gram table and caches against slow and obvious versions."""
 
+import gc
+import weakref
 from collections import Counter
 from itertools import product
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
 from decoder.full_cache import FullCache
-from decoder.linear import packed_forwards, replaced
+from decoder.linear import packed_layers, replaced
 from decoder.ngram_table import NgramTable
 from decoder.partial_cache import PartialCache
 from decoder.recent_cache import RecentCache
@@ -108,9 +110,13 @@ def test_suffix_index_equals_searching_the_text(text, longest, count):
 def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, dtype, tolerance):
     torch.manual_seed(0)
     module = torch.nn.Linear(12, 7, bias=bias).to(dtype)
+    # Strides that the kernel does not ask for.
+    module.weight.data = torch.randn(12, 7, dtype=dtype).T
+    if bias:
+        module.bias.data = torch.randn(14, dtype=dtype)[::2]
     x = torch.randn(1, rows, 12, dtype=dtype)
     expected = module(x)
-    with torch.inference_mode(), replaced(packed_forwards([module])):
+    with torch.inference_mode(), replaced(packed_layers([module])):
         actual = module(x)
         alone = [module(x[:, row : row + 1]) for row in range(rows)]
     assert "forward" not in module.__dict__
@@ -118,21 +124,38 @@ def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, 
     assert all(torch.equal(actual[:, row : row + 1], one) for row, one in enumerate(alone))
 
 
-def test_weights_are_packed_only_where_that_is_exact_and_fits(monkeypatch):
+def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
     layer = torch.nn.Linear(12, 7)
 
     class Own(torch.nn.Linear):
         pass
 
-    assert [module for module, _ in packed_forwards([layer, Own(12, 7), layer.double()])] == []
+    assert packed_layers([layer, Own(12, 7), layer.double()]) == {}
     layer.float()
-    assert [module for module, _ in packed_forwards([layer])] == [layer]
-    monkeypatch.setattr("decoder.linear._available_memory", lambda: 2 * layer.weight.nbytes - 1)
-    assert packed_forwards([layer]) == []
-    monkeypatch.setattr("decoder.linear._available_memory", lambda: None)
-    assert len(packed_forwards([layer])) == 1
+    monkeypatch.setattr("decoder.linear.available_memory", lambda: 2 * layer.weight.nbytes - 1)
+    assert packed_layers([layer]) == {}
+    monkeypatch.setattr("decoder.linear.available_memory", lambda: None)
+    assert list(packed_layers([layer])) == [layer]
+    monkeypatch.setattr("decoder.linear.available_memory", lambda: 0)
+    assert list(packed_layers([layer])) == [layer], "what is packed already takes nothing more"
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert packed_layers([layer.bfloat16()]) == {}
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert packed_forwards([layer]) == []
+    assert packed_layers([layer.float()]) == {}
+
+
+def test_packed_layers_are_shared_renewed_and_freed():
+    layer = torch.nn.Linear(12, 7)
+    x = torch.randn(3, 12)
+    first, second = packed_layers([layer]), packed_layers([layer])
+    assert first[layer] is second[layer]
+    layer.weight.data.mul_(2)
+    packed_layers([layer])
+    torch.testing.assert_close(first[layer](x), layer(x))
+    gone = weakref.ref(layer)
+    del layer, first, second
+    gc.collect()
+    assert gone() is None
 
 
 def filled_cache(length, groups=2, dim=4, layers=2, seed=0):

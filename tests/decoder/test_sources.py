@@ -70,3 +70,12 @@ def test_heads_saved_in_bfloat16_stay_so_on_a_cpu_that_multiplies_it(model, prom
     sampling = SamplingParams(seed=1)
     tokens = [dec.generate(prompt, 40, method, sampling, ignore_eos=True).token_ids for method in ("ar", "auto")]
     assert tokens[0] == tokens[1]
+
+
+def test_a_disturbed_level_does_not_switch_the_heads_off(model):
+    source = HeadsSource(Decoder(model).target, random_heads(model), coupled=True, odds=Odds())
+    for seconds in (50.0, 1.0, 1.0):
+        source._took(seconds)
+    assert source._seconds < 1.5
+    source._took(1000.0)
+    assert source._seconds < 1.6

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--audit", action="store_true", help="score the text again afterwards and say what was found")
     add_flags(parser.add_argument_group("sampling"), SamplingParams)
     drafting = parser.add_argument_group("drafting", "changes the speed, never the text (but see --verification)")
-    drafting.add_argument("--method", choices=methods(), help="default: auto")
+    drafting.add_argument("--method", choices=methods(), help="default: auto, which needs exact verification")
     add_flags(drafting, TokenSwiftOptions)
     return parser
 

@@ -68,8 +68,11 @@ def tree_attention(
     blocked = None
     if new > 1:
         blocked = query.new_ones(new, new, dtype=torch.bool).triu(1) if tree_mask is None else ~tree_mask
-    blockwise = new == 1 or batch * heads * new * key.shape[2] > _FEW_SCORES
-    if blockwise and query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
+    scores = batch * heads * new * key.shape[2]
+    # A single token over few KV heads is too few blocks for many threads.
+    blockwise = scores > _FEW_SCORES if new > 1 else batch * key.shape[1] >= torch.get_num_threads()
+    same = query.dtype == key.dtype == value.dtype  # not under autocast
+    if blockwise and same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
         output = _two_parts(query, key, value, blocked, scaling)
     else:
         output = _one_softmax(query, key, value, blocked, scaling)

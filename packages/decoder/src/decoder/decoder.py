@@ -198,7 +198,10 @@ class Decoder:
         return_logprobs: bool = False,
         logits_hook: LogitsHook | None = None,
     ) -> Iterator[Chunk]:
-        """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first one."""
+        """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first one.
+
+        Weights that are changed between two chunks count from the next generation on.
+        """
         sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
         for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
             if not isinstance(value, kind):

@@ -1,35 +1,58 @@
 """Linear layers on a CPU, with weights packed for oneDNN: a step has a handful of rows, and must not pay for each.
 
-Packed weights are read once for all rows (measured with 16 rows: a third of the time of PyTorch's own product), prefill
-gains too, and a row's result does not depend on the rows beside it.
+Packed weights are read once for all rows (measured with 16 rows: a third of the time of PyTorch's own product), and
+prefill gains too. Where oneDNN need not split a row's sum (layers of the reference model's size), a row has the same
+bits whatever rows stand beside it.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-_DTYPES = (torch.float32, torch.bfloat16)
 _SHARE = 0.5  # of the memory that is available, for the packed copies
 
-Forwards = list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]]
+
+class PackedLinear:
+    """The forward of a linear layer on a copy of its weights, as they were when last packed."""
+
+    def __init__(self, module: nn.Linear):
+        self.pack(module)
+
+    def pack(self, module: nn.Linear) -> None:
+        """Take in the layer's weights anew."""
+        self._weight = None  # of two copies at a time none is needed
+        # The operators that torch.compile itself emits for frozen linear layers on a CPU.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
+        self._bias = None if module.bias is None else module.bias.detach().contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
 
 
-def packed_forwards(modules: Iterable[nn.Module]) -> Forwards:
+# Decoders of one model share its packed layers: copies of their own would multiply the memory.
+_packed: WeakKeyDictionary[nn.Linear, PackedLinear] = WeakKeyDictionary()
+
+
+def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Linear, PackedLinear]:
     """Faster forwards for the linear layers among ``modules``, of their weights as they are now.
 
-    They hold a copy of the weights, so there are none where the copies would take more than half of the memory that
-    is available. Layers elsewhere than on a CPU, of other dtypes than float32 and bfloat16, or quantised ones have
-    none either.
+    They hold a copy of the weights, so there are none where new copies would take more than half of the memory that is
+    available. Layers elsewhere than on a CPU, of other dtypes than float32 and bfloat16, or quantised ones have none.
     """
     layers = [module for module in modules if _packable(module)]
-    memory = _available_memory()
-    if memory is not None and sum(layer.weight.nbytes for layer in layers) > _SHARE * memory:
-        return []
-    return [(layer, _packed_forward(layer.weight.detach(), layer.bias)) for layer in layers]
+    memory = available_memory()
+    if memory is not None and sum(m.weight.nbytes for m in layers if m not in _packed) > _SHARE * memory:
+        return {}
+    for layer in layers:
+        if layer in _packed:
+            _packed[layer].pack(layer)
+        else:
+            _packed[layer] = PackedLinear(layer)
+    return {layer: _packed[layer] for layer in layers}
 
 
 def fast_bfloat16(device: torch.device) -> bool:
@@ -41,40 +64,42 @@ def _packable(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
         return False
     weight = module.weight.data
-    return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.dtype in _DTYPES
+    if type(weight) is not torch.Tensor or weight.device.type != "cpu":
+        return False
+    return weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
-def _packed_forward(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    # The operators that torch.compile itself emits for frozen linear layers on a CPU.
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    product = torch.ops.mkldnn._linear_pointwise.default
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return product(x, packed, bias, "none", [], "")
-
-    return forward
-
-
-def _available_memory() -> int | None:
-    """Bytes; None where the system does not tell."""
+def available_memory() -> int | None:
+    """Bytes that this process may still take (Linux); None where the system does not tell."""
     try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
         return None
-    return int(found[1]) * 1024 if found else None
+    try:
+        # A container may have less than the machine.
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))
 
 
 @contextmanager
-def replaced(forwards: Forwards) -> Iterator[None]:
-    """Each module with its forward of ``forwards``, until the end of the block; blocks nest.
+def replaced(layers: dict[nn.Linear, PackedLinear]) -> Iterator[None]:
+    """Each layer with its packed forward, until the end of the block; blocks nest.
 
-    A module whose forward has been replaced already, by an outer block or by the user, keeps that one.
+    A module whose forward has been replaced already, by an outer block or by the user, keeps that one. Under autocast
+    all do: it chooses other dtypes than the packed ones.
     """
-    plain = [(module, forward) for module, forward in forwards if "forward" not in module.__dict__]
-    for module, forward in plain:
-        module.__dict__["forward"] = forward
+    if torch.is_autocast_enabled("cpu"):
+        layers = {}
+    plain = [(layer, packed) for layer, packed in layers.items() if "forward" not in layer.__dict__]
+    for layer, packed in plain:
+        layer.__dict__["forward"] = packed
     try:
         yield
     finally:
-        for module, _ in plain:
-            del module.__dict__["forward"]
+        for layer, _ in plain:
+            del layer.__dict__["forward"]

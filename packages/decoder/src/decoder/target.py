@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from decoder import attention
 from decoder.architectures import refuse_unsupported
 from decoder.full_cache import FullCache
-from decoder.linear import Forwards, packed_forwards, replaced
+from decoder.linear import PackedLinear, packed_layers, replaced
 from decoder.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -86,7 +86,7 @@ class Target:
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._modules = list(self.model.modules())
-        self._faster: Forwards | None = None
+        self._packed: dict[nn.Linear, PackedLinear] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +109,7 @@ class Target:
         for token in (0, 1 % self.vocab_size):
             tree.add(0, token, "probe")
         cache = FullCache(len(tree))
+        self._layers()
         try:
             with self.borrowed():
                 seen = self.forward(tree, cache)
@@ -130,11 +131,10 @@ class Target:
             )
         return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
 
-    def _forwards(self) -> Forwards:
-        if self._faster is None:
-            everything = [*self._modules, *(m for helper in self._helpers for m in helper.modules())]
-            self._faster = packed_forwards(everything)
-        return self._faster
+    def _layers(self) -> dict[nn.Linear, PackedLinear]:
+        if self._packed is None:
+            self._packed = packed_layers([*self._modules, *(m for helper in self._helpers for m in helper.modules())])
+        return self._packed
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Target:
         for module in training:
             module.training = False
         try:
-            with replaced(self._forwards()):
+            with replaced(self._layers()):
                 yield
         finally:
             hook.remove()

@@ -48,6 +48,8 @@ COPIES = 4
 """One after the other before the clock is read: launching and waiting then weigh nothing."""
 CALLS, ENOUGH_SECONDS = 16, 0.2
 """Calls that one figure of a round is the median of; fewer once they have taken so many seconds."""
+POSITIONS = 34
+"""Positions in a row that sampling and scoring are timed over: twice those that noise is made for at once."""
 AR_TOKENS = 16
 """Tokens of plain decoding per round and length."""
 
@@ -291,13 +293,12 @@ class Measurement:
             bar.update()
         return found
 
-    def _seconds(self, operation: Operation, between: Operation = lambda: None) -> float:
-        """Seconds of a call of ``operation``, the median of up to `CALLS`; ``between`` them comes what is not timed.
+    def _seconds(self, operation: Operation) -> float:
+        """Seconds of a call of ``operation``, the median of up to `CALLS`.
 
         A first call is not counted: it finds the processor's caches full of what was measured before.
         """
         operation()
-        between()
         seconds: list[float] = []
         while len(seconds) < CALLS and sum(seconds) < ENOUGH_SECONDS:
             self.target.wait()
@@ -305,7 +306,6 @@ class Measurement:
             operation()
             self.target.wait()
             seconds.append(time.perf_counter() - start)
-            between()
         return median(seconds)
 
     def _bandwidth(self) -> dict[object, Operation]:
@@ -329,14 +329,22 @@ class Measurement:
             verified = self.target.forward(TokenTree(self.prompt[-1]), cache)
         logits = verified.logits[0]
         chooser, scorer = (self._sampler(self.prompt) for _ in range(2))
-        operations: dict[object, Operation] = {"choose": lambda: self._seconds(lambda: chooser.choose(logits))}
         width, coupled = max(self._widths(), default=1), self.options_for_all.coupled
 
-        def score() -> None:
-            best_tokens(scorer.draft_scores(logits[None], coupled), [width])
+        # Many positions in a row, as in a text: noise is made for some of them at once.
+        def choose() -> None:
+            for _ in range(POSITIONS):
+                chooser.choose(logits)
 
-        # The next position each time, as in a text: noise is made for some positions at once.
-        operations["score"] = lambda: self._seconds(score, lambda: scorer.push(self.prompt[0]))
+        def score() -> None:
+            for _ in range(POSITIONS):
+                best_tokens(scorer.draft_scores(logits[None], coupled), [width])
+                scorer.push(self.prompt[0])
+
+        operations: dict[object, Operation] = {
+            "choose": lambda: self._seconds(choose) / POSITIONS,
+            "score": lambda: self._seconds(score) / POSITIONS,
+        }
         heads = {}
         for dec in self.decoders.values():
             for kind, module in dec.heads.items():

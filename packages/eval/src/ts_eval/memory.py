@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from decoder.linear import available_memory
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_MEMORY = Path("/proc/meminfo")
 
 
 def resident_bytes() -> int | None:
@@ -52,10 +53,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Memory that can still be had on ``device``; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if not _MEMORY.is_file():
-        return None
-    line = next((line for line in _MEMORY.read_text().splitlines() if line.startswith("MemAvailable:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
+    return available_memory()
 
 
 def short_of_memory(error: RuntimeError | MemoryError, sentence: str) -> Exception:

@@ -20,7 +20,8 @@ _BEAM = 4  # nodes of a level that the next one goes on from
 _DEEPEST = 8  # levels of conditioned heads
 _FOLLOWING = 3  # continuations per suffix
 _LONGEST_CHAIN = 32
-_EXPLORE = 64  # steps after which a level that did not pay is tried again
+_RETRY = 64  # steps after which a level that did not pay is tried again
+_WORST = 1.5  # a level that took longer than so many times the usual was disturbed
 
 
 class HeadsSource:
@@ -66,11 +67,11 @@ class HeadsSource:
         if depth == len(self._levels):
             if depth == self.deepest or not self._pays(depth):
                 return []
+            self._sampler.noise.rows(len(self._sampler.context), depth + 1)  # made for many positions at a time
             start = time.perf_counter()
             self._reach.append(self._chance_of_beam())
             self._levels.append(self._level(depth))
-            seconds = time.perf_counter() - start
-            self._seconds += (seconds - self._seconds) * (0.1 if self._seconds else 1.0)
+            self._took(time.perf_counter() - start)
             self._idle[depth] = 0
         if depth > len(self._levels):
             return []
@@ -81,8 +82,15 @@ class HeadsSource:
         if gain > self._price:
             return True
         # Now and then one level more, to see whether it still does not pay.
-        explore, self._explored = not self._explored and self._idle[depth] >= _EXPLORE, True
+        explore, self._explored = not self._explored and self._idle[depth] >= _RETRY, True
         return explore
+
+    def _took(self, seconds: float) -> None:
+        """A level's time; one that was disturbed, or the first one with all its preparations, counts little."""
+        if self._seconds:
+            self._seconds = min(self._seconds, _WORST * seconds)
+            seconds = min(seconds, _WORST * self._seconds)
+        self._seconds += (seconds - self._seconds) * (0.1 if self._seconds else 1.0)
 
     def _chance_of_beam(self) -> float:
         return sum(chance for chance, _, _ in self._beam)
@@ -129,6 +137,7 @@ class HeadsSource:
         self.hidden = verification.hidden[path[-1] : path[-1] + 1]
         for depth, hoped in enumerate(self._reach):
             self._gains[depth].observe(hoped, depth + 1 < len(path))
+        self._reach = []
 
 
 class SuffixSource:

@@ -49,6 +49,7 @@ class TriForce:
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if cache.length:
             self.partial.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
+        self.small.look_again()
         with self.small.borrowed():
             self._read_text(self.prompt[:-1])
 

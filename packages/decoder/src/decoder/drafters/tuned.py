@@ -15,9 +15,10 @@ from decoder.sampler import Sampler
 from decoder.stats import Statistics
 from decoder.target import Verification
 from decoder.token_tree import TokenTree
-from decoder.verify_costs import WIDTHS
+from decoder.verify_costs import WIDEST
 
 _FORGET = 0.98  # of tokens and seconds per step, from which the rate comes
+_WORTH = 16  # new tokens from which on it pays to measure costs
 _USUAL = 8  # nodes of a usual tree
 _EXPLORE = 24  # steps between two that are held small
 _SMALL = (1, 4, 1, 2)  # nodes they are held at in turn
@@ -67,7 +68,7 @@ class Tuned:
     left the step is plain decoding. Chances come from how often candidates of the same kind were right.
     """
 
-    max_nodes = WIDTHS[-1]
+    max_nodes = WIDEST
 
     def __init__(self, resources: Resources, sources: Sequence[Source], odds: Odds):
         if resources.options.verification != "exact":
@@ -88,21 +89,22 @@ class Tuned:
         self._costs: RunningCosts | None = None
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        if self.wanted:
+        if self.wanted >= _WORTH:
             self.costs.at(cache)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        if self.wanted < _WORTH:
+            return TokenTree(sampler.context[-1])
         self._costs = self.costs.at(cache)
         self._began = time.perf_counter()
         costs = self._costs.seconds()
         # Plain decoding is always at hand.
         rate = max(1 / costs[1], self._tokens / self._seconds if self._seconds else 0.0)
-        tree, chances = self._grow(costs, rate, sampler, depth)
         self._steps += 1
-        if self._steps % _EXPLORE == 0:
-            # No tree or a small one now and then: else their cost would not be known.
-            del chances[_SMALL[self._steps // _EXPLORE % len(_SMALL)] :]
-        tree.cut(self._best_size(costs, rate, chances))
+        # No tree or a small one now and then: else their cost would not be known.
+        most = self.max_nodes if self._steps % _EXPLORE else _SMALL[self._steps // _EXPLORE % len(_SMALL)]
+        tree, chances = self._grow(costs, rate, sampler, depth if most > 1 else 0)
+        tree.cut(self._best_size(costs, rate, chances[:most]))
         self._drafting = time.perf_counter() - self._began
         return tree
 
@@ -122,9 +124,9 @@ class Tuned:
                 heappush(heap, (-chance, order, node, offer.token, offer.place, source))
 
         node_seconds = (costs[_USUAL] - costs[2]) / (_USUAL - 2)
-        for source in self.sources:
+        for source in self.sources if depth else ():
             place = source.root(sampler, rate, node_seconds)
-            if place is not None and depth:
+            if place is not None:
                 ask(source, place, 0, 1.0)
         # A node far below the cost of one more is hardly ever worth its own.
         floor = 0.5 * rate * node_seconds
@@ -153,6 +155,8 @@ class Tuned:
         return size
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        if self._costs is None:
+            return
         for node, token in zip(path, tokens, strict=True):
             for kind, offered in self._offered.get(node, ()):
                 self.odds.observe(kind, offered == token)
