@@ -15,10 +15,27 @@ def test_widths_learn_apart_and_untried_ones_follow_the_next_below():
     costs = RunningCosts(MEASURED)
     for _ in range(400):
         costs.observe(1, 1.1 * MEASURED[1])
+    assert costs.seconds() == pytest.approx([1.1 * cost for cost in MEASURED])
+    for _ in range(400):
+        costs.observe(2, 1.3 * MEASURED[2])
         costs.observe(6, 1.5 * MEASURED[6])
     found = costs.seconds()
-    assert found[1:5] == pytest.approx([1.1 * cost for cost in MEASURED[1:5]])
-    assert found[5:] == pytest.approx([1.5 * cost for cost in MEASURED[5:]])
+    assert found[1] == pytest.approx(1.1 * MEASURED[1])
+    assert found[2] == pytest.approx(1.3 * MEASURED[2], rel=0.04)
+    assert found[5:] == pytest.approx([1.5 * cost for cost in MEASURED[5:]], rel=0.04)
+
+
+def test_a_tree_not_tried_any_more_forgets_what_disturbed_it():
+    costs = RunningCosts(MEASURED)
+    for _ in range(20):
+        costs.observe(8, 3.0 * MEASURED[8])
+    assert costs.seconds()[8] > 1.5 * MEASURED[8]
+    for _ in range(500):
+        costs.observe(4, 1.2 * MEASURED[4])
+        costs.observe(1, 1.0 * MEASURED[1])
+    found = costs.seconds()
+    assert found[8] == pytest.approx(1.2 * MEASURED[8], rel=0.02)
+    assert found[1] == pytest.approx(MEASURED[1])
 
 
 def test_costs_never_fall_with_the_number_of_nodes():
@@ -28,7 +45,7 @@ def test_costs_never_fall_with_the_number_of_nodes():
         costs.observe(3, 1 * MEASURED[3])
     found = costs.seconds()
     assert found == sorted(found)
-    assert found[3] == found[2] == pytest.approx(2 * MEASURED[2], rel=1e-3)
+    assert found[3] == found[2] == pytest.approx(2 * MEASURED[2], rel=0.1)
 
 
 def test_a_disturbed_step_counts_little():

@@ -5,6 +5,7 @@ from itertools import accumulate
 from operator import mul
 
 _LEARN = 0.05  # how fast costs follow what steps really took
+_DRIFT = 0.01  # how fast the costs of other trees follow
 _TRUST = 4  # observations that the first guess is worth
 _WORST = 1.5  # a step that took longer than so many times its cost was disturbed
 
@@ -40,6 +41,9 @@ class RunningCosts:
         self._seen[kind] += 1
         learn = max(_LEARN, 1 / (self._seen[kind] + _TRUST))
         self._dearer[kind] = factor + learn * (seconds / measured - factor)
+        # Widths that are hardly ever tried any more must not keep what once disturbed them.
+        for other in range(1, len(self._seen) if kind else 0):
+            self._dearer[other] += _DRIFT * (self._dearer[kind] - self._dearer[other])
         return seconds
 
     def _factor(self, kind: int) -> float:
