@@ -550,7 +550,8 @@ def test_a_closed_standard_stream_is_no_traceback(run, common, monkeypatch, clos
 def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):
     """kill -9 amid the reference model's generation."""
     arguments = ["--model", DATA / "reference-model", "--heads", DATA / "heads-chained", "--prompt", "Call me Ishmael."]
-    arguments += ["--max-new-tokens", 150, "--ignore-eos", "--dtype", "float64", "--tree", 1, "--ngrams", 0, "--output"]
+    arguments += ["--max-new-tokens", 150, "--ignore-eos", "--dtype", "float64", "--method", "tokenswift"]
+    arguments += ["--tree", 1, "--ngrams", 0, "--output"]
     file = tmp_path / "cut.txt"
     process = spawn(*arguments, file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     record = Path(f"{file}.tokens")
@@ -570,7 +571,8 @@ def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):
 def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
     """A terminal sees tokens, tokens/s and acceptance on its last row, which is given back."""
     file = tmp_path / "out"
-    arguments = [*common, "--max-new-tokens", 3000, "--output", file]
+    # A method of small steps, which would not be done before the signal.
+    arguments = [*common, "--method", "tokenswift", "--max-new-tokens", 3000, "--output", file]
     reader, writer = pty.openpty()
     process = spawn(*arguments, stdout=subprocess.PIPE, stderr=writer)
     os.close(writer)
