@@ -571,8 +571,8 @@ def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):
 def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
     """A terminal sees tokens, tokens/s and acceptance on its last row, which is given back."""
     file = tmp_path / "out"
-    # A method of small steps, which would not be done before the signal.
-    arguments = [*common, "--method", "tokenswift", "--max-new-tokens", 3000, "--output", file]
+    # Many small steps, which are not done before the signal.
+    arguments = [*common, "--method", "magicdec", "--tree", 1, "--max-new-tokens", 3000, "--output", file]
     reader, writer = pty.openpty()
     process = spawn(*arguments, stdout=subprocess.PIPE, stderr=writer)
     os.close(writer)
@@ -590,7 +590,7 @@ def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
             break
         shown += more
     os.close(reader)
-    assert process.returncode == 130
+    assert process.returncode == 130, shown
     assert b" of 3,000 tokens, " in shown and b" tokens/s, " in shown
     region, given_back = shown.rindex(b"\x1b[1;23r"), shown.rindex(b"\x1b[r")
     assert region < given_back < shown.index(b"interrupted after")
