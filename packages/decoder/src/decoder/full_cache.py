@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from transformers import Cache
 
+from decoder.transfers import upload
+
 _SMALLEST_GROWTH = 1024
 
 
@@ -59,7 +61,7 @@ class FullCache(Cache):
     def keep(self, path: Sequence[int]) -> None:
         """Commit the nodes ``path`` (ascending) of the tokens written last; their pairs close up in place."""
         if list(path) != list(range(len(path))):
-            index = torch.tensor(path, device=self.keys[0].device) + self.length
+            index = upload(path, self.keys[0].device) + self.length
             for buffer in (*self.keys, *self.values):
                 buffer[:, :, self.length : self.length + len(path)] = buffer.index_select(2, index)
         self.length += len(path)

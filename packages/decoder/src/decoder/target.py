@@ -14,6 +14,7 @@ from decoder.architectures import refuse_unsupported
 from decoder.full_cache import FullCache
 from decoder.linear import PackedLinear, packed_layers, replaced
 from decoder.token_tree import TokenTree
+from decoder.transfers import upload
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 OBSERVED = 32
@@ -162,7 +163,7 @@ class Target:
         self._hidden = args[0]
 
     def _inputs(self, tokens: Sequence[int], positions: Sequence[int], cache: Cache) -> dict:
-        ids = torch.tensor([list(tokens), list(positions)], device=self.device)
+        ids = upload([list(tokens), list(positions)], self.device)
         return dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
 
     def prefill(self, tokens: Sequence[int], cache: FullCache) -> dict[int, torch.Tensor]:
@@ -195,7 +196,7 @@ class Target:
 
     def embed(self, tokens: int | Sequence[int]) -> torch.Tensor:
         """Input embeddings [d] of a token, or [n, d] of several."""
-        return self.model.get_input_embeddings()(torch.tensor(tokens, device=self.device))
+        return self.model.get_input_embeddings()(upload(tokens, self.device))
 
     def wait(self) -> None:
         """Return once the device has done all it was asked for, so that clocks mean something."""

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from decoder.transfers import upload
+
 RankPath = tuple[int, ...]
 """The way to a node by the rank of the candidate taken at each depth: (0, 2) is the best one, then the third."""
 
@@ -121,4 +123,4 @@ class TokenTree:
         rows = mask.numpy()
         for node, parent in enumerate(self.parents[1:], start=1):
             rows[node] |= rows[parent]
-        return mask.to(device)
+        return upload(mask, device)

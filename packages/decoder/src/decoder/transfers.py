@@ -1,0 +1,12 @@
+"""Between host and device without waiting: a step reads from the device once, and never waits to write to it."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def upload(numbers: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``numbers`` (nested lists of integers, or a CPU tensor) on ``device``; on CUDA the host does not wait for it."""
+    tensor = torch.as_tensor(numbers)
+    # A copy from pageable memory would block until the device has come to it.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
