@@ -16,7 +16,7 @@ from decoder.engine import Engine
 from decoder.full_cache import FullCache
 from decoder.sampler import Sampler
 from decoder.target import Target
-from ts_eval import bench, stopwatch
+from ts_eval import bench, bench_page, stopwatch
 from ts_eval.cli import main
 from ts_eval.plan import ModelShape
 
@@ -28,7 +28,7 @@ NEED_NO_HEADS = ["ar", "magicdec", "prompt-lookup", "suffix", "auto"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(bench, "COPIED_BYTES", 2**16)
+    monkeypatch.setattr(bench, "COPIED_BYTES", {"cpu": 2**16, "cuda": 2**16})
     monkeypatch.setattr(bench, "CALLS", 2)
 
 
@@ -51,7 +51,7 @@ def measured(data, tmp_path_factory):
     """What was printed and written by a bench of all methods."""
     output = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "COPIED_BYTES", 2**16)
+        patch.setattr(bench, "COPIED_BYTES", {"cpu": 2**16, "cuda": 2**16})
         patch.setattr(bench, "CALLS", 2)
         result = run(data, output, *all_parts(data))
     assert result.exit_code == 0, result.output
@@ -70,7 +70,7 @@ def statistics(content) -> list[dict]:
 
 def test_the_report_has_every_figure_with_its_spread(measured):
     _, results, output = measured
-    assert results["schema_version"] == 1
+    assert results["schema_version"] == 2
     assert results["environment"]["versions"]["torch"] == torch.__version__
     assert results["settings"]["prompt_tokens"] == 40
     assert set(results["sampling"]) == {"choose_ms", "score_ms"}
@@ -103,6 +103,7 @@ def test_plain_decoding_is_held_against_the_time_that_its_bytes_take(measured, d
             assert ar["floor_ms"][name] == pytest.approx(ar["bytes_read"] / bandwidth["median"] / 1e6)
             floors = [ar["bytes_read"] / speed / 1e6 for speed in bandwidth["values"]]
             assert ar["times_floor"][name] == pytest.approx(in_pairs(ar["ms_per_token"]["values"], floors))
+            assert ar["bandwidth_share"][name] == pytest.approx(in_pairs(floors, ar["ms_per_token"]["values"]))
         assert row["draft"]["slots"] == max(64, length) if length > 64 else length
         plain = row["verify"][0]["ms"]["values"]
         for cell in (*row["verify"], row["draft"]):
@@ -151,11 +152,17 @@ def test_a_long_text_is_not_prefilled_but_attended_to(data):
     dec = decoder.load(str(data / "reference-model"))
     pattern, cache = FullCache(7), FullCache(30)
     with dec.target.borrowed(), torch.inference_mode():
-        dec.target.prefill(list(range(7)), pattern)
-        bench._fill(cache, pattern, 30)
+        for one in (pattern, cache):
+            dec.target.prefill(list(range(7)), one)
+        bench._fill(cache, 30)
     assert cache.length == 30
     for filled, real in zip((*cache.keys, *cache.values), (*pattern.keys, *pattern.values), strict=True):
         assert torch.equal(filled, torch.cat([real] * 5, dim=2)[:, :, :30])
+
+
+def test_a_prompt_longer_than_the_text_is_cut(data, tmp_path):
+    assert run(data, tmp_path, "ar", "--lengths", "1,10").exit_code == 0
+    assert [row["length"] for row in load(tmp_path)["lengths"]] == [1, 10]
 
 
 def test_a_slow_part_shows_as_that_part(data, tmp_path, monkeypatch):
@@ -183,7 +190,7 @@ def test_a_slow_part_shows_as_that_part(data, tmp_path, monkeypatch):
 
 def touched() -> list:
     names = [(owner, name) for owner, name, _ in stopwatch._WATCHED]
-    return [owner.__dict__[name] for owner, name in [*names, (Engine, "prefill"), (Target, "prefill")]]
+    return [owner.__dict__[name] for owner, name in [*names, (Engine, "step"), (Target, "prefill")]]
 
 
 def test_timing_changes_neither_the_text_nor_the_decoder(data, monkeypatch):
@@ -220,6 +227,45 @@ def test_prefill_is_not_counted(data, monkeypatch):
     with watch.watching():
         dec.generate(list(range(30)), 2, method="ar", ignore_eos=True)
     assert 0 < watch.seconds["step"] < 0.5
+
+
+def test_leading_steps_are_not_counted(data, monkeypatch):
+    dec = decoder.load(str(data / "reference-model"))
+    verify, passes = Target.forward, []
+
+    def slow_at_first(self, *args):
+        passes.append(len(passes))
+        time.sleep(0.2 if len(passes) <= 2 else 0)
+        return verify(self, *args)
+
+    monkeypatch.setattr(Target, "forward", slow_at_first)
+    watch = stopwatch.Stopwatch(dec.target.wait, parts=True, leading=2)
+    with watch.watching():
+        dec.generate(list(range(30)), 7, method="ar", ignore_eos=True)
+    assert (watch.steps, watch.tokens, len(passes)) == (5, 5, 7)
+    assert 0 < watch.seconds["verify"] < watch.seconds["step"] < 0.2
+    watch = stopwatch.Stopwatch(dec.target.wait, parts=False, leading=9)
+    with pytest.raises(ValueError, match="over before its step 10"), watch.watching():
+        dec.generate(list(range(30)), 7, method="ar", ignore_eos=True)
+
+
+def test_the_hosts_overhead_stands_beside_a_step_where_it_is_known(data, tmp_path):
+    assert run(data, tmp_path, "suffix").exit_code == 0
+    results = load(tmp_path)
+    # A CPU is no device that could wait for a host.
+    assert all(row["host_overhead"] is None for row in results["methods"].values())
+    assert "host overhead" not in bench_page.tables(results, 200)
+    taken = {"steps": 4, "tokens": 8, "seconds": {"step": 0.04}}
+    traces = [{"steps": 2, "seconds": {"step": 0.02}, "busy_seconds": busy} for busy in (0.017, 0.019, None)]
+    row = bench.summary([taken], [taken], traces)
+    assert row["host_overhead"]["values"] == pytest.approx([0.15, 0.05])
+    assert row["device_ms"]["values"] == pytest.approx([8.5, 9.5])
+    results["methods"]["suffix"] |= {name: row[name] for name in ("host_overhead", "device_ms")}
+    shown = bench_page.tables(results, 200).splitlines()
+    header = next(line for line in shown if line.startswith("method"))
+    assert header.split()[-3:] == ["host", "overhead", "range"]
+    assert next(line for line in shown if line.startswith("suffix ")).split()[-2:] == ["10.0%", "5.0-15.0%"]
+    assert next(line for line in shown if line.startswith("ar  ")).split()[-2:] == ["-", "-"]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -261,14 +307,14 @@ def test_heads_that_read_tokens_are_timed_too_and_each_checkpoint_once(data, tmp
 
 def test_methods_take_turns_and_the_order_rotates(data, tmp_path, monkeypatch):
     turns = []
-    generate = decoder.Decoder.generate
+    stream = decoder.Decoder.stream
 
     def watched(self, prompt, new_tokens, method, *arguments, **named):
         if len(prompt) == 40:
             turns.append(method)
-        return generate(self, prompt, new_tokens, method, *arguments, **named)
+        return stream(self, prompt, new_tokens, method, *arguments, **named)
 
-    monkeypatch.setattr(decoder.Decoder, "generate", watched)
+    monkeypatch.setattr(decoder.Decoder, "stream", watched)
     assert run(data, tmp_path, "suffix").exit_code == 0
     # A generation as it is and one taken apart each; a warm-up round comes first.
     assert turns == ["ar", "ar", "suffix", "suffix"] * 2 + ["ar", "suffix", "suffix", "ar"]
@@ -368,7 +414,11 @@ def test_an_output_that_is_a_file_is_refused(data, tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu(data, tmp_path):
-    result = run(data, tmp_path, *all_parts(data), "--device", "cuda", "--dtype", "bfloat16")
+    long = ["--new-tokens", "64"]
+    result = run(data, tmp_path, *all_parts(data), *long, "--device", "cuda", "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
     results = load(tmp_path)
     assert results["environment"]["device"] == "cuda" and list(results["methods"]) == decoder.methods()
+    for row in results["methods"].values():
+        assert 0 < row["host_overhead"]["median"] < 1
+        assert row["device_ms"]["median"] > 0

@@ -1,7 +1,6 @@
 """`ts-eval plan` against the paper's figures, a real cache, and its own arithmetic."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import decoder
 from ts_eval import plan
 from ts_eval.cli import main
 
-CONFIGS = Path(__file__).parent / "configs"
 # The paper's review discussion: the full cache at 102,400 tokens in bf16, and head parameters of section 4.1.
 FULL_CACHE_GB = {
     "llama-3.1-8b": 13.4,
@@ -37,25 +35,25 @@ def plan_json(*arguments: str) -> dict:
 
 @pytest.mark.parametrize("name", FULL_CACHE_GB)
 def test_full_caches_are_the_papers(name):
-    made = plan_json("--model", str(CONFIGS / f"{name}.json"), "--max-new-tokens", "102400")
+    made = plan_json("--model", name, "--max-new-tokens", "102400")
     held = made["methods"]["tokenswift"]["bytes"]
     assert round(held["full_cache"] / 1e9, 1) == FULL_CACHE_GB[name]
     assert made["partial_cache_slots"] == 4096
     assert held["draft_cache"] == held["full_cache"] * 4097 // 102400
-    shown = run("--model", str(CONFIGS / f"{name}.json"), "--max-new-tokens", "102400")
+    shown = run("--model", name, "--max-new-tokens", "102400")
     assert f"{FULL_CACHE_GB[name]} GB" in shown.stdout
 
 
 @pytest.mark.parametrize("name", PARAMETERS_BILLIONS)
 def test_weights_and_heads_are_those_of_the_published_models(name):
-    shape = plan.read_shape(str(CONFIGS / f"{name}.json"))
+    shape = plan.read_shape(name)
     assert round(shape.parameters / 1e9, 2) == PARAMETERS_BILLIONS[name]
     assert shape.weight_bytes == 2 * shape.parameters
     assert shape.heads_bytes(3) / 2e6 == pytest.approx(HEADS_MILLIONS[name], abs=0.1)
 
 
 def test_a_pass_reads_a_tied_embedding_and_of_an_untied_one_only_the_head():
-    tied, untied = (plan.read_shape(str(CONFIGS / f"{name}.json")) for name in ("qwen2.5-1.5b", "llama-3.1-8b"))
+    tied, untied = (plan.read_shape(name) for name in ("qwen2.5-1.5b", "llama-3.1-8b"))
     assert tied.read_parameters == tied.parameters
     assert untied.read_parameters == untied.parameters - 128256 * 4096
 
@@ -83,7 +81,7 @@ def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch):
 
 
 def test_floors_follow_from_bytes_and_bandwidth():
-    made = plan_json("--model", str(CONFIGS / "llama-3.1-8b.json"), "--gpu", "A100", "--gpu", "H200",
+    made = plan_json("--model", "llama-3.1-8b", "--gpu", "A100", "--gpu", "H200",
                      "--acceptance", "0.5", "--acceptance", "1")  # fmt: skip
     ar, swift = made["methods"]["ar"], made["methods"]["tokenswift"]
     weights = (8030261248 - 128256 * 4096) * 2
@@ -101,8 +99,8 @@ def test_floors_follow_from_bytes_and_bandwidth():
 
 
 def test_triforce_is_planned_with_its_small_model():
-    made = plan_json("--model", str(CONFIGS / "qwen2.5-7b.json"), "--draft-model", str(CONFIGS / "qwen2.5-1.5b.json"))
-    small = plan.read_shape(str(CONFIGS / "qwen2.5-1.5b.json"))
+    made = plan_json("--model", "qwen2.5-7b", "--draft-model", "qwen2.5-1.5b")
+    small = plan.read_shape("qwen2.5-1.5b")
     assert made["methods"]["triforce"]["bytes"]["drafter"] == small.weight_bytes
 
 
@@ -121,7 +119,7 @@ def test_measured_bandwidth_reads_the_whole_tensor(monkeypatch):
 
 @pytest.mark.parametrize("width", ["80", "120"])
 def test_the_tables_fit_the_terminal(width):
-    result = run("--model", str(CONFIGS / "llama-3.1-8b.json"), width=width)
+    result = run("--model", "llama-3.1-8b", width=width)
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= int(width)
     assert "A100 H100 H200" in result.stdout and "16.1 GB" in result.stdout

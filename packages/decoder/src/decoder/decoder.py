@@ -364,7 +364,7 @@ def load(
         OSError: a model, tokenizer or heads checkpoint that cannot be found or read.
         ValueError: one that does not fit or lacks tensors, or an unknown device or dtype.
     """
-    device = _device(device)
+    device = device_named(device)
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in ("auto", *_DTYPES):
@@ -398,8 +398,8 @@ def load(
     return Decoder(target, tokenizer, heads, small)
 
 
-def _device(device: str | torch.device) -> torch.device:
-    """The device of that name; a ValueError where this machine has none."""
+def device_named(device: str | torch.device) -> torch.device:
+    """The device of that name, "auto" taking CUDA where there is one; a ValueError where this machine has none."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, str | torch.device):

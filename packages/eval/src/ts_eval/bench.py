@@ -3,17 +3,20 @@
 Three stages, each of interleaved rounds after a warm-up round: what is less than a pass (sampling, heads); whole
 generations from a real prompt, told apart into parts; passes over texts of given lengths, and the memory's bandwidth.
 
-At the given lengths nothing is prefilled: the cache is filled with the keys and values of the prompt over and over,
-which cost as much to attend to as those of a text of that length. What such a text would be is meaningless, so only
-plain decoding, single verifications and single draft passes are timed there.
+At the given lengths only the prompt is prefilled: the cache is filled with its keys and values over and over, which
+cost as much to attend to as those of a text of that length. What such a text would be is meaningless, so only plain
+decoding, single verifications and single draft passes are timed there.
 """
 
+import gc
 import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -29,21 +32,24 @@ from decoder.sampler import Sampler
 from decoder.target import Target
 from decoder.token_tree import TokenTree
 from ts_eval import defaults
+from ts_eval.computed import computed, read_assumptions
 from ts_eval.data_dir import find_data_dir
 from ts_eval.decoders import Sources, with_ar
+from ts_eval.device_trace import DeviceTrace
 from ts_eval.memory import free_bytes, short_of_memory
 from ts_eval.method_spec import MethodSpec
 from ts_eval.plan import ModelShape
 from ts_eval.prompts import SHIPPED, Prompt, read_prompts, refuse_missing_prompts
+from ts_eval.random_weights import RandomSources
 from ts_eval.results import OtherSettingsError, difference, environment, fingerprint_of, write_json
 from ts_eval.stopwatch import FORWARDS, PARTS, Stopwatch, replaced
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RESULTS = "bench.json"
 PLOT = "bench.png"
 
-COPIED_BYTES = 512 * 2**20
-"""Of the buffer that is copied and read: far more than any cache of a processor holds."""
+COPIED_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
+"""Of the buffer that is copied and read: far more than any cache of the device holds."""
 COPIES = 4
 """One after the other before the clock is read: launching and waiting then weigh nothing."""
 CALLS, ENOUGH_SECONDS = 16, 0.2
@@ -52,6 +58,12 @@ POSITIONS = 34
 """Positions in a row that sampling and scoring are timed over: twice those that noise is made for at once."""
 AR_TOKENS = 16
 """Tokens of plain decoding per round and length."""
+LEADING_STEPS = {"cpu": 0, "cuda": 4}
+"""Steps of a generation before the clock starts: on CUDA its first passes are run as they are, and then recorded."""
+TRACED_STEPS = 16
+"""Steps of a generation that is traced: a trace has a line for each of some hundred kernels a pass."""
+PADDING = 32
+"""Nodes by which a verification may be widened at most where passes have fixed widths."""
 
 Say = Callable[[str], None]
 Operation = Callable[[], object]
@@ -75,7 +87,10 @@ class Bench:
         lengths: tokens of text over which passes are timed.
         widths: nodes of the verifications timed.
         repeats: rounds; figures are their medians.
-        seed: of the noise.
+        seed: of the noise, and of random weights and prompt.
+        random_weights: a configuration as `plan.read_config` takes it: model and heads are made from it alone, and the
+            prompt is of random tokens; then without ``model``, ``heads``, ``draft_model`` and ``prompts``.
+        tokens_per_step: as in `computed.read_assumptions`; the time of a whole text is computed from them.
         output: folder; figures in it that were measured with the same settings are taken over.
         overwrite: measure again, whatever the folder holds.
         arguments: the command line, for the record.
@@ -92,6 +107,8 @@ class Bench:
     widths: Sequence[int] = defaults.BENCH_WIDTHS
     repeats: int = defaults.BENCH_REPEATS
     seed: int = 0
+    random_weights: str | None = None
+    tokens_per_step: Sequence[str] = ()
     device: str = "auto"
     dtype: str = "auto"
     sampling: dict | None = None
@@ -121,17 +138,25 @@ class Bench:
         params = decoder.SamplingParams(**{**defaults.SAMPLING, **(self.sampling or {})}, seed=self.seed)
         specs, sources = self._rows()
         options = {spec.text: decoder.TokenSwiftOptions(**{**(self.options or {}), **spec.options}) for spec in specs}
-        prompts = self.prompts or str(find_data_dir(self.data_dir) / SHIPPED)
-        refuse_missing_prompts(prompts)
+        assumptions = read_assumptions(self.tokens_per_step, specs)
+        prompts = None
+        if self.random_weights is None:
+            prompts = self.prompts or str(find_data_dir(self.data_dir) / SHIPPED)
+            refuse_missing_prompts(prompts)
         sources.refuse_missing(specs)
 
         loaded = sources.load(self.device, self.dtype)
-        prompt = read_prompts(prompts, loaded[None].tokenizer, self.prompt_tokens, 1)[0]
-        lengths, widths = sorted(set(self.lengths)), sorted({1, *self.widths})
+        if prompts is None:
+            prompt = sources.prompt(loaded[None].target.vocab_size, self.prompt_tokens)
+        else:
+            prompt = read_prompts(prompts, loaded[None].tokenizer, self.prompt_tokens, 1)[0]
+        lengths = sorted(set(self.lengths))
+        widths = sorted({1, *self.widths, *(assumption.nodes for assumption in assumptions.values())})
         _refuse_too_long(loaded[None], prompt, self.new_tokens, lengths, widths)
         settings = {
             "methods": [spec.text for spec in specs],
             "model": sources.model,
+            "random_weights": self.random_weights is not None,
             "heads": {spec.text: sources.heads.get(spec.text) for spec in specs},
             "draft_model": sources.draft_model,
             "weights": sources.weights(),
@@ -142,6 +167,7 @@ class Bench:
             "widths": widths,
             "repeats": self.repeats,
             "seed": self.seed,
+            "tokens_per_step": {text: asdict(assumption) for text, assumption in assumptions.items()},
             "dtype": str(loaded[None].model.dtype).removeprefix("torch."),
             "sampling": {name: value for name, value in asdict(params).items() if name in defaults.SAMPLING},
             "options": {text: asdict(option) for text, option in options.items()},
@@ -165,7 +191,9 @@ class Bench:
             new_tokens=self.new_tokens,
             repeats=self.repeats,
         )
-        return {"schema_version": SCHEMA_VERSION, **header, **made.all(lengths, widths)}
+        figures = made.all(lengths, widths)
+        of_text = computed(figures["lengths"], figures["methods"], assumptions) if assumptions else None
+        return {"schema_version": SCHEMA_VERSION, **header, **figures, "computed": of_text}
 
     def _rows(self) -> tuple[list[MethodSpec], Sources]:
         """The rows and what they run with; when none were asked for, those that do not lack heads or draft model."""
@@ -173,7 +201,13 @@ class Bench:
         theirs = next((spec.name for spec in specs if spec.is_hf), None)
         if theirs:
             raise ValueError(f"{theirs} is transformers' own generate, which cannot be taken apart: compare times it")
-        sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
+        if self.random_weights is None:
+            sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
+        else:
+            for flag in ("model", "heads", "draft_model", "prompts"):
+                if getattr(self, flag):
+                    raise ValueError(f"--random-weights makes its own: leave out --{flag.replace('_', '-')}")
+            sources = RandomSources.of(specs, self.random_weights, self.seed)
         if not self.methods:
             lacking = {name for name, of in METHODS.items() if of.needs_heads and name not in sources.heads}
             lacking |= set() if sources.draft_model else {"triforce"}
@@ -213,23 +247,25 @@ def _read(folder: Path, header: dict) -> dict | None:
 def _refuse_too_long(
     dec: "decoder.Decoder", prompt: Prompt, new_tokens: int, lengths: Sequence[int], widths: Sequence[int]
 ) -> None:
-    limit = dec.model.config.max_position_embeddings
-    if len(prompt.token_ids) + new_tokens > limit:
+    limit, device = dec.model.config.max_position_embeddings, dec.target.device
+    leading = LEADING_STEPS[device.type]
+    if len(prompt.token_ids) + new_tokens + leading > limit:
         raise ValueError(
-            f"the prompt {prompt.name!r} ({len(prompt.token_ids):,} tokens) and {new_tokens:,} new tokens are beyond "
-            f"the model's {limit:,} positions"
+            f"the prompt {prompt.name!r} ({len(prompt.token_ids):,} tokens) and {new_tokens + leading:,} new tokens "
+            f"are beyond the model's {limit:,} positions"
         )
-    if lengths[-1] + AR_TOKENS > limit:
+    further = AR_TOKENS + leading
+    if lengths[-1] + further > limit:
         raise ValueError(
-            f"lengths must be at most {limit - AR_TOKENS:,}, not {lengths[-1]:,}: the model has {limit:,} positions "
-            f"and {AR_TOKENS} more tokens are generated"
+            f"lengths must be at most {limit - further:,}, not {lengths[-1]:,}: the model has {limit:,} positions "
+            f"and {further} more tokens are generated"
         )
     # Two caches of the longest text, one to generate in and one to verify over, and a draft cache no longer than it;
     # of the widest tree the logits, and its mask and what is made of that; and the buffers that are copied.
     shape, widest = ModelShape.of(dec.model), widths[-1]
-    needed = 3 * shape.cache_bytes(lengths[-1] + max(AR_TOKENS, widest))
-    needed += 2 * COPIED_BYTES + widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
-    free = free_bytes(dec.target.device)
+    needed = 3 * shape.cache_bytes(lengths[-1] + max(further, widest + PADDING))
+    needed += 2 * COPIED_BYTES[device.type] + widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
+    free = free_bytes(device)
     if free is not None and needed > free:
         raise MemoryError(
             f"{lengths[-1]:,} tokens of text and trees of {widest:,} nodes take {needed / 1e9:,.1f} GB and "
@@ -310,7 +346,8 @@ class Measurement:
 
     def _bandwidth(self) -> dict[object, Operation]:
         """Time a copy, whose bytes are read and written and so count twice, and a read; both give GB/s."""
-        source = torch.ones(COPIED_BYTES // 4, device=self.target.device)
+        device = self.target.device
+        source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
         copy = torch.empty_like(source)
 
         def speed(operation: Operation, nbytes: int) -> float:
@@ -386,19 +423,21 @@ class Measurement:
         The memory's bandwidth is measured in the same rounds, as other work on the machine takes part of it.
         """
         target, text = self.target, list(itertools.islice(itertools.cycle(self.prompt), length))
-        pattern = FullCache(len(self.prompt))
-        with target.borrowed():
-            queries = target.prefill(self.prompt, pattern)
-        cache = FullCache(length + widths[-1])
-        _fill(cache, pattern, length)
+        prefill = Target.prefill
 
         def filled(target: Target, tokens: Sequence[int], cache: FullCache) -> dict[int, torch.Tensor]:
-            _fill(cache, pattern, len(tokens))
+            queries = prefill(target, tokens[: len(self.prompt)], cache)
+            _fill(cache, len(tokens))
             return queries
+
+        cache = FullCache(length + widths[-1] + PADDING)
+        with target.borrowed():
+            queries = filled(target, text, cache)
 
         def decode() -> float:
             with replaced(Target, "prefill", filled):
-                return self._generate("ar", text, AR_TOKENS, parts=False)["seconds"]["step"] / AR_TOKENS
+                run = self._generate("ar", text, AR_TOKENS)
+            return run["seconds"]["step"] / run["tokens"]
 
         def verify(width: int) -> float:
             # All below the root, as in `decoder.verify_costs`: what a node costs does not depend on its depth.
@@ -410,12 +449,12 @@ class Measurement:
                 return self._seconds(lambda: target.forward(tree, cache))
 
         slots = min(self.options_for_all.budget_for(length), length)
-        partial = PartialCache(slots, min(self.options_for_all.sink, slots - 1))
-        partial.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
+        memory_of_drafts = PartialCache(slots, min(self.options_for_all.sink, slots - 1))
+        memory_of_drafts.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
 
         def draft() -> float:
             with target.borrowed():
-                return self._seconds(lambda: target.draft([text[-1]], length, partial))
+                return self._seconds(lambda: target.draft([text[-1]], length, memory_of_drafts))
 
         operations: dict[object, Operation] = {**memory, "ar": decode, "draft": draft}
         operations |= {width: lambda width=width: verify(width) for width in widths}
@@ -432,6 +471,7 @@ class Measurement:
                 "bytes_read": read,
                 "floor_ms": {name: read / median(found[name]) / 1e6 for name in memory},
                 "times_floor": {name: ratio(found["ar"], floor) for name, floor in floors.items()},
+                "bandwidth_share": {name: ratio(floor, found["ar"]) for name, floor in floors.items()},
             },
             "verify": [
                 {"width": width, "ms": milliseconds(found[width]), "times_plain": ratio(found[width], found[1])}
@@ -445,37 +485,57 @@ class Measurement:
         }
 
     def generations(self, bar: tqdm) -> dict[str, dict]:
-        """Per row, steps of whole generations from the prompt: timed as they are, and told apart into parts."""
-        operations = {
-            (text, parts): lambda text=text, parts=parts: self._generate(text, self.prompt, self.new_tokens, parts)
-            for text in self.decoders
-            for parts in (False, True)
-        }
+        """Per row, steps of whole generations from the prompt: timed as they are, told apart into parts, and traced."""
+        operations: dict[object, Operation] = {}
+        for text in self.decoders:
+            operations[text, "plain"] = partial(self._generate, text, self.prompt, self.new_tokens)
+            operations[text, "parts"] = partial(self._generate, text, self.prompt, self.new_tokens, parts=True)
+            if self.target.device.type == "cuda":
+                operations[text, "trace"] = partial(self._generate, text, self.prompt, self.new_tokens, traced=True)
         found = self._rounds(operations, bar)
-        return {text: summary(found[text, False], found[text, True]) for text in self.decoders}
+        return {
+            text: summary(found[text, "plain"], found[text, "parts"], found.get((text, "trace"), ()))
+            for text in self.decoders
+        }
 
-    def _generate(self, text: str, prompt: list[int], new_tokens: int, parts: bool) -> dict:
-        """Steps and seconds of one generation, prefill not counted."""
-        watch = Stopwatch(self.target.wait, parts)
-        arguments = (prompt, new_tokens, self.names[text], self.params, self.options[text])
-        with watch.watching():
-            stats = self.decoders[text].generate(*arguments, ignore_eos=True).stats
-        return {"steps": stats.steps, "tokens": stats.generated, "seconds": watch.seconds}
+    def _generate(
+        self,
+        text: str,
+        prompt: list[int],
+        new_tokens: int,
+        parts: bool = False,
+        traced: bool = False,
+    ) -> dict:
+        """Steps and seconds of one generation, prefill and leading steps not counted; when traced, of its beginning."""
+        if self.target.device.type == "cuda":
+            # The caches of the generation before, and what was recorded over them, make room for this one's.
+            gc.collect()
+        leading, trace = LEADING_STEPS[self.target.device.type], DeviceTrace() if traced else None
+        watch = Stopwatch(self.target.wait, parts, leading, trace)
+        arguments = (prompt, new_tokens + leading, self.names[text], self.params, self.options[text])
+        stream = self.decoders[text].stream(*arguments, ignore_eos=True)
+        with watch.watching(), closing(stream):
+            for _ in itertools.islice(stream, leading + TRACED_STEPS if traced else None):
+                pass
+        busy = None if trace is None else trace.busy_seconds
+        return {"steps": watch.steps, "tokens": watch.tokens, "seconds": watch.seconds, "busy_seconds": busy}
 
 
-def _fill(cache: FullCache, pattern: FullCache, length: int) -> None:
-    """Commit ``length`` tokens to an empty cache: the keys and values of ``pattern`` over and over."""
+def _fill(cache: FullCache, length: int) -> None:
+    """Let a cache of some tokens hold ``length`` of them: its keys and values over and over."""
     while cache.length < length:
-        count = min(pattern.length, length - cache.length)
-        for layer, (key, value) in enumerate(zip(pattern.keys, pattern.values, strict=True)):
-            cache.update(key[:, :, :count], value[:, :, :count], layer)
+        start, count = cache.length, min(cache.length, length - cache.length)
+        for buffer in (*cache.keys, *cache.values):
+            buffer[:, :, start : start + count] = buffer[:, :, :count]
         cache.keep(range(count))
 
 
-def summary(plain: Sequence[dict], watched: Sequence[dict]) -> dict:
+def summary(plain: Sequence[dict], watched: Sequence[dict], traced: Sequence[dict] = ()) -> dict:
     """A row's figures from its generations, timed as a whole and told apart into parts (`stopwatch.PARTS`).
 
-    Shares are of the watched step; ``bookkeeping`` is the share of all that is no model forward.
+    Shares are of the watched step; ``bookkeeping`` is the share of all that is no model forward. ``host_overhead`` is
+    the share of the traced steps in which the device had nothing to do, and ``device_ms`` what it worked in a step;
+    both are None where nothing was traced.
     """
     runs = []
     for run in watched:
@@ -484,6 +544,8 @@ def summary(plain: Sequence[dict], watched: Sequence[dict]) -> dict:
         parts["rest"] = step - sum(parts.values())
         runs.append({"steps": run["steps"], "tokens": run["tokens"], "step_ms": step, "parts_ms": parts})
     shares = {part: statistic([run["parts_ms"][part] / run["step_ms"] for run in runs]) for part in PARTS}
+    told = [run for run in traced if run["busy_seconds"] is not None]
+    idle = [1 - run["busy_seconds"] / run["seconds"]["step"] for run in told]
     forwards = [sum(run["parts_ms"][part] for part in FORWARDS) / run["step_ms"] for run in runs]
     per_token = statistic([1000 * run["seconds"]["step"] / run["tokens"] for run in plain])
     return {
@@ -494,6 +556,8 @@ def summary(plain: Sequence[dict], watched: Sequence[dict]) -> dict:
         "watched_step_ms": statistic([run["step_ms"] for run in runs]),
         "shares": shares,
         "bookkeeping": statistic([1 - share for share in forwards]),
+        "host_overhead": statistic(idle) if told else None,
+        "device_ms": milliseconds([run["busy_seconds"] / run["steps"] for run in told]) if told else None,
         "runs": runs,
     }
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from ts_eval.report.plots import MARKERS, PALETTE
 from ts_eval.stopwatch import FORWARDS, PARTS
-from ts_eval.table import count_of, format_table, number, sampling_in_words, times, tree_in_words
+from ts_eval.table import NONE, count_of, format_table, number, sampling_in_words, times, tree_in_words
 
 COLOURS = PALETTE["light"]
 
@@ -24,9 +24,28 @@ def tables(results: dict, width: int) -> str:
         format_table(*plain_table(results), width),
         format_table(*pass_table(results), width),
         format_table(*steps_table(results), width),
+        *([whole_text(results, width)] if results["computed"] else []),
         textwrap.fill(notes(results), width),
     ]
     return "\n\n".join(parts)
+
+
+def whole_text(results: dict, width: int) -> str:
+    """The time of a whole text per method, with the arithmetic it comes from."""
+    made = results["computed"]
+    ar, tokens = made["methods"]["ar"], f"{made['tokens']:,}"
+    lines = [f"Computed, not measured: {tokens} tokens from an empty text"]
+    for name, row in made["methods"].items():
+        if row is ar:
+            how = f"{tokens} steps x {row['pass_ms']:,.2f} ms"
+        else:
+            how = f"{tokens} / {row['tokens_per_step']:g} = {row['steps']:,.0f} steps x ({row['pass_ms']:,.2f} ms to "
+            how += f"verify {row['nodes']:,} + {row['besides_ms']:,.2f} ms besides)"
+        time = f"{row['seconds']:,.1f} s ({row['seconds'] / 60:,.1f} min)"
+        speedup = "" if row is ar else f", {times(row['speedup'])} ar"
+        line = f"{name}: {how} = {time}{speedup}"
+        lines.append(textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    "))
+    return "\n".join(lines)
 
 
 def describe(results: dict) -> str:
@@ -35,7 +54,8 @@ def describe(results: dict) -> str:
     options = settings["options_for_all"]
     return "; ".join(
         [
-            settings["model"].rstrip("/").rpartition("/")[2],
+            settings["model"].rstrip("/").rpartition("/")[2]
+            + (", random weights" if settings["random_weights"] else ""),
             f"{environment['device_name']} ({environment['device']}), {count_of(environment['threads'], 'thread')}",
             settings["dtype"],
             sampling_in_words(settings["sampling"]),
@@ -56,7 +76,7 @@ def small(results: dict) -> str:
 
 def plain_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """Header and rows: plain decoding per length, and the memory's floor."""
-    ar, floor, read = ("ar ms/token", "range", "tokens/s"), ("floor ms", "x floor"), ("read GB/s", "x read floor")
+    ar, floor, read = ("ar ms/token", "range", "tokens/s"), ("floor ms", "of copy"), ("read GB/s", "of read")
     header = ["text", *ar, "MB read", "copy GB/s", "range", *floor, *read]
     rows = [
         [
@@ -68,9 +88,9 @@ def plain_table(results: dict) -> tuple[list[str], list[list[str]]]:
             number(row["bandwidth"]["copy"]["median"], 1),
             extremes(row["bandwidth"]["copy"], 1),
             number(row["ar"]["floor_ms"]["copy"]),
-            times(row["ar"]["times_floor"]["copy"]),
+            percent(row["ar"]["bandwidth_share"]["copy"]),
             number(row["bandwidth"]["read"]["median"], 1),
-            times(row["ar"]["times_floor"]["read"]),
+            percent(row["ar"]["bandwidth_share"]["read"]),
         ]
         for row in results["lengths"]
     ]
@@ -93,20 +113,32 @@ def pass_table(results: dict) -> tuple[list[str], list[list[str]]]:
 def steps_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """Header and rows: a method's step and the shares of its parts."""
     header = ["method", "ms/step", "range", "tok/step", "tokens/s", *PARTS, "bookkeeping", "range"]
+    traced = any(row["host_overhead"] for row in results["methods"].values())
+    # What is accepted of drafts by random weights means nothing.
+    judged = {name for name in results["methods"] if name == "ar" or not results["settings"]["random_weights"]}
     rows = [
         [
             name,
             number(row["step_ms"]["median"]),
             extremes(row["step_ms"]),
-            number(row["tokens_per_step"]),
-            number(row["tokens_per_second"], 1),
+            number(row["tokens_per_step"] if name in judged else None),
+            number(row["tokens_per_second"] if name in judged else None, 1),
             *(percent(row["shares"][part]["median"]) for part in PARTS),
             percent(row["bookkeeping"]["median"]),
             f"{100 * row['bookkeeping']['min']:.0f}-{percent(row['bookkeeping']['max'], 0)}",
+            *([*overhead(row)] if traced else []),
         ]
         for name, row in results["methods"].items()
     ]
-    return header, rows
+    return [*header, *(["host overhead", "range"] if traced else [])], rows
+
+
+def overhead(row: dict) -> tuple[str, str]:
+    """The share of a step in which the device had nothing to do, and its range."""
+    found = row["host_overhead"]
+    if found is None:
+        return NONE, NONE
+    return percent(found["median"]), f"{100 * found['min']:.1f}-{percent(found['max'])}"
 
 
 def notes(results: dict) -> str:
@@ -115,14 +147,29 @@ def notes(results: dict) -> str:
     slots = ", ".join(f"{row['draft']['slots']:,}" for row in results["lengths"])
     sentences = [
         "Texts of the given lengths are not prefilled: their cache holds the prompt's pairs over and over.",
-        "Floor: the time to read weights and cache once at the speed of a large copy, read floor: of a large sum; what "
+        "Floor: the time to read weights and cache once at the speed of a large copy, bytes read and written both "
+        "counted; of copy, of read: how fast ar reads them as a share of that copy's, of a large sum's speed; what "
         "the processor's caches hold can be faster.",
-        "x: medians over rounds; x one: times a pass of one node over the same text; draft: TokenSwift's pass over a "
+        "x one: times a pass of one node over the same text, the median over rounds; draft: TokenSwift's pass over a "
         f"partial cache of {slots} slots.",
         f"Steps are those of {count_of(settings['new_tokens'], 'token')} behind {settings['prompt_tokens']:,} of "
         f"{settings['prompt_name']!r}, prefill not counted, and the shares of steps timed part by part: verify and "
         "draft are model forwards; bookkeeping is scoring of drafts, sampling and the rest.",
     ]
+    if any(row["host_overhead"] for row in results["methods"].values()):
+        sentences.append(
+            "Host overhead: the share of a step in which the device had nothing to do, from a trace of its operations, "
+            "a launched graph counted as one."
+        )
+    if settings["random_weights"]:
+        sentences.append(
+            "Weights are random: costs are real, but what is accepted means nothing, and no method is judged by it."
+        )
+    if results["computed"]:
+        sentences.append(
+            "Computed times take tokens per step and nodes as given, passes along the length on straight lines between "
+            "the lengths measured, and what else a step takes from the generations, timed part by part."
+        )
     return " ".join(sentences)
 
 

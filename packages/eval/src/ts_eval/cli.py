@@ -267,7 +267,20 @@ def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
 @click.option(
     "--repeats", type=int, default=defaults.BENCH_REPEATS, show_default=True, help="Rounds; figures are their medians."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the noise.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the noise, and of random weights.")
+@click.option(
+    "--random-weights",
+    metavar="CONFIG",
+    help="Time a model of this shape with random weights, heads and prompt: config.json, or a name such as "
+    "llama-3.1-8b.",
+)
+@click.option(
+    "--tokens-per-step",
+    multiple=True,
+    metavar="METHOD=TOKENS@NODES",
+    help="Compute the time of a text as long as the longest of --lengths, taking METHOD to bring so many tokens per "
+    "step with trees of so many nodes; may be repeated.",
+)
 @device_options
 @sampling_options
 @drafting_options
@@ -345,7 +358,9 @@ def report(folder):
 
 
 @main.command()
-@click.option("--model", help="Model folder, hub id or config.json.  [default: the reference model]")
+@click.option(
+    "--model", help="Model folder, hub id, config.json, or a name such as llama-3.1-8b.  [default: the reference model]"
+)
 @click.option("--draft-model", help="The same of the small model that drafts for triforce.")
 @click.option("--max-new-tokens", type=int, default=102_400, show_default=True)
 @click.option("--prompt-tokens", type=int, default=0, show_default=True)

@@ -11,13 +11,13 @@ from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.method_spec import MethodSpec
 from ts_eval.results import digest_files
 
-DEFAULT_HEADS = {
-    "tokenswift": "heads-chained",
-    "medusa": "heads-independent",
-    "tokenswift-fused": "heads-gated",
-    "auto": "heads-gated",
+DEFAULT_KINDS = {
+    "tokenswift": "chained",
+    "medusa": "independent",
+    "tokenswift-fused": "gated",
+    "auto": "gated",
 }
-"""The reference model's own heads, by method, as folders of the data folder."""
+"""The kind of heads that suits a method best; the data folder has the reference model's own as heads-KIND."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sources:
         if model is None:
             data = find_data_dir(data_dir)
             model = str(data / REFERENCE_MODEL)
-            own_heads = {name: str(data / folder) for name, folder in DEFAULT_HEADS.items()}
+            own_heads = {name: str(data / f"heads-{kind}") for name, kind in DEFAULT_KINDS.items()}
             if draft_model is None and any(spec.name == "triforce" for spec in specs):
                 draft_model = str(data / DRAFT_MODEL)
         return cls(model, draft_model, _heads_by_method(specs, heads, own_heads))

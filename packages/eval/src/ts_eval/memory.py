@@ -52,7 +52,9 @@ def _status(field: str) -> int | None:
 def free_bytes(device: torch.device) -> int | None:
     """Memory that can still be had on ``device``; None where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch keeps for later it can give to new tensors.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     return available_memory()
 
 

@@ -20,6 +20,8 @@ from ts_eval.checkpoints import named, refuse_missing
 
 METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
 """The methods whose passes are known beforehand; those that tune their trees as they go are not among them."""
+CONFIGS = Path(__file__).parent / "configs"
+"""Configurations of published models as far as they decide shapes, by name: llama-3.1-8b and others."""
 CHAIN = 32
 """Tokens that tokenswift-fused copies from the text at most."""
 
@@ -267,7 +269,7 @@ def plan(
 
 
 def read_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """The shape of a model folder, hub id or config.json, without its weights.
+    """The shape of what `read_config` takes, without its weights.
 
     Args:
         dtype: "auto" is the configuration's, bfloat16 when it names none.
@@ -276,20 +278,37 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
         OSError: there is no such configuration.
         ValueError: the configuration cannot be read or is of no causal language model.
     """
-    config = _read_config(model)
-    if dtype == "auto":
-        held = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    else:
-        held = getattr(torch, dtype, None)
-    if not isinstance(held, torch.dtype):
-        raise ValueError(f"unknown dtype {dtype!r}: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
+    config = read_config(model)
     with torch.device("meta"):
-        return ModelShape.of(AutoModelForCausalLM.from_config(config), held)
+        return ModelShape.of(AutoModelForCausalLM.from_config(config), held_dtype(config, dtype))
 
 
-def _read_config(model: str) -> PreTrainedConfig:
+def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    """``dtype``, where "auto" is the configuration's, or bfloat16 when it names none. Raises ValueError."""
+    if dtype == "auto":
+        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    held = getattr(torch, dtype, None)
+    if not isinstance(held, torch.dtype) or not held.is_floating_point:
+        raise ValueError(f"unknown dtype {dtype!r}: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
+    return held
+
+
+def read_config(model: str) -> PreTrainedConfig:
+    """The configuration of a model folder or hub id, in a file, or of one of `CONFIGS`.
+
+    Raises:
+        OSError: there is no such configuration.
+        ValueError: it cannot be read.
+    """
+    shipped = CONFIGS / f"{model}.json"
+    if not Path(model).exists() and shipped.parent == CONFIGS and shipped.is_file():
+        model = str(shipped)
     if not Path(model).is_file():
-        refuse_missing("model", model)
+        try:
+            refuse_missing("model", model)
+        except FileNotFoundError as error:
+            names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+            raise FileNotFoundError(f"{error}; configurations known by name are {names}") from error
         with named(model):
             return AutoConfig.from_pretrained(model)
     try:

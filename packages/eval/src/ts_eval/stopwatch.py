@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 
 from decoder.draft_heads import DraftHeads
@@ -50,7 +50,7 @@ def replaced(owner: type, name: str, function: Callable) -> Iterator[None]:
 
 
 class Stopwatch:
-    """The seconds that one generation takes behind its prefill, and of them those of each part but ``rest``.
+    """The seconds that one generation's steps take, and of them those of each part but ``rest``.
 
     Clocks are read when the device has done all it was asked for, so that on CUDA nothing overlaps while parts are
     told apart: their sum is then more than an unwatched step takes.
@@ -58,37 +58,69 @@ class Stopwatch:
     Args:
         wait: returns once the device has done all it was asked for.
         parts: tell the parts apart; without it only the whole is timed.
+        leading: steps that come before the clock starts, as those do in which a pass is recorded.
+        trace: a context around the steps that are timed.
+
+    Attributes:
+        seconds, steps, tokens: of the steps that were timed; those of the whole are ``seconds["step"]``.
     """
 
-    def __init__(self, wait: Callable[[], None], parts: bool):
-        self.wait = wait
+    def __init__(
+        self,
+        wait: Callable[[], None],
+        parts: bool,
+        leading: int = 0,
+        trace: AbstractContextManager | None = None,
+    ):
+        self.wait, self.leading, self.trace = wait, leading, trace
         self.seconds: dict[str, float] = {}
+        self.steps = self.tokens = 0
         self._watched = _WATCHED if parts else ()
-        self._began = 0.0
+        self._began = self._ended = 0.0
         self._inside = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Time what is generated in this block."""
         with ExitStack() as stack:
-            stack.enter_context(replaced(Engine, "prefill", self._beginning(Engine.prefill)))
+            stack.enter_context(replaced(Engine, "step", self._stepping(Engine.step, stack)))
             for owner, name, part in self._watched:
                 stack.enter_context(replaced(owner, name, self._timed(owner.__dict__[name], part)))
             yield
-            self.seconds["step"] = self._clock() - self._began
+            if not self.steps:
+                late = f"its step {self.leading + 1}, with which the clock starts"
+                raise ValueError(f"new_tokens must be more: a generation was over before {late}")
+            self.seconds["step"] = self._ended - self._began
 
     def _clock(self) -> float:
         self.wait()
         return time.perf_counter()
 
-    def _beginning(self, prefill: Callable) -> Callable:
-        @wraps(prefill)
-        def begin(*args, **kwargs):
-            prefill(*args, **kwargs)
-            self.seconds = {part: 0.0 for _, _, part in self._watched}
-            self._began = self._clock()
+    def _stepping(self, step: Callable, stack: ExitStack) -> Callable:
+        ahead = self.leading
 
-        return begin
+        @wraps(step)
+        def stepped(engine: Engine) -> list[int]:
+            nonlocal ahead
+            if ahead:
+                ahead -= 1
+                return step(engine)
+            if not self.steps:
+                self.seconds = {part: 0.0 for _, _, part in self._watched}
+                self._clock()
+                if self.trace is not None:
+                    stack.enter_context(self.trace)
+                self._began = self._clock()
+            tokens = step(engine)
+            if engine.finish_reason:
+                self.wait()
+            # What follows the last step, such as freeing its caches, is none.
+            self._ended = time.perf_counter()
+            self.steps += 1
+            self.tokens += len(tokens)
+            return tokens
+
+        return stepped
 
     def _timed(self, function: Callable, part: str) -> Callable:
         @wraps(function)

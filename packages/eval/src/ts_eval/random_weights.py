@@ -1,0 +1,98 @@
+"""A model and heads of random weights, made from a configuration alone: what they cost is real, what they say is noise.
+
+Acceptance on them means nothing, so methods cannot be judged by it; passes, levels of heads and sampling can be timed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import decoder
+from decoder.architectures import refuse_unsupported
+from decoder.decoder import device_named
+from ts_eval.decoders import DEFAULT_KINDS, Sources
+from ts_eval.memory import free_bytes, short_of_memory
+from ts_eval.method_spec import MethodSpec
+from ts_eval.plan import held_dtype, read_config, read_shape
+from ts_eval.prompts import Prompt
+
+_STD = 0.02
+_PARAMETERS_OF_HEADS = {"gated": 12, "conditioned": 2}
+"""In squares of the hidden size, per head; one of other kinds."""
+
+
+@dataclass(frozen=True)
+class RandomSources(Sources):
+    """As `Sources`, with the configuration's name as ``model`` and kinds of heads in place of checkpoints.
+
+    Args:
+        seed: of weights and prompt.
+    """
+
+    seed: int = 0
+
+    @classmethod
+    def of(cls, specs: Sequence[MethodSpec], config: str, seed: int) -> "RandomSources":
+        """What ``specs`` run with: for each method that uses heads, those of the kind that suits it best."""
+        heads = {spec.text: f"random {DEFAULT_KINDS[spec.name]}" for spec in specs if spec.name in DEFAULT_KINDS}
+        return cls(config, None, heads, seed)
+
+    def refuse_missing(self, specs: Sequence[MethodSpec]) -> None:
+        """Refuse, before anything is made, a configuration that cannot be read or served, and triforce."""
+        refuse_unsupported(read_config(self.model))
+        if any(spec.name == "triforce" for spec in specs):
+            raise ValueError("triforce drafts with a small model, and --random-weights makes none: leave it out")
+
+    def weights(self) -> dict[str, str | None]:
+        """Nothing: the seed tells weights apart."""
+        return {}
+
+    def load(self, device: str, dtype: str) -> "dict[str | None, decoder.Decoder]":
+        """As `Sources.load`, made on the device in the dtype they are held in, without a tokenizer.
+
+        Raises:
+            ValueError: an unknown device or dtype.
+            MemoryError: they do not fit.
+        """
+        where = device_named(device)
+        if dtype == "auto" and where.type == "cpu":
+            dtype = "float32"
+        config = read_config(self.model)
+        held = held_dtype(config, dtype)
+        shape = read_shape(self.model, dtype)
+        kinds = list(dict.fromkeys(self.heads.values()))
+        heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
+        needed, free = shape.weight_bytes + heads_size, free_bytes(where)
+        sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {str(held).removeprefix('torch.')}"
+        if free is not None and needed > free:
+            raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")
+        try:
+            with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
+                torch.manual_seed(self.seed)
+                with torch.device(where):
+                    model = AutoModelForCausalLM.from_config(config, dtype=held).eval()
+                loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model)}
+                for kind in kinds:
+                    loaded[kind] = decoder.Decoder(model, heads=_random_heads(kind, shape.hidden_size, where, held))
+        except (RuntimeError, MemoryError) as error:
+            raise short_of_memory(error, f"{sentence}, and memory ran out: take a smaller model or dtype") from error
+        return loaded
+
+    def prompt(self, vocab_size: int, count: int) -> Prompt:
+        """``count`` random tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return Prompt("random tokens", tuple(torch.randint(vocab_size, (count,), generator=generator).tolist()))
+
+
+def _random_heads(name: str, hidden_size: int, device: torch.device, dtype: torch.dtype) -> "decoder.DraftHeads":
+    with torch.device(device):
+        heads = decoder.DraftHeads(hidden_size, kind=name.removeprefix("random ")).to(dtype)
+    for parameter in heads.parameters():
+        # New heads are zeros, which can be multiplied faster than other numbers.
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=_STD)
+    heads.source = name
+    return heads
