@@ -12,6 +12,7 @@ from decoder.odds import Calibration, Odds
 from decoder.sampler import Sampler
 from decoder.suffix_automaton import ROOT, SuffixAutomaton
 from decoder.target import Target, Verification
+from decoder.transfers import download, upload
 
 Path = tuple[int, ...]
 
@@ -101,13 +102,15 @@ class HeadsSource:
         head = min(depth, self.heads.num_heads - 1)
         if self.heads.conditioned:
             newest = [path[-1] if path else sampler.context[-1] for path in paths]
-            states = self._states[[row for _, _, row in self._beam]]
+            rows, newest = upload([[row for _, _, row in self._beam], newest], self._states.device)
+            states = self._states.index_select(0, rows)
             states, normalised = self.heads.advance(head, states, self.target.embed(newest))
         else:
             states = self.hidden if self.heads.kind == "independent" else self._states
             states, normalised = self.heads.advance(head, states)
         scores = sampler.branch_scores(self.target.head(normalised), self.coupled, paths)
-        values, tokens = (rows.tolist() for rows in scores.topk(min(_WIDTH, scores.shape[-1])))
+        best = scores.topk(min(_WIDTH, scores.shape[-1]))
+        values, tokens = download(torch.stack((best.values.double(), best.indices)))
         level, beam = {}, []
         for row, (chance, path, _) in enumerate(self._beam):
             found = self._ranked(depth, values[row], tokens[row], path)
@@ -118,7 +121,7 @@ class HeadsSource:
         self._states = states
         return level
 
-    def _ranked(self, depth: int, values: list[float], tokens: list[int], path: Path) -> list[Offer]:
+    def _ranked(self, depth: int, values: list[float], tokens: list[float], path: Path) -> list[Offer]:
         """The tokens of one row of scores, each with the margin by which it leads or trails the best other one."""
         found = []
         for rank, (value, token) in enumerate(zip(values, tokens, strict=True)):
@@ -130,7 +133,7 @@ class HeadsSource:
             guess = 0.6 if rank == 0 else 0.1
             if depth:
                 guess = self.odds.chance((self.name, depth - 1, rank == 0, margin), guess)
-            found.append(Offer(token, (self.name, depth, rank == 0, margin), guess, (*path, token)))
+            found.append(Offer(int(token), (self.name, depth, rank == 0, margin), guess, (*path, int(token))))
         return found
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
