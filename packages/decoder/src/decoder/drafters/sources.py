@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from heapq import nlargest
 
 import torch
@@ -110,10 +111,11 @@ class HeadsSource:
             states, normalised = self.heads.advance(head, states)
         scores = sampler.branch_scores(self.target.head(normalised), self.coupled, paths)
         best = scores.topk(min(_WIDTH, scores.shape[-1]))
-        values, tokens = download(torch.stack((best.values.double(), best.indices)))
+        # Ids are exact in double precision.
+        values, tokens = download(torch.stack((best.values.double(), best.indices.double())))
         level, beam = {}, []
         for row, (chance, path, _) in enumerate(self._beam):
-            found = self._ranked(depth, values[row], tokens[row], path)
+            found = self._ranked(depth, values[row], map(int, tokens[row]), path)
             level[path if self.heads.conditioned else None] = found
             for offer in found:
                 beam.append((chance * self.odds.chance(offer.kind, offer.guess), offer.place, row))
@@ -121,7 +123,7 @@ class HeadsSource:
         self._states = states
         return level
 
-    def _ranked(self, depth: int, values: list[float], tokens: list[float], path: Path) -> list[Offer]:
+    def _ranked(self, depth: int, values: list[float], tokens: Iterable[int], path: Path) -> list[Offer]:
         """The tokens of one row of scores, each with the margin by which it leads or trails the best other one."""
         found = []
         for rank, (value, token) in enumerate(zip(values, tokens, strict=True)):
@@ -133,7 +135,7 @@ class HeadsSource:
             guess = 0.6 if rank == 0 else 0.1
             if depth:
                 guess = self.odds.chance((self.name, depth - 1, rank == 0, margin), guess)
-            found.append(Offer(int(token), (self.name, depth, rank == 0, margin), guess, (*path, int(token))))
+            found.append(Offer(token, (self.name, depth, rank == 0, margin), guess, (*path, token)))
         return found
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
