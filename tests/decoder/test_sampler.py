@@ -56,6 +56,7 @@ def test_ties_go_to_the_smaller_token_id():
     assert torch.isfinite(keep_min_p(equal, 0.5)).all()
     assert torch.isfinite(keep_eta(equal, 0.5)).all()
     assert first_argmax(torch.tensor([1.0, 5.0, 5.0, 2.0])) == 1
+    assert first_argmax(torch.tensor([1.0, torch.nan, 5.0, 2.0])) == 3
 
 
 @pytest.mark.parametrize("spread", [1, 2, 5])

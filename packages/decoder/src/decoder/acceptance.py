@@ -8,6 +8,9 @@ import torch
 
 from decoder.sampler import Sampler, first_argmax
 from decoder.token_tree import TokenTree
+from decoder.transfers import download, upload
+
+_LEVELS = 8  # of a walk on the device before the host looks how far it has come
 
 
 class Acceptance(Protocol):
@@ -42,6 +45,51 @@ def exact(
         if done or child is None:
             return path, tokens
         path.append(child)
+
+
+def exact_on_device(
+    tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+) -> tuple[list[int], list[int]]:
+    """`exact` for a device that is slow to answer: it finds its way by itself, and is asked once for 8 levels.
+
+    It goes on for all of them, as if there were no end; what it draws behind the end of the walk is forgotten. A
+    logits_hook is not called. ``logits`` may have more rows than the tree has nodes.
+    """
+    if len(tree) == 1:
+        return exact(tree, logits, sampler, ends)
+    path, tokens = [0], []
+    while True:
+        levels = min(_LEVELS, tree.depth - tree.depths[path[-1]] + 1)
+        for child, *drawn in zip(*download(walk(tree, logits, sampler, path[-1], levels)), strict=True):
+            tokens.append(sampler.settle(*drawn))
+            if ends(tokens[-1]) or not child:
+                return path, tokens
+            path.append(int(child))
+
+
+def walk(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, node: int, levels: int) -> torch.Tensor:
+    """Walk ``levels`` levels from ``node`` on, without waiting for the device.
+
+    Returns:
+        Per level the child of the node that holds the token drawn there, 0 where there is none, in the first row; what
+        `Sampler.settle` takes in the others, float64 [3 or 4, levels]. Behind a 0 nothing means anything.
+    """
+    vocab = logits.shape[-1]
+    # No token drawn has the key of the root, which is negative.
+    keys = [parent * vocab + token for parent, token in zip(tree.parents, tree.tokens, strict=True)]
+    plan = upload([*keys, node], logits.device)
+    keys, at = plan[:-1], plan[-1:]
+    numbers = torch.arange(len(tree), device=logits.device)
+    ahead, seen = sampler.ahead(), []
+    for level in range(levels):
+        token, *told = sampler.draw(logits.index_select(0, at)[0], ahead)
+        at = ((keys == torch.add(token, at, alpha=vocab)) * numbers).amax(-1, keepdim=True)
+        seen.append((at, token, *told))
+        if level + 1 < levels:
+            ahead.push(token)
+    columns = list(zip(*seen, strict=True))
+    whole = torch.cat([*columns[0], *columns[1]]).double()
+    return torch.cat([whole, *(number for column in columns[2:] for number in column)]).view(-1, levels)
 
 
 class Independent:

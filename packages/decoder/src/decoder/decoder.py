@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.acceptance import Independent, exact
+from decoder.acceptance import Independent, exact, exact_on_device
 from decoder.auditing import Audit, audit
 from decoder.chat import chat_ids, is_chat, text_ids
 from decoder.draft_heads import DraftHeads
@@ -229,7 +229,11 @@ class Decoder:
             self.target, heads, self.draft_target, sampling, options, context, self.verify_costs, limit
         )
         drafter = METHODS[method](resources)
-        accept = Independent(sampling.seed, self.target.device) if options.verification == "independent" else exact
+        accept = exact
+        if options.verification == "independent":
+            accept = Independent(sampling.seed, self.target.device)
+        elif self.target.device.type == "cuda" and logits_hook is None:
+            accept = exact_on_device
         engine = Engine(self.target, drafter, sampler, limit, ends, accept, open_ended=max_new_tokens is None)
         return self._run(engine, text, Request(self.model, context, sampling, options.verification, logits_hook))
 

@@ -6,12 +6,12 @@ Pure functions on logits, and `Sampler`, which carries one generation's penalty 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
 
 import torch
 
 from decoder.noise import NoiseRows
 from decoder.sampling_params import SamplingParams
+from decoder.transfers import download, upload
 
 LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
 
@@ -35,7 +35,7 @@ def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
     probabilities = ranked.softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
     drop = mass_before >= p
-    drop[..., 0] = False
+    drop[..., :1].fill_(False)
     return ranked.masked_fill(drop, -torch.inf).gather(-1, order.argsort(-1))
 
 
@@ -77,11 +77,59 @@ def process_logits(logits: torch.Tensor, params: SamplingParams, in_window: torc
     return logits
 
 
-def first_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Index of the highest score of each row of [..., V]; of equal ones the smallest, which torch does not promise."""
+def first_argmax(scores: torch.Tensor, best: torch.Tensor | None = None) -> torch.Tensor:
+    """Index of the highest score of each row of [..., V]; of equal ones the smallest, which torch does not promise.
+
+    The last one where scores are NaN. ``best`` [..., 1] are the highest scores, where they are known already.
+    """
     ids = torch.arange(scores.shape[-1], device=scores.device)
-    best = scores.amax(-1, keepdim=True)
-    return torch.where(scores == best, ids, scores.shape[-1]).amin(-1)
+    best = scores.amax(-1, keepdim=True) if best is None else best
+    return torch.where(scores == best, ids, ids[-1]).amin(-1)
+
+
+class Ahead:
+    """The penalty window as it moves along tokens behind the text, which only the device may know yet.
+
+    Nothing here waits for the device: a token that leaves the window is either one of the text, known to the host, or
+    one of those behind it. Good until the text itself goes on.
+
+    Args:
+        counts: how often each token stands in the window of the text, int32 [V]; left as they are.
+        window: the tokens in that window, the oldest first.
+        size: tokens of a full window; 0 when nothing is penalised.
+    """
+
+    def __init__(self, counts: torch.Tensor, window: Sequence[int], size: int):
+        self._text_counts, self._counts = counts, counts
+        self._window, self._size = window, size
+        self._tokens: list[int | torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def push(self, token: int | torch.Tensor) -> None:
+        """Go on with ``token``: an id, or an int64 tensor [1] that holds one."""
+        self._tokens.append(token)
+        if not self._size:
+            return
+        if self._counts is self._text_counts:
+            self._counts, self._one = self._counts.clone(), self._counts.new_ones(1)
+        self._count(token, 1)
+        leaving = len(self._window) + len(self._tokens) - self._size - 1
+        if leaving >= len(self._window):
+            self._count(self._tokens[leaving - len(self._window)], -1)
+        elif leaving >= 0:
+            self._count(self._window[leaving], -1)
+
+    def in_window(self) -> torch.Tensor | None:
+        """Tokens under penalty behind all that were pushed, bool [V]; None when nothing is penalised."""
+        return self._counts > 0 if self._size else None
+
+    def _count(self, token: int | torch.Tensor, change: int) -> None:
+        if isinstance(token, int):
+            self._counts[token].add_(change)
+        else:
+            self._counts.index_add_(0, token, self._one, alpha=change)
 
 
 class Sampler:
@@ -114,27 +162,25 @@ class Sampler:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")
         if len(set(params.suppress_tokens)) == vocab_size:
             raise ValueError("suppress_tokens forbids the whole vocabulary: leave at least one token")
-        self._suppressed = torch.tensor(params.suppress_tokens, dtype=torch.long, device=device)
+        self._suppressed = upload(params.suppress_tokens, device) if params.suppress_tokens else None
         self._penalised = params.window > 0
         recent = self.context[-params.penalty_window :] if self._penalised else []
         self._window = deque(recent)
         self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         if recent:
-            self._counts += torch.bincount(torch.tensor(recent, device=device), minlength=vocab_size).int()
+            recent = upload(recent, device)
+            self._counts.index_add_(0, recent, torch.ones_like(recent, dtype=torch.int32))
+
+    def ahead(self, drafted: Sequence[int] = ()) -> Ahead:
+        """The penalty window behind ``drafted``, to be moved on."""
+        ahead = Ahead(self._counts, self._window, self.params.window)
+        for token in drafted:
+            ahead.push(token)
+        return ahead
 
     def in_window(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
         """Tokens under penalty once ``drafted`` has entered the text, bool [V]; None when nothing is penalised."""
-        if not self._penalised:
-            return None
-        if not drafted:
-            return self._counts > 0
-        counts = self._counts.clone()
-        for token in drafted:
-            counts[token] += 1
-        leaving = len(self._window) + len(drafted) - self.params.penalty_window
-        for token in islice(chain(self._window, drafted), max(0, leaving)):
-            counts[token] -= 1
-        return counts > 0
+        return self.ahead(drafted).in_window()
 
     def filtered(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
         """Hook, penalty and filters on logits [V]: unnormalised log-probabilities, float64 [V].
@@ -149,29 +195,59 @@ class Sampler:
         return self._processed(logits.double(), self.in_window())
 
     def _processed(self, logits: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
-        if len(self._suppressed):
+        if self._suppressed is not None:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         return process_logits(logits, self.params, in_window)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
-        return self._perturbed(self.filtered(logits))
+        return self._perturbed(self.filtered(logits), 0)
 
-    def _perturbed(self, filtered: torch.Tensor) -> torch.Tensor:
-        return filtered if self.params.greedy else filtered + self.noise.rows(len(self.context), 1)[0]
+    def _perturbed(self, filtered: torch.Tensor, ahead: int) -> torch.Tensor:
+        if self.params.greedy:
+            return filtered
+        return filtered + self.noise.rows(len(self.context), ahead + 1)[ahead]
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Draw the token of the next position from its logits [V] and move the window past it."""
-        filtered = self.filtered(logits)
-        chosen = first_argmax(self._perturbed(filtered))
-        # One transfer for both; a maximum of NaN is not above anything.
-        token, possible = torch.stack((chosen, filtered.amax() > -torch.inf)).tolist()
-        if not possible:
-            if filtered.isnan().any():
+        """Draw the token of the next position from its logits [V] and move the window past it.
+
+        Raises:
+            ValueError: as `settle`.
+        """
+        return self.settle(*download(torch.cat(self._drawn(self.filtered(logits), 0))))
+
+    def draw(self, logits: torch.Tensor, ahead: Ahead) -> list[torch.Tensor]:
+        """Draw the token of the position behind ``ahead`` from its logits [V], without waiting for the device.
+
+        Returns:
+            What `settle` takes once it is known to the host: the token, int64 [1], always within the vocabulary; its
+            score, float64 [1]; and its log-probability, float64 [1], where these are kept. No logits_hook is called.
+        """
+        return self._drawn(self._processed(logits.double(), ahead.in_window()), len(ahead))
+
+    def _drawn(self, filtered: torch.Tensor, ahead: int) -> list[torch.Tensor]:
+        scores = self._perturbed(filtered, ahead)
+        best = scores.amax(-1, keepdim=True)
+        token = first_argmax(scores, best)[None]
+        told = [token, best]
+        if self.logprobs is not None:
+            told.append(filtered.log_softmax(-1).index_select(0, token))
+        return told
+
+    def settle(self, token: float, score: float, logprob: float | None = None) -> int:
+        """Append a token that was drawn to the text.
+
+        Raises:
+            ValueError: the score tells that there was none to draw.
+        """
+        if not score > -math.inf:
+            if math.isnan(score):
                 raise ValueError("the logits hold NaN: the model's dtype overflows, or logits_hook returned it")
             raise ValueError("no token is left to choose from: suppress_tokens or logits_hook forbid all of them")
-        self.take(token, filtered)
-        return token
+        if self.logprobs is not None:
+            self.logprobs.append(logprob)
+        self.push(int(token))
+        return int(token)
 
     def take(self, token: int, filtered: torch.Tensor) -> None:
         """Append a token that was drawn from ``filtered`` [V] to the text."""
@@ -184,17 +260,18 @@ class Sampler:
         self.context.append(token)
         if self._penalised:
             self._window.append(token)
-            self._counts[token] += 1
+            self._counts[token].add_(1)
             if len(self._window) > self.params.penalty_window:
-                self._counts[self._window.popleft()] -= 1
+                self._counts[self._window.popleft()].sub_(1)
 
-    def draft_scores(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int] = ()) -> torch.Tensor:
+    def draft_scores(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int] | Ahead = ()) -> torch.Tensor:
         """Scores to rank draft candidates by, float64 [n, V], for the logits of the n positions behind ``drafted``.
 
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
         All rows see the window as it stands once ``drafted`` has entered the text.
         """
-        filtered = self._processed(logits.double(), self.in_window(drafted))
+        ahead = drafted if isinstance(drafted, Ahead) else self.ahead(drafted)
+        filtered = self._processed(logits.double(), ahead.in_window())
         if self.params.greedy or not coupled:
             return filtered
         return filtered + self.noise.rows(len(self.context), len(drafted) + len(logits))[len(drafted) :]
@@ -208,7 +285,7 @@ class Sampler:
         drafted, seen = len(paths[0]), self.in_window()
         if seen is not None and drafted:
             seen = seen.repeat(len(paths), 1)
-            seen.scatter_(1, torch.tensor(paths, device=seen.device), True)
+            seen.scatter_(1, upload(paths, seen.device), True)
         filtered = self._processed(logits.float(), seen)
         if self.params.greedy or not coupled:
             return filtered
@@ -216,5 +293,4 @@ class Sampler:
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from its logits [V]."""
-        # Of NaN none is the best; any token will do, since the verification will tell.
-        return min(int(first_argmax(self.draft_scores(logits[None], coupled, drafted)[0])), logits.shape[-1] - 1)
+        return int(first_argmax(self.draft_scores(logits[None], coupled, drafted)[0]))

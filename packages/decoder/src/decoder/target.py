@@ -194,9 +194,10 @@ class Target:
         self.decoder(**self._inputs(tokens, range(position, position + len(tokens)), cache))
         return self._hidden[0]
 
-    def embed(self, tokens: int | Sequence[int]) -> torch.Tensor:
-        """Input embeddings [d] of a token, or [n, d] of several."""
-        return self.model.get_input_embeddings()(upload(tokens, self.device))
+    def embed(self, tokens: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Input embeddings [d] of a token, or [n, d] of several; a tensor of them is on the model's device."""
+        ids = tokens if isinstance(tokens, torch.Tensor) else upload(tokens, self.device)
+        return self.model.get_input_embeddings()(ids)
 
     def wait(self) -> None:
         """Return once the device has done all it was asked for, so that clocks mean something."""

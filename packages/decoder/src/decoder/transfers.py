@@ -10,3 +10,8 @@ def upload(numbers: Sequence | torch.Tensor, device: torch.device) -> torch.Tens
     tensor = torch.as_tensor(numbers)
     # A copy from pageable memory would block until the device has come to it.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def download(tensor: torch.Tensor) -> list:
+    """The numbers of ``tensor`` as nested lists, once the device has computed them: the host waits here."""
+    return tensor.tolist()

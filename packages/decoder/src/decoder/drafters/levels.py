@@ -1,6 +1,7 @@
 """From a hidden state to the tokens of a full tree, level by level."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 
@@ -8,6 +9,7 @@ from decoder.draft_heads import DraftHeads
 from decoder.sampler import Sampler
 from decoder.target import Target
 from decoder.token_tree import RankPath
+from decoder.transfers import download, upload
 
 
 def best_tokens(scores: torch.Tensor, widths: Sequence[int]) -> list[list[int]]:
@@ -15,11 +17,21 @@ def best_tokens(scores: torch.Tensor, widths: Sequence[int]) -> list[list[int]]:
 
     Tokens that the filters dropped (-inf) are no candidates.
     """
-    values, tokens = scores.topk(min(max(widths), scores.shape[-1]), dim=-1)
-    levels = []
-    for count, row, ids in zip(widths, values.tolist(), tokens.tolist(), strict=True):
-        levels.append([token for token, value in zip(ids[:count], row, strict=False) if value > float("-inf")])
-    return levels
+    _, told = _ranked(scores, max(widths))
+    return [_candidates(row[:count]) for count, row in zip(widths, download(told), strict=True)]
+
+
+def _ranked(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best tokens of each row of ``scores`` [..., V], int64 [..., count], and what to tell the host of them.
+
+    That is the same with -1 where a token is no candidate, so that one transfer is enough.
+    """
+    values, tokens = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    return tokens, tokens.masked_fill(~(values > -torch.inf), -1)
+
+
+def _candidates(told: Iterable[int]) -> list[int]:
+    return [token for token in told if token >= 0]
 
 
 class HeadLevels:
@@ -54,17 +66,23 @@ class HeadLevels:
 
     def _in_turn(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
         """Conditioned heads: each reads the best token of the level before, with coupling mostly the true one."""
-        levels: list[list[int]] = []
-        drafted: list[int] = []
+        newest, ahead = upload(sampler.context[-1:], hidden.device), sampler.ahead()
+        ranked = []
         for level, count in enumerate(self.widths):
             if own_level and not level:
                 normalised = self.target.norm(hidden)
             else:
-                before = drafted[-1] if drafted else sampler.context[-1]
-                hidden, normalised = self.heads.advance(level - own_level, hidden, self.target.embed(before))
-            scores = sampler.draft_scores(self.target.head(normalised[None]), self.coupled, drafted)
-            levels += best_tokens(scores, [count])
+                hidden, normalised = self.heads.advance(level - own_level, hidden, self.target.embed(newest[0]))
+            scores = sampler.draft_scores(self.target.head(normalised[None]), self.coupled, ahead)
+            tokens, told = _ranked(scores[0], count)
+            ranked.append(told)
+            newest = tokens[:1]
+            ahead.push(newest)
+        told = iter(download(torch.cat(ranked)))
+        levels: list[list[int]] = []
+        for row in ranked:
+            levels.append(_candidates(islice(told, len(row))))
+            # What follows was drafted behind a token that is no candidate.
             if not levels[-1]:
                 break
-            drafted.append(levels[-1][0])
         return levels

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from heapq import nlargest
 
 import torch
@@ -12,6 +13,7 @@ from decoder.odds import Calibration, Odds
 from decoder.sampler import Sampler
 from decoder.suffix_automaton import ROOT, SuffixAutomaton
 from decoder.target import Target, Verification
+from decoder.transfers import download, upload
 
 Path = tuple[int, ...]
 
@@ -101,16 +103,19 @@ class HeadsSource:
         head = min(depth, self.heads.num_heads - 1)
         if self.heads.conditioned:
             newest = [path[-1] if path else sampler.context[-1] for path in paths]
-            states = self._states[[row for _, _, row in self._beam]]
+            rows, newest = upload([[row for _, _, row in self._beam], newest], self._states.device)
+            states = self._states.index_select(0, rows)
             states, normalised = self.heads.advance(head, states, self.target.embed(newest))
         else:
             states = self.hidden if self.heads.kind == "independent" else self._states
             states, normalised = self.heads.advance(head, states)
         scores = sampler.branch_scores(self.target.head(normalised), self.coupled, paths)
-        values, tokens = (rows.tolist() for rows in scores.topk(min(_WIDTH, scores.shape[-1])))
+        best = scores.topk(min(_WIDTH, scores.shape[-1]))
+        # Ids are exact in double precision.
+        values, tokens = download(torch.stack((best.values.double(), best.indices.double())))
         level, beam = {}, []
         for row, (chance, path, _) in enumerate(self._beam):
-            found = self._ranked(depth, values[row], tokens[row], path)
+            found = self._ranked(depth, values[row], map(int, tokens[row]), path)
             level[path if self.heads.conditioned else None] = found
             for offer in found:
                 beam.append((chance * self.odds.chance(offer.kind, offer.guess), offer.place, row))
@@ -118,7 +123,7 @@ class HeadsSource:
         self._states = states
         return level
 
-    def _ranked(self, depth: int, values: list[float], tokens: list[int], path: Path) -> list[Offer]:
+    def _ranked(self, depth: int, values: list[float], tokens: Iterable[int], path: Path) -> list[Offer]:
         """The tokens of one row of scores, each with the margin by which it leads or trails the best other one."""
         found = []
         for rank, (value, token) in enumerate(zip(values, tokens, strict=True)):
