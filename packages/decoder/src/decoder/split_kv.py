@@ -1,0 +1,196 @@
+"""Attention over a cache whose length only the device knows: split over keys (flash-decoding), as Triton kernels."""
+
+import math
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+# The sums of more splits would take the merging kernel longer than the splits save.
+_MOST_SPLITS = 256
+
+# What the emulation of the kernels on a CPU takes for a device: enough programs that a short text is split too.
+_EMULATED_MULTIPROCESSORS = 8
+_EMULATED_SHARED_MEMORY = 2**20
+
+
+class Device(NamedTuple):
+    """What the shapes of a launch follow from; shared memory in bytes for one block of threads."""
+
+    multiprocessors: int
+    shared_memory: int
+    hopper: bool
+
+
+class LaunchShape(NamedTuple):
+    """Rows and keys of a tile, warps of a program, stages of its pipeline, and programs that share a row's keys."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    splits: int
+
+    def shared_memory(self, dim: int, value_dim: int, dtype: torch.dtype, hopper: bool) -> int:
+        """Bytes of shared memory that one program takes at most."""
+        width, value_width = padded(dim), padded(value_dim)
+        # Hopper's products read the stage that is next to be overwritten.
+        buffered = self.stages if hopper and self.block_m >= 64 else max(1, self.stages - 1)
+        fetched = buffered * self.block_n * (width + value_width)
+        held = self.block_m * (max(width, value_width) + self.block_n)
+        return (fetched + held) * dtype.itemsize + 2048
+
+
+def padded(dim: int) -> int:
+    """A head size as the kernels hold it: a power of two, as their ranges are, that tensor cores take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def available(device: torch.device) -> bool:
+    """Whether `split_kv_attention` runs on ``device``: CUDA, with Triton installed."""
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def device_properties(device: torch.device) -> Device:
+    """Of a CUDA device, or of a CPU that emulates the kernels (Triton's interpreter)."""
+    if device.type == "cpu":
+        return Device(_EMULATED_MULTIPROCESSORS, _EMULATED_SHARED_MEMORY, hopper=False)
+    from triton.runtime import driver
+
+    found = driver.active.utils.get_device_properties(device.index)
+    major, _ = torch.cuda.get_device_capability(device)
+    return Device(found["multiprocessor_count"], found["max_shared_mem"], hopper=major == 9)
+
+
+@cache
+def launch_shape(
+    rows: int, pairs: int, capacity: int, dim: int, value_dim: int, dtype: torch.dtype, device: Device
+) -> LaunchShape:
+    """How ``rows`` query rows for each of ``pairs`` (batch x KV heads) attend to a cache of ``capacity`` positions.
+
+    Tiles as large as the compiler keeps in registers (`tests/decoder/compile_split_kv.py` shows what it makes of them)
+    and eight warps to a multiprocessor, for which registers always suffice. The splits fill all multiprocessors once: a
+    second round, partly filled, would take as long as the first.
+    """
+    width = max(padded(dim), padded(value_dim))
+    warps, stages = 4, 2
+    if dtype == torch.float64:
+        block_m, block_n = 16, 16
+        stages = 2 if width <= 128 else 1
+    elif dtype == torch.float32:
+        # In full precision there are no tensor cores, which would compute 16 rows at the cost of one.
+        block_m, block_n = 4 if rows <= 4 else 16, 32 if width <= 128 else 16
+        stages = 3 if block_m == 4 else 2
+        warps = 8 if block_m == 16 and width > 128 else 4
+    else:
+        # Two warp groups of Hopper share the keys they fetch; elsewhere the registers do not hold as many rows.
+        block_m = min(max(16, 1 << (rows - 1).bit_length()), 128 if device.hopper else 64)
+        # Few rows wait for memory alone: longer tiles, and more of them on the way.
+        block_n = min(128 if block_m <= 32 else 64, 8192 // width)
+        stages = 4 if block_m == 16 else 3
+        warps = 8 if block_m * width >= 128 * 128 else 4
+    programs = math.ceil(rows / block_m) * pairs
+    splits = device.multiprocessors * 8 // warps // programs
+    splits = max(1, min(splits, math.ceil(capacity / block_n), _MOST_SPLITS))
+    shape = LaunchShape(block_m, block_n, warps, stages, splits)
+    while shape.stages > 1 and shape.shared_memory(dim, value_dim, dtype, device.hopper) > device.shared_memory:
+        shape = shape._replace(stages=shape.stages - 1)
+    return shape
+
+
+def split_kv_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    committed: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of T new tokens over L cached ones and themselves, where L is read on the device.
+
+    The host learns nothing of L: what is launched follows from shapes, types and the device alone, so that a CUDA graph
+    of it stays right while the text grows. Query heads are packed per KV head and no key or value is replicated; the
+    keys are split among programs, each with the softmax of its own part, which a second kernel merges by their sums
+    (flash-decoding). Sums are in float32 (float64 for float64), and float32 products are not rounded to TF32. The first
+    call with a head size, type or width of tree compiles, which cannot happen while a graph is being captured.
+
+    Args:
+        query: [B, H, T, D], float64, float32, bfloat16 or float16, as key and value.
+        key: [B, G, C, D], the cache, G dividing H. value: [B, G, C, Dv]. C >= L + T; those of the new tokens lie at
+            L to L + T already. What lies behind them is never used, whatever it is.
+        committed: L, one int64 on the device.
+        mask: [T, T] bool on the device: whether the new token of a row sees that of a column; causal without one. The
+            cached tokens are seen by all. A token that sees nothing at all gets zeros.
+        scaling: factor of the scores.
+
+    Returns:
+        [B, H, T, Dv], laid out as [B, T, H, Dv].
+    """
+    from decoder import split_kv_kernels as kernels
+
+    batch, heads, new, dim = query.shape
+    groups, capacity, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if mask is not None:
+        mask = mask.contiguous().view(torch.uint8)
+    group = heads // groups
+    shape = launch_shape(
+        new * group, batch * groups, capacity, dim, value_dim, query.dtype, device_properties(query.device)
+    )
+    output = query.new_empty(batch, new, heads, value_dim)
+    sums_dtype = torch.promote_types(torch.float32, query.dtype)
+    if shape.splits > 1:
+        partial = query.new_empty(shape.splits, *output.shape, dtype=sums_dtype)
+        log_sums = query.new_empty(shape.splits, batch, new, heads, dtype=sums_dtype)
+    else:
+        partial, log_sums = output, None
+    # Triton launches on the current device.
+    with torch.cuda.device_of(query):
+        kernels.attend_split[math.ceil(new * group / shape.block_m), shape.splits, batch * groups](
+            query,
+            key,
+            value,
+            committed,
+            mask,
+            partial,
+            log_sums,
+            new,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            # The kernels' exponentials are binary.
+            SCALE=scaling * math.log2(math.e),
+            KV_HEADS=groups,
+            GROUP=group,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            BLOCK_D=padded(dim),
+            BLOCK_V=padded(value_dim),
+            STAGES=shape.stages,
+            num_warps=shape.warps,
+        )
+        if shape.splits > 1:
+            block_s = 1 << (shape.splits - 1).bit_length()
+            block_v = min(padded(value_dim), 4096 // block_s)
+            kernels.merge_splits[batch * new * heads, math.ceil(value_dim / block_v)](
+                partial,
+                log_sums,
+                output,
+                batch * new * heads,
+                shape.splits,
+                VALUE_DIM=value_dim,
+                BLOCK_S=block_s,
+                BLOCK_V=block_v,
+                num_warps=4,
+            )
+    return output.transpose(1, 2)

@@ -1,0 +1,294 @@
+"""Split-KV attention against the obvious version in float64: on a GPU, or emulated on a CPU; and as compiled code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
+from decoder.split_kv import Device, available, launch_shape, split_kv_attention
+from tests.decoder.triton_emulation import repair_emulation
+
+repair_emulation()
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SCALING = 0.3
+
+
+def case(heads, groups, dim, cached, new, dtype=torch.float32, batch=1, value_dim=None, spare=3, seed=0):
+    """Query as models lay it out, and a cache with nothing but NaN behind the new tokens."""
+    torch.manual_seed(seed)
+    like = dict(device=DEVICE, dtype=dtype)
+    query = torch.randn(batch, new, heads, dim, **like).transpose(1, 2)
+    key, value = (torch.randn(batch, groups, cached + new + spare, size, **like) for size in (dim, value_dim or dim))
+    for buffer in (key, value):
+        buffer[:, :, cached + new :] = torch.nan
+    return query, key, value
+
+
+def random_mask(new):
+    """Each new token sees itself and any of those before it."""
+    return (torch.rand(new, new) < 0.5).tril().fill_diagonal_(True).to(DEVICE)
+
+
+def length(cached):
+    return torch.tensor([cached], device=DEVICE)
+
+
+def obvious(query, key, value, cached, mask, scaling=SCALING):
+    """Keys replicated, one masked softmax, in float64; one head at a time, for long texts."""
+    new = query.shape[2]
+    repeats, end = query.shape[1] // key.shape[1], cached + new
+    block = query.new_ones(new, new, dtype=torch.bool).tril() if mask is None else mask
+    visible = torch.cat((block.new_ones(new, cached), block), dim=1)
+    heads = []
+    for head in range(query.shape[1]):
+        keys, values = (x[:, head // repeats, :end].double() for x in (key, value))
+        scores = (query[:, head].double() @ keys.mT * scaling).masked_fill(~visible, -torch.inf)
+        heads.append(scores.softmax(-1).nan_to_num(0.0) @ values)
+    return torch.stack(heads, dim=1)
+
+
+def assert_obvious(query, key, value, cached, mask=None):
+    actual = split_kv_attention(query, key, value, length(cached), mask, SCALING)
+    assert actual.dtype == query.dtype
+    allowed = TOLERANCE[query.dtype]
+    expected = obvious(query, key, value, cached, mask)
+    torch.testing.assert_close(actual.double(), expected, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "heads, groups, dim, cached, new",
+    [
+        (4, 4, 16, 150, 1),  # every head its own keys
+        (4, 2, 64, 200, 5),
+        (7, 1, 32, 90, 9),  # one KV head, and rows that fill no block
+        (5, 1, 80, 70, 3),  # a head size that is no power of two
+        (2, 1, 8, 20, 2),  # smaller than a block
+        (2, 1, 128, 130, 33),
+        (2, 2, 256, 40, 1),
+    ],
+)
+def test_as_obvious_in_all_shapes_and_types(heads, groups, dim, cached, new, dtype):
+    query, key, value = case(heads, groups, dim, cached, new, dtype, batch=2 if new == 5 else 1)
+    assert_obvious(query, key, value, cached)
+    assert_obvious(query, key, value, cached, random_mask(new))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("cached", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 191])
+def test_as_obvious_at_every_end_of_a_block(cached, tree):
+    for spare in (0, 70):
+        query, key, value = case(4, 2, 32, cached, 3, spare=spare)
+        assert_obvious(query, key, value, cached, random_mask(3) if tree else None)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([(1, 1), (4, 2), (6, 2), (7, 1), (3, 3)]),
+    st.sampled_from([(8, 8), (16, 40), (24, 16), (64, 64)]),
+    st.integers(0, 200),
+    st.integers(1, 40),
+    st.integers(0, 150),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    st.booleans(),
+)
+def test_as_obvious_in_random_shapes(heads, dims, cached, new, spare, dtype, tree):
+    query, key, value = case(*heads, dims[0], cached, new, dtype, value_dim=dims[1], spare=spare)
+    assert_obvious(query, key, value, cached, random_mask(new) if tree else None)
+
+
+def test_one_launch_serves_every_length():
+    query, key, value = case(4, 2, 16, cached=160, new=4)
+    for cached in (0, 50, 100, 160):
+        assert_obvious(query, key, value, cached)
+
+
+def test_prefill_of_many_rows_over_a_short_cache():
+    query, key, value = case(4, 1, 16, cached=70, new=130)
+    assert_obvious(query, key, value, 70)
+
+
+def test_views_of_larger_buffers_are_read_where_they_lie():
+    layers = torch.full((2, 1, 160, 3, 32), torch.nan, device=DEVICE)  # [B, C, G, D], wider than what is used
+    key, value = (layers[layer, :, :, :2, :24].transpose(1, 2) for layer in range(2))
+    key[:, :, :97], value[:, :, :97] = torch.randn(2, 1, 2, 97, 24, device=DEVICE)
+    query = torch.randn(1, 5, 4, 3, 24, device=DEVICE)[:, :, :, 1].transpose(1, 2)
+    wide = torch.ones(9, 9, dtype=torch.bool, device=DEVICE)
+    wide[2:7, 3:8] = random_mask(5)
+    lengths = torch.tensor([5, 92, 7], device=DEVICE)
+    actual = split_kv_attention(query, key, value, lengths[1:2], wide[2:7, 3:8], SCALING)
+    expected = obvious(query, key, value, 92, wide[2:7, 3:8])
+    torch.testing.assert_close(actual.double(), expected, rtol=5e-5, atol=5e-5)
+
+
+def test_query_numbers_need_not_lie_next_to_each_other():
+    query, key, value = case(4, 2, 16, cached=40, new=3)
+    assert_obvious(query.mT.contiguous().mT, key, value, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_node_that_sees_nothing_is_zero(dtype):
+    query, key, value = case(4, 2, 16, cached=0, new=5, dtype=dtype)
+    mask = random_mask(5)
+    mask[3] = False
+    assert_obvious(query, key, value, 0, mask)
+
+
+def test_high_scores_neither_overflow_nor_lose_the_rest():
+    query, key, value = case(2, 1, 16, cached=150, new=2)
+    key[:, :, 10] *= 1000
+    assert_obvious(query, key, value, 150)
+
+
+def test_same_call_same_bits():
+    query, key, value = case(8, 2, 64, cached=190, new=6, dtype=torch.bfloat16)
+    first, second = (split_kv_attention(query, key, value, length(190), None, SCALING) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_available_on_cuda_only():
+    assert not available(torch.device("cpu"))
+    assert available(torch.device("cuda"))
+
+
+GPUS = {  # capability, multiprocessors, shared memory of a program
+    "H200": (90, 132, 227 * 1024),
+    "A100": (80, 108, 163 * 1024),
+    "RTX 3090": (86, 82, 99 * 1024),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_launches_fit_the_device_and_fill_it(gpu):
+    capability, multiprocessors, shared = GPUS[gpu]
+    device = Device(multiprocessors, shared, hopper=capability == 90)
+    for dtype in TOLERANCE:
+        for dim in (8, 64, 96, 128, 256):
+            for rows in (1, 4, 7, 28, 96, 256, 2048):
+                shape = launch_shape(rows, 8, 131_072, dim, dim, dtype, device)
+                # What no stage is left to take from is two tiles of what is next: 64 KiB at most.
+                assert shape.stages == 1 or shape.shared_memory(dim, dim, dtype, device.hopper) <= shared
+                programs = -(-rows // shape.block_m) * 8 * shape.splits
+                assert programs >= multiprocessors / 2
+                assert shape.splits == 1 or programs <= multiprocessors * 8 // shape.warps
+
+
+def compiled(gpu, *calls):
+    """What each call's attention kernel takes of a GPU that need not be there."""
+    capability, multiprocessors, shared = GPUS[gpu]
+    device = dict(capability=capability, multiprocessors=multiprocessors, shared_memory=shared)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_split_kv.py")
+    command = [sys.executable, str(script), json.dumps(device), json.dumps(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [kernel for kernel in kernels if kernel["name"] == "attend_split"]
+    assert len(found) == len(calls)
+    for kernel in found:
+        shape = launch_shape(
+            kernel["new"] * kernel["heads"] // kernel["groups"],
+            kernel["groups"],
+            kernel["capacity"],
+            kernel["dim"],
+            kernel["dim"],
+            getattr(torch, kernel["dtype"]),
+            Device(multiprocessors, shared, hopper=capability == 90),
+        )
+        assert kernel["warps"] == shape.warps
+        foreseen = shape.shared_memory(kernel["dim"], kernel["dim"], getattr(torch, kernel["dtype"]), capability == 90)
+        assert kernel["shared"] <= min(foreseen, shared)
+    return found
+
+
+def call(dtype, heads, groups, dim, new, causal=False):
+    return dict(dtype=dtype, heads=heads, groups=groups, dim=dim, new=new, causal=causal, capacity=131_072)
+
+
+def test_compiled_for_hopper():
+    step, wide, seven, small, exact = compiled(
+        "H200",
+        call("bfloat16", 32, 8, 128, new=1, causal=True),  # Llama-3.1-8B
+        call("bfloat16", 32, 8, 128, new=64),
+        call("bfloat16", 28, 4, 128, new=24),  # Qwen2.5-7B
+        call("bfloat16", 14, 2, 64, new=24),  # Qwen2.5-0.5B
+        call("float32", 32, 8, 128, new=1, causal=True),
+    )
+    for kernel in (step, wide, seven, small, exact):
+        assert kernel["stack"] <= 128, "registers spill"  # a few bytes come and go with Triton's versions
+        assert "cp.async.cg" in kernel["instructions"], "keys are not fetched ahead"
+    assert "mma.sync" in step["instructions"]
+    for kernel in (wide, seven, small):
+        assert "wgmma" in kernel["instructions"]
+    assert not {"mma.sync", "wgmma", "tf32"} & set(exact["instructions"]), "float32 products are rounded"
+    # Two programs of a step run on a multiprocessor, which has 228 KiB and keeps 1 KiB for each.
+    assert 2 * (step["shared"] + 1024) <= 228 * 1024
+
+
+def test_compiled_for_ampere():
+    for kernel in compiled("RTX 3090", call("bfloat16", 32, 8, 128, new=1), call("float64", 32, 8, 64, new=24)):
+        assert "cp.async.cg" in kernel["instructions"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "heads, groups, dim",
+    [(8, 8, 64), (14, 2, 64), (32, 8, 80), (16, 16, 128), (32, 8, 128), (28, 4, 128), (8, 2, 256), (8, 1, 256)],
+)
+@pytest.mark.parametrize("new", [1, 7, 24, 64, 128])
+@pytest.mark.parametrize("cached", [1, 63, 1000, 32_768, 100_000])
+def test_as_obvious_on_a_gpu(cached, new, dim, heads, groups, dtype):
+    query, key, value = case(heads, groups, dim, cached, new, dtype)
+    assert_obvious(query, key, value, cached, random_mask(new))
+    assert_obvious(query, key, value, cached)
+
+
+@pytest.mark.gpu
+def test_as_obvious_where_offsets_pass_31_bits():
+    new, cached = 4, 131_072 - 4
+    buffers = torch.randn(2, 20, 8, cached + new, 128, device=DEVICE, dtype=torch.bfloat16)
+    query = torch.randn(20, 32, new, 128, device=DEVICE, dtype=torch.bfloat16)
+    actual = split_kv_attention(query, *buffers, length(cached), None, SCALING)
+    expected = obvious(query[-1:], *buffers[:, -1:], cached, None)
+    torch.testing.assert_close(actual[-1:].double(), expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("new", [1, 24, 64])
+def test_a_captured_graph_follows_the_length(new):
+    query, key, value = case(32, 8, 128, cached=40_000, new=new, dtype=torch.bfloat16)
+    committed, mask = length(0), random_mask(new)
+    split_kv_attention(query, key, value, committed, mask, SCALING)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = split_kv_attention(query, key, value, committed, mask, SCALING)
+    for cached in (0, 1, 129, 5_000, 40_000):
+        committed.fill_(cached)
+        graph.replay()
+        expected = obvious(query, key, value, cached, mask)
+        torch.testing.assert_close(output.double(), expected, rtol=3e-2, atol=3e-2)
+        assert torch.equal(output, split_kv_attention(query, key, value, committed, mask, SCALING))
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_for_the_length():
+    query, key, value = case(32, 8, 128, cached=1000, new=8, dtype=torch.bfloat16)
+    committed, mask = length(1000), random_mask(8)
+    split_kv_attention(query, key, value, committed, mask, SCALING)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        split_kv_attention(query, key, value, committed, mask, SCALING)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
