@@ -65,7 +65,7 @@ def test_ancestor_mask_of_the_papers_tree():
     tree = TokenTree(0)
     tree.add_ranked([[1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], rank_paths((1, 3, 3, 3), 4), "heads")
     assert len(tree) == 41
-    mask = tree.ancestor_mask(torch.device("cpu"))
+    mask = tree.ancestor_mask()
     for node in range(41):
         ancestors, at = {node}, node
         while tree.parents[at] >= 0:
@@ -158,9 +158,10 @@ def test_packed_layers_are_shared_renewed_and_freed():
     assert gone() is None
 
 
-def filled_cache(length, groups=2, dim=4, layers=2, seed=0):
+def filled_cache(length, groups=2, dim=4, layers=2, seed=0, room=8):
     generator = torch.Generator().manual_seed(seed)
-    cache = FullCache(length + 8)
+    cache = FullCache(length + room)
+    cache.prepare(layers)
     for layer in range(layers):
         pairs = torch.randn(2, 1, groups, length, dim, dtype=torch.float64, generator=generator)
         cache.update(*pairs, layer)
@@ -189,6 +190,7 @@ def test_full_cache_keeps_the_accepted_nodes_and_forgets_the_rest():
 def test_a_growable_cache_keeps_its_pairs_and_grows_seldom():
     """Against the pairs concatenated; each is copied about twice, however long the text becomes."""
     cache, written, copied = FullCache(4, growable=True), [], 0
+    cache.prepare(layers=2)
     for step in range(600):
         new = torch.full((1, 2, 9, 3), float(step))
         before = cache.capacity
@@ -224,7 +226,7 @@ def test_memory_of_the_full_cache_is_what_the_formula_says(model, dec, prompt):
 def queries_for(cache, heads=4, seed=3):
     generator = torch.Generator().manual_seed(seed)
     dim = cache.keys[0].shape[-1]
-    return {i: torch.randn(1, heads, dim, dtype=torch.float64, generator=generator) for i in range(len(cache.keys))}
+    return {i: torch.randn(1, heads, 1, dim, dtype=torch.float64, generator=generator) for i in range(len(cache.keys))}
 
 
 def test_partial_cache_holds_sink_then_most_important_pairs():
@@ -237,7 +239,7 @@ def test_partial_cache_holds_sink_then_most_important_pairs():
     for layer in range(2):
         for group in range(2):
             keys, values = full.keys[layer][0, group, :40], full.values[layer][0, group, :40]
-            importance = sum(keys @ queries[layer][0, head] for head in (2 * group, 2 * group + 1))
+            importance = sum(keys @ queries[layer][0, head, 0] for head in (2 * group, 2 * group + 1))
             ranked = sorted(range(3, 40), key=lambda i: -importance[i].item())[:9]
             expected = [0, 1, 2, *ranked]
             torch.testing.assert_close(partial.keys[layer][0, group, :12], keys[expected])
@@ -252,10 +254,7 @@ def commit(full, count, seed):
 
 
 def test_accepted_pairs_replace_the_least_important_until_a_rebuild_is_due():
-    full = filled_cache(40)
-    full.capacity = 1000
-    for buffers in (full.keys, full.values):
-        buffers[:] = [torch.cat((b, b.new_zeros(1, 2, 900, 4)), dim=2) for b in buffers]
+    full = filled_cache(40, room=960)
     partial = PartialCache(budget=12, sink=3)
     partial.append(full, queries_for(full))
     kept = partial.keys[0].clone()

@@ -6,6 +6,8 @@ Registered with transformers' `AttentionInterface`, so every model that uses tha
 import torch
 from transformers import AttentionInterface
 
+from decoder import split_kv
+
 NAME = "tokenswift"
 
 # Up to about this many scores, one softmax over all of them is faster on a CPU than blocks and their merging; more of
@@ -37,6 +39,7 @@ def tree_attention(
     *,
     tree_mask: torch.Tensor | None = None,
     queries: dict[int, torch.Tensor] | None = None,
+    standing: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention of T new tokens over L cached ones and themselves.
@@ -52,6 +55,8 @@ def tree_attention(
         query: [B, H, T, D]. key, value: [B, G, L + T, D], the T new entries last; usually views of a cache, each D
             numbers next to each other.
         queries: where given, the layer's queries are left there under its index.
+        standing: where given, L stands there in device memory, int64 [1]; key and value are whole buffers, whose
+            entries from L on are the new ones, and what lies behind them means nothing.
 
     Returns:
         [B, T, H, D], and None for the weights.
@@ -65,6 +70,9 @@ def tree_attention(
     if queries is not None:
         queries[module.layer_idx] = query
     scaling = dim**-0.5 if scaling is None else scaling
+    if standing is not None:
+        output = split_kv.split_kv_attention(query.to(key.dtype), key, value, standing, tree_mask, scaling)
+        return output.to(query.dtype).transpose(1, 2).contiguous(), None
     blocked = None
     if new > 1:
         blocked = query.new_ones(new, new, dtype=torch.bool).triu(1) if tree_mask is None else ~tree_mask

@@ -5,7 +5,7 @@ prefill gains too. Where oneDNN need not split a row's sum (layers of the refere
 bits whatever rows stand beside it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -87,17 +87,17 @@ def available_memory() -> int | None:
 
 
 @contextmanager
-def replaced(layers: dict[nn.Linear, PackedLinear]) -> Iterator[None]:
-    """Each layer with its packed forward, until the end of the block; blocks nest.
+def replaced(layers: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """Each layer with its other forward, until the end of the block; blocks nest.
 
     A module whose forward has been replaced already, by an outer block or by the user, keeps that one. Under autocast
-    all do: it chooses other dtypes than the packed ones.
+    all do: it chooses other dtypes.
     """
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         layers = {}
-    plain = [(layer, packed) for layer, packed in layers.items() if "forward" not in layer.__dict__]
-    for layer, packed in plain:
-        layer.__dict__["forward"] = packed
+    plain = [(layer, other) for layer, other in layers.items() if "forward" not in layer.__dict__]
+    for layer, other in plain:
+        layer.__dict__["forward"] = other
     try:
         yield
     finally:

@@ -29,18 +29,19 @@ class PartialCache(DraftCache):
         self._seen = 0
         self._cursor = 0
 
-    def append(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+    def append(self, full: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
         """Take in what ``full`` committed since the last call.
 
         Args:
-            queries: per layer, the query [B, H, D] of the newest committed token; read only when a rebuild is due.
+            queries: per layer [B, H, T, D] of some tokens; read only when a rebuild is due.
+            newest: which of them is the newest committed one.
         """
         new = full.length - self._seen
         if self._filled == self._seen and full.length <= self.budget:
             self._copy(full, slot=self._filled, count=new)
             self._filled += new
         elif self._filled == self._seen or (self.dynamic and self._cursor - new < self.sink):
-            self.rebuild(full, queries)
+            self.rebuild(full, queries, newest)
         else:
             if self._cursor - new < self.sink:
                 self._cursor = self.budget
@@ -50,16 +51,16 @@ class PartialCache(DraftCache):
         self._seen = full.length
         self._held = 0
 
-    def rebuild(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+    def rebuild(self, full: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
         """Select anew: the sink, then the pairs of highest importance in decreasing order.
 
         The importance of key i for a KV head is the sum over the query heads of its group of q . K_i. The sum moves
         inside: one product of the summed query with the keys, and no key is replicated.
         """
         wanted = self.budget - self.sink
+        self.allocate(full.keys[0], full.values[0], len(full.keys))
         for layer, (key, value) in enumerate(zip(full.keys, full.values, strict=True)):
-            self._allocate(layer, key, value)
-            query = queries[layer]
+            query = queries[layer][:, :, newest]
             batch, groups = key.shape[:2]
             summed = query.view(batch, groups, -1, query.shape[-1]).sum(2, keepdim=True)
             importance = (summed @ key[:, :, self.sink : full.length].transpose(-1, -2)).squeeze(2)
@@ -73,7 +74,6 @@ class PartialCache(DraftCache):
 
     def _copy(self, full: FullCache, slot: int, count: int) -> None:
         """The newest ``count`` pairs of ``full`` into the slots from ``slot`` on."""
-        for layer, (key, value) in enumerate(zip(full.keys, full.values, strict=True)):
-            self._allocate(layer, key, value)
-            self.keys[layer][:, :, slot : slot + count] = key[:, :, full.length - count : full.length]
-            self.values[layer][:, :, slot : slot + count] = value[:, :, full.length - count : full.length]
+        self.allocate(full.keys[0], full.values[0], len(full.keys))
+        for mine, theirs in ((self.keys, full.keys), (self.values, full.values)):
+            mine[:, :, :, slot : slot + count] = theirs[:, :, :, full.length - count : full.length]

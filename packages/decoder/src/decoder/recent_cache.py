@@ -1,12 +1,14 @@
 """StreamingLLM's memory (arXiv 2309.17453): attention sinks and a window of the newest pairs; SnapKV's beside it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.nn import functional as F
 
 from decoder.draft_cache import DraftCache
 from decoder.full_cache import FullCache
+from decoder.layered_cache import LayeredCache
+from decoder.transfers import upload
 
 _NEIGHBOURS = 7
 
@@ -29,7 +31,7 @@ class RecentCache(DraftCache):
 
     def append(self, full: FullCache) -> None:
         """Take in what ``full`` committed since the last call."""
-        self._commit(full.keys, full.values, start=self.seen, count=full.length - self.seen)
+        self._commit(full, start=self.seen, count=full.length - self.seen)
 
     def observe(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         """Put the pairs that the end of the text attends to most in the place of the sink (SnapKV, arXiv 2404.14469).
@@ -56,21 +58,20 @@ class RecentCache(DraftCache):
 
     def keep(self, count: int) -> None:
         """Commit the first ``count`` drafted tokens: they were no guesses but the text itself."""
-        self._commit(self.keys, self.values, start=self._filled, count=count)
+        self._commit(self, start=self._filled, count=count)
 
-    def _commit(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], start: int, count: int) -> None:
-        """Copy ``count`` pairs from ``start`` on in ``keys`` and ``values``, the positions from ``seen`` on."""
+    def _commit(self, source: LayeredCache, start: int, count: int) -> None:
+        """Copy ``count`` pairs from slot ``start`` on in ``source``, the positions from ``seen`` on."""
         end = self.seen + count
         window = self.budget - self.sink
         first = max(self.seen, end - window)
         positions = [*range(self.seen, min(self.sink, first)), *range(first, end)]
-        sources = torch.tensor([p - self.seen + start for p in positions], dtype=torch.long)
-        slots = torch.tensor([p if p < self.sink else self.sink + (p - self.sink) % window for p in positions])
-        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
-            self._allocate(layer, key, value)
-            to, source = slots.to(key.device, torch.long), sources.to(key.device)
-            for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
-                mine.index_copy_(2, to, theirs.index_select(2, source))
+        if positions:
+            self.allocate(source.keys[0], source.values[0], len(source.keys))
+            slots = [p if p < self.sink else self.sink + (p - self.sink) % window for p in positions]
+            taken, slots = upload([[p - self.seen + start for p in positions], slots], self.keys.device)
+            for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+                mine.index_copy_(3, slots, theirs.index_select(3, taken))
         self.seen = end
         self._filled = min(self.budget, end)
         self._held = 0

@@ -1,18 +1,21 @@
 """The target: a Hugging Face model, reached through its documented extension points."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from decoder import attention
+from decoder import attention, split_kv
 from decoder.architectures import refuse_unsupported
 from decoder.full_cache import FullCache
-from decoder.linear import PackedLinear, packed_layers, replaced
+from decoder.graphs import CudaGraphs, FixedPass, Recorder, padded_width
+from decoder.layered_cache import LayeredCache
+from decoder.linear import packed_layers, replaced
+from decoder.norms import fused_norms
 from decoder.token_tree import TokenTree
 from decoder.transfers import upload
 
@@ -21,6 +24,8 @@ OBSERVED = 32
 """Queries at the end of the prompt that prefill hands on; the observation window of SnapKV (arXiv 2404.14469)."""
 
 _PREFILL_CHUNK = 512
+_PREFILL_CHUNK_ON_CUDA = 2048
+_WIDEST_RECORDED = 256  # tokens of a pass; the chunks of a prompt are longer, and too few to record
 
 # More than half precision leaves in logits as relative error, less than another function of them would.
 _LOGITS_TOLERANCE = 0.02
@@ -30,15 +35,29 @@ _LOGITS_TOLERANCE = 0.02
 class Verification:
     """What one forward pass over a tree gives, per node.
 
+    Where passes are recorded these are their outputs themselves, which the next one writes over.
+
     Attributes:
         hidden: the last decoder layer's output before the final norm, [T, d].
         logits: [T, V].
-        queries: per layer [B, H, T, D].
+        queries: per layer [B, H, T or more, D].
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor
     queries: dict[int, torch.Tensor]
+
+
+class _ProbedCache(FullCache):
+    """Tells which layers use it."""
+
+    def __init__(self, capacity: int):
+        super().__init__(capacity)
+        self.written: set[int] = set()
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.written.add(layer_idx)
+        return super().update(key_states, value_states, layer_idx)
 
 
 class Target:
@@ -71,10 +90,12 @@ class Target:
         self._helpers: list[nn.Module] = []
         self.look_again()
         self._hidden: torch.Tensor | None = None
+        # Where attention reads the length of the text from device memory, passes are recorded.
+        self.recorder: Recorder | None = CudaGraphs(self.device) if split_kv.available(self.device) else None
         self._logit_scale = self._probe()
 
     def speed_up(self, module: nn.Module) -> None:
-        """Let the linear layers of ``module`` run with packed weights too while the model is borrowed, on a CPU."""
+        """Let the layers of ``module`` run as fast as the model's own while the model is borrowed."""
         self._helpers.append(module)
         self.look_again()
 
@@ -87,7 +108,7 @@ class Target:
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._modules = list(self.model.modules())
-        self._packed: dict[nn.Linear, PackedLinear] | None = None
+        self._faster: dict[nn.Module, Callable] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -109,8 +130,8 @@ class Target:
         tree = TokenTree(0)
         for token in (0, 1 % self.vocab_size):
             tree.add(0, token, "probe")
-        cache = FullCache(len(tree))
-        self._layers()
+        cache = _ProbedCache(self.width(len(tree)))
+        self._replacements()
         try:
             with self.borrowed():
                 seen = self.forward(tree, cache)
@@ -121,7 +142,7 @@ class Target:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"{self.name} cannot be run with another attention and cache: {reason}") from error
         layers = self.model.config.num_hidden_layers
-        if not len(seen.queries) == len(cache.keys) == layers:
+        if not len(seen.queries) == len(cache.written) == layers:
             raise ValueError(
                 f"{self.name} does not use transformers' attention interface and cache in all {layers} layers"
             )
@@ -132,14 +153,16 @@ class Target:
             )
         return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
 
-    def _layers(self) -> dict[nn.Linear, PackedLinear]:
-        if self._packed is None:
-            self._packed = packed_layers([*self._modules, *(m for helper in self._helpers for m in helper.modules())])
-        return self._packed
+    def _replacements(self) -> dict[nn.Module, Callable]:
+        """Faster forwards of layers, as they suit the device."""
+        if self._faster is None:
+            modules = [*self._modules, *(module for helper in self._helpers for module in helper.modules())]
+            self._faster = fused_norms(modules) if self.device.type == "cuda" else packed_layers(modules)
+        return self._faster
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """The model in eval mode, with our attention and linear layers, its final norm's input recorded.
+        """The model in eval mode, with our attention and faster layers, its final norm's input recorded.
 
         Borrowed for one step at a time, so that between two chunks of a stream the model is the user's own.
         """
@@ -150,7 +173,7 @@ class Target:
         for module in training:
             module.training = False
         try:
-            with replaced(self._layers()):
+            with replaced(self._replacements()):
                 yield
         finally:
             hook.remove()
@@ -162,37 +185,71 @@ class Target:
     def _record(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden = args[0]
 
-    def _inputs(self, tokens: Sequence[int], positions: Sequence[int], cache: Cache) -> dict:
-        ids = upload([list(tokens), list(positions)], self.device)
-        return dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
+    def _pass(
+        self,
+        module: nn.Module,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        cache: LayeredCache,
+        mask: torch.Tensor | None = None,
+        observe: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor] | None]:
+        """Run the model or its decoder: hidden states before the final norm [T, d], logits [T, V], and queries."""
+
+        def run(ids: torch.Tensor, mask: torch.Tensor | None):
+            queries = {} if observe else None
+            inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
+            output = module(**inputs, tree_mask=mask, queries=queries, standing=cache.standing)
+            logits = output.logits[0] if module is self.model else None
+            return self._hidden[0], logits, queries
+
+        fixed = None if self.recorder is None else self.device
+        cache.prepare(self.model.config.num_hidden_layers, fixed)
+        cache.begin(len(tokens))
+        ids = torch.tensor([list(tokens), list(positions)])
+        if fixed is None or len(tokens) > _WIDEST_RECORDED:
+            return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
+        kind = (module is self.model, len(tokens), mask is None, observe)
+        if kind not in cache.passes:
+            cache.passes[kind] = FixedPass(self.recorder, self.device)
+        return cache.passes[kind](run, ids, mask)
 
     def prefill(self, tokens: Sequence[int], cache: FullCache) -> dict[int, torch.Tensor]:
         """Commit ``tokens`` to an empty cache, chunk by chunk; the last `OBSERVED` queries per layer, [B, H, T, D]."""
         queries: dict[int, torch.Tensor] = {}
         # The odd chunk comes first, so that the last one is long enough to observe.
-        starts = [0, *range(len(tokens) % _PREFILL_CHUNK or _PREFILL_CHUNK, len(tokens), _PREFILL_CHUNK)]
+        size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
+        starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
         for start, end in pairwise([*starts, len(tokens)] if tokens else []):
             chunk = tokens[start:end]
             positions = range(start, start + len(chunk))
-            self.decoder(**self._inputs(chunk, positions, cache), queries=queries)
+            _, _, queries = self._pass(self.decoder, chunk, positions, cache, observe=True)
             cache.keep(range(len(chunk)))
         return {layer: query[:, :, -OBSERVED:].clone() for layer, query in queries.items()}
 
+    def width(self, nodes: int) -> int:
+        """Positions that a verification of ``nodes`` nodes writes: more than that where passes have fixed widths."""
+        return nodes if self.recorder is None else padded_width(nodes)
+
     def forward(self, tree: TokenTree, cache: FullCache) -> Verification:
         """Verify: every node of ``tree`` over the full cache, at position committed tokens + depth."""
-        queries: dict[int, torch.Tensor] = {}
-        positions = [cache.length + depth for depth in tree.depths]
-        mask = tree.ancestor_mask(self.device)
-        output = self.model(**self._inputs(tree.tokens, positions, cache), tree_mask=mask, queries=queries)
-        return Verification(self._hidden[0], output.logits[0], queries)
+        nodes = len(tree)
+        padding = self.width(nodes) - nodes
+        # Padding sees itself alone, and nothing sees it. One kind of pass serves chains and trees.
+        fixed = self.recorder is not None and nodes + padding > 1
+        mask = tree.ancestor_mask(nodes + padding if fixed else None)
+        positions = [cache.length + depth for depth in tree.depths] + [cache.length] * padding
+        tokens = tree.tokens + [tree.tokens[0]] * padding
+        hidden, logits, queries = self._pass(self.model, tokens, positions, cache, mask, observe=True)
+        return Verification(hidden[:nodes], logits[:nodes], queries)
 
-    def draft(self, tokens: Sequence[int], position: int, cache: Cache) -> torch.Tensor:
+    def draft(self, tokens: Sequence[int], position: int, cache: LayeredCache) -> torch.Tensor:
         """Hidden states h0 [T, d] before the final norm of a run of tokens, the first at ``position``.
 
-        They attend to ``cache``, usually one that holds a part of the text, and to each other causally.
+        They attend to ``cache``, usually one that holds a part of the text, and to each other causally. Where passes
+        are recorded, the next draft of as many tokens writes over them.
         """
-        self.decoder(**self._inputs(tokens, range(position, position + len(tokens)), cache))
-        return self._hidden[0]
+        return self._pass(self.decoder, tokens, range(position, position + len(tokens)), cache)[0]
 
     def embed(self, tokens: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Input embeddings [d] of a token, or [n, d] of several; a tensor of them is on the model's device."""

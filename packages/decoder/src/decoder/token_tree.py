@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from decoder.transfers import upload
-
 RankPath = tuple[int, ...]
 """The way to a node by the rank of the candidate taken at each depth: (0, 2) is the best one, then the third."""
 
@@ -115,12 +113,15 @@ class TokenTree:
         """The nodes without children: each ends a candidate path."""
         return [node for node, children in enumerate(self._children) if not children]
 
-    def ancestor_mask(self, device: torch.device) -> torch.Tensor | None:
-        """Which node sees which, bool [T, T]: itself and its ancestors; None for a chain, which is plain causal."""
-        if all(parent == node - 1 for node, parent in enumerate(self.parents)):
+    def ancestor_mask(self, width: int | None = None) -> torch.Tensor | None:
+        """Which node sees which, bool [T, T]: itself and its ancestors; None for a chain, which is plain causal.
+
+        With a ``width`` of at least T it is [width, width] and never None; what lies beyond the tree sees itself.
+        """
+        if width is None and all(parent == node - 1 for node, parent in enumerate(self.parents)):
             return None
-        mask = torch.eye(len(self), dtype=torch.bool)
+        mask = torch.eye(width or len(self), dtype=torch.bool)
         rows = mask.numpy()
         for node, parent in enumerate(self.parents[1:], start=1):
             rows[node] |= rows[parent]
-        return upload(mask, device)
+        return mask

@@ -450,7 +450,7 @@ class Measurement:
 
         slots = min(self.options_for_all.budget_for(length), length)
         memory_of_drafts = PartialCache(slots, min(self.options_for_all.sink, slots - 1))
-        memory_of_drafts.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
+        memory_of_drafts.append(cache, queries)
 
         def draft() -> float:
             with target.borrowed():

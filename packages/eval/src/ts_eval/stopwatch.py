@@ -35,6 +35,7 @@ _WATCHED = (
     (Sampler, "draft_choice", "scoring"),
     (Sampler, "branch_scores", "scoring"),
     (Sampler, "choose", "sampling"),
+    (Sampler, "draw", "sampling"),
 )
 
 

@@ -42,7 +42,8 @@ class Medusa:
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        self.hidden = verification.hidden[path[-1]]
+        # The next verification may write over its own.
+        self.hidden = verification.hidden[path[-1]].clone()
 
     def finish(self, statistics: Statistics) -> None:
         pass

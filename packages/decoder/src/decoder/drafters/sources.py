@@ -139,7 +139,8 @@ class HeadsSource:
         return found
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        self.hidden = verification.hidden[path[-1] : path[-1] + 1]
+        # The next verification may write over its own.
+        self.hidden = verification.hidden[path[-1] : path[-1] + 1].clone()
         for depth, hoped in enumerate(self._reach):
             self._gains[depth].observe(hoped, depth + 1 < len(path))
         self._reach = []

@@ -43,7 +43,7 @@ class TokenSwift:
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.partial is not None and cache.length:
-            self.partial.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
+            self.partial.append(cache, queries)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         newest = sampler.context[-1]
@@ -61,8 +61,7 @@ class TokenSwift:
         self.waiting += tokens
         self.table.extend([self.waiting.popleft() for _ in range(len(self.waiting) - self.delay)])
         if self.partial is not None:
-            newest = {layer: query[:, :, path[-1]] for layer, query in verification.queries.items()}
-            self.partial.append(cache, newest)
+            self.partial.append(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:
         statistics.cache_rebuilds = 0 if self.partial is None else self.partial.rebuilds

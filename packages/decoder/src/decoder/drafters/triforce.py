@@ -48,7 +48,7 @@ class TriForce:
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if cache.length:
-            self.partial.append(cache, {layer: query[:, :, -1] for layer, query in queries.items()})
+            self.partial.append(cache, queries)
         self.small.look_again()
         with self.small.borrowed():
             self._read_text(self.prompt[:-1])
@@ -109,7 +109,7 @@ class TriForce:
         return hidden
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        self.partial.append(cache, {layer: query[:, :, path[-1]] for layer, query in verification.queries.items()})
+        self.partial.append(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:
         statistics.cache_rebuilds = self.partial.rebuilds

@@ -1,0 +1,97 @@
+"""Passes of fixed shape: recorded as CUDA graphs and replayed, so that a step is a few launches and not thousands."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from decoder.transfers import upload
+
+Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
+"""A pass: from ids [2, T] (tokens, positions) and a mask [T, T] or None, both in device memory, to its outputs."""
+
+_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+_BEYOND = 32
+
+
+def padded_width(nodes: int) -> int:
+    """The width at which a tree of ``nodes`` is verified where passes are recorded: a few widths serve all trees."""
+    return next((width for width in _WIDTHS if width >= nodes), -(-nodes // _BEYOND) * _BEYOND)
+
+
+class Recorder(Protocol):
+    """Records what a device is asked to do, to ask for it again all at once."""
+
+    def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
+        """Run it as it is; whether it could be recorded, and its outputs."""
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record it without running it: a function that replays it, and the outputs that each replay writes anew."""
+
+
+class CudaGraphs:
+    """Records on one CUDA device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        # Graphs are replayed one after the other, so they share what memory they need in between.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
+        """A pass in which the host reads from the device (some mixtures of experts) cannot be recorded."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return True, run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            pass
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return False, run()
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+            outputs = run()
+        return graph.replay, outputs
+
+
+class FixedPass:
+    """One kind of pass at one width over one cache: run as it is at first, recorded the second time, then replayed.
+
+    Its outputs are the same tensors every time, and hold until it is run again.
+
+    Args:
+        recorder: of the device.
+        device: where the inputs are.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device):
+        self.recorder, self.device = recorder, device
+        self._ids: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+        self._recordable = True
+        self._replay: Callable[[], None] | None = None
+        self._outputs: Any = None
+
+    def __call__(self, run: Run, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        """Outputs of ``run`` on CPU tensors ids [2, T] and mask [T, T]; ``run`` must be the same function every time.
+
+        It may be recorded, so all that changes from one call to the next must be in the inputs or in device memory.
+        """
+        if self._ids is None:
+            self._ids = upload(ids, self.device).clone()
+            self._mask = None if mask is None else upload(mask, self.device).clone()
+            self._recordable, outputs = self.recorder.rehearse(lambda: run(self._ids, self._mask))
+            return outputs
+        self._ids.copy_(upload(ids, self.device))
+        if mask is not None:
+            self._mask.copy_(upload(mask, self.device))
+        if not self._recordable:
+            return run(self._ids, self._mask)
+        if self._replay is None:
+            self._replay, self._outputs = self.recorder.record(lambda: run(self._ids, self._mask))
+        self._replay()
+        return self._outputs

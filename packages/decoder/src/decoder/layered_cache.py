@@ -1,0 +1,105 @@
+"""What all caches share: one buffer of keys and one of values for all layers, and room for a pass to write in."""
+
+import torch
+from transformers import Cache
+
+from decoder.graphs import FixedPass
+
+
+class LayeredCache(Cache):
+    """Keys and values [layers, batch, KV heads, slots, head size]; a pass writes its pairs behind those that stand.
+
+    All layers share a buffer, so that what a step commits moves in one operation and not in one per layer.
+
+    Where passes have fixed shapes (on CUDA), ``standing`` holds the number of pairs that stand, int64 [1] in device
+    memory: a recorded pass reads there where to write and how far to look, and is handed whole buffers. Elsewhere it
+    is None, and passes are handed views of what is filled.
+
+    Attributes:
+        keys, values: the buffers, empty before the first pass.
+        standing: see above.
+        passes: the passes of fixed shape over these buffers, which go with them.
+
+    Args:
+        capacity: slots, pairs per layer and KV head.
+    """
+
+    def __init__(self, capacity: int):
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.keys = self.values = torch.empty(0)
+        self.standing: torch.Tensor | None = None
+        self.passes: dict[tuple, FixedPass] = {}
+        self._layers = 1
+        self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._written: torch.Tensor | None = None
+
+    def prepare(self, layers: int, fixed_on: torch.device | None = None) -> None:
+        """Tell the cache how many layers it is to hold, and the device where passes have fixed shapes, if they do."""
+        self._layers = layers
+        if fixed_on is not None and self.standing is None:
+            self.standing = torch.zeros(1, dtype=torch.long, device=fixed_on)
+
+    def begin(self, count: int) -> None:
+        """A pass over ``count`` tokens is to come.
+
+        Raises:
+            ValueError: there is no room for them.
+        """
+        self._make_room(count)
+        if self.standing is not None:
+            # A number in the launch of a kernel: the host does not wait.
+            self.standing.fill_(self.get_seq_length())
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Write a layer's new pairs [B, G, T, D]; returns what to attend to, the new pairs last.
+
+        That is [B, G, standing + T, D], or with fixed shapes the layer's whole buffers.
+        """
+        count = key_states.shape[2]
+        self._make_room(count)
+        self.allocate(key_states, value_states)
+        key, value = self._of_layer[layer_idx]
+        if self.standing is not None:
+            if not layer_idx:
+                self._written = self.standing + torch.arange(count, device=self.standing.device)
+            key.index_copy_(2, self._written, key_states.to(key.dtype))
+            value.index_copy_(2, self._written, value_states.to(value.dtype))
+            return key, value
+        start = self.get_seq_length()
+        end = start + count
+        key[:, :, start:end] = key_states
+        value[:, :, start:end] = value_states
+        return key[:, :, :end], value[:, :, :end]
+
+    def allocate(self, key: torch.Tensor, value: torch.Tensor, layers: int | None = None) -> None:
+        """Make the buffers, unless they are there, for pairs like ``key`` and ``value`` [B, G, any, D]."""
+        if not len(self.keys):
+            self.keys, self.values = (self._buffer(like, layers or self._layers) for like in (key, value))
+            self._of_layer = list(zip(self.keys, self.values, strict=True))
+
+    def enlarge(self, capacity: int, filled: int) -> None:
+        """Move the first ``filled`` pairs to buffers of ``capacity`` slots."""
+        self.capacity = capacity
+        # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
+        self.passes.clear()
+        self._of_layer.clear()
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if len(old):
+                new = self._buffer(old[0], len(old))
+                new[:, :, :, :filled] = old[:, :, :, :filled]
+                setattr(self, name, new)
+        self._of_layer = list(zip(self.keys, self.values, strict=True))
+
+    def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:
+        batch, groups, _, dim = like.shape
+        return like.new_empty(layers, batch, groups, self.capacity, dim)
+
+    def _make_room(self, count: int) -> None:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers: 2 x layers x batch x KV heads x slots x head size x bytes per number."""
+        return self.keys.nbytes + self.values.nbytes

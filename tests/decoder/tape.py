@@ -1,0 +1,91 @@
+"""A stand-in for CUDA graphs on a CPU: what was recorded is done again on the very same tensors."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What makes the host wait for a device, or sends it numbers from memory that may have changed since.
+_FORBIDDEN = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "lift_fresh", "bincount")
+
+
+class ReadError(RuntimeError):
+    """The host read from the device where it must not."""
+
+
+class _Recording(TorchDispatchMode):
+    """As a CUDA graph, it knows tensors by their memory, and numbers as they were."""
+
+    def __init__(self, keep: bool):
+        super().__init__()
+        self.calls: list[tuple] | None = [] if keep else None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in _FORBIDDEN:
+            raise ReadError(f"{function} in a pass that is to be recorded")
+        output = function(*args, **(kwargs or {}))
+        if self.calls is not None:
+            in_place = function._schema.is_mutable
+            memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+            # A view of what was given needs no doing again; whether an operation gives one, only its output tells.
+            if in_place or not all(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(output)):
+                self.calls.append((function, args, kwargs or {}, None if in_place else output))
+        return output
+
+    def replay(self) -> None:
+        for function, args, kwargs, output in self.calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(_tensors(output), _tensors(again if output is not None else None), strict=True):
+                old.copy_(new)
+
+
+class TapeRecorder:
+    """A `graphs.Recorder` of what a CPU does; counts its passes."""
+
+    def __init__(self):
+        self.rehearsed = self.recorded = self.replayed = 0
+
+    def rehearse(self, run):
+        self.rehearsed += 1
+        try:
+            with _Recording(keep=False):
+                return True, run()
+        except ReadError:
+            return False, run()
+
+    def record(self, run):
+        self.recorded += 1
+        tape = _Recording(keep=True)
+        with tape:
+            outputs = run()
+        # Nothing is done while CUDA records, so nothing but a replay may give the outputs.
+        for tensor in _tensors(outputs):
+            tensor.fill_(float("nan"))
+
+        def replay():
+            self.replayed += 1
+            tape.replay()
+
+        return replay, outputs
+
+
+def _tensors(nested):
+    if isinstance(nested, torch.Tensor):
+        return [nested]
+    if isinstance(nested, dict):
+        nested = list(nested.values())
+    return [tensor for part in nested for tensor in _tensors(part)] if isinstance(nested, tuple | list) else []
+
+
+def eager_attention(query, key, value, standing, mask, scaling):
+    """What the split-KV kernel computes, the obvious way, over whole buffers; garbage in them must not matter."""
+    heads, new = query.shape[1:3]
+    groups, slots = key.shape[1:3]
+    among_new = torch.arange(slots, device=key.device) - standing
+    known = among_new < new
+    if mask is None:
+        mask = torch.ones(new, new, dtype=torch.bool, device=key.device).tril()
+    seen = (among_new < 0) | (known & mask[:, among_new.clamp(0, new - 1)])
+    key, value = (
+        buffer.masked_fill(~known[:, None], 0).repeat_interleave(heads // groups, 1) for buffer in (key, value)
+    )
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value

@@ -1,0 +1,218 @@
+"""Passes of fixed shape, which CUDA records and replays; here a tape stands in for CUDA's graphs."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from decoder import (
+    Decoder,
+    SamplingParams,
+    TokenSwiftOptions,
+    attention,
+    full_cache,
+    graphs,
+    methods,
+    recent_cache,
+    target,
+)
+from decoder.acceptance import exact_on_device
+from decoder.full_cache import FullCache
+from decoder.graphs import CudaGraphs, padded_width
+from decoder.layered_cache import LayeredCache
+from decoder.partial_cache import PartialCache
+from decoder.recent_cache import RecentCache
+from decoder.target import Target
+from decoder.token_tree import TokenTree
+
+from .conftest import random_heads, tiny_llama
+from .tape import TapeRecorder, eager_attention
+from .test_families import FAMILIES, tiny
+
+SAMPLING = SamplingParams(seed=2, min_p=0.1, repetition_penalty=1.2, penalty_window=64)
+NARROW = TokenSwiftOptions(tree=(1, 2, 2), ngrams=2, budget=30)
+
+
+def fixed_shapes(dec, recorder):
+    """Let a decoder run its passes as on CUDA."""
+    dec.target.recorder = recorder
+    if dec.draft_target is not None:
+        dec.draft_target.recorder = recorder
+    return dec
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Attention reads the length from memory, the walk is the device's, and what was never written is no number."""
+    monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
+    monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
+    buffer = LayeredCache._buffer
+    monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(float("nan")))
+
+
+def decoder_with(kind):
+    model = tiny_llama()
+    return Decoder(model, heads=random_heads(model, kind=kind), draft_model=tiny_llama(seed=2, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("kind", ["chained", "gated"])
+def test_recorded_passes_give_the_same_text(as_on_cuda, prompt, kind):
+    """Against plain decoding of growing views; a replay knows no length but the one in memory."""
+    expected = decoder_with(kind).generate(prompt, 120, "ar", SAMPLING)
+    for method in methods():
+        recorder = TapeRecorder()
+        out = fixed_shapes(decoder_with(kind), recorder).generate(prompt, 120, method, SAMPLING, NARROW)
+        assert out.token_ids == expected.token_ids, method
+        assert recorder.recorded <= recorder.rehearsed
+        assert recorder.replayed > 0.7 * out.stats.steps, method
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_passes_of_every_family_are_recorded_and_give_the_same_text(as_on_cuda, prompt, family):
+    model_type, overrides = FAMILIES[family]
+    model = tiny(model_type, **overrides)
+    plain, fixed = (Decoder(model, heads=random_heads(model)) for _ in range(2))
+    recorder = TapeRecorder()
+    expected = plain.generate(prompt, 25, "ar", SAMPLING).token_ids
+    out = fixed_shapes(fixed, recorder).generate(prompt, 25, "tokenswift", SAMPLING, NARROW)
+    assert out.token_ids == expected
+    # Experts that run one after the other let the host ask which of them have work.
+    experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
+    assert (recorder.replayed > 0) == (not experts)
+
+
+def test_a_cache_that_grows_drops_what_was_recorded_over_its_old_buffers(as_on_cuda, prompt, monkeypatch):
+    monkeypatch.setattr(full_cache, "_SMALLEST_GROWTH", 32)
+    dec, recorder = decoder_with("chained"), TapeRecorder()
+    expected = dec.generate(prompt, 200, "ar", SAMPLING).token_ids
+    tokens = []
+    for chunk in fixed_shapes(dec, recorder).stream(prompt, None, "tokenswift", SAMPLING, NARROW):
+        tokens += chunk.token_ids
+        if len(tokens) >= 200:
+            break
+    assert tokens[:200] == expected
+    assert recorder.recorded > 4
+
+
+def test_passes_that_cannot_be_recorded_run_as_they_are(as_on_cuda, prompt):
+    class Refusing(TapeRecorder):
+        def rehearse(self, run):
+            return False, run()
+
+    dec, recorder = decoder_with("chained"), Refusing()
+    expected = dec.generate(prompt, 60, "ar", SAMPLING).token_ids
+    assert fixed_shapes(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW).token_ids == expected
+    assert recorder.recorded == recorder.replayed == 0
+
+
+def test_a_finished_generation_frees_its_cache_and_passes_at_once(as_on_cuda, prompt, monkeypatch):
+    """Without the garbage collector: a cache of a long text is gigabytes."""
+    caches = []
+
+    class Watched(FullCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            caches.append(weakref.ref(self))
+
+    monkeypatch.setattr("decoder.engine.FullCache", Watched)
+    dec = fixed_shapes(decoder_with("gated"), TapeRecorder())
+    gc.collect()
+    gc.disable()
+    try:
+        for method in methods():
+            dec.generate(prompt, 40, method, SAMPLING, NARROW)
+        assert len(caches) == len(methods())
+        assert not [cache for cache in caches if cache() is not None]
+    finally:
+        gc.enable()
+
+
+def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
+    """On the meta device, which refuses what would mix devices on CUDA or read a number there."""
+    monkeypatch.setattr(Target, "_probe", lambda self: 1.0)
+    monkeypatch.setattr(Target, "_refuse_devices", lambda self: None)
+    monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
+    for module in (graphs, target, full_cache, recent_cache):
+        monkeypatch.setattr(module, "upload", lambda numbers, device: torch.as_tensor(numbers).to(device))
+
+    class Running(TapeRecorder):
+        def record(self, run):
+            return lambda: None, run()
+
+    with torch.device("meta"):
+        model = tiny_llama()
+    on_meta = Target(model)
+    on_meta.recorder = Running()
+    cache, partial, recent = FullCache(200), PartialCache(20, sink=4), RecentCache(30, sink=20, room=1)
+    with torch.inference_mode(), on_meta.borrowed():
+        queries = on_meta.prefill(prompt, cache)
+        partial.append(cache, queries)
+        recent.append(cache)
+        recent.observe(cache, queries)
+        for _ in range(8):
+            tree = TokenTree(1)
+            for node in range(5):
+                tree.add(node // 2, node, "test")
+            for draft_cache in (partial, recent):
+                assert on_meta.draft([1], cache.length, draft_cache).is_meta
+            verification = on_meta.forward(tree, cache)
+            assert verification.logits.is_meta and len(verification.logits) == 6
+            cache.keep([0, 2, 5])
+            partial.append(cache, verification.queries, 5)
+            recent.append(cache)
+    assert partial.rebuilds > 1 and cache.keys.is_meta and partial.keys.is_meta and cache.standing.is_meta
+
+
+def test_trees_of_all_sizes_share_a_few_widths():
+    widths = [padded_width(nodes) for nodes in range(1, 300)]
+    assert all(width >= nodes for nodes, width in enumerate(widths, start=1))
+    assert widths == sorted(widths)
+    assert len(set(widths[:64])) <= 9
+    assert all(width <= 1.6 * nodes + 4 for nodes, width in enumerate(widths, start=1))
+
+
+@pytest.mark.gpu
+def test_cuda_replays_nearly_every_pass(prompt):
+    """In bfloat16, where nothing is identical anyhow: what counts is that graphs run."""
+
+    class Counting(CudaGraphs):
+        recorded = replayed = 0
+
+        def record(self, run):
+            replay, outputs = super().record(run)
+            self.recorded += 1
+
+            def counted():
+                self.replayed += 1
+                replay()
+
+            return counted, outputs
+
+    model = tiny_llama(torch.bfloat16).cuda()
+    dec = Decoder(model, heads=random_heads(model, kind="gated"))
+    for method in ("ar", "tokenswift", "tokenswift-fused"):
+        dec.target.recorder = Counting(dec.target.device)
+        out = dec.generate(prompt, 300, method, SAMPLING, NARROW)
+        assert dec.target.recorder.replayed > 0.9 * out.stats.steps, method
+        assert dec.target.recorder.recorded <= 12
+
+
+@pytest.mark.gpu
+def test_cuda_passes_equal_those_of_a_cpu(prompt):
+    """One verification after another over a growing text, recorded on CUDA, against float64 on a CPU."""
+    targets = [Target(tiny_llama()), Target(tiny_llama().cuda())]
+    caches = [FullCache(500), FullCache(500)]
+    for each, cache in zip(targets, caches, strict=True):
+        with torch.inference_mode(), each.borrowed():
+            each.prefill(prompt, cache)
+    for step in range(12):
+        tree = TokenTree(step)
+        for node in range(step % 5):
+            tree.add(node // 2, 7 + node, "test")
+        seen = []
+        for each, cache in zip(targets, caches, strict=True):
+            with torch.inference_mode(), each.borrowed():
+                seen.append(each.forward(tree, cache).logits.cpu().clone())
+                cache.keep([0, len(tree) - 1] if len(tree) > 1 and tree.parents[-1] == 0 else [0])
+        torch.testing.assert_close(*seen, rtol=1e-9, atol=1e-9)
