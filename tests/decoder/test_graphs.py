@@ -23,6 +23,7 @@ from decoder.graphs import CudaGraphs, padded_width
 from decoder.layered_cache import LayeredCache
 from decoder.partial_cache import PartialCache
 from decoder.recent_cache import RecentCache
+from decoder.split_kv import split_kv_attention
 from decoder.target import Target
 from decoder.token_tree import TokenTree
 
@@ -40,6 +41,13 @@ def fixed_shapes(dec, recorder):
     if dec.draft_target is not None:
         dec.draft_target.recorder = recorder
     return dec
+
+
+class Unrecorded(TapeRecorder):
+    """Where nothing can be recorded."""
+
+    def rehearse(self, run):
+        return False, run()
 
 
 @pytest.fixture
@@ -66,6 +74,29 @@ def test_recorded_passes_give_the_same_text(as_on_cuda, prompt, kind):
         assert out.token_ids == expected.token_ids, method
         assert recorder.recorded <= recorder.rehearsed
         assert recorder.replayed > 0.7 * out.stats.steps, method
+
+
+def test_the_kernel_itself_in_a_generation(as_on_cuda, prompt, monkeypatch):
+    """The split-KV kernel reads the stacked buffers, the length and the tree as the passes hand them over."""
+    pytest.importorskip("triton", reason="Triton is built for Linux only")
+    from .triton_emulation import repair_emulation
+
+    repair_emulation()
+    calls = []
+
+    def both(*arguments):
+        calls.append(arguments)
+        return split_kv_attention(*arguments)
+
+    monkeypatch.setattr(attention.split_kv, "split_kv_attention", both)
+    dec = decoder_with("chained")
+    expected = dec.generate(prompt, 8, "ar", SAMPLING).token_ids
+    tree = TokenSwiftOptions(tree=(1, 2), ngrams=0, budget=20)
+    # Kernels that are emulated leave nothing on a tape.
+    out = fixed_shapes(dec, Unrecorded()).generate(prompt, 8, "tokenswift", SAMPLING, tree)
+    assert out.token_ids == expected
+    assert {query.shape[2] for query, *_ in calls} >= {39, 1, 4}
+    assert all(committed.numel() == 1 and key.shape[2] > query.shape[2] for query, key, _, committed, *_ in calls)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,11 +127,7 @@ def test_a_cache_that_grows_drops_what_was_recorded_over_its_old_buffers(as_on_c
 
 
 def test_passes_that_cannot_be_recorded_run_as_they_are(as_on_cuda, prompt):
-    class Refusing(TapeRecorder):
-        def rehearse(self, run):
-            return False, run()
-
-    dec, recorder = decoder_with("chained"), Refusing()
+    dec, recorder = decoder_with("chained"), Unrecorded()
     expected = dec.generate(prompt, 60, "ar", SAMPLING).token_ids
     assert fixed_shapes(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW).token_ids == expected
     assert recorder.recorded == recorder.replayed == 0
