@@ -225,7 +225,7 @@ def test_compiled_for_hopper():
         call("float32", 32, 8, 128, new=1, causal=True),
     )
     for kernel in (step, wide, seven, small, exact):
-        assert kernel["stack"] <= 128, "registers spill"  # a few bytes come and go with Triton's versions
+        assert kernel["stack"] <= 64, "registers spill"  # a few bytes come and go with Triton's versions
         assert "cp.async.cg" in kernel["instructions"], "keys are not fetched ahead"
     assert "mma.sync" in step["instructions"]
     for kernel in (wide, seven, small):

@@ -53,9 +53,10 @@ def _attend(
             if mask is None:
                 seen = among_new[None, :] <= row_tokens[:, None]
             else:
+                # Outside the mask, the prefix alone is seen.
                 listed = (row_tokens < new)[:, None] & ((among_new >= 0) & (among_new < new))[None, :]
-                seen = tl.load(mask + row_tokens[:, None] * new + among_new[None, :], mask=listed, other=0) != 0
-                seen = seen | (among_new < 0)[None, :]
+                prefix = tl.broadcast_to((among_new < 0)[None, :], listed.shape).to(tl.uint8)
+                seen = tl.load(mask + row_tokens[:, None] * new + among_new[None, :], mask=listed, other=prefix) != 0
             # As what the product starts from rather than a choice behind it, since the layout in which the mask is
             # loaded would else become that of the scores, and registers spill.
             scores = tl.where(seen, scores, float("-inf"))
