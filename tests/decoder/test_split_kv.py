@@ -62,7 +62,9 @@ def assert_obvious(query, key, value, cached, mask=None):
     assert actual.dtype == query.dtype
     allowed = TOLERANCE[query.dtype]
     expected = obvious(query, key, value, cached, mask)
-    torch.testing.assert_close(actual.double(), expected, rtol=allowed, atol=allowed)
+    # The mean of many values is small, and so must be its error.
+    scale = expected.square().mean().sqrt().clamp(max=1.0).item()
+    torch.testing.assert_close(actual.double(), expected, rtol=allowed, atol=allowed * scale)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -240,18 +242,30 @@ def test_compiled_for_ampere():
         assert "cp.async.cg" in kernel["instructions"]
 
 
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "heads, groups, dim",
-    [(8, 8, 64), (14, 2, 64), (32, 8, 80), (16, 16, 128), (32, 8, 128), (28, 4, 128), (8, 2, 256), (8, 1, 256)],
+    "heads, groups, dim, dtypes",
+    [
+        (8, 8, 64, [HALF, DOUBLE]),
+        (14, 2, 64, [HALF]),
+        (32, 8, 80, [HALF, SINGLE]),
+        (16, 16, 128, [HALF, SINGLE]),
+        (32, 8, 128, [HALF, SINGLE, DOUBLE]),
+        (28, 4, 128, [HALF]),
+        (8, 2, 256, [HALF, DOUBLE]),
+        (8, 1, 256, [HALF, SINGLE]),
+    ],
 )
-@pytest.mark.parametrize("new", [1, 7, 24, 64, 128])
-@pytest.mark.parametrize("cached", [1, 63, 1000, 32_768, 100_000])
-def test_as_obvious_on_a_gpu(cached, new, dim, heads, groups, dtype):
-    query, key, value = case(heads, groups, dim, cached, new, dtype)
-    assert_obvious(query, key, value, cached, random_mask(new))
-    assert_obvious(query, key, value, cached)
+@pytest.mark.parametrize("new", [1, 7, 64, 128])
+def test_as_obvious_on_a_gpu(new, heads, groups, dim, dtypes):
+    for dtype in dtypes:
+        for cached in (1, 63, 1000, 32_768, 100_000):
+            query, key, value = case(heads, groups, dim, cached, new, dtype)
+            assert_obvious(query, key, value, cached, random_mask(new))
+            assert_obvious(query, key, value, cached)
 
 
 @pytest.mark.gpu
