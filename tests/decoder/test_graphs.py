@@ -30,6 +30,7 @@ from decoder.token_tree import TokenTree
 from .conftest import random_heads, tiny_llama
 from .tape import TapeRecorder, eager_attention
 from .test_families import FAMILIES, tiny
+from .test_walk import HostReads
 
 SAMPLING = SamplingParams(seed=2, min_p=0.1, repetition_penalty=1.2, penalty_window=64)
 NARROW = TokenSwiftOptions(tree=(1, 2, 2), ngrams=2, budget=30)
@@ -97,6 +98,37 @@ def test_the_kernel_itself_in_a_generation(as_on_cuda, prompt, monkeypatch):
     assert out.token_ids == expected
     assert {query.shape[2] for query, *_ in calls} >= {39, 1, 4}
     assert all(committed.numel() == 1 and key.shape[2] > query.shape[2] for query, key, _, committed, *_ in calls)
+
+
+class StepReads(HostReads):
+    """What a step reads from the device outside its passes, which could not be recorded if they did."""
+
+    METHODS = ("tolist", "cpu", "__array__")  # numpy serves masks, which the host makes
+
+
+READS = [("ar", "chained", 1), ("suffix", "chained", 1), ("prompt-lookup", "chained", 1), ("medusa", "chained", 2)]
+READS += [("tokenswift", "chained", 2), ("tokenswift", "gated", 2), ("tokenswift-fused", "gated", 2)]
+
+
+@pytest.mark.parametrize("method, kind, reads", READS)
+def test_a_step_reads_once_for_its_tokens_and_once_for_its_drafts(as_on_cuda, prompt, monkeypatch, method, kind, reads):
+    run = Target._pass
+
+    def uncounted(*arguments, **named):
+        before = counter.reads
+        result = run(*arguments, **named)
+        counter.reads = before
+        return result
+
+    stream = fixed_shapes(decoder_with(kind), Unrecorded()).stream(prompt, 60, method, SAMPLING, NARROW)
+    next(stream)
+    counter, seen = StepReads(), []
+    monkeypatch.setattr(Target, "_pass", uncounted)
+    for _ in range(12):
+        with counter:
+            next(stream)
+        seen.append(counter.reads)
+    assert max(seen) == reads
 
 
 @pytest.mark.parametrize("family", FAMILIES)
