@@ -14,7 +14,7 @@ from decoder.architectures import refuse_unsupported
 from decoder.full_cache import FullCache
 from decoder.graphs import CudaGraphs, FixedPass, Recorder, padded_width
 from decoder.layered_cache import LayeredCache
-from decoder.linear import packed_layers, replaced
+from decoder.linear import packed_layers, replaced, under_autocast
 from decoder.norms import fused_norms
 from decoder.token_tree import TokenTree
 from decoder.transfers import upload
@@ -35,7 +35,7 @@ _LOGITS_TOLERANCE = 0.02
 class Verification:
     """What one forward pass over a tree gives, per node.
 
-    Where passes are recorded these are their outputs themselves, which the next one writes over.
+    Where passes are recorded these are their outputs themselves, which any other pass writes over.
 
     Attributes:
         hidden: the last decoder layer's output before the final norm, [T, d].
@@ -207,7 +207,8 @@ class Target:
         cache.prepare(self.model.config.num_hidden_layers, fixed)
         cache.begin(len(tokens))
         ids = torch.tensor([list(tokens), list(positions)])
-        if fixed is None or len(tokens) > _WIDEST_RECORDED:
+        # Under autocast a graph would know copies of the weights that go when the user's block ends.
+        if fixed is None or len(tokens) > _WIDEST_RECORDED or under_autocast():
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
         kind = (module is self.model, len(tokens), mask is None, observe)
         if kind not in cache.passes:
@@ -247,7 +248,7 @@ class Target:
         """Hidden states h0 [T, d] before the final norm of a run of tokens, the first at ``position``.
 
         They attend to ``cache``, usually one that holds a part of the text, and to each other causally. Where passes
-        are recorded, the next draft of as many tokens writes over them.
+        are recorded, any other pass writes over them.
         """
         return self._pass(self.decoder, tokens, range(position, position + len(tokens)), cache)[0]
 
