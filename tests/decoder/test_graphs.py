@@ -27,6 +27,7 @@ from decoder.recent_cache import RecentCache
 from decoder.split_kv import split_kv_attention
 from decoder.target import Target
 from decoder.token_tree import TokenTree
+from decoder.verify_costs import VerifyCosts
 
 from .conftest import random_heads, tiny_llama
 from .tape import TapeRecorder, eager_attention
@@ -236,6 +237,16 @@ def test_trees_of_all_sizes_share_a_few_widths():
     assert widths == sorted(widths)
     assert len(set(widths[:64])) <= 9
     assert all(width <= 1.6 * nodes + 4 for nodes, width in enumerate(widths, start=1))
+
+
+def test_a_tree_costs_what_its_padded_width_does(monkeypatch):
+    """So that trees fill the widths they are verified at anyway."""
+    monkeypatch.setattr(VerifyCosts, "_seconds", lambda self, width, cache: 1.0 + width)
+    dec = decoder_with("chained")
+    plain = dec.verify_costs._measure(FullCache(1))
+    fixed = fixed_shapes(dec, Unrecorded()).verify_costs._measure(FullCache(1))
+    assert plain[1:] == pytest.approx([1.0 + nodes for nodes in range(1, 65)])
+    assert fixed[1:] == pytest.approx([1.0 + padded_width(nodes) for nodes in range(1, 65)])
 
 
 @pytest.mark.gpu
