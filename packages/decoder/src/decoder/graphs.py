@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from decoder.transfers import upload
+from decoder.transfers import overwrite, upload
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
 """A pass: from ids [2, T] (tokens, positions) and a mask [T, T] or None, both in device memory, to its outputs."""
@@ -113,9 +113,9 @@ class FixedPass:
             self._mask = None if mask is None else upload(mask, self.device).clone()
             self._recordable, outputs = self.recorder.rehearse(lambda: run(self._ids, self._mask))
             return outputs
-        self._ids.copy_(upload(ids, self.device))
+        overwrite(self._ids, ids)
         if mask is not None:
-            self._mask.copy_(upload(mask, self.device))
+            overwrite(self._mask, mask)
         if not self._recordable:
             return run(self._ids, self._mask)
         if self._replay is None:
