@@ -60,7 +60,7 @@ def available(device: torch.device) -> bool:
     try:
         ones = torch.ones(1, 1, 2, 16, device=device)
         done = split_kv_attention(ones, ones, ones, torch.zeros(1, dtype=torch.long, device=device), None, 1.0)
-        works = bool((done == 1).all())
+        works = bool(((done - 1).abs() < 1e-3).all())
         reason = "its results are wrong"
     except torch.OutOfMemoryError:
         raise
