@@ -1,5 +1,7 @@
 """A stand-in for CUDA graphs on a CPU: what was recorded is done again on the very same tensors."""
 
+import weakref
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,10 +40,14 @@ class _Recording(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """A `graphs.Recorder` of what a CPU does; counts its passes."""
+    """A `graphs.Recorder` of what a CPU does; counts its passes.
+
+    A replay spoils the outputs of all other recordings, as graphs that share their memory may.
+    """
 
     def __init__(self):
         self.rehearsed = self.recorded = self.replayed = 0
+        self._written: list[weakref.ref] = []
 
     def rehearse(self, run):
         self.rehearsed += 1
@@ -57,14 +63,20 @@ class TapeRecorder:
         with tape:
             outputs = run()
         # Nothing is done while CUDA records, so nothing but a replay may give the outputs.
-        for tensor in _tensors(outputs):
-            tensor.fill_(float("nan"))
+        self._written += map(weakref.ref, _tensors(outputs))
+        self._spoil()
 
         def replay():
             self.replayed += 1
+            self._spoil()
             tape.replay()
 
         return replay, outputs
+
+    def _spoil(self):
+        for written in self._written:
+            if (tensor := written()) is not None:
+                tensor.fill_(float("nan"))
 
 
 def _tensors(nested):

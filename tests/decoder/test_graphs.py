@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import islice
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from decoder.recent_cache import RecentCache
 from decoder.split_kv import split_kv_attention
 from decoder.target import Target
 from decoder.token_tree import TokenTree
+from decoder.verify_costs import VerifyCosts
 
 from .conftest import random_heads, tiny_llama
 from .tape import TapeRecorder, eager_attention
@@ -165,6 +167,44 @@ def test_passes_that_cannot_be_recorded_run_as_they_are(as_on_cuda, prompt):
     assert recorder.recorded == recorder.replayed == 0
 
 
+def test_what_autocast_makes_of_weights_is_not_recorded(as_on_cuda, prompt):
+    """Its copies go when the user's block ends, and a graph would go on reading where they were."""
+    recorder = TapeRecorder()
+    dec = fixed_shapes(decoder_with("chained"), recorder)
+    stream = dec.stream(prompt, 12, "ar", SAMPLING)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(6):
+            next(stream)
+    assert recorder.rehearsed == recorder.recorded == 0
+    assert len(list(stream)[-1].output.token_ids) == 12
+    assert recorder.replayed > 2
+
+
+def test_interleaved_generations_leave_each_others_passes_alone(as_on_cuda, prompt):
+    expected = [decoder_with("gated").generate(prompt[k:], 60, "ar", SAMPLING).token_ids for k in range(3)]
+    dec = fixed_shapes(decoder_with("gated"), TapeRecorder())
+    streams = [
+        dec.stream(prompt[k:], 60, method, SAMPLING, NARROW)
+        for k, method in enumerate(("tokenswift", "tokenswift-fused", "auto"))
+    ]
+    found = [[] for _ in streams]
+    while any(len(tokens) < 60 for tokens in found):
+        for stream, tokens in zip(streams, found, strict=True):
+            tokens += [token for chunk in islice(stream, 1) for token in chunk.token_ids]
+    assert found == expected
+
+
+def test_a_logits_hook_may_keep_what_it_is_given(as_on_cuda, prompt):
+    """The next pass writes over the logits of the one before."""
+    kept = [[], []]
+    for hooked, fixed in zip(kept, (False, True), strict=True):
+        dec = decoder_with("chained")
+        if fixed:
+            fixed_shapes(dec, TapeRecorder())
+        dec.generate(prompt, 20, "ar", SAMPLING, logits_hook=lambda _, logits, to=hooked: to.append(logits) or logits)
+    torch.testing.assert_close(*kept)
+
+
 def test_a_finished_generation_frees_its_cache_and_passes_at_once(as_on_cuda, prompt, monkeypatch):
     """Without the garbage collector: a cache of a long text is gigabytes."""
     caches = []
@@ -231,6 +271,16 @@ def test_trees_of_all_sizes_share_a_few_widths():
     assert all(width <= 1.6 * nodes + 4 for nodes, width in enumerate(widths, start=1))
 
 
+def test_a_tree_costs_what_its_padded_width_does(monkeypatch):
+    """So that trees fill the widths they are verified at anyway."""
+    monkeypatch.setattr(VerifyCosts, "_seconds", lambda self, width, cache: 1.0 + width)
+    dec = decoder_with("chained")
+    plain = dec.verify_costs._measure(FullCache(1))
+    fixed = fixed_shapes(dec, Unrecorded()).verify_costs._measure(FullCache(1))
+    assert plain[1:] == pytest.approx([1.0 + nodes for nodes in range(1, 65)])
+    assert fixed[1:] == pytest.approx([1.0 + padded_width(nodes) for nodes in range(1, 65)])
+
+
 @pytest.mark.gpu
 def test_cuda_replays_nearly_every_pass(prompt):
     """In bfloat16, where nothing is identical anyhow: what counts is that graphs run."""
@@ -255,6 +305,36 @@ def test_cuda_replays_nearly_every_pass(prompt):
         out = dec.generate(prompt, 300, method, SAMPLING, NARROW)
         assert dec.target.recorder.replayed > 0.9 * out.stats.steps, method
         assert dec.target.recorder.recorded <= 12
+
+
+@pytest.mark.gpu
+def test_cuda_generations_interleave_and_a_later_one_records_again(prompt):
+    """What was recorded goes with a generation; the next one records into the memory it left."""
+    dec = Decoder(tiny_llama().cuda(), heads=random_heads(tiny_llama()))
+    expected = [decoder_with("chained").generate(prompt[k:], 60, "ar", SAMPLING).token_ids for k in range(2)]
+    for _ in range(2):
+        streams = [dec.stream(prompt[k:], 60, "tokenswift", SAMPLING, NARROW) for k in range(2)]
+        found = [[], []]
+        while any(len(tokens) < 60 for tokens in found):
+            for stream, tokens in zip(streams, found, strict=True):
+                tokens += [token for chunk in islice(stream, 1) for token in chunk.token_ids]
+        assert found == expected
+        del stream, streams
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_cuda_rehearsals_find_a_pass_that_waits_and_only_that():
+    recorder = CudaGraphs(torch.device("cuda", 0))
+    numbers = torch.ones(8, 8, device="cuda")
+    assert recorder.rehearse(lambda: numbers @ numbers)[0]
+    recordable, waited = recorder.rehearse(lambda: numbers[numbers > 0])
+    assert not recordable and waited.numel() == 64
+    assert torch.cuda.get_sync_debug_mode() == 0
+    replay, doubled = recorder.record(lambda: numbers * 2)
+    numbers.fill_(3)
+    replay()
+    assert doubled.eq(6).all()
 
 
 @pytest.mark.gpu

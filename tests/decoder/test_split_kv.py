@@ -158,9 +158,15 @@ def test_same_call_same_bits():
     assert torch.equal(first, second)
 
 
-def test_available_on_cuda_only():
+def test_available_where_triton_works():
     assert not available(torch.device("cpu"))
-    assert available(torch.device("cuda"))
+    with pytest.warns(UserWarning, match="several times slower, as Triton does not work on cuda:99"):
+        assert not available(torch.device("cuda", 99))
+
+
+@pytest.mark.gpu
+def test_available_on_a_gpu():
+    assert available(torch.device("cuda", 0))
 
 
 GPUS = {  # capability, multiprocessors, shared memory of a program

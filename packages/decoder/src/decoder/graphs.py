@@ -1,11 +1,13 @@
 """Passes of fixed shape: recorded as CUDA graphs and replayed, so that a step is a few launches and not thousands."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from decoder.transfers import upload
+from decoder.transfers import overwrite, upload
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
 """A pass: from ids [2, T] (tokens, positions) and a mask [T, T] or None, both in device memory, to its outputs."""
@@ -36,32 +38,57 @@ class CudaGraphs:
         self.device = device
         # Graphs are replayed one after the other, so they share what memory they need in between.
         self._pool = torch.cuda.graph_pool_handle()
+        # Without a stream of our own, PyTorch takes one for the whole process: on the device that was the first to
+        # record, and with a workspace of cuBLAS that goes when any graph of it does (pytorch issue 193402).
+        self._stream = torch.cuda.Stream(device)
+        # A pool that its last graph has left while anything lives in it cannot be recorded into again: one stays. The
+        # state that PyTorch makes with a first graph must serve those that users record outside of inference mode too.
+        with torch.inference_mode(False):
+            self._first, _ = self._graph(lambda: torch.zeros(1, device=device))
 
     def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
         """A pass in which the host reads from the device (some mixtures of experts) cannot be recorded."""
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
-            return True, run()
+            with _waiting_refused():
+                return True, run()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
             pass
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
         return False, run()
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
-            outputs = run()
+        graph, outputs = self._graph(run)
         return graph.replay, outputs
+
+    def _graph(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may do what they like meanwhile.
+        recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self.device), recording:
+            outputs = run()
+        return graph, outputs
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """In this block it is a RuntimeError, as far as PyTorch sees it, when the host waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # PyTorch tells users that it does not see everything.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class FixedPass:
     """One kind of pass at one width over one cache: run as it is at first, recorded the second time, then replayed.
 
-    Its outputs are the same tensors every time, and hold until it is run again.
+    Its outputs are the same tensors every time, and hold until any pass of the same recorder is run: what one graph
+    needs in between may lie where another has its outputs.
 
     Args:
         recorder: of the device.
@@ -86,9 +113,9 @@ class FixedPass:
             self._mask = None if mask is None else upload(mask, self.device).clone()
             self._recordable, outputs = self.recorder.rehearse(lambda: run(self._ids, self._mask))
             return outputs
-        self._ids.copy_(upload(ids, self.device))
+        overwrite(self._ids, ids)
         if mask is not None:
-            self._mask.copy_(upload(mask, self.device))
+            overwrite(self._mask, mask)
         if not self._recordable:
             return run(self._ids, self._mask)
         if self._replay is None:

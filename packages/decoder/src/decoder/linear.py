@@ -86,6 +86,10 @@ def available_memory() -> int | None:
     return free if limit == "max" else min(free, int(limit) - int(used))
 
 
+def under_autocast() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 @contextmanager
 def replaced(layers: Mapping[nn.Module, Callable]) -> Iterator[None]:
     """Each layer with its other forward, until the end of the block; blocks nest.
@@ -93,7 +97,7 @@ def replaced(layers: Mapping[nn.Module, Callable]) -> Iterator[None]:
     A module whose forward has been replaced already, by an outer block or by the user, keeps that one. Under autocast
     all do: it chooses other dtypes.
     """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if under_autocast():
         layers = {}
     plain = [(layer, other) for layer, other in layers.items() if "forward" not in layer.__dict__]
     for layer, other in plain:

@@ -189,7 +189,8 @@ class Sampler:
         """
         if self.logits_hook is not None:
             shape = logits.shape
-            logits = self.logits_hook([*self.context, *drafted], logits)
+            # The user may keep or change them, and the next pass may write over those that the model gave.
+            logits = self.logits_hook([*self.context, *drafted], logits.clone())
             if not isinstance(logits, torch.Tensor) or logits.shape != shape:
                 raise ValueError(f"logits_hook must return a tensor of the shape it was given, {list(shape)}")
         return self._processed(logits.double(), self.in_window())

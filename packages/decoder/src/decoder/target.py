@@ -14,7 +14,7 @@ from decoder.architectures import refuse_unsupported
 from decoder.full_cache import FullCache
 from decoder.graphs import CudaGraphs, FixedPass, Recorder, padded_width
 from decoder.layered_cache import LayeredCache
-from decoder.linear import packed_layers, replaced
+from decoder.linear import packed_layers, replaced, under_autocast
 from decoder.norms import fused_norms
 from decoder.token_tree import TokenTree
 from decoder.transfers import upload
@@ -35,7 +35,7 @@ _LOGITS_TOLERANCE = 0.02
 class Verification:
     """What one forward pass over a tree gives, per node.
 
-    Where passes are recorded these are their outputs themselves, which the next one writes over.
+    Where passes are recorded these are their outputs themselves, which any other pass writes over.
 
     Attributes:
         hidden: the last decoder layer's output before the final norm, [T, d].
@@ -108,7 +108,8 @@ class Target:
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._modules = list(self.model.modules())
-        self._faster: dict[nn.Module, Callable] | None = None
+        self._layers: int = self.model.config.num_hidden_layers
+        self._faster: tuple[dict[nn.Module, Callable], dict[nn.Module, Callable]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -141,10 +142,9 @@ class Target:
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"{self.name} cannot be run with another attention and cache: {reason}") from error
-        layers = self.model.config.num_hidden_layers
-        if not len(seen.queries) == len(cache.written) == layers:
+        if not len(seen.queries) == len(cache.written) == self._layers:
             raise ValueError(
-                f"{self.name} does not use transformers' attention interface and cache in all {layers} layers"
+                f"{self.name} does not use transformers' attention interface and cache in all {self._layers} layers"
             )
         scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
         if (raw * scale - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
@@ -153,18 +153,30 @@ class Target:
             )
         return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
 
-    def _replacements(self) -> dict[nn.Module, Callable]:
-        """Faster forwards of layers, as they suit the device."""
+    def _replacements(self) -> tuple[dict[nn.Module, Callable], dict[nn.Module, Callable]]:
+        """Faster forwards of layers, as they suit the device: of all, and of those that drafters call themselves."""
         if self._faster is None:
-            modules = [*self._modules, *(module for helper in self._helpers for module in helper.modules())]
-            self._faster = fused_norms(modules) if self.device.type == "cuda" else packed_layers(modules)
+            of_helpers = [module for helper in self._helpers for module in helper.modules()]
+            modules = [*self._modules, *of_helpers]
+            found = fused_norms(modules) if self.device.type == "cuda" else packed_layers(modules)
+            called = {self.norm, self.lm_head, *of_helpers}
+            self._faster = found, {module: forward for module, forward in found.items() if module in called}
         return self._faster
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """The model in eval mode, with our attention and faster layers, its final norm's input recorded.
+        """What drafters call of the model, and the helpers, with faster layers; the model itself is taken pass by pass.
 
         Borrowed for one step at a time, so that between two chunks of a stream the model is the user's own.
+        """
+        with replaced(self._replacements()[1]):
+            yield
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The model in eval mode, with our attention and faster layers, its final norm's input recorded.
+
+        Around each pass that runs and not around the step: a pass that is replayed needs none of it.
         """
         config, training = self.model.config, [module for module in self._modules if module.training]
         implementation = config._attn_implementation
@@ -173,7 +185,7 @@ class Target:
         for module in training:
             module.training = False
         try:
-            with replaced(self._replacements()):
+            with replaced(self._replacements()[0]):
                 yield
         finally:
             hook.remove()
@@ -199,15 +211,17 @@ class Target:
         def run(ids: torch.Tensor, mask: torch.Tensor | None):
             queries = {} if observe else None
             inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
-            output = module(**inputs, tree_mask=mask, queries=queries, standing=cache.standing)
-            logits = output.logits[0] if module is self.model else None
-            return self._hidden[0], logits, queries
+            with self._running():
+                output = module(**inputs, tree_mask=mask, queries=queries, standing=cache.standing)
+                logits = output.logits[0] if module is self.model else None
+                return self._hidden[0], logits, queries
 
         fixed = None if self.recorder is None else self.device
-        cache.prepare(self.model.config.num_hidden_layers, fixed)
+        cache.prepare(self._layers, fixed)
         cache.begin(len(tokens))
         ids = torch.tensor([list(tokens), list(positions)])
-        if fixed is None or len(tokens) > _WIDEST_RECORDED:
+        # Under autocast a graph would know copies of the weights that go when the user's block ends.
+        if fixed is None or len(tokens) > _WIDEST_RECORDED or under_autocast():
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
         kind = (module is self.model, len(tokens), mask is None, observe)
         if kind not in cache.passes:
@@ -247,7 +261,7 @@ class Target:
         """Hidden states h0 [T, d] before the final norm of a run of tokens, the first at ``position``.
 
         They attend to ``cache``, usually one that holds a part of the text, and to each other causally. Where passes
-        are recorded, the next draft of as many tokens writes over them.
+        are recorded, any other pass writes over them.
         """
         return self._pass(self.decoder, tokens, range(position, position + len(tokens)), cache)[0]
 

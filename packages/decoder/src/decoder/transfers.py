@@ -12,6 +12,12 @@ def upload(numbers: Sequence | torch.Tensor, device: torch.device) -> torch.Tens
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def overwrite(destination: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write a CPU tensor over ``destination``; where that is on CUDA the host does not wait for it."""
+    pinned = tensor.pin_memory() if destination.is_cuda else tensor
+    destination.copy_(pinned, non_blocking=True)
+
+
 def download(tensor: torch.Tensor) -> list:
     """The numbers of ``tensor`` as nested lists, once the device has computed them: the host waits here."""
     return tensor.tolist()

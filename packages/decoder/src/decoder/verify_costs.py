@@ -46,7 +46,8 @@ class VerifyCosts:
         for (left, at_left), (right, at_right) in pairwise(zip(_WIDTHS, best, strict=True)):
             # The last slope goes on to the widest tree.
             for nodes in range(left + 1, (right if right < _WIDTHS[-1] else WIDEST) + 1):
-                table.append(at_left + (nodes - left) / (right - left) * (at_right - at_left))
+                # What a tree is padded with costs as much as its nodes.
+                table.append(at_left + (self.target.width(nodes) - left) / (right - left) * (at_right - at_left))
         return table
 
     def _seconds(self, width: int, cache: FullCache) -> float:
