@@ -24,7 +24,7 @@ def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
     hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     source.commit(Verification(hidden, torch.empty(0), {}), path=[0, 2], tokens=[6, 7])
     with torch.inference_mode():
-        place, states = source.root(sampler, rate=0.0, node_seconds=0.0), {(): hidden[2]}
+        place, states = source.root(sampler, rate=0.0, node_seconds=0.0, levels=8), {(): hidden[2]}
         for depth in range(4 if heads.conditioned else 3):
             offers = source.offers(place)
             assert offers, depth

@@ -317,7 +317,7 @@ def test_a_level_of_a_grown_tree_reads_once(model, kind):
     source.commit(Verification(hidden, torch.empty(0), {}), path=[0], tokens=[6])
     with torch.inference_mode():
         sampler = Sampler(GENERATIONS["sampled"], VOCAB, CPU, [5, 6])
-        place = source.root(sampler, rate=0.0, node_seconds=0.0)
+        place = source.root(sampler, rate=0.0, node_seconds=0.0, levels=8)
         for _ in range(3):
             with HostReads() as counter:
                 offers = source.offers(place)

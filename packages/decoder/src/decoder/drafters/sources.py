@@ -41,11 +41,12 @@ class HeadsSource:
     """
 
     name = "heads"
+    costly = True
 
     def __init__(self, target: Target, heads: DraftHeads, coupled: bool, odds: Odds):
         self.target, self.heads, self.coupled, self.odds = target, heads, coupled, odds
         self.hidden: torch.Tensor | None = None
-        self.deepest = _DEEPEST if heads.conditioned else heads.num_heads
+        self.deepest = self._most = _DEEPEST if heads.conditioned else heads.num_heads
         self._gains = [Calibration() for _ in range(self.deepest)]
         self._seconds = 0.0  # of one level, lately
         self._idle = [0] * self.deepest  # steps since each level was last run
@@ -57,17 +58,18 @@ class HeadsSource:
         self._explored = False
         self._price = 0.0  # of one level, in tokens
 
-    def root(self, sampler: Sampler, rate: float, node_seconds: float) -> object | None:
+    def root(self, sampler: Sampler, rate: float, node_seconds: float, levels: int) -> object | None:
+        self._most = min(levels, self.deepest)
         self._sampler, self._states = sampler, self.hidden
         self._levels, self._reach, self._beam, self._explored = [], [], [(1.0, (), 0)], False
         self._price = rate * (self._seconds + _BEAM * node_seconds)
         self._idle = [steps + 1 for steps in self._idle]
-        return None if self.hidden is None else ()
+        return None if self.hidden is None or not self._most else ()
 
     def offers(self, place: object) -> list[Offer]:
         depth = len(place)
         if depth == len(self._levels):
-            if depth == self.deepest or not self._pays(depth):
+            if depth >= self._most or not self._pays(depth):
                 return []
             self._sampler.noise.rows(len(self._sampler.context), depth + 1)  # made for many positions at a time
             start = time.perf_counter()
@@ -150,12 +152,13 @@ class SuffixSource:
     """What followed the longest suffix of the text where it stood before; chains up to 32 tokens, at no cost."""
 
     name = "suffix"
+    costly = False
 
     def __init__(self, prompt: list[int]):
         self.automaton = SuffixAutomaton()
         self.automaton.extend(prompt)
 
-    def root(self, sampler: Sampler, rate: float, node_seconds: float) -> object | None:
+    def root(self, sampler: Sampler, rate: float, node_seconds: float, levels: int) -> object | None:
         state, length = self.automaton.match()
         return (state, length, 0) if length else None
 

@@ -16,11 +16,12 @@ from decoder.stats import Statistics
 from decoder.target import Verification
 from decoder.token_tree import TokenTree
 from decoder.verify_costs import WIDEST
+from decoder.ways import Ways
 
-_FORGET = 0.98  # of tokens and seconds per step, from which the rate comes
 _WORTH = 16  # new tokens from which on it pays to measure costs
 _USUAL = 8  # nodes of a usual tree
-_EXPLORE = 24  # steps between two that are held small
+_LEVELS = (2, 8, 0)  # most levels of costly sources, way by way
+_EXPLORE = 48  # steps between two that are held small
 _SMALL = (1, 4, 1, 2)  # nodes they are held at in turn
 
 
@@ -45,11 +46,15 @@ class Source(Protocol):
 
     name: str
 
-    def root(self, sampler: Sampler, rate: float, node_seconds: float) -> object | None:
+    costly: bool
+    """Whether its offers take time of their own."""
+
+    def root(self, sampler: Sampler, rate: float, node_seconds: float, levels: int) -> object | None:
         """Where it begins in this step; None when it has nothing to offer.
 
-        ``rate`` is the tokens per second to beat: work whose expected gain is below ``rate`` times its cost, with
-        ``node_seconds`` for each node that it adds to the verification, is not done.
+        ``levels`` is how deep offers that take time may go. ``rate`` is the tokens per second to beat: work whose
+        expected gain is below ``rate`` times its cost, with ``node_seconds`` for each node that it adds to the
+        verification, is not done.
         """
 
     def offers(self, place: object) -> list[Offer]:
@@ -81,7 +86,7 @@ class Tuned:
         self.odds = odds
         self.sources = sources
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
-        self._tokens = self._seconds = 0.0
+        self._ways = Ways(len(_LEVELS) if any(source.costly for source in sources) else 1)
         self._accepting = Calibration()
         self._hoped = 0.0  # drafted tokens to be accepted in this step
         self._began = self._drafting = 0.0
@@ -98,8 +103,7 @@ class Tuned:
         self._costs = self.costs.at(cache)
         self._began = time.perf_counter()
         costs = self._costs.seconds()
-        # Plain decoding is always at hand.
-        rate = max(1 / costs[1], self._tokens / self._seconds if self._seconds else 0.0)
+        rate = max(self._ways.rate, 1 / costs[1])
         self._steps += 1
         # No tree or a small one now and then: else their cost would not be known.
         most = self.max_nodes if self._steps % _EXPLORE else _SMALL[self._steps // _EXPLORE % len(_SMALL)]
@@ -125,7 +129,7 @@ class Tuned:
 
         node_seconds = (costs[_USUAL] - costs[2]) / (_USUAL - 2)
         for source in self.sources if depth else ():
-            place = source.root(sampler, rate, node_seconds)
+            place = source.root(sampler, rate, node_seconds, _LEVELS[self._ways.now])
             if place is not None:
                 ask(source, place, 0, 1.0)
         # A node far below the cost of one more is hardly ever worth its own.
@@ -165,9 +169,8 @@ class Tuned:
         if self._hoped:
             self._accepting.observe(self._hoped, len(path) - 1)
         seconds = time.perf_counter() - self._began - self._drafting
-        seconds = self._costs.observe(len(verification.hidden), seconds)
-        self._tokens = self._tokens * _FORGET + len(tokens)
-        self._seconds = self._seconds * _FORGET + self._drafting + seconds
+        self._ways.observe(len(tokens), self._drafting + seconds)
+        self._costs.observe(len(verification.hidden), seconds)
 
     def finish(self, statistics: Statistics) -> None:
         pass

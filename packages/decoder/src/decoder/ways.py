@@ -1,0 +1,76 @@
+"""Which of several ways of going on gives more tokens per second, told by trying them."""
+
+import math
+
+_TRIAL = 12  # steps for which another way is tried
+_STAY, _LONGEST_STAY = 64, 256  # steps on the best way between trials: at first, and after it has won again and again
+_COLD = 2  # steps at the beginning of a stretch that do not count
+_KEPT = 0.99  # of old tokens and seconds against those of the next step
+_WORST = 2.0  # a step that took longer than so many times the usual was disturbed
+
+
+class Ways:
+    """The best way mostly, and each other one now and then, in stretches of steps.
+
+    Single steps would not do: each finds the processor's caches as the step before has left them, and many tokens in
+    one are luck.
+
+    Args:
+        count: of ways; the first stretch takes way 0, the next ones the others in turn.
+    """
+
+    def __init__(self, count: int):
+        self.now = 0
+        self._tokens, self._squares = [0.0] * count, [0.0] * count
+        self._seconds, self._steps = [0.0] * count, [0.0] * count
+        self._best = 0
+        self._next = 1 % count
+        self._done = 0  # steps of this stretch
+        self._length = _TRIAL
+        self._stay = _STAY
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second on the best way, 0 while there is none."""
+        return max(map(self._rate, range(len(self._steps))))
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step on way ``now`` gave ``tokens`` in ``seconds``; the next step goes by ``now`` as it is then."""
+        way = self.now
+        self._done += 1
+        if self._done > _COLD:
+            if self._steps[way]:
+                seconds = min(seconds, _WORST * self._seconds[way] / self._steps[way])
+            sums = (self._tokens, tokens), (self._squares, tokens**2), (self._seconds, seconds), (self._steps, 1)
+            for kept, new in sums:
+                kept[way] = kept[way] * _KEPT + new
+        if self._done >= self._length:
+            self._turn()
+
+    def _rate(self, way: int) -> float:
+        return self._tokens[way] / self._seconds[way] if self._seconds[way] else 0.0
+
+    def _sure_rate(self, way: int) -> float:
+        """The rate less its standard error: few steps prove little, since how many tokens one gives is luck."""
+        steps, tokens = self._steps[way], self._tokens[way]
+        variance = self._squares[way] / steps - (tokens / steps) ** 2
+        return self._rate(way) * (1 - math.sqrt(max(0.0, variance) / steps) * steps / tokens)
+
+    def _turn(self) -> None:
+        """The next stretch: a trial after the best way, the best way after a trial."""
+        ways = range(len(self._steps))
+        untried = [way for way in ways if not self._steps[way]]
+        self._done = 0
+        if untried:
+            self.now, self._length = untried[0], _TRIAL
+            return
+        best = max(ways, key=self._sure_rate)
+        if best != self._best:
+            self._best, self._stay = best, _STAY
+        if self.now != best or len(ways) == 1:
+            self.now, self._length = best, self._stay
+            self._stay = min(2 * self._stay, _LONGEST_STAY)
+        else:
+            others = [way for way in ways if way != best]
+            self._next = (self._next + 1) % len(others)
+            self.now, self._length = others[self._next], _TRIAL
