@@ -6,6 +6,7 @@ _TRIAL = 12  # steps for which another way is tried
 _STAY, _LONGEST_STAY = 64, 256  # steps on the best way between trials: at first, and after it has won again and again
 _COLD = 2  # steps at the beginning of a stretch that do not count
 _KEPT = 0.99  # of old tokens and seconds against those of the next step
+_TIE = 0.02  # a way must be faster by so much than the one before it
 _WORST = 2.0  # a step that took longer than so many times the usual was disturbed
 
 
@@ -16,7 +17,8 @@ class Ways:
     one are luck.
 
     Args:
-        count: of ways; the first stretch takes way 0, the next ones the others in turn.
+        count: of ways, the preferred one first: it wins where they are about as fast. The first stretch takes it, the
+            next ones the others in turn.
     """
 
     def __init__(self, count: int):
@@ -64,7 +66,7 @@ class Ways:
         if untried:
             self.now, self._length = untried[0], _TRIAL
             return
-        best = max(ways, key=self._sure_rate)
+        best = max(ways, key=lambda way: self._sure_rate(way) * (1 - _TIE * way))
         if best != self._best:
             self._best, self._stay = best, _STAY
         if self.now != best or len(ways) == 1:
