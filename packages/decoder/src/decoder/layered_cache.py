@@ -1,12 +1,14 @@
 """What all caches share: one buffer of keys and one of values for all layers, and room for a pass to write in."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from transformers import Cache
 
 from decoder.graphs import FixedPass
 
 
-class LayeredCache(Cache):
+class LayeredCache(Cache, ABC):
     """Keys and values [layers, batch, KV heads, slots, head size]; a pass writes its pairs behind those that stand.
 
     All layers share a buffer, so that what a step commits moves in one operation and not in one per layer.
@@ -58,7 +60,7 @@ class LayeredCache(Cache):
         """
         count = key_states.shape[2]
         self._make_room(count)
-        self.allocate(key_states, value_states)
+        self._allocate(key_states, value_states)
         key, value = self._of_layer[layer_idx]
         if self.standing is not None:
             if not layer_idx:
@@ -72,10 +74,15 @@ class LayeredCache(Cache):
         value[:, :, start:end] = value_states
         return key[:, :, :end], value[:, :, :end]
 
-    def allocate(self, key: torch.Tensor, value: torch.Tensor, layers: int | None = None) -> None:
-        """Make the buffers, unless they are there, for pairs like ``key`` and ``value`` [B, G, any, D]."""
+    def allocate_as(self, other: "LayeredCache") -> None:
+        """Make the buffers, unless they are there, for pairs like those of ``other``."""
         if not len(self.keys):
-            self.keys, self.values = (self._buffer(like, layers or self._layers) for like in (key, value))
+            self.prepare(len(other.keys))
+            self._allocate(other.keys[0], other.values[0])
+
+    def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        if not len(self.keys):
+            self.keys, self.values = (self._buffer(like, self._layers) for like in (key, value))
             self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def enlarge(self, capacity: int, filled: int) -> None:
@@ -96,8 +103,9 @@ class LayeredCache(Cache):
         batch, groups, _, dim = like.shape
         return like.new_empty(layers, batch, groups, self.capacity, dim)
 
+    @abstractmethod
     def _make_room(self, count: int) -> None:
-        raise NotImplementedError
+        """See that ``count`` more pairs find room behind those that stand, or raise ValueError."""
 
     @property
     def nbytes(self) -> int:

@@ -58,7 +58,7 @@ class PartialCache(DraftCache):
         inside: one product of the summed query with the keys, and no key is replicated.
         """
         wanted = self.budget - self.sink
-        self.allocate(full.keys[0], full.values[0], len(full.keys))
+        self.allocate_as(full)
         for layer, (key, value) in enumerate(zip(full.keys, full.values, strict=True)):
             query = queries[layer][:, :, newest]
             batch, groups = key.shape[:2]
@@ -74,6 +74,6 @@ class PartialCache(DraftCache):
 
     def _copy(self, full: FullCache, slot: int, count: int) -> None:
         """The newest ``count`` pairs of ``full`` into the slots from ``slot`` on."""
-        self.allocate(full.keys[0], full.values[0], len(full.keys))
+        self.allocate_as(full)
         for mine, theirs in ((self.keys, full.keys), (self.values, full.values)):
             mine[:, :, :, slot : slot + count] = theirs[:, :, :, full.length - count : full.length]

@@ -67,7 +67,7 @@ class RecentCache(DraftCache):
         first = max(self.seen, end - window)
         positions = [*range(self.seen, min(self.sink, first)), *range(first, end)]
         if positions:
-            self.allocate(source.keys[0], source.values[0], len(source.keys))
+            self.allocate_as(source)
             slots = [p if p < self.sink else self.sink + (p - self.sink) % window for p in positions]
             taken, slots = upload([[p - self.seen + start for p in positions], slots], self.keys.device)
             for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
