@@ -13,7 +13,7 @@ from decoder.token_tree import TokenTree
 WIDEST = 64
 _WIDTHS = (1, 4, 16)
 _MOST_REPEATS = 5
-_PREPARING = 2  # the first two passes of a width: a run as it is, and its recording
+_RECORDING = 2  # passes of a width before it is replayed: a run as it is, and its recording
 _LONG = 0.05  # seconds after which two repeats of a width are enough
 _SHORTEST = 1024  # below it the length hardly matters
 
@@ -51,13 +51,13 @@ class VerifyCosts:
         return table
 
     def _seconds(self, width: int, cache: FullCache) -> float:
-        """The best of a few verifications in a row, after those that prepare this width."""
+        """The best of a few verifications in a row: the first one of a width also prepares it."""
         # All below the root: a deeper tree might look beyond the model's last position.
         tree = TokenTree(0)
         for token in range(width - 1):
             tree.add(0, token, "measure")
         tree.tokens = [0] * width
-        for _ in range(_PREPARING):
+        for _ in range(_RECORDING if self.target.recorder is not None else 0):
             self.target.forward(tree, cache)
         best, began = float("inf"), time.perf_counter()
         for repeat in range(_MOST_REPEATS):
