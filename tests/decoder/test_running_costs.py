@@ -50,8 +50,8 @@ def test_costs_never_fall_with_the_number_of_nodes():
 
 def test_a_disturbed_step_counts_little():
     costs = RunningCosts(MEASURED)
-    assert costs.observe(1, 1000.0) == pytest.approx(1.5)
+    costs.observe(1, 1000.0)
     assert costs.seconds()[1] == pytest.approx(1.1)
     for _ in range(200):
-        assert costs.observe(1, 1.0) == 1.0
+        costs.observe(1, 1.0)
     assert costs.seconds()[1] == pytest.approx(1.0, rel=1e-3)

@@ -33,8 +33,8 @@ class RunningCosts:
             factors += [self._factor(kind)] * (_widest(kind) - len(factors) + 1)
         return list(accumulate(map(mul, self.measured, factors), max))
 
-    def observe(self, nodes: int, seconds: float) -> float:
-        """A step that verified ``nodes`` took ``seconds``; returns them but for disturbances."""
+    def observe(self, nodes: int, seconds: float) -> None:
+        """A step that verified ``nodes`` took ``seconds``."""
         kind = _kind(nodes)
         factor, measured = self._factor(kind), self.measured[nodes]
         seconds = min(seconds, _WORST * factor * measured)
@@ -44,7 +44,6 @@ class RunningCosts:
         # Widths that are hardly ever tried any more must not keep what once disturbed them.
         for other in range(1, len(self._seen) if kind else 0):
             self._dearer[other] += _DRIFT * (self._dearer[kind] - self._dearer[other])
-        return seconds
 
     def _factor(self, kind: int) -> float:
         """Of widths not tried yet it is that of the next ones tried below, or above."""

@@ -20,7 +20,7 @@ from decoder.ways import Ways
 
 _WORTH = 16  # new tokens from which on it pays to measure costs
 _USUAL = 8  # nodes of a usual tree
-_LEVELS = (2, 8, 0)  # most levels of costly sources, way by way; no passes saved comes last
+_LEVELS = (2, 8, 0)  # most levels of costly sources: the ways that are tried, the preferred one first
 _EXPLORE = 48  # steps between two that are held small
 _SMALL = (1, 4, 1, 2)  # nodes they are held at in turn
 
