@@ -1,6 +1,7 @@
 """The walk that the device takes by itself is the host's own, token for token, and the host reads from it once."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -400,6 +401,26 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
         assert sampler.branch_scores(logits[:2], True, [[1, 2], [1, 3]]).shape == (2, WORDS)
 
 
+@contextmanager
+def waiting_refused(monkeypatch, *modules):
+    """On CUDA nothing in this block may wait for the device but the downloads of ``modules``, which are collected."""
+    reads = []
+
+    def read(tensor):
+        torch.cuda.set_sync_debug_mode("default")
+        reads.append(tensor.tolist())
+        torch.cuda.set_sync_debug_mode("error")
+        return reads[-1]
+
+    for module in modules:
+        monkeypatch.setattr(f"decoder.{module}.download", read)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield reads
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth", [0, 10])
 @pytest.mark.parametrize("params", SAMPLERS.values(), ids=SAMPLERS)
@@ -410,23 +431,10 @@ def test_on_cuda_the_walk_waits_for_its_one_read_only(params, depth, monkeypatch
     tree = grown_tree(params, [1, 2, 3, 1], depth, logits, generator) if depth else TokenTree(1)
     device, logits = torch.device("cuda"), logits.cuda()
     samplers = [Sampler(params, WORDS, device, [1, 2, 3, 1], keep_logprobs=True) for _ in range(2)]
-    reads = []
-
-    def read(tensor):
-        torch.cuda.set_sync_debug_mode("default")
-        reads.append(tensor.tolist())
-        torch.cuda.set_sync_debug_mode("error")
-        return reads[-1]
-
     expected = exact(tree, logits, samplers[0], ends_never)
     assert len(expected[0]) > depth
-    monkeypatch.setattr("decoder.acceptance.download", read)
-    monkeypatch.setattr("decoder.sampler.download", read)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused(monkeypatch, "acceptance", "sampler") as reads:
         walked = exact_on_device(tree, logits, samplers[1], ends_never)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert walked == expected
     assert len(reads) == math.ceil(len(expected[0]) / 8)
     assert state(samplers[1]) == state(samplers[0])
@@ -442,20 +450,8 @@ def test_on_cuda_a_proposal_waits_for_its_one_read_only(kind, monkeypatch):
     hidden = torch.randn(32, dtype=torch.float64).cuda()
     with torch.inference_mode():
         expected = levels.candidates(hidden, sampler, own_level=False)
-        reads = []
-
-        def read(tensor):
-            torch.cuda.set_sync_debug_mode("default")
-            reads.append(tensor.tolist())
-            torch.cuda.set_sync_debug_mode("error")
-            return reads[-1]
-
-        monkeypatch.setattr("decoder.drafters.levels.download", read)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_refused(monkeypatch, "drafters.levels") as reads:
             assert levels.candidates(hidden, sampler, own_level=False) == expected
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert len(reads) == 1
     assert len(expected) == 3
 

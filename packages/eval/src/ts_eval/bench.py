@@ -62,8 +62,6 @@ LEADING_STEPS = {"cpu": 0, "cuda": 4}
 """Steps of a generation before the clock starts: on CUDA its first passes are run as they are, and then recorded."""
 TRACED_STEPS = 16
 """Steps of a generation that is traced: a trace has a line for each of some hundred kernels a pass."""
-PADDING = 32
-"""Nodes by which a verification may be widened at most where passes have fixed widths."""
 
 Say = Callable[[str], None]
 Operation = Callable[[], object]
@@ -263,7 +261,7 @@ def _refuse_too_long(
     # Two caches of the longest text, one to generate in and one to verify over, and a draft cache no longer than it;
     # of the widest tree the logits, and its mask and what is made of that; and the buffers that are copied.
     shape, widest = ModelShape.of(dec.model), widths[-1]
-    needed = 3 * shape.cache_bytes(lengths[-1] + max(further, widest + PADDING))
+    needed = 3 * shape.cache_bytes(lengths[-1] + max(further, dec.target.width(widest)))
     needed += 2 * COPIED_BYTES[device.type] + widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
     free = free_bytes(device)
     if free is not None and needed > free:
@@ -430,7 +428,7 @@ class Measurement:
             _fill(cache, len(tokens))
             return queries
 
-        cache = FullCache(length + widths[-1] + PADDING)
+        cache = FullCache(length + target.width(widths[-1]))
         with target.borrowed():
             queries = filled(target, text, cache)
 
@@ -525,8 +523,8 @@ def _fill(cache: FullCache, length: int) -> None:
     """Let a cache of some tokens hold ``length`` of them: its keys and values over and over."""
     while cache.length < length:
         start, count = cache.length, min(cache.length, length - cache.length)
-        for buffer in (*cache.keys, *cache.values):
-            buffer[:, :, start : start + count] = buffer[:, :, :count]
+        for buffer in (cache.keys, cache.values):
+            buffer[:, :, :, start : start + count] = buffer[:, :, :, :count]
         cache.keep(range(count))
 
 
