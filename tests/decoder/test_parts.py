@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
+from decoder.draft_heads import DraftHeads
 from decoder.full_cache import FullCache
 from decoder.linear import packed_layers, replaced
 from decoder.ngram_table import NgramTable
@@ -156,6 +157,46 @@ def test_packed_layers_are_shared_renewed_and_freed():
     del layer, first, second
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("kind", ["chained", "conditioned", "gated"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(kind, dtype, tolerance):
+    """Also where the states are wider than the weights."""
+    heads = DraftHeads(32, num_heads=2, kind=kind)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    heads = heads.to(dtype)
+    hidden = torch.randn(4, 32)
+    embedding = torch.randn(4, 32) if heads.conditioned else None
+    expected = heads.advance(1, hidden, embedding)
+    packed = packed_layers(heads.modules())
+    assert set(packed) == set(heads.heads)
+    with torch.inference_mode(), replaced(packed):
+        torch.testing.assert_close(heads.advance(1, hidden, embedding), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            heads.advance(1, hidden[0], None if embedding is None else embedding[0])[0],
+            expected[0][0],
+            rtol=tolerance,
+            atol=tolerance,
+        )
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(2)
+    expected = heads.advance(1, hidden, embedding)
+    packed_layers(heads.modules())
+    with torch.inference_mode(), replaced(packed):
+        torch.testing.assert_close(heads.advance(1, hidden, embedding), expected, rtol=tolerance, atol=2 * tolerance)
+
+
+def test_a_head_with_a_layer_of_the_users_own_is_left_to_itself():
+    class Own(torch.nn.Linear):
+        pass
+
+    heads = DraftHeads(8, num_heads=2, kind="gated")
+    heads.heads[0].up = Own(16, 16, bias=False)
+    own = heads.heads[0]
+    assert set(packed_layers(heads.modules())) == {own.linear, own.gate, own.down, heads.heads[1]}
 
 
 def filled_cache(length, groups=2, dim=4, layers=2, seed=0, room=8):

@@ -158,7 +158,9 @@ class Target:
         if self._faster is None:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
             modules = [*self._modules, *of_helpers]
-            found = fused_norms(modules) if self.device.type == "cuda" else packed_layers(modules)
+            found = fused_norms(modules)
+            if self.device.type == "cpu":
+                found |= packed_layers(modules)
             called = {self.norm, self.lm_head, *of_helpers}
             self._faster = found, {module: forward for module, forward in found.items() if module in called}
         return self._faster
