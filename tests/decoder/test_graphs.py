@@ -102,18 +102,13 @@ def test_the_kernel_itself_in_a_generation(as_on_cuda, prompt, monkeypatch):
     assert all(committed.numel() == 1 and key.shape[2] > query.shape[2] for query, key, _, committed, *_ in calls)
 
 
-class StepReads(HostReads):
-    """What a step reads from the device outside its passes, which could not be recorded if they did."""
-
-    METHODS = ("tolist", "cpu", "__array__")  # numpy serves masks, which the host makes
-
-
 READS = [("ar", "chained", 1), ("suffix", "chained", 1), ("prompt-lookup", "chained", 1), ("medusa", "chained", 2)]
 READS += [("tokenswift", "chained", 2), ("tokenswift", "gated", 2), ("tokenswift-fused", "gated", 2)]
 
 
 @pytest.mark.parametrize("method, kind, reads", READS)
 def test_a_step_reads_once_for_its_tokens_and_once_for_its_drafts(as_on_cuda, prompt, monkeypatch, method, kind, reads):
+    """Outside its passes, which could not be recorded if they read from the device."""
     run = Target._pass
 
     def uncounted(*arguments, **named):
@@ -124,7 +119,7 @@ def test_a_step_reads_once_for_its_tokens_and_once_for_its_drafts(as_on_cuda, pr
 
     stream = fixed_shapes(decoder_with(kind), Unrecorded()).stream(prompt, 60, method, SAMPLING, NARROW)
     next(stream)
-    counter, seen = StepReads(), []
+    counter, seen = HostReads(), []
     monkeypatch.setattr(Target, "_pass", uncounted)
     for _ in range(12):
         with counter:
