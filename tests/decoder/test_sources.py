@@ -12,7 +12,7 @@ from decoder.target import Verification
 from .conftest import VOCAB, random_heads
 
 CPU = torch.device("cpu")
-SAMPLING = SamplingParams(seed=3, min_p=0.01, repetition_penalty=1.3)
+SAMPLING = SamplingParams(seed=1, min_p=0.01, repetition_penalty=1.3)
 
 
 @pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
@@ -34,7 +34,8 @@ def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
             embedding = dec.target.embed(path[-1] if path else 7) if heads.conditioned else None
             state, normalised = heads.advance(index, hidden[2] if kind == "independent" else before, embedding)
             scores = sampler.draft_scores(dec.target.head(normalised[None]), True, path)[0]
-            assert [offer.token for offer in offers] == scores.topk(len(offers)).indices.tolist()
+            best = zip(*(found.tolist() for found in scores.topk(6)), strict=True)
+            assert [offer.token for offer in offers] == [token for score, token in best if score > scores.max() - 4]
             # Behind conditioned heads the second best of the first level is in the beam as well.
             place = offers[int(heads.conditioned and depth == 0)].place
             states[tuple(place)] = state

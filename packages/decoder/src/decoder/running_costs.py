@@ -26,12 +26,12 @@ class RunningCosts:
         self._dearer = [1.0] * kinds
         self._seen = [0] * kinds
 
-    def seconds(self) -> list[float]:
-        """What a step that verifies n nodes takes; entry 0 is unused. It never falls with n."""
+    def seconds(self, most: int) -> list[float]:
+        """What a step that verifies n nodes takes, for n up to ``most``; entry 0 is unused. It never falls with n."""
         factors: list[float] = []
-        for kind in range(len(self._seen)):
+        for kind in range(_kind(most) + 1):
             factors += [self._factor(kind)] * (_widest(kind) - len(factors) + 1)
-        return list(accumulate(map(mul, self.measured, factors), max))
+        return list(accumulate(map(mul, self.measured[: most + 1], factors), max))
 
     def observe(self, nodes: int, seconds: float) -> None:
         """A step that verified ``nodes`` took ``seconds``."""
@@ -47,6 +47,8 @@ class RunningCosts:
 
     def _factor(self, kind: int) -> float:
         """Of widths not tried yet it is that of the next ones tried below, or above."""
+        if self._seen[kind]:
+            return self._dearer[kind]
         tried = [other for other, seen in enumerate(self._seen) if seen]
         like = max((other for other in tried if other <= kind), default=min(tried, default=kind))
         return self._dearer[like]

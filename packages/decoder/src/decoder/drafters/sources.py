@@ -23,6 +23,7 @@ _DEEPEST = 8  # levels of conditioned heads
 _FOLLOWING = 3  # continuations per suffix
 _LONGEST_CHAIN = 32
 _RETRY = 64  # steps after which a level that did not pay is tried again
+_FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
 _WORST = 1.5  # a level that took longer than so many times the usual was disturbed
 
 
@@ -129,11 +130,11 @@ class HeadsSource:
         """The tokens of one row of scores, each with the margin by which it leads or trails the best other one."""
         found = []
         for rank, (value, token) in enumerate(zip(values, tokens, strict=True)):
-            if not value > float("-inf"):
-                break
             # Behind a filter that leaves one token there is no rival.
             lead = value - values[rank == 0] if len(values) > 1 else math.inf
-            margin = int(2 * min(4.0, max(-4.0, lead))) if lead == lead else 0
+            if not value > -math.inf or lead < -_FAR:
+                break
+            margin = int(2 * min(_FAR, lead)) if lead == lead else 0
             guess = 0.6 if rank == 0 else 0.1
             if depth:
                 guess = self.odds.chance((self.name, depth - 1, rank == 0, margin), guess)

@@ -102,17 +102,18 @@ class Tuned:
             return TokenTree(sampler.context[-1])
         self._costs = self.costs.at(cache)
         self._began = time.perf_counter()
-        costs = self._costs.seconds()
+        costs = self._costs.seconds(_USUAL)
         rate = max(self._ways.rate, 1 / costs[1])
         self._steps += 1
         # No tree or a small one now and then: else their cost would not be known.
         most = self.max_nodes if self._steps % _EXPLORE else _SMALL[self._steps // _EXPLORE % len(_SMALL)]
-        tree, chances = self._grow(costs, rate, sampler, depth if most > 1 else 0)
-        tree.cut(self._best_size(costs, rate, chances[:most]))
+        node_seconds = (costs[_USUAL] - costs[2]) / (_USUAL - 2)
+        tree, chances = self._grow(node_seconds, rate, sampler, depth if most > 1 else 0)
+        tree.cut(self._best_size(rate, chances[:most]))
         self._drafting = time.perf_counter() - self._began
         return tree
 
-    def _grow(self, costs: list[float], rate: float, sampler: Sampler, depth: int) -> tuple[TokenTree, list[float]]:
+    def _grow(self, node_seconds: float, rate: float, sampler: Sampler, depth: int) -> tuple[TokenTree, list[float]]:
         """The tree best first, and the chance of each of its nodes, in falling order."""
         tree, chances = TokenTree(sampler.context[-1]), [1.0]
         self._offered = {}
@@ -127,7 +128,6 @@ class Tuned:
                 order += 1
                 heappush(heap, (-chance, order, node, offer.token, offer.place, source))
 
-        node_seconds = (costs[_USUAL] - costs[2]) / (_USUAL - 2)
         for source in self.sources if depth else ():
             place = source.root(sampler, rate, node_seconds, _LEVELS[self._ways.now])
             if place is not None:
@@ -148,7 +148,8 @@ class Tuned:
                 ask(source, place, node, chances[node])
         return tree, chances
 
-    def _best_size(self, costs: list[float], rate: float, chances: list[float]) -> int:
+    def _best_size(self, rate: float, chances: list[float]) -> int:
+        costs = self._costs.seconds(len(chances))
         best, size, hoped = float("-inf"), 1, 0.0
         for nodes, chance in enumerate(chances, start=1):
             hoped += chance if nodes > 1 else 0.0
