@@ -34,7 +34,7 @@ def fixed(nodes: int, levels: int) -> Iterator[None]:
     with (
         mock.patch("decoder.drafters.tuned._LEVELS", (levels,)),
         mock.patch.object(HeadsSource, "_pays", lambda self, depth: True),
-        mock.patch.object(Tuned, "_best_size", lambda self, costs, rate, chances: min(nodes, len(chances))),
+        mock.patch.object(Tuned, "_best_size", lambda self, rate, chances: min(nodes, len(chances))),
     ):
         yield
 
