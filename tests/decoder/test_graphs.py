@@ -162,6 +162,21 @@ def test_passes_that_cannot_be_recorded_run_as_they_are(as_on_cuda, prompt):
     assert recorder.recorded == recorder.replayed == 0
 
 
+def test_a_recording_that_fails_is_told_and_the_text_goes_on(as_on_cuda, prompt):
+    class Broken(TapeRecorder):
+        def record(self, run):
+            super().record(run)
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    dec, recorder = decoder_with("chained"), Broken()
+    expected = dec.generate(prompt, 60, "ar", SAMPLING).token_ids
+    with pytest.warns(UserWarning, match="could not be recorded: operation not permitted$"):
+        out = fixed_shapes(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW)
+    assert out.token_ids == expected
+    assert recorder.recorded > 1
+    assert recorder.replayed == 0
+
+
 def test_what_autocast_makes_of_weights_is_not_recorded(as_on_cuda, prompt):
     """Its copies go when the user's block ends, and a graph would go on reading where they were."""
     recorder = TapeRecorder()

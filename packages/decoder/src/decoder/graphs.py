@@ -87,6 +87,8 @@ def _waiting_refused() -> Iterator[None]:
 class FixedPass:
     """One kind of pass at one width over one cache: run as it is at first, recorded the second time, then replayed.
 
+    One that cannot be recorded is run as it is every time.
+
     Its outputs are the same tensors every time, and hold until any pass of the same recorder is run: what one graph
     needs in between may lie where another has its outputs.
 
@@ -118,7 +120,18 @@ class FixedPass:
             overwrite(self._mask, mask)
         if not self._recordable:
             return run(self._ids, self._mask)
-        if self._replay is None:
-            self._replay, self._outputs = self.recorder.record(lambda: run(self._ids, self._mask))
+        if self._replay is None and not self._record(run):
+            return run(self._ids, self._mask)
         self._replay()
         return self._outputs
+
+    def _record(self, run: Run) -> bool:
+        try:
+            self._replay, self._outputs = self.recorder.record(lambda: run(self._ids, self._mask))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            warnings.warn(f"decoding runs slower, as a pass could not be recorded: {reason}", stacklevel=2)
+            self._recordable = False
+        return self._recordable
