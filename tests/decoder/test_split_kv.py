@@ -1,11 +1,5 @@
 """Split-KV attention against the obvious version in float64: on a GPU, or emulated on a CPU; and as compiled code."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +8,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from decoder.split_kv import Device, available, launch_shape, split_kv_attention
+from tests.decoder.compile_kernels import GPUS, compiled
 from tests.decoder.triton_emulation import repair_emulation
 
 repair_emulation()
@@ -169,13 +164,6 @@ def test_available_on_a_gpu():
     assert available(torch.device("cuda", 0))
 
 
-GPUS = {  # capability, multiprocessors, shared memory of a program
-    "H200": (90, 132, 227 * 1024),
-    "A100": (80, 108, 163 * 1024),
-    "RTX 3090": (86, 82, 99 * 1024),
-}
-
-
 @pytest.mark.parametrize("gpu", GPUS)
 def test_launches_fit_the_device_and_fill_it(gpu):
     capability, multiprocessors, shared = GPUS[gpu]
@@ -191,40 +179,29 @@ def test_launches_fit_the_device_and_fill_it(gpu):
                 assert shape.splits == 1 or programs <= multiprocessors * 8 // shape.warps
 
 
-def compiled(gpu, *calls):
-    """What each call's attention kernel takes of a GPU that need not be there."""
+def attending(gpu, *calls):
+    """What each call's attention kernel takes of a GPU: no more than was foreseen."""
     capability, multiprocessors, shared = GPUS[gpu]
-    device = dict(capability=capability, multiprocessors=multiprocessors, shared_memory=shared)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_split_kv.py")
-    command = [sys.executable, str(script), json.dumps(device), json.dumps(calls)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    found = [kernel for kernel in kernels if kernel["name"] == "attend_split"]
-    assert len(found) == len(calls)
-    for kernel in found:
-        shape = launch_shape(
-            kernel["new"] * kernel["heads"] // kernel["groups"],
-            kernel["groups"],
-            kernel["capacity"],
-            kernel["dim"],
-            kernel["dim"],
-            getattr(torch, kernel["dtype"]),
-            Device(multiprocessors, shared, hopper=capability == 90),
-        )
+    found = []
+    for call, kernels in zip(calls, compiled(gpu, *calls), strict=True):
+        (kernel,) = (kernel for kernel in kernels if kernel["name"] == "attend_split")
+        dtype, dim = getattr(torch, call["dtype"]), call["dim"]
+        rows = call["new"] * call["heads"] // call["groups"]
+        device = Device(multiprocessors, shared, hopper=capability == 90)
+        shape = launch_shape(rows, call["groups"], call["capacity"], dim, dim, dtype, device)
         assert kernel["warps"] == shape.warps
-        foreseen = shape.shared_memory(kernel["dim"], kernel["dim"], getattr(torch, kernel["dtype"]), capability == 90)
-        assert kernel["shared"] <= min(foreseen, shared)
+        assert kernel["shared"] <= min(shape.shared_memory(dim, dim, dtype, device.hopper), shared)
+        found.append(kernel)
     return found
 
 
 def call(dtype, heads, groups, dim, new, causal=False):
-    return dict(dtype=dtype, heads=heads, groups=groups, dim=dim, new=new, causal=causal, capacity=131_072)
+    shape = dict(heads=heads, groups=groups, dim=dim, new=new, capacity=131_072)
+    return dict(shape, function="attention", dtype=dtype, causal=causal)
 
 
 def test_compiled_for_hopper():
-    step, wide, seven, small, exact = compiled(
+    step, wide, seven, small, exact = attending(
         "H200",
         call("bfloat16", 32, 8, 128, new=1, causal=True),  # Llama-3.1-8B
         call("bfloat16", 32, 8, 128, new=64),
@@ -244,7 +221,7 @@ def test_compiled_for_hopper():
 
 
 def test_compiled_for_ampere():
-    for kernel in compiled("RTX 3090", call("bfloat16", 32, 8, 128, new=1), call("float64", 32, 8, 64, new=24)):
+    for kernel in attending("RTX 3090", call("bfloat16", 32, 8, 128, new=1), call("float64", 32, 8, 64, new=24)):
         assert "cp.async.cg" in kernel["instructions"]
 
 

@@ -92,7 +92,7 @@ def launch_shape(
 ) -> LaunchShape:
     """How ``rows`` query rows for each of ``pairs`` (batch x KV heads) attend to a cache of ``capacity`` positions.
 
-    Tiles as large as the compiler keeps in registers (`tests/decoder/compile_split_kv.py` shows what it makes of them)
+    Tiles as large as the compiler keeps in registers (`tests/decoder/compile_kernels.py` shows what it makes of them)
     and eight warps to a multiprocessor, for which registers always suffice. The splits fill all multiprocessors once: a
     second round, partly filled, would take as long as the first.
     """
