@@ -45,6 +45,16 @@ def attention(dtype, heads, groups, dim, new, causal, capacity):
     split_kv_attention(query, cache, cache, torch.empty(1, dtype=torch.int64, device="meta"), mask, 0.1)
 
 
+def rotary(dtype, heads, groups, dim, new):
+    from decoder.rotary import rotate
+
+    query, key = (
+        torch.empty(1, new, count, dim, dtype=dtype, device="meta").transpose(1, 2) for count in (heads, groups)
+    )
+    cos, sin = (torch.empty(1, new, dim, dtype=dtype, device="meta") for _ in range(2))
+    rotate(query, key, cos, sin)
+
+
 def usage(kernel):
     from triton import knobs
 
@@ -55,7 +65,7 @@ def usage(kernel):
         found = subprocess.run(command, capture_output=True, text=True, check=True)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", found.stdout + found.stderr).groups()
     ptx = kernel.asm["ptx"]
-    looked_for = ("wgmma", "mma.sync", "cp.async.cg", "tf32")
+    looked_for = ("wgmma", "mma.sync", "cp.async.cg", "tf32", "ld.global.v4", "st.global.v4")
     return dict(
         name=kernel.metadata.name,
         warps=kernel.metadata.num_warps,
@@ -85,7 +95,7 @@ def main():
     JITFunction.run = lambda *args, **named: kernels.append(run(*args, **{**named, "warmup": True}))
     for call in calls:
         kernels.clear()
-        function = {"attention": attention}[call.pop("function")]
+        function = {"attention": attention, "rotary": rotary}[call.pop("function")]
         function(getattr(torch, call.pop("dtype")), **call)
         print(json.dumps([usage(kernel) for kernel in kernels]), flush=True)
 

@@ -4,7 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decoder import Decoder, DraftHeads
+from decoder import Decoder, DraftHeads, attention, rotary, target
+from decoder.acceptance import exact_on_device
+from decoder.layered_cache import LayeredCache
+
+from .tape import eager_attention, eager_rotation
 
 VOCAB = 48
 
@@ -46,6 +50,18 @@ def model():
 def dec(model):
     small = tiny_llama(seed=2, num_hidden_layers=1, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
     return Decoder(model, heads=random_heads(model), draft_model=small)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Kernels have their stand-ins, layers are PyTorch's own, the walk is the device's, and what was never written is
+    no number."""
+    monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
+    monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
+    monkeypatch.setattr(rotary, "rotate", eager_rotation)
+    monkeypatch.setattr(target, "packed_layers", lambda modules: {})
+    buffer = LayeredCache._buffer
+    monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(float("nan")))
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,16 @@ def _tensors(nested):
     return [tensor for part in nested for tensor in _tensors(part)] if isinstance(nested, tuple | list) else []
 
 
+def eager_rotation(q, k, cos, sin):
+    """What the rotary kernel computes, the obvious way."""
+    rotated = []
+    for x in (q, k):
+        (first, second), (cos1, cos2), (sin1, sin2) = (part.double().chunk(2, -1) for part in (x, cos, sin))
+        halves = first * cos1[:, None] - second * sin1[:, None], second * cos2[:, None] + first * sin2[:, None]
+        rotated.append(torch.cat(halves, -1).to(x.dtype))
+    return tuple(rotated)
+
+
 def eager_attention(query, key, value, standing, mask, scaling):
     """What the split-KV kernel computes, the obvious way, over whole buffers; garbage in them must not matter."""
     heads, new = query.shape[1:3]

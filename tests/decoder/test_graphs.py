@@ -18,10 +18,8 @@ from decoder import (
     recent_cache,
     target,
 )
-from decoder.acceptance import exact_on_device
 from decoder.full_cache import FullCache
 from decoder.graphs import CudaGraphs, padded_width
-from decoder.layered_cache import LayeredCache
 from decoder.partial_cache import PartialCache
 from decoder.recent_cache import RecentCache
 from decoder.split_kv import split_kv_attention
@@ -51,15 +49,6 @@ class Unrecorded(TapeRecorder):
 
     def rehearse(self, run):
         return False, run()
-
-
-@pytest.fixture
-def as_on_cuda(monkeypatch):
-    """Attention reads the length from memory, the walk is the device's, and what was never written is no number."""
-    monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
-    monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
-    buffer = LayeredCache._buffer
-    monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(float("nan")))
 
 
 def decoder_with(kind):

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from decoder.graphs import CudaGraphs, FixedPass, Recorder, padded_width
 from decoder.layered_cache import LayeredCache
 from decoder.linear import packed_layers, replaced, under_autocast
 from decoder.norms import fused_norms
+from decoder.rotary import FusedRotary, fused_rotary, rotary_replaced
 from decoder.token_tree import TokenTree
 from decoder.transfers import upload
 
@@ -46,6 +49,17 @@ class Verification:
     hidden: torch.Tensor
     logits: torch.Tensor
     queries: dict[int, torch.Tensor]
+
+
+class _Faster(NamedTuple):
+    """What takes the place of the model's own functions while it runs, as it suits the device.
+
+    Forwards of its layers and the helpers', those among them that drafters call themselves, and rotary embeddings.
+    """
+
+    layers: dict[nn.Module, Callable]
+    called: dict[nn.Module, Callable]
+    rotary: dict[ModuleType, FusedRotary]
 
 
 class _ProbedCache(FullCache):
@@ -109,7 +123,7 @@ class Target:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._modules = list(self.model.modules())
         self._layers: int = self.model.config.num_hidden_layers
-        self._faster: tuple[dict[nn.Module, Callable], dict[nn.Module, Callable]] | None = None
+        self._faster: _Faster | None = None
 
     @property
     def device(self) -> torch.device:
@@ -153,8 +167,7 @@ class Target:
             )
         return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
 
-    def _replacements(self) -> tuple[dict[nn.Module, Callable], dict[nn.Module, Callable]]:
-        """Faster forwards of layers, as they suit the device: of all, and of those that drafters call themselves."""
+    def _replacements(self) -> _Faster:
         if self._faster is None:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
             modules = [*self._modules, *of_helpers]
@@ -162,7 +175,12 @@ class Target:
             if self.device.type == "cpu":
                 found |= packed_layers(modules)
             called = {self.norm, self.lm_head, *of_helpers}
-            self._faster = found, {module: forward for module, forward in found.items() if module in called}
+            self._faster = _Faster(
+                layers=found,
+                called={module: forward for module, forward in found.items() if module in called},
+                # Passes are recorded where Triton works.
+                rotary=fused_rotary(self._modules, self.device) if self.recorder is not None else {},
+            )
         return self._faster
 
     @contextmanager
@@ -171,23 +189,24 @@ class Target:
 
         Borrowed for one step at a time, so that between two chunks of a stream the model is the user's own.
         """
-        with replaced(self._replacements()[1]):
+        with replaced(self._replacements().called):
             yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """The model in eval mode, with our attention and faster layers, its final norm's input recorded.
+        """The model in eval mode, with our attention and faster functions, its final norm's input recorded.
 
         Around each pass that runs and not around the step: a pass that is replayed needs none of it.
         """
         config, training = self.model.config, [module for module in self._modules if module.training]
+        faster = self._replacements()
         implementation = config._attn_implementation
         hook = self.norm.register_forward_pre_hook(self._record)
         config._attn_implementation = attention.NAME
         for module in training:
             module.training = False
         try:
-            with replaced(self._replacements()[0]):
+            with replaced(faster.layers), rotary_replaced(faster.rotary):
                 yield
         finally:
             hook.remove()

@@ -1,0 +1,181 @@
+"""Rotary position embedding in one Triton kernel: transformers' function takes some ten of PyTorch's in every layer."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from decoder.linear import under_autocast
+
+_NAME = "apply_rotary_pos_emb"
+
+# More than the roundings of the original leave in the dtype, less than another rotation would. There is none for
+# float64, the referee's.
+_TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
+_TYPICAL_SIZES = (64, 128)
+
+# Numbers of each half of a head that a program of one warp rotates: 16 bytes of half precision to each thread at once.
+_TILE = 256
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys turned by the angles of their positions, in one launch; the first half of a head by its second.
+
+    With x1, x2 the halves of a head, and cos1, cos2, sin1, sin2 those of its angles' cosines and sines, the halves of
+    the result are x1 * cos1 - x2 * sin1 and x2 * cos2 + x1 * sin2, computed in float32 (float64 for float64) and
+    rounded once. The host does not wait, and what is launched follows from shapes and types alone. The first call with
+    a head size, type or number of heads compiles, which cannot happen while a graph is being captured.
+
+    Args:
+        q: [B, H, T, D]. k: [B, G, T, D], of q's dtype. D is even, its numbers lie next to each other.
+        cos, sin: [B, T, D], or [1, T, D] for all alike; numbers next to each other likewise.
+
+    Returns:
+        Rotated q and k, of their dtype and laid out as they are, without gaps.
+    """
+    from decoder import rotary_kernels as kernels
+
+    batch, heads, tokens, dim = q.shape
+    groups = k.shape[1]
+    rotated_q, rotated_k = torch.empty_like(q), torch.empty_like(k)
+    block_d = _power_of_two(dim // 2)
+    block_h = min(max(1, _TILE // block_d), _power_of_two(max(heads, groups)))
+    # Triton launches on the current device.
+    with torch.cuda.device_of(q):
+        kernels.rotate[tokens, math.ceil(heads / block_h) + math.ceil(groups / block_h), batch](
+            q,
+            k,
+            cos,
+            sin,
+            rotated_q,
+            rotated_k,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *rotated_q.stride()[:3],
+            *rotated_k.stride()[:3],
+            *(0 if len(cos) == 1 else cos.stride(0), cos.stride(1)),
+            *(0 if len(sin) == 1 else sin.stride(0), sin.stride(1)),
+            QUERY_HEADS=heads,
+            KEY_HEADS=groups,
+            HALF=dim // 2,
+            BLOCK_H=block_h,
+            BLOCK_D=block_d,
+            num_warps=1,
+        )
+    return rotated_q, rotated_k
+
+
+def _power_of_two(number: int) -> int:
+    """The next one, at least ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+class FusedRotary:
+    """`rotate` where ``original``, a modelling file's function, was found to do the same, and ``original`` elsewhere.
+
+    Args:
+        original: (q, k, cos, sin, ...) -> rotated q and k.
+        device: where they were compared.
+        dtypes: of q and k, and of cos and sin, with which they were found equal.
+    """
+
+    def __init__(self, original: Callable, device: torch.device, dtypes: set[tuple[torch.dtype, torch.dtype]]):
+        self.original, self.device, self.dtypes = original, device, dtypes
+
+    def __call__(self, *args, **named):
+        return rotate(*args) if not named and self._known(*args) else self.original(*args, **named)
+
+    def _known(self, *args) -> bool:
+        if not (len(args) == 4 and all(isinstance(argument, torch.Tensor) for argument in args)):
+            return False
+        q, k, cos, sin = args
+        if not (q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3) or torch.is_grad_enabled() or under_autocast():
+            return False
+        batch, _, tokens, dim = q.shape
+        return (
+            q.device == k.device == cos.device == sin.device == self.device
+            and q.dtype == k.dtype
+            and cos.dtype == sin.dtype
+            and (q.dtype, cos.dtype) in self.dtypes
+            and k.shape == (batch, k.shape[1], tokens, dim)
+            and cos.shape == sin.shape
+            and cos.shape in ((1, tokens, dim), (batch, tokens, dim))
+            and dim % 2 == 0
+            and q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
+            # Of overlapping heads the layout of the result would be another.
+            and min(*q.stride()[:3], *k.stride()[:3]) >= dim
+        )
+
+
+def fused_rotary(modules: Iterable[nn.Module], device: torch.device) -> dict[ModuleType, FusedRotary]:
+    """What may take the place of `apply_rotary_pos_emb` in the Python modules that define ``modules``.
+
+    Transformers' attention layers call the function of that name in their modelling file. It counts as this rotation
+    when it does the same to random queries and keys of the dtypes of ``modules`` and their ``head_dim``, with cosines
+    and sines whose halves differ, in their dtype or in float32. Others (neighbours rotated in pairs, angles of one half
+    used for both) are left alone, and so is float64. Rounding differs: the kernel rounds once.
+    """
+    modules = list(modules)
+    dtypes = {parameter.dtype for module in modules for parameter in module.parameters(recurse=False)}
+    kinds = {(dtype, other) for dtype in dtypes & _TOLERANCE.keys() for other in (dtype, torch.float32)}
+    sizes: dict[ModuleType, set[int]] = {}
+    for module in modules:
+        owner = sys.modules.get(type(module).__module__)
+        if hasattr(owner, _NAME):
+            size = getattr(module, "head_dim", None)
+            sizes.setdefault(owner, set()).update([size] if isinstance(size, int) else [])
+    found = {}
+    for owner, told in sizes.items():
+        original = getattr(owner, _NAME)
+        if isinstance(original, FusedRotary):
+            # Another target of the family is running.
+            original = original.original
+        same = {kind for kind in kinds if all(_same(original, device, *kind, dim) for dim in told or _TYPICAL_SIZES)}
+        if same:
+            found[owner] = FusedRotary(original, device, same)
+    return found
+
+
+@torch.inference_mode()
+def _same(original: Callable, device: torch.device, dtype: torch.dtype, angle_dtype: torch.dtype, dim: int) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float32, generator=generator)
+
+    q, k = (random(1, 5, heads, dim).to(dtype).transpose(1, 2) for heads in (3, 2))
+    cos, sin = (random(1, 5, dim).to(angle_dtype) for _ in range(2))
+    try:
+        rotated_q, rotated_k = original(q, k, cos, sin)
+        if not rotated_q.dtype == rotated_k.dtype == dtype:
+            return False
+        return all(
+            actual.shape == expected.shape
+            and bool((actual - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
+            for actual, expected in zip(rotate(q, k, cos, sin), (rotated_q, rotated_k), strict=True)
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        # A function that takes or returns something else may fail in any way.
+        return False
+
+
+@contextmanager
+def rotary_replaced(found: Mapping[ModuleType, FusedRotary]) -> Iterator[None]:
+    """Each Python module with its replacement, until the end of the block; blocks nest.
+
+    A function that has been replaced already, by an outer block or by the user, stays.
+    """
+    plain = [(owner, fused) for owner, fused in found.items() if getattr(owner, _NAME) is fused.original]
+    for owner, fused in plain:
+        setattr(owner, _NAME, fused)
+    try:
+        yield
+    finally:
+        for owner, fused in plain:
+            setattr(owner, _NAME, fused.original)
