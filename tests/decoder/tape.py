@@ -46,6 +46,7 @@ class TapeRecorder:
     """
 
     def __init__(self):
+        self.works = True
         self.rehearsed = self.recorded = self.replayed = 0
         self._written: list[weakref.ref] = []
 

@@ -151,19 +151,39 @@ def test_passes_that_cannot_be_recorded_run_as_they_are(as_on_cuda, prompt):
     assert recorder.recorded == recorder.replayed == 0
 
 
-def test_a_recording_that_fails_is_told_and_the_text_goes_on(as_on_cuda, prompt):
-    class Broken(TapeRecorder):
-        def record(self, run):
-            super().record(run)
-            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+def test_after_a_recording_that_failed_passes_run_as_they_are(as_on_cuda, prompt):
+    """Told once, with what went wrong first; what was recorded before is replayed on."""
 
-    dec, recorder = decoder_with("chained"), Broken()
+    class Breaking(TapeRecorder):
+        def record(self, run):
+            replay, outputs = super().record(run)
+            if self.recorded < 2:
+                return replay, outputs
+            try:
+                raise RuntimeError("operation not permitted\nwhen stream is capturing")
+            finally:
+                raise RuntimeError("the recording was invalidated")
+
+    dec, recorder = decoder_with("chained"), Breaking()
     expected = dec.generate(prompt, 60, "ar", SAMPLING).token_ids
-    with pytest.warns(UserWarning, match="could not be recorded: operation not permitted$"):
+    with pytest.warns(UserWarning, match="cannot be recorded: operation not permitted$") as told:
         out = fixed_shapes(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW)
     assert out.token_ids == expected
-    assert recorder.recorded > 1
-    assert recorder.replayed == 0
+    assert len(told) == 1
+    assert recorder.recorded == 2
+    assert recorder.replayed > 2
+
+
+def test_memory_that_runs_out_in_a_recording_is_told_as_that(as_on_cuda, prompt):
+    class Full(TapeRecorder):
+        def record(self, run):
+            try:
+                raise torch.OutOfMemoryError("no memory is left")
+            finally:
+                raise RuntimeError("the recording was invalidated")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+        fixed_shapes(decoder_with("chained"), Full()).generate(prompt, 60, "tokenswift", SAMPLING, NARROW)
 
 
 def test_what_autocast_makes_of_weights_is_not_recorded(as_on_cuda, prompt):

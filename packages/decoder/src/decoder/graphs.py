@@ -24,6 +24,9 @@ def padded_width(nodes: int) -> int:
 class Recorder(Protocol):
     """Records what a device is asked to do, to ask for it again all at once."""
 
+    works: bool
+    """False once a recording has failed: CUDA leaves behind a memory pool that cannot be recorded into again."""
+
     def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
         """Run it as it is; whether it could be recorded, and its outputs."""
 
@@ -35,7 +38,7 @@ class CudaGraphs:
     """Records on one CUDA device."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.works = device, True
         # Graphs are replayed one after the other, so they share what memory they need in between.
         self._pool = torch.cuda.graph_pool_handle()
         # Without a stream of our own, PyTorch takes one for the whole process: on the device that was the first to
@@ -65,7 +68,8 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads may do what they like meanwhile.
         recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self.device), recording:
+        # A recording that fails does not go back to the stream it came from.
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)), recording:
             outputs = run()
         return graph, outputs
 
@@ -87,7 +91,7 @@ def _waiting_refused() -> Iterator[None]:
 class FixedPass:
     """One kind of pass at one width over one cache: run as it is at first, recorded the second time, then replayed.
 
-    One that cannot be recorded is run as it is every time.
+    One that cannot be recorded is run as it is every time, and so are all that come after a recording that failed.
 
     Its outputs are the same tensors every time, and hold until any pass of the same recorder is run: what one graph
     needs in between may lie where another has its outputs.
@@ -118,20 +122,23 @@ class FixedPass:
         overwrite(self._ids, ids)
         if mask is not None:
             overwrite(self._mask, mask)
-        if not self._recordable:
-            return run(self._ids, self._mask)
-        if self._replay is None and not self._record(run):
+        if self._replay is None and self._recordable and self.recorder.works:
+            self._record(run)
+        if self._replay is None:
             return run(self._ids, self._mask)
         self._replay()
         return self._outputs
 
-    def _record(self, run: Run) -> bool:
+    def _record(self, run: Run) -> None:
         try:
             self._replay, self._outputs = self.recorder.record(lambda: run(self._ids, self._mask))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            warnings.warn(f"decoding runs slower, as a pass could not be recorded: {reason}", stacklevel=2)
-            self._recordable = False
-        return self._recordable
+            # What went wrong first: ending a broken recording fails, too.
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            self.recorder.works = False
+            reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+            warnings.warn(f"decoding runs slower, as passes cannot be recorded: {reason}", stacklevel=2)
