@@ -29,3 +29,18 @@ def test_norms_of_heads_and_of_qwens_queries_are_fused_and_those_in_float64_are_
     assert len(fused_norms(heads.modules())) == 6
     assert len(fused_norms(tiny("qwen3", torch.float32, head_dim=16).modules())) == 2 * 4 + 1
     assert not fused_norms(tiny_llama().modules())
+
+
+def test_a_trial_is_nothing_that_hooks_see_and_a_norm_that_needs_more_is_left_alone():
+    class GatedRMSNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x, gate):
+            return x * gate
+
+    model, seen = tiny("llama", torch.float32), []
+    model.model.norm.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert len(fused_norms([*model.modules(), GatedRMSNorm()])) == 2 * 2 + 1
+    assert not seen
