@@ -189,14 +189,44 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(ki
         torch.testing.assert_close(heads.advance(1, hidden, embedding), expected, rtol=tolerance, atol=2 * tolerance)
 
 
-def test_a_head_with_a_layer_of_the_users_own_is_left_to_itself():
-    class Own(torch.nn.Linear):
-        pass
+class OwnLinear(torch.nn.Linear):
+    pass
 
+
+def with_own_layer(head):
+    head.up = OwnLinear(16, 16, bias=False)
+
+
+def with_bias(head):
+    head.linear.bias = torch.nn.Parameter(torch.ones(8))
+
+
+def with_other_norm(head):
+    head.input_norm = torch.nn.Identity()
+
+
+def with_other_forward(head):
+    head.linear.forward = lambda x: 2 * x[..., :8]
+
+
+def with_hook(head):
+    head.down.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.mark.parametrize("change", [with_own_layer, with_bias, with_other_norm, with_other_forward, with_hook])
+def test_a_head_that_the_user_has_changed_is_left_to_itself(change):
+    torch.manual_seed(0)
     heads = DraftHeads(8, num_heads=2, kind="gated")
-    heads.heads[0].up = Own(16, 16, bias=False)
-    own = heads.heads[0]
-    assert set(packed_layers(heads.modules())) == {own.linear, own.gate, own.down, heads.heads[1]}
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    change(heads.heads[0])
+    hidden, embedding = torch.randn(3, 8), torch.randn(3, 8)
+    packed = packed_layers(heads.modules())
+    assert heads.heads[1] in packed
+    with torch.inference_mode():
+        expected = heads.advance(0, hidden, embedding)
+        with replaced(packed):
+            torch.testing.assert_close(heads.advance(0, hidden, embedding), expected, rtol=1e-5, atol=1e-5)
 
 
 def filled_cache(length, groups=2, dim=4, layers=2, seed=0, room=8):

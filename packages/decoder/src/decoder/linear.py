@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from decoder.draft_heads import DraftHead
+from decoder.draft_heads import DraftHead, RMSNorm
 
 _SHARE = 0.5  # of the memory that is available, for the packed copies
 
@@ -36,7 +36,7 @@ class PackedLinear:
 
 
 class PackedHead:
-    """The forward of a draft head, likewise: its layers that read the same features are one, and no module is called.
+    """`DraftHead.forward`, likewise: its layers that read the same features are one, and no module is called.
 
     A level is so short that its calls are half of it.
     """
@@ -49,7 +49,7 @@ class PackedHead:
         self._readers = self._down = None
         self._norm, self._eps = head.input_norm.weight.detach(), head.input_norm.eps
         readers = [head.linear, head.gate, head.up] if head.gated else [head.linear]
-        weight = torch.cat([layer.weight for layer in readers])
+        weight = torch.cat([layer.weight.detach() for layer in readers]) if head.gated else head.linear.weight
         self._dtype, self._readers = weight.dtype, _packed_weight(weight)
         self._sizes = [layer.out_features for layer in readers]
         self._down = _packed_weight(head.down.weight) if head.gated else None
@@ -86,7 +86,7 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, PackedLinear 
     available. Layers elsewhere than on a CPU, of other dtypes than float32 and bfloat16, or quantised ones have none.
     """
     modules = list(modules)
-    heads = [module for module in modules if type(module) is DraftHead and all(map(_packable, _products(module)))]
+    heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
     within = {layer for head in heads for layer in _products(head)}
     layers = [*heads, *(module for module in modules if module not in within and _packable(module))]
     memory = available_memory()
@@ -113,6 +113,19 @@ def _packable(module: nn.Module) -> bool:
         return False
     return weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def _packable_head(head: DraftHead) -> bool:
+    """Not where the user has changed one of its parts, or watches it."""
+    products = _products(head)
+    return (
+        all(_packable(layer) and layer.bias is None for layer in products)
+        and type(head.input_norm) is RMSNorm
+        and not any(
+            "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks
+            for part in (*products, head.input_norm)
+        )
     )
 
 
