@@ -54,9 +54,10 @@ def dec(model):
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """Kernels have their stand-ins, layers are PyTorch's own, the walk is the device's, and what was never written is
-    no number."""
+    """Kernels have their stand-ins, layers are PyTorch's own, the walk and each choice are the device's, and what was
+    never written is no number."""
     monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
+    monkeypatch.setattr("decoder.sampler.on_host", lambda tensor: False)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
     monkeypatch.setattr(target, "packed_layers", lambda modules: {})

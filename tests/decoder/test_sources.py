@@ -1,5 +1,7 @@
 """What cost-tuned trees grow from: levels of heads run for several nodes at once, and the bookkeeping of hopes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,33 +14,39 @@ from decoder.target import Verification
 from .conftest import VOCAB, random_heads
 
 CPU = torch.device("cpu")
-SAMPLING = SamplingParams(seed=1, min_p=0.01, repetition_penalty=1.3)
+SAMPLING = SamplingParams(seed=3, min_p=0.01, repetition_penalty=1.3)
 
 
 @pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
 def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
     """Conditioned heads draft behind each node from its own token; deeper than they go, the last one is run again."""
     dec = Decoder(model, heads=random_heads(model, kind=kind))
-    heads, sampler = dec.heads[kind], Sampler(SAMPLING, VOCAB, CPU, [5, 6, 7])
-    source = HeadsSource(dec.target, heads, coupled=True, odds=Odds())
-    hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    source.commit(Verification(hidden, torch.empty(0), {}), path=[0, 2], tokens=[6, 7])
-    with torch.inference_mode():
-        place, states = source.root(sampler, rate=0.0, node_seconds=0.0, levels=8), {(): hidden[2]}
-        for depth in range(4 if heads.conditioned else 3):
-            offers = source.offers(place)
-            assert offers, depth
-            path = list(place)
-            before = states[tuple(path)]
-            index = min(depth, 2)
-            embedding = dec.target.embed(path[-1] if path else 7) if heads.conditioned else None
-            state, normalised = heads.advance(index, hidden[2] if kind == "independent" else before, embedding)
-            scores = sampler.draft_scores(dec.target.head(normalised[None]), True, path)[0]
-            best = zip(*(found.tolist() for found in scores.topk(6)), strict=True)
-            assert [offer.token for offer in offers] == [token for score, token in best if score > scores.max() - 4]
-            # Behind conditioned heads the second best of the first level is in the beam as well.
-            place = offers[int(heads.conditioned and depth == 0)].place
-            states[tuple(place)] = state
+    heads, levels, seconds = dec.heads[kind], 0, 0
+    for seed in range(8):
+        sampler = Sampler(replace(SAMPLING, seed=seed), VOCAB, CPU, [5, 6, 7])
+        source = HeadsSource(dec.target, heads, coupled=True, odds=Odds())
+        hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        source.commit(Verification(hidden, torch.empty(0), {}), path=[0, 2], tokens=[6, 7])
+        with torch.inference_mode():
+            place, states = source.root(sampler, rate=0.0, node_seconds=0.0, levels=8), {(): hidden[2]}
+            while place is not None:
+                offers, path = source.offers(place), list(place)
+                depth = len(path)
+                before = states[tuple(path)]
+                index = min(depth, 2)
+                embedding = dec.target.embed(path[-1] if path else 7) if heads.conditioned else None
+                state, normalised = heads.advance(index, hidden[2] if kind == "independent" else before, embedding)
+                scores = sampler.draft_scores(dec.target.head(normalised[None]), True, path)[0]
+                best = zip(*(found.tolist() for found in scores.topk(6)), strict=True)
+                assert [offer.token for offer in offers] == [token for score, token in best if score > scores.max() - 4]
+                states |= {tuple(offer.place): state for offer in offers}
+                levels += 1
+                # The second best of the first level, or else the best one that the next level goes on from.
+                onward = [*offers[1:2], *offers] if not depth else offers if depth < 3 else []
+                place = next((offer.place for offer in onward if source.offers(offer.place)), None)
+                seconds += not depth and len(offers) > 1 and place == offers[1].place
+    assert levels >= 24
+    assert seconds > 1
 
 
 def test_branch_scores_are_the_draft_scores_of_each_path():

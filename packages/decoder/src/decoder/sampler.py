@@ -11,7 +11,7 @@ import torch
 
 from decoder.noise import NoiseRows
 from decoder.sampling_params import SamplingParams
-from decoder.transfers import download, upload
+from decoder.transfers import download, on_host, upload
 
 LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
 
@@ -220,10 +220,10 @@ class Sampler:
             ValueError: as `settle`.
         """
         filtered = self.filtered(logits)
-        if filtered.device.type != "cpu":
+        if not on_host(filtered):
             return self.settle(*download(torch.cat(self._drawn(filtered, 0))))
         # NumPy's argmax promises the first of equal scores, at a tenth of what `first_argmax` costs.
-        scores = self._perturbed(filtered, 0).numpy()
+        scores = self._perturbed(filtered, 0).numpy(force=True)
         token = int(scores.argmax())
         logprob = None if self.logprobs is None else float(filtered.log_softmax(-1)[token])
         return self.settle(token, float(scores[token]), logprob)

@@ -5,6 +5,11 @@ from collections.abc import Sequence
 import torch
 
 
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host reads ``tensor`` without waiting for any device."""
+    return tensor.device.type == "cpu"
+
+
 def upload(numbers: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
     """``numbers`` (nested lists of integers, or a CPU tensor) on ``device``; on CUDA the host does not wait for it."""
     tensor = torch.as_tensor(numbers)
