@@ -95,8 +95,9 @@ class Decoder:
     """Lossless decoding with a Hugging Face causal model.
 
     The model is used as it is and left as it was. One decoder runs several generations one after another or
-    interleaved, and several decoders may share a model; but since a step borrows the model, neither a decoder nor two
-    decoders of one model are to be used from two threads at once. Closing a stream ends it and frees its caches.
+    interleaved, and several decoders may share a model; but since a step borrows the model, and on CUDA a function of
+    its modelling file, nothing of one family of models is to be used from two threads at once. Closing a stream ends it
+    and frees its caches.
 
     Args:
         model: a decoder-only model with standard attention.
