@@ -1,5 +1,6 @@
 """Passes of fixed shape: recorded as CUDA graphs and replayed, so that a step is a few launches and not thousands."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         # A pool that its last graph has left while anything lives in it cannot be recorded into again: one stays. The
         # state that PyTorch makes with a first graph must serve those that users record outside of inference mode too.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _failure_told(self):
             self._first, _ = self._graph(lambda: torch.zeros(1, device=device))
 
     def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
@@ -72,6 +73,24 @@ class CudaGraphs:
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)), recording:
             outputs = run()
         return graph, outputs
+
+
+@contextmanager
+def _failure_told(recorder: Recorder) -> Iterator[None]:
+    """A recording that fails in this block is the recorder's last, and is told in a warning."""
+    before = sys.exception()
+    try:
+        yield
+    except RuntimeError as error:
+        # What went wrong first here: ending a broken recording fails, too.
+        cause: BaseException = error
+        while cause.__context__ not in (None, before):
+            cause = cause.__context__
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise cause from None
+        recorder.works = False
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        warnings.warn(f"decoding runs slower, as passes cannot be recorded: {reason}", stacklevel=3)
 
 
 @contextmanager
@@ -123,22 +142,9 @@ class FixedPass:
         if mask is not None:
             overwrite(self._mask, mask)
         if self._replay is None and self._recordable and self.recorder.works:
-            self._record(run)
+            with _failure_told(self.recorder):
+                self._replay, self._outputs = self.recorder.record(lambda: run(self._ids, self._mask))
         if self._replay is None:
             return run(self._ids, self._mask)
         self._replay()
         return self._outputs
-
-    def _record(self, run: Run) -> None:
-        try:
-            self._replay, self._outputs = self.recorder.record(lambda: run(self._ids, self._mask))
-        except RuntimeError as error:
-            # What went wrong first: ending a broken recording fails, too.
-            cause: BaseException = error
-            while cause.__context__ is not None:
-                cause = cause.__context__
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
-            self.recorder.works = False
-            reason = next(iter(str(cause).splitlines()), type(cause).__name__)
-            warnings.warn(f"decoding runs slower, as passes cannot be recorded: {reason}", stacklevel=2)
