@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.acceptance import exact, exact_on_device, walk
+from decoder.acceptance import ending, exact, exact_on_device, walk
 from decoder.drafters import METHODS
+from decoder.drafters.heads_source import HeadsSource
 from decoder.drafters.levels import HeadLevels
-from decoder.drafters.sources import HeadsSource
+from decoder.engine import Engine
 from decoder.odds import Odds
 from decoder.sampler import Sampler
 from decoder.target import Verification
@@ -167,6 +168,35 @@ def test_impossible_logits_behind_an_end_are_no_error():
     assert exact_on_device(tree, logits, sampler, lambda token: True) == ([0], [4])
 
 
+@pytest.mark.parametrize("params", SAMPLERS.values(), ids=SAMPLERS)
+def test_where_a_walk_ended_the_device_knows_as_well_as_the_host(params):
+    """The last node, the newest token, and what is ahead of it: the same penalty window, the same noise."""
+    generator = torch.Generator().manual_seed(7)
+    for case, depth in enumerate((0, 1, 2, 3, 5, 7, 7, 7)):
+        context = torch.randint(WORDS, (1 + case * 2 % 7,), generator=generator).tolist()
+        logits = random_logits(4 + 3 * depth, generator, ties=False)
+        tree = grown_tree(params, context, depth, logits, generator)
+        # Other nodes may be deeper than the walk comes.
+        for _ in range(case % 3):
+            tree.add(len(tree) - 1, 3, "wrong")
+        sampler, host = (Sampler(params, WORDS, CPU, context) for _ in range(2))
+        with HostReads() as counter:
+            end = ending(walk(tree, logits, sampler, 0, tree.depth + 1), sampler, 0)
+            end.ahead.noise(2)
+        assert counter.reads == 0
+        path, tokens = exact(tree, logits, host, ends_never)
+        assert len(path) > depth
+        assert (end.node.tolist(), end.ahead.newest().tolist()) == (path[-1:], tokens[-1:])
+        assert end.ahead.in_window() is None or torch.equal(end.ahead.in_window(), host.in_window())
+        assert torch.equal(end.ahead.noise(2), host.ahead().noise(2))
+        # Drafts behind it go on as they do behind a text, but that none leaves the window.
+        for known in (end.ahead, host.ahead()):
+            known.push(torch.tensor([4]))
+            assert known.newest().tolist() == [4]
+            assert torch.equal(known.noise(1), host.noise.rows(len(host.context) + 1, 1))
+            assert known.in_window() is None or known.in_window()[4]
+
+
 @pytest.fixture
 def on_device(monkeypatch):
     """Generations walk on the device, as they do on CUDA; the list fills with what the host read per walk."""
@@ -208,6 +238,59 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
             assert set(reads) == {1}
         out = dec.generate(prompt, 90, method, sampling, stop=[stop])
         assert (out.token_ids, out.finish_reason) == (stopped, "stop")
+
+
+@pytest.mark.parametrize("sampling", GENERATIONS.values(), ids=GENERATIONS)
+@pytest.mark.parametrize("kind", ["chained", "gated"])
+def test_a_step_reads_once(model, prompt, monkeypatch, sampling, kind):
+    """Drafts of heads come with the walk before them, unless that ended before the last 8 levels of a deeper tree."""
+    step, steps = Engine.step, []
+
+    def counted(engine):
+        with HostReads() as counter:
+            tokens = step(engine)
+        steps[-1] = (counter.reads, *steps[-1])
+        return tokens
+
+    def walked(tree, *args):
+        path, tokens = exact_on_device(tree, *args)
+        questions = math.ceil(len(path) / 8)
+        steps.append((questions, questions == math.ceil((tree.depth + 1) / 8)))
+        return path, tokens
+
+    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr("decoder.decoder.exact", walked)
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    plain = dec.generate(prompt, 90, "ar", sampling)
+    for method in ("medusa", "tokenswift-fused", "auto", "suffix", "prompt-lookup"):
+        steps.clear()
+        out = dec.generate(prompt, 90, method, sampling)
+        assert out.token_ids == plain.token_ids
+        assert len(steps) == out.stats.steps
+        drafting = method in ("medusa", "tokenswift-fused")
+        answered = [True, *(answered for _, _, answered in steps[:-1])]
+        more = [
+            reads - questions - (drafting and not told)
+            for (reads, questions, _), told in zip(steps, answered, strict=True)
+        ]
+        if method == "auto":
+            # Another way takes its first step with what the way before it has asked for, or asks for itself.
+            assert more.count(0) > 0.8 * len(more)
+        else:
+            assert set(more) == {0}
+        assert sum(reads == 1 for reads, _, _ in steps) > 5
+
+
+@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
+@pytest.mark.parametrize("window", [0, 1024])
+def test_drafts_asked_for_ahead_are_those_asked_for_afterwards(model, prompt, on_device, monkeypatch, kind, window):
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    sampling = SamplingParams(seed=4, min_p=0.05, repetition_penalty=1.3, penalty_window=window)
+    outs = [dec.generate(prompt, 60, "medusa", sampling)]
+    monkeypatch.setattr("decoder.engine.LooksAhead", type(None))
+    outs.append(dec.generate(prompt, 60, "medusa", sampling))
+    assert outs[0].stats.accepted_by_depth == outs[1].stats.accepted_by_depth
+    assert outs[0].stats.steps == outs[1].stats.steps < 60
 
 
 def test_deeper_walks_read_once_for_eight_levels():
@@ -395,10 +478,15 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
         logits = torch.empty(9, WORDS, dtype=torch.bfloat16, device="meta")
         told = walk(tree, logits, sampler, 2, 4)
         assert (told.shape, told.dtype, told.device.type) == ((4, 4), torch.float64, "meta")
+        end = ending(told, sampler, 2)
+        assert (end.node.shape, end.ahead.newest().shape) == ((1,), (1,))
+        assert sampler.draft_scores(logits, True, end.ahead).shape == (9, WORDS)
         sampler.push(5)
         for drafted in ([], [1, 2, 3, 4]):
             assert sampler.draft_scores(logits, True, drafted).shape == (9, WORDS)
-        assert sampler.branch_scores(logits[:2], True, [[1, 2], [1, 3]]).shape == (2, WORDS)
+        drafted = upload([[1, 2], [1, 3]], torch.device("meta"))
+        for ahead in (sampler.ahead(), end.ahead):
+            assert sampler.branch_scores(logits[:2], True, ahead, drafted).shape == (2, WORDS)
 
 
 @contextmanager
@@ -454,6 +542,30 @@ def test_on_cuda_a_proposal_waits_for_its_one_read_only(kind, monkeypatch):
             assert levels.candidates(hidden, sampler, own_level=False) == expected
     assert len(reads) == 1
     assert len(expected) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift-fused", "auto"])
+def test_on_cuda_a_step_waits_for_its_one_read_only(prompt, method, monkeypatch):
+    """Once its passes are recorded; `auto` may ask for a level by itself now and then."""
+    dec = Decoder(tiny_llama().cuda(), heads=random_heads(tiny_llama(), kind="gated"))
+    step, counts = Engine.step, []
+
+    def watched(engine):
+        if engine.statistics.steps < 30:
+            return step(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            modules = ("acceptance", "sampler", "drafters.levels", "drafters.heads_source")
+            with waiting_refused(patch, *modules) as reads:
+                tokens = step(engine)
+        counts.append(len(reads))
+        return tokens
+
+    monkeypatch.setattr(Engine, "step", watched)
+    plain = dec.generate(prompt, 150, "ar", GENERATIONS["sampled"])
+    counts.clear()
+    assert dec.generate(prompt, 150, method, GENERATIONS["sampled"]).token_ids == plain.token_ids
+    assert counts.count(1) > 0.8 * len(counts) if method == "auto" else set(counts) == {1}
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import decoder
-from decoder.drafters.sources import HeadsSource
+from decoder.drafters.heads_source import HeadsSource
 from decoder.drafters.tuned import Tuned
 
 DATA = Path("data")

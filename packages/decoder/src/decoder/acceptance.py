@@ -2,27 +2,57 @@
 
 from collections.abc import Callable
 from itertools import pairwise, takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from decoder.sampler import Sampler, first_argmax
+from decoder.sampler import Ahead, Sampler, first_argmax
 from decoder.token_tree import TokenTree
 from decoder.transfers import download, upload
 
 _LEVELS = 8  # of a walk on the device before the host looks how far it has come
 
 
+class Ending(NamedTuple):
+    """Where a walk ended, as far as the device knows.
+
+    Attributes:
+        node: the last accepted one, int64 [1].
+        ahead: what comes behind the token that was drawn there.
+    """
+
+    node: torch.Tensor
+    ahead: Ahead
+
+
+class Question(NamedTuple):
+    """Numbers that the device was asked for: a vector, and who is told its values once the host reads."""
+
+    numbers: torch.Tensor
+    told: Callable[[list[float]], None]
+
+
+LookAhead = Callable[[Ending], Question | None]
+"""Asks the device for what the next step needs, behind the ending of this one; None when nothing is needed."""
+
+
 class Acceptance(Protocol):
     """Chooses the accepted path, and appends its tokens to the sampler's text."""
 
     def __call__(
-        self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+        self,
+        tree: TokenTree,
+        logits: torch.Tensor,
+        sampler: Sampler,
+        ends: Callable[[int], bool],
+        look_ahead: LookAhead | None = None,
     ) -> tuple[list[int], list[int]]:
         """Accept a path of ``tree`` by the target's ``logits`` [T, V].
 
         Args:
             ends: called with every token in turn; True ends the text with it.
+            look_ahead: may be called before the host knows the path; what it asks for comes in the same read. Where
+                that saves no read it is left alone.
 
         Returns:
             The path, the root first, and one token per node of it: what follows that node in the text.
@@ -30,7 +60,11 @@ class Acceptance(Protocol):
 
 
 def exact(
-    tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+    tree: TokenTree,
+    logits: torch.Tensor,
+    sampler: Sampler,
+    ends: Callable[[int], bool],
+    look_ahead: LookAhead | None = None,
 ) -> tuple[list[int], list[int]]:
     """Walk from the root along the target's own choices, as long as they were drafted.
 
@@ -48,23 +82,47 @@ def exact(
 
 
 def exact_on_device(
-    tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+    tree: TokenTree,
+    logits: torch.Tensor,
+    sampler: Sampler,
+    ends: Callable[[int], bool],
+    look_ahead: LookAhead | None = None,
 ) -> tuple[list[int], list[int]]:
     """`exact` for a device that is slow to answer: it finds its way by itself, and is asked once for 8 levels.
 
     It goes on for all of them, as if there were no end; what it draws behind the end of the walk is forgotten. A
-    logits_hook is not called. ``logits`` may have more rows than the tree has nodes.
+    logits_hook is not called. ``logits`` may have more rows than the tree has nodes. The last question includes what
+    the next step needs.
     """
-    if len(tree) == 1:
+    if len(tree) == 1 and look_ahead is None:
         return exact(tree, logits, sampler, ends)
     path, tokens = [0], []
     while True:
-        levels = min(_LEVELS, tree.depth - tree.depths[path[-1]] + 1)
-        for child, *drawn in zip(*download(walk(tree, logits, sampler, path[-1], levels)), strict=True):
+        rest = tree.depth - tree.depths[path[-1]] + 1
+        levels = min(_LEVELS, rest)
+        walked = walk(tree, logits, sampler, path[-1], levels)
+        question = None
+        if look_ahead is not None and levels == rest:
+            question = look_ahead(ending(walked, sampler, path[-1]))
+        rows, answer = _ask(walked, question)
+        for child, *drawn in zip(*rows, strict=True):
             tokens.append(sampler.settle(*drawn))
-            if ends(tokens[-1]) or not child:
+            if ends(tokens[-1]):
+                return path, tokens
+            if not child:
+                if question is not None:
+                    question.told(answer)
                 return path, tokens
             path.append(int(child))
+
+
+def _ask(walked: torch.Tensor, question: Question | None) -> tuple[list[list[float]], list[float]]:
+    """The numbers of both, in one read."""
+    if question is None:
+        return download(walked), []
+    told = download(torch.cat((walked.flatten(), question.numbers)))
+    rows, levels = walked.shape
+    return [told[row * levels : (row + 1) * levels] for row in range(rows)], told[walked.numel() :]
 
 
 def walk(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, node: int, levels: int) -> torch.Tensor:
@@ -92,6 +150,15 @@ def walk(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, node: int, lev
     return torch.cat([whole, *(number for column in columns[2:] for number in column)]).view(-1, levels)
 
 
+def ending(walked: torch.Tensor, sampler: Sampler, node: int) -> Ending:
+    """Where a walk from ``node`` on ended, from what `walk` returned; one of its levels must be the last."""
+    children, tokens = walked[0].long(), walked[1].long()
+    # The levels up to the first without a child were visited.
+    steps = (children > 0).cumprod(0).sum(0, keepdim=True)
+    nodes = torch.cat((torch.full_like(steps, node), children))
+    return Ending(nodes.index_select(0, steps), sampler.ahead().after(tokens, steps + 1))
+
+
 class Independent:
     """The paper's Algorithm 1 as written; for reproduction only, since it is biased.
 
@@ -105,7 +172,12 @@ class Independent:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(
-        self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, ends: Callable[[int], bool]
+        self,
+        tree: TokenTree,
+        logits: torch.Tensor,
+        sampler: Sampler,
+        ends: Callable[[int], bool],
+        look_ahead: LookAhead | None = None,
     ) -> tuple[list[int], list[int]]:
         filtered = torch.stack(
             [sampler.filtered(row, [tree.tokens[n] for n in tree.path(node)[1:]]) for node, row in enumerate(logits)]

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from decoder.acceptance import Acceptance, exact
-from decoder.drafters import Drafter
+from decoder.drafters import Drafter, LooksAhead
 from decoder.full_cache import FullCache
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
@@ -40,6 +41,7 @@ class Engine:
     ):
         self.target, self.drafter, self.sampler, self.ends, self.accept = target, drafter, sampler, ends, accept
         self.remaining = max_new_tokens
+        self._looks_ahead = isinstance(drafter, LooksAhead)
         self.statistics = Statistics()
         self.finish_reason: str | None = None if max_new_tokens else "length"
         start = len(sampler.context) + target.width(drafter.max_nodes)
@@ -65,7 +67,8 @@ class Engine:
             tree = self.drafter.propose(self.cache, self.sampler, self.remaining - 1)
             tree.prune(self.remaining - 1)
             verification = self.target.forward(tree, self.cache)
-        path, tokens = self.accept(tree, verification.logits, self.sampler, self._took)
+            look_ahead = partial(self.drafter.look_ahead, verification, self.sampler) if self._looks_ahead else None
+            path, tokens = self.accept(tree, verification.logits, self.sampler, self._took, look_ahead)
         self.cache.keep(path)
         self.drafter.commit(self.cache, verification, path, tokens)
         self.statistics.count_step(tree.depth, [tree.sources[node] for node in path[1:]], len(tokens))

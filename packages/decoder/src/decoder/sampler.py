@@ -6,6 +6,7 @@ Pure functions on logits, and `Sampler`, which carries one generation's penalty 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 
@@ -92,7 +93,7 @@ def first_argmax(scores: torch.Tensor, best: torch.Tensor | None = None) -> torc
 
 
 class Ahead:
-    """The penalty window as it moves along tokens behind the text, which only the device may know yet.
+    """The text as it goes on along tokens that only the device may know yet: its penalty window and its noise.
 
     Nothing here waits for the device: a token that leaves the window is either one of the text, known to the host, or
     one of those behind it. Good until the text itself goes on.
@@ -101,15 +102,36 @@ class Ahead:
         counts: how often each token stands in the window of the text, int32 [V]; left as they are.
         window: the tokens in that window, the oldest first.
         size: tokens of a full window; 0 when nothing is penalised.
+        noise: of all positions.
+        text: all of it.
     """
 
-    def __init__(self, counts: torch.Tensor, window: Sequence[int], size: int):
+    def __init__(self, counts: torch.Tensor, window: Sequence[int], size: int, noise: NoiseRows, text: Sequence[int]):
         self._text_counts, self._counts = counts, counts
         self._window, self._size = window, size
+        self._noise, self._text = noise, text
         self._tokens: list[int | torch.Tensor] = []
+        self._one: torch.Tensor | None = None
+        # What lies between the text and the first pushed token, where the device alone knows how long that is.
+        self._between: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __len__(self) -> int:
-        return len(self._tokens)
+    def after(self, tokens: torch.Tensor, count: torch.Tensor) -> "Ahead":
+        """What is ahead of the text once the first ``count`` of ``tokens`` have entered it; nothing was pushed yet.
+
+        ``tokens`` int64 [n] and ``count`` int64 [1], from 1 to n, are known to the device alone. From there on tokens
+        enter the window, but none leaves it: drafts may be ranked with that.
+        """
+        after = Ahead(self._counts, self._window, self._size, self._noise, self._text)
+        after._between = tokens, count
+        if self._size:
+            entered = (torch.arange(len(tokens), device=count.device) < count).int()
+            after._counts = self._counts.index_add(0, tokens, entered)
+            full = max(0, self._size - len(self._window))  # tokens that make none leave
+            leaving = list(islice(self._window, max(0, len(tokens) - full)))
+            if leaving:
+                gone = torch.cat((upload(leaving, count.device), tokens))[: len(tokens) - full]
+                after._counts.index_add_(0, gone, entered[full:], alpha=-1)
+        return after
 
     def push(self, token: int | torch.Tensor) -> None:
         """Go on with ``token``: an id, or an int64 tensor [1] that holds one."""
@@ -117,22 +139,41 @@ class Ahead:
         if not self._size:
             return
         if self._counts is self._text_counts:
-            self._counts, self._one = self._counts.clone(), self._counts.new_ones(1)
+            self._counts = self._counts.clone()
         self._count(token, 1)
         leaving = len(self._window) + len(self._tokens) - self._size - 1
-        if leaving >= len(self._window):
-            self._count(self._tokens[leaving - len(self._window)], -1)
-        elif leaving >= 0:
-            self._count(self._window[leaving], -1)
+        if self._between is not None or leaving < 0:
+            return
+        within = leaving < len(self._window)
+        self._count(self._window[leaving] if within else self._tokens[leaving - len(self._window)], -1)
+
+    def newest(self) -> torch.Tensor:
+        """The last token, int64 [1]."""
+        token = self._tokens[-1] if self._tokens else self._text[-1]
+        if self._between is not None and not self._tokens:
+            tokens, count = self._between
+            token = tokens.index_select(0, count - 1)
+        return token if isinstance(token, torch.Tensor) else upload([token], self._counts.device)
 
     def in_window(self) -> torch.Tensor | None:
         """Tokens under penalty behind all that were pushed, bool [V]; None when nothing is penalised."""
         return self._counts > 0 if self._size else None
 
+    def noise(self, count: int) -> torch.Tensor:
+        """Noise of the next ``count`` positions behind all that were pushed, float64 [count, V]."""
+        position, pushed = len(self._text), len(self._tokens)
+        if self._between is None:
+            return self._noise.rows(position + pushed, count)
+        tokens, passed = self._between
+        rows = self._noise.rows(position, len(tokens) + pushed + count)
+        return rows.index_select(0, passed + torch.arange(pushed, pushed + count, device=rows.device))
+
     def _count(self, token: int | torch.Tensor, change: int) -> None:
         if isinstance(token, int):
             self._counts[token].add_(change)
         else:
+            if self._one is None:
+                self._one = self._counts.new_ones(1)
             self._counts.index_add_(0, token, self._one, alpha=change)
 
 
@@ -176,8 +217,8 @@ class Sampler:
             self._counts.index_add_(0, recent, torch.ones_like(recent, dtype=torch.int32))
 
     def ahead(self, drafted: Sequence[int] = ()) -> Ahead:
-        """The penalty window behind ``drafted``, to be moved on."""
-        ahead = Ahead(self._counts, self._window, self.params.window)
+        """What is ahead of the text behind ``drafted``, to be moved on."""
+        ahead = Ahead(self._counts, self._window, self.params.window, self.noise, self.context)
         for token in drafted:
             ahead.push(token)
         return ahead
@@ -206,12 +247,10 @@ class Sampler:
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
-        return self._perturbed(self.filtered(logits), 0)
+        return self._perturbed(self.filtered(logits), self.ahead())
 
-    def _perturbed(self, filtered: torch.Tensor, ahead: int) -> torch.Tensor:
-        if self.params.greedy:
-            return filtered
-        return filtered + self.noise.rows(len(self.context), ahead + 1)[ahead]
+    def _perturbed(self, filtered: torch.Tensor, ahead: Ahead) -> torch.Tensor:
+        return filtered if self.params.greedy else filtered + ahead.noise(1)[0]
 
     def choose(self, logits: torch.Tensor) -> int:
         """Draw the token of the next position from its logits [V] and move the window past it.
@@ -221,9 +260,9 @@ class Sampler:
         """
         filtered = self.filtered(logits)
         if not on_host(filtered):
-            return self.settle(*download(torch.cat(self._drawn(filtered, 0))))
+            return self.settle(*download(torch.cat(self._drawn(filtered, self.ahead()))))
         # NumPy's argmax promises the first of equal scores, at a tenth of what `first_argmax` costs.
-        scores = self._perturbed(filtered, 0).numpy(force=True)
+        scores = self._perturbed(filtered, self.ahead()).numpy(force=True)
         token = int(scores.argmax())
         logprob = None if self.logprobs is None else float(filtered.log_softmax(-1)[token])
         return self.settle(token, float(scores[token]), logprob)
@@ -235,9 +274,9 @@ class Sampler:
             What `settle` takes once it is known to the host: the token, int64 [1], always within the vocabulary; its
             score, float64 [1]; and its log-probability, float64 [1], where these are kept. No logits_hook is called.
         """
-        return self._drawn(self._processed(logits.double(), ahead.in_window()), len(ahead))
+        return self._drawn(self._processed(logits.double(), ahead.in_window()), ahead)
 
-    def _drawn(self, filtered: torch.Tensor, ahead: int) -> list[torch.Tensor]:
+    def _drawn(self, filtered: torch.Tensor, ahead: Ahead) -> list[torch.Tensor]:
         scores = self._perturbed(filtered, ahead)
         best = scores.amax(-1, keepdim=True)
         token = first_argmax(scores, best)[None]
@@ -284,24 +323,20 @@ class Sampler:
         """
         ahead = drafted if isinstance(drafted, Ahead) else self.ahead(drafted)
         filtered = self._processed(logits.double(), ahead.in_window())
-        if self.params.greedy or not coupled:
-            return filtered
-        return filtered + self.noise.rows(len(self.context), len(drafted) + len(logits))[len(drafted) :]
+        return filtered if self.params.greedy or not coupled else filtered + ahead.noise(len(logits))
 
-    def branch_scores(self, logits: torch.Tensor, coupled: bool, paths: Sequence[Sequence[int]]) -> torch.Tensor:
-        """`draft_scores` for one position behind n drafts of equal length: float32 [n, V] for logits [n, V].
+    def branch_scores(self, logits: torch.Tensor, coupled: bool, ahead: Ahead, drafted: torch.Tensor) -> torch.Tensor:
+        """`draft_scores` for the position behind n branches of equal length: float32 [n, V] for logits [n, V].
 
-        Row i sees the window with ``paths[i]`` in it; that as many old tokens leave it is passed over, and single
-        precision is enough where a wrong rank only costs a draft.
+        The branches part where ``ahead`` is. Row i sees the window with ``drafted[i]`` in it, int64 [n, length]; that
+        as many old tokens leave it is passed over, and single precision is enough where a wrong rank only costs a
+        draft.
         """
-        drafted, seen = len(paths[0]), self.in_window()
-        if seen is not None and drafted:
-            seen = seen.repeat(len(paths), 1)
-            seen.scatter_(1, upload(paths, seen.device), True)
+        seen, length = ahead.in_window(), drafted.shape[1]
+        if seen is not None and length:
+            seen = seen.repeat(len(drafted), 1).scatter_(1, drafted, True)
         filtered = self._processed(logits.float(), seen)
-        if self.params.greedy or not coupled:
-            return filtered
-        return filtered + self.noise.rows(len(self.context), drafted + 1)[drafted].float()
+        return filtered if self.params.greedy or not coupled else filtered + ahead.noise(length + 1)[length].float()
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from its logits [V]."""

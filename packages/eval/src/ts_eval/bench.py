@@ -25,12 +25,13 @@ from tqdm import tqdm
 
 import decoder
 from decoder.drafters import METHODS
-from decoder.drafters.levels import best_tokens
+from decoder.drafters.levels import ranked
 from decoder.full_cache import FullCache
 from decoder.partial_cache import PartialCache
 from decoder.sampler import Sampler
 from decoder.target import Target
 from decoder.token_tree import TokenTree
+from decoder.transfers import download
 from ts_eval import defaults
 from ts_eval.computed import computed, read_assumptions
 from ts_eval.data_dir import find_data_dir
@@ -373,7 +374,7 @@ class Measurement:
 
         def score() -> None:
             for _ in range(POSITIONS):
-                best_tokens(scorer.draft_scores(logits[None], coupled), [width])
+                download(ranked(scorer.draft_scores(logits[None], coupled), width)[1])
                 scorer.push(self.prompt[0])
 
         operations: dict[object, Operation] = {

@@ -37,6 +37,8 @@ def environment(device: torch.device, arguments: Sequence[str] | None = None) ->
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
+    # With its build, which the package need not tell.
+    versions["torch"] = torch.__version__
     source = Path(decoder.__file__).parent
     return {
         "versions": versions,

@@ -94,7 +94,8 @@ class ExportHeads(L.Callback):
             "untrained": self.untrained,
             "validation": module.val_metrics,
             "validated_at_step": module.val_step,
-            "versions": {package: version(package) for package in VERSIONS},
+            # Of PyTorch the build as well: its package need not tell.
+            "versions": {package: version(package) for package in VERSIONS} | {"torch": torch.__version__},
         }
         folder = self.output / name
         try:

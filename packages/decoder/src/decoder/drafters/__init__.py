@@ -2,7 +2,7 @@
 
 from decoder.drafters.auto import Auto
 from decoder.drafters.autoregressive import Autoregressive
-from decoder.drafters.base import Drafter, Resources
+from decoder.drafters.base import Drafter, LooksAhead, Resources
 from decoder.drafters.fused import Fused
 from decoder.drafters.magicdec import MagicDec
 from decoder.drafters.medusa import Medusa
@@ -29,6 +29,7 @@ __all__ = [
     "Autoregressive",
     "Drafter",
     "Fused",
+    "LooksAhead",
     "MagicDec",
     "Medusa",
     "PromptLookup",

@@ -1,7 +1,8 @@
 """The fastest lossless choice, step by step: heads and suffixes where they pay, plain decoding where nothing does."""
 
 from decoder.drafters.base import Resources
-from decoder.drafters.sources import HeadsSource, SuffixSource
+from decoder.drafters.heads_source import HeadsSource
+from decoder.drafters.suffix_source import SuffixSource
 from decoder.drafters.tuned import Source, Tuned
 from decoder.odds import Odds
 

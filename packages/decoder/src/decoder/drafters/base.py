@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from decoder.acceptance import Ending, Question
 from decoder.draft_heads import DraftHeads
 from decoder.full_cache import FullCache
 from decoder.options import TokenSwiftOptions
@@ -94,3 +95,15 @@ class Drafter(Protocol):
 
     def finish(self, statistics: Statistics) -> None:
         """Add what only the drafter knows."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A `Drafter` that need not know how a step ended to draft for the next: on CUDA it then saves a read per step."""
+
+    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question | None:
+        """Ask the device for what `propose` needs next, behind ``ending``, which only the device knows; never wait.
+
+        The text may turn out to have ended before. Who is told the answer is told before `commit`; `propose` must do
+        without where it was not called, or nobody was told.
+        """

@@ -1,37 +1,25 @@
 """From a hidden state to the tokens of a full tree, level by level."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
 
 from decoder.draft_heads import DraftHeads
-from decoder.sampler import Sampler
+from decoder.sampler import Ahead, Sampler
 from decoder.target import Target
 from decoder.token_tree import RankPath
-from decoder.transfers import download, upload
+from decoder.transfers import download
 
 
-def best_tokens(scores: torch.Tensor, widths: Sequence[int]) -> list[list[int]]:
-    """The ``widths[i]`` highest-scoring token ids of row i of ``scores`` [levels, V], the best first.
+def ranked(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` best tokens, fewer in a smaller vocabulary, of ``scores`` [..., V], and what to tell the host.
 
-    Tokens that the filters dropped (-inf) are no candidates.
-    """
-    _, told = _ranked(scores, max(widths))
-    return [_candidates(row[:count]) for count, row in zip(widths, download(told), strict=True)]
-
-
-def _ranked(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best tokens of each row of ``scores`` [..., V], int64 [..., count], and what to tell the host of them.
-
-    That is the same with -1 where a token is no candidate, so that one transfer is enough.
+    Both are int64 [..., count], the best first. The host is told -1 where a token was dropped by a filter and is no
+    candidate, so that one read is enough.
     """
     values, tokens = scores.topk(min(count, scores.shape[-1]), dim=-1)
     return tokens, tokens.masked_fill(~(values > -torch.inf), -1)
-
-
-def _candidates(told: Iterable[int]) -> list[int]:
-    return [token for token in told if token >= 0]
 
 
 class HeadLevels:
@@ -55,34 +43,42 @@ class HeadLevels:
         With ``own_level`` the first level is what the state itself predicts (l_0), and head 1 fills the second;
         without it head 1 fills the first.
         """
-        fill = self._in_turn if self.heads.conditioned else self._at_once
-        return fill(hidden, sampler, own_level)
+        return self.read(download(self.ask(hidden, sampler, sampler.ahead(), own_level)))
 
-    def _at_once(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
+    def ask(self, hidden: torch.Tensor, sampler: Sampler, ahead: Ahead, own_level: bool) -> torch.Tensor:
+        """`candidates` for what is ``ahead``, without waiting for the device: a vector for `read`, once it is told."""
+        fill = self._in_turn if self.heads.conditioned else self._at_once
+        return torch.cat(fill(hidden, sampler, ahead, own_level))
+
+    def read(self, told: Sequence[float]) -> list[list[int]]:
+        """The candidates that the numbers of `ask` stand for."""
+        numbers, levels = iter(told), []
+        for width in self.widths:
+            row = islice(numbers, min(width, self.target.vocab_size))
+            levels.append([int(token) for token in row if token >= 0])
+            # What follows was drafted behind a token that is no candidate.
+            if self.heads.conditioned and not levels[-1]:
+                break
+        return levels
+
+    def _at_once(self, hidden: torch.Tensor, sampler: Sampler, ahead: Ahead, own_level: bool) -> list[torch.Tensor]:
         states = [self.target.norm(hidden)] if own_level else []
         states += self.heads(hidden, count=len(self.widths) - len(states))
         logits = self.target.head(torch.stack(states))
-        return best_tokens(sampler.draft_scores(logits, self.coupled), self.widths)
+        _, told = ranked(sampler.draft_scores(logits, self.coupled, ahead), max(self.widths))
+        return [row[:width] for width, row in zip(self.widths, told, strict=True)]
 
-    def _in_turn(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
+    def _in_turn(self, hidden: torch.Tensor, sampler: Sampler, ahead: Ahead, own_level: bool) -> list[torch.Tensor]:
         """Conditioned heads: each reads the best token of the level before, with coupling mostly the true one."""
-        newest, ahead = upload(sampler.context[-1:], hidden.device), sampler.ahead()
-        ranked = []
-        for level, count in enumerate(self.widths):
+        levels = []
+        for level, width in enumerate(self.widths):
             if own_level and not level:
                 normalised = self.target.norm(hidden)
             else:
-                hidden, normalised = self.heads.advance(level - own_level, hidden, self.target.embed(newest[0]))
+                newest = self.target.embed(ahead.newest()[0])
+                hidden, normalised = self.heads.advance(level - own_level, hidden, newest)
             scores = sampler.draft_scores(self.target.head(normalised[None]), self.coupled, ahead)
-            tokens, told = _ranked(scores[0], count)
-            ranked.append(told)
-            newest = tokens[:1]
-            ahead.push(newest)
-        told = iter(download(torch.cat(ranked)))
-        levels: list[list[int]] = []
-        for row in ranked:
-            levels.append(_candidates(islice(told, len(row))))
-            # What follows was drafted behind a token that is no candidate.
-            if not levels[-1]:
-                break
+            tokens, told = ranked(scores[0], width)
+            levels.append(told)
+            ahead.push(tokens[:1])
         return levels

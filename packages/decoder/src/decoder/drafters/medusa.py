@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from decoder.acceptance import Ending, Question
 from decoder.drafters.base import Resources
 from decoder.drafters.levels import HeadLevels
 from decoder.full_cache import FullCache
@@ -30,16 +31,25 @@ class Medusa:
         self.levels = HeadLevels(resources.target, heads, paths, options.coupled)
         self.max_nodes = 1 + len(paths)
         self.hidden: torch.Tensor | None = None
+        self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
-        if self.hidden is not None:
+        candidates, self._candidates = self._candidates, None
+        if candidates is None and self.hidden is not None:
             candidates = self.levels.candidates(self.hidden, sampler, own_level=False)
-            tree.add_ranked(candidates, self.levels.paths, "heads")
+        tree.add_ranked(candidates or (), self.levels.paths, "heads")
         return tree
+
+    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question:
+        hidden = verification.hidden.index_select(0, ending.node)[0]
+        return Question(self.levels.ask(hidden, sampler, ending.ahead, own_level=False).double(), self._told)
+
+    def _told(self, numbers: list[float]) -> None:
+        self._candidates = self.levels.read(numbers)
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         # The next verification may write over its own.

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from decoder.acceptance import Ending, Question
 from decoder.drafters.base import Resources
 from decoder.full_cache import FullCache
 from decoder.odds import Calibration, Odds
@@ -47,7 +48,7 @@ class Source(Protocol):
     name: str
 
     costly: bool
-    """Whether its offers take time of their own."""
+    """Whether its offers take time of their own; such a source, one at most, may look ahead (`CostlySource`)."""
 
     def root(self, sampler: Sampler, rate: float, node_seconds: float, levels: int) -> object | None:
         """Where it begins in this step; None when it has nothing to offer.
@@ -62,6 +63,16 @@ class Source(Protocol):
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """As in `Drafter.commit`."""
+
+
+class CostlySource(Source, Protocol):
+    """A source whose offers take time of their own, and can be asked for before it is known how a step ended."""
+
+    looking_seconds: float
+    """What it asked the device for when it last looked ahead takes about so long."""
+
+    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending, levels: int) -> Question | None:
+        """As in `LooksAhead.look_ahead`, ``levels`` as in `root`."""
 
 
 class Tuned:
@@ -85,8 +96,9 @@ class Tuned:
         self.wanted = resources.max_new_tokens
         self.odds = odds
         self.sources = sources
+        self._costly: CostlySource | None = next((source for source in sources if source.costly), None)
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
-        self._ways = Ways(len(_LEVELS) if any(source.costly for source in sources) else 1)
+        self._ways = Ways(1 if self._costly is None else len(_LEVELS))
         self._accepting = Calibration()
         self._hoped = 0.0  # drafted tokens to be accepted in this step
         self._began = self._drafting = 0.0
@@ -112,6 +124,13 @@ class Tuned:
         tree.cut(self._best_size(rate, chances[:most]))
         self._drafting = time.perf_counter() - self._began
         return tree
+
+    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question | None:
+        if self._costs is None or self._costly is None:
+            return None
+        question = self._costly.look_ahead(verification, sampler, ending, _LEVELS[self._ways.now])
+        self._drafting += self._costly.looking_seconds
+        return question
 
     def _grow(self, node_seconds: float, rate: float, sampler: Sampler, depth: int) -> tuple[TokenTree, list[float]]:
         """The tree best first, and the chance of each of its nodes, in falling order."""
@@ -169,9 +188,9 @@ class Tuned:
             source.commit(verification, path, tokens)
         if self._hoped:
             self._accepting.observe(self._hoped, len(path) - 1)
-        seconds = time.perf_counter() - self._began - self._drafting
-        self._ways.observe(len(tokens), self._drafting + seconds)
-        self._costs.observe(len(verification.hidden), seconds)
+        seconds = time.perf_counter() - self._began
+        self._ways.observe(len(tokens), seconds)
+        self._costs.observe(len(verification.hidden), seconds - self._drafting)
 
     def finish(self, statistics: Statistics) -> None:
         pass

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams
-from decoder.drafters.sources import HeadsSource
+from decoder.acceptance import Ending
+from decoder.drafters.heads_source import HeadsSource
 from decoder.odds import Calibration, Odds
 from decoder.sampler import Sampler
 from decoder.target import Verification
 
 from .conftest import VOCAB, random_heads
+from .test_walk import HostReads
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(seed=3, min_p=0.01, repetition_penalty=1.3)
@@ -49,11 +51,50 @@ def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
     assert seconds > 1
 
 
+@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
+def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
+    """Behind an ending that the device alone knows: the same offers at the same places, with the same guesses."""
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    for seed in range(4):
+        text, drawn, end = [5, 6, 7], [9, 2, 4, 8], 1 + seed % 3
+        params = replace(SAMPLING, seed=seed)
+        verification = Verification(torch.randn(4, 32, dtype=torch.float64), torch.empty(0), {})
+        before, behind = (Sampler(params, VOCAB, CPU, tokens) for tokens in (text, text + drawn[:end]))
+        offers, places = [], [()]
+        with torch.inference_mode():
+            sources = [HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds()) for _ in range(2)]
+            sources[0].commit(verification, path=[0, 3], tokens=drawn[:end])
+            ending = Ending(torch.tensor([3]), before.ahead().after(torch.tensor(drawn), torch.tensor([end])))
+            question = sources[1].look_ahead(verification, before, ending, levels=3)
+            for token in drawn[:end]:
+                before.push(token)
+            question.told(question.numbers.tolist())
+            sources[1].commit(verification, path=[0, 3], tokens=drawn[:end])
+            for source in sources:
+                assert source.root(behind, rate=0.0, node_seconds=0.0, levels=3) == ()
+            while places:
+                place = places.pop()
+                found = [source.offers(place) for source in sources]
+                assert found[0] == found[1]
+                offers += found[0]
+                places += [offer.place for offer in found[0]]
+            with HostReads() as counter:
+                sources[1].offers(())
+        assert counter.reads == 0
+        assert max(len(offer.place) for offer in offers) == 3
+        # An answer is for the text it was asked for.
+        behind.push(1)
+        sources[1].root(behind, rate=0.0, node_seconds=0.0, levels=3)
+        with torch.inference_mode(), HostReads() as counter:
+            sources[1].offers(())
+        assert counter.reads == 1
+
+
 def test_branch_scores_are_the_draft_scores_of_each_path():
     sampler = Sampler(SAMPLING, 200, CPU, [9, 9, 4])
     logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) * 3
     paths = [(1, 2), (1, 5), (7, 9)]
-    actual = sampler.branch_scores(logits, True, paths)
+    actual = sampler.branch_scores(logits, True, sampler.ahead(), torch.tensor(paths))
     expected = [sampler.draft_scores(row[None], True, path)[0] for row, path in zip(logits, paths, strict=True)]
     torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
 
@@ -88,3 +129,26 @@ def test_a_disturbed_level_does_not_switch_the_heads_off(model):
     assert source._seconds < 1.5
     source._took(1000.0)
     assert source._seconds < 1.6
+
+
+def test_looking_ahead_is_timed_now_and_then_but_not_the_first_time(model):
+    """What the first one prepares would make levels look so dear that none were ever run again."""
+    dec = Decoder(model, heads=random_heads(model, kind="gated"))
+    source, clock, waits = HeadsSource(dec.target, dec.heads["gated"], coupled=True, odds=Odds()), [0.0], []
+    advance, sampler = dec.heads["gated"].advance, Sampler(SAMPLING, VOCAB, CPU, [5, 6])
+
+    def slowly(*args):
+        clock[0] += 1e-3 if clock[0] else 5.0
+        return advance(*args)
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr("decoder.drafters.heads_source.time.perf_counter", lambda: clock[0])
+        patch.setattr(dec.target, "wait", lambda: waits.append(source._looked))
+        patch.setattr(dec.heads["gated"], "advance", slowly)
+        verification = Verification(torch.randn(1, 32, dtype=torch.float64), torch.empty(0), {})
+        for _ in range(67):
+            ending = Ending(torch.tensor([0]), sampler.ahead().after(torch.tensor([7]), torch.tensor([1])))
+            assert source.look_ahead(verification, sampler, ending, levels=2) is not None
+    assert waits == [2, 2, 3, 3, 66, 66, 67, 67]
+    assert source._seconds == pytest.approx(1e-3)
+    assert source.looking_seconds == pytest.approx(2e-3)
