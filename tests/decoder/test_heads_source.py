@@ -51,6 +51,12 @@ def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
     assert seconds > 1
 
 
+def ended(sampler, drawn, count, node):
+    """The ending of a walk that drew these tokens and came ``count`` nodes far, to ``node``."""
+    children = [node] * (count - 1) + [0] * (len(drawn) - count + 1)
+    return Ending(torch.tensor([children, drawn]).double(), sampler, node)
+
+
 @pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
 def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
     """Behind an ending that the device alone knows: the same offers at the same places, with the same guesses."""
@@ -64,7 +70,7 @@ def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
         with torch.inference_mode():
             sources = [HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds()) for _ in range(2)]
             sources[0].commit(verification, path=[0, 3], tokens=drawn[:end])
-            ending = Ending(torch.tensor([3]), before.ahead().after(torch.tensor(drawn), torch.tensor([end])))
+            ending = ended(before, drawn, end, node=3)
             question = sources[1].look_ahead(verification, before, ending, levels=3)
             for token in drawn[:end]:
                 before.push(token)
@@ -147,8 +153,7 @@ def test_looking_ahead_is_timed_now_and_then_but_not_the_first_time(model):
         patch.setattr(dec.heads["gated"], "advance", slowly)
         verification = Verification(torch.randn(1, 32, dtype=torch.float64), torch.empty(0), {})
         for _ in range(67):
-            ending = Ending(torch.tensor([0]), sampler.ahead().after(torch.tensor([7]), torch.tensor([1])))
-            assert source.look_ahead(verification, sampler, ending, levels=2) is not None
+            assert source.look_ahead(verification, sampler, ended(sampler, [7], 1, node=0), levels=2) is not None
     assert waits == [2, 2, 3, 3, 66, 66, 67, 67]
     assert source._seconds == pytest.approx(1e-3)
     assert source.looking_seconds == pytest.approx(2e-3)

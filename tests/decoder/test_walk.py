@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.acceptance import ending, exact, exact_on_device, walk
+from decoder.acceptance import Ending, exact, exact_on_device, walk
 from decoder.drafters import METHODS
 from decoder.drafters.heads_source import HeadsSource
 from decoder.drafters.levels import HeadLevels
@@ -181,8 +181,8 @@ def test_where_a_walk_ended_the_device_knows_as_well_as_the_host(params):
             tree.add(len(tree) - 1, 3, "wrong")
         sampler, host = (Sampler(params, WORDS, CPU, context) for _ in range(2))
         with HostReads() as counter:
-            end = ending(walk(tree, logits, sampler, 0, tree.depth + 1), sampler, 0)
-            end.ahead.noise(2)
+            end = Ending(walk(tree, logits, sampler, 0, tree.depth + 1), sampler, 0)
+            end.node, end.ahead.noise(2)
         assert counter.reads == 0
         path, tokens = exact(tree, logits, host, ends_never)
         assert len(path) > depth
@@ -478,7 +478,7 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
         logits = torch.empty(9, WORDS, dtype=torch.bfloat16, device="meta")
         told = walk(tree, logits, sampler, 2, 4)
         assert (told.shape, told.dtype, told.device.type) == ((4, 4), torch.float64, "meta")
-        end = ending(told, sampler, 2)
+        end = Ending(told, sampler, 2)
         assert (end.node.shape, end.ahead.newest().shape) == ((1,), (1,))
         assert sampler.draft_scores(logits, True, end.ahead).shape == (9, WORDS)
         sampler.push(5)

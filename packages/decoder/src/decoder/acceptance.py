@@ -1,6 +1,7 @@
 """From a verified tree to the tokens it gives: the exact walk, and the paper's own rule, which is biased."""
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import NamedTuple, Protocol
 
@@ -13,16 +14,34 @@ from decoder.transfers import download, upload
 _LEVELS = 8  # of a walk on the device before the host looks how far it has come
 
 
-class Ending(NamedTuple):
-    """Where a walk ended, as far as the device knows.
+class Ending:
+    """Where a walk ended, as far as the device knows; computed when asked for.
 
-    Attributes:
-        node: the last accepted one, int64 [1].
-        ahead: what comes behind the token that was drawn there.
+    Args:
+        walked: what `walk` returned; one of its levels must be the last.
+        sampler: of the text before the walk.
+        node: where the walk began.
     """
 
-    node: torch.Tensor
-    ahead: Ahead
+    def __init__(self, walked: torch.Tensor, sampler: Sampler, node: int):
+        self._children, self._tokens = walked[0].long(), walked[1].long()
+        self._sampler, self._node = sampler, node
+
+    @cached_property
+    def _steps(self) -> torch.Tensor:
+        """From the first level visited to the last, int64 [1]; the last is the first without a child."""
+        return (self._children > 0).cumprod(0).sum(0, keepdim=True)
+
+    @cached_property
+    def node(self) -> torch.Tensor:
+        """The last accepted one, int64 [1]."""
+        nodes = torch.cat((torch.full_like(self._steps, self._node), self._children))
+        return nodes.index_select(0, self._steps)
+
+    @cached_property
+    def ahead(self) -> Ahead:
+        """What comes behind the token that was drawn there."""
+        return self._sampler.ahead().after(self._tokens, self._steps + 1)
 
 
 class Question(NamedTuple):
@@ -103,7 +122,7 @@ def exact_on_device(
         walked = walk(tree, logits, sampler, path[-1], levels)
         question = None
         if look_ahead is not None and levels == rest:
-            question = look_ahead(ending(walked, sampler, path[-1]))
+            question = look_ahead(Ending(walked, sampler, path[-1]))
         rows, answer = _ask(walked, question)
         for child, *drawn in zip(*rows, strict=True):
             tokens.append(sampler.settle(*drawn))
@@ -148,15 +167,6 @@ def walk(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, node: int, lev
     columns = list(zip(*seen, strict=True))
     whole = torch.cat([*columns[0], *columns[1]]).double()
     return torch.cat([whole, *(number for column in columns[2:] for number in column)]).view(-1, levels)
-
-
-def ending(walked: torch.Tensor, sampler: Sampler, node: int) -> Ending:
-    """Where a walk from ``node`` on ended, from what `walk` returned; one of its levels must be the last."""
-    children, tokens = walked[0].long(), walked[1].long()
-    # The levels up to the first without a child were visited.
-    steps = (children > 0).cumprod(0).sum(0, keepdim=True)
-    nodes = torch.cat((torch.full_like(steps, node), children))
-    return Ending(nodes.index_select(0, steps), sampler.ahead().after(tokens, steps + 1))
 
 
 class Independent:
