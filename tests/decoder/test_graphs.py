@@ -92,12 +92,17 @@ def test_the_kernel_itself_in_a_generation(as_on_cuda, prompt, monkeypatch):
 
 
 READS = [("ar", "chained", 1), ("suffix", "chained", 1), ("prompt-lookup", "chained", 1), ("medusa", "chained", 1)]
-READS += [("tokenswift", "chained", 2), ("tokenswift", "gated", 2), ("tokenswift-fused", "gated", 1)]
+READS += [
+    ("magicdec", "chained", 2),
+    ("tokenswift", "chained", 2),
+    ("tokenswift", "gated", 2),
+    ("tokenswift-fused", "gated", 1),
+]
 
 
 @pytest.mark.parametrize("method, kind, reads", READS)
-def test_a_step_reads_once_for_each_of_its_passes(as_on_cuda, prompt, monkeypatch, method, kind, reads):
-    """Outside of them: they could not be recorded if they read from the device."""
+def test_a_step_reads_once_and_once_more_where_the_model_drafts(as_on_cuda, prompt, monkeypatch, method, kind, reads):
+    """Outside of its passes: they could not be recorded if they read from the device."""
     run = Target._pass
 
     def uncounted(*arguments, **named):

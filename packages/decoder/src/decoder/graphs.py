@@ -129,7 +129,7 @@ class FixedPass:
         self._outputs: Any = None
 
     def __call__(self, run: Run, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        """Outputs of ``run`` on CPU tensors ids [2, T] and mask [T, T]; ``run`` must be the same function every time.
+        """Outputs of ``run`` on tensors ids [2, T] and mask [T, T]; ``run`` must be the same function every time.
 
         It may be recorded, so all that changes from one call to the next must be in the inputs or in device memory.
         """

@@ -224,7 +224,7 @@ class Target:
     def _pass(
         self,
         module: nn.Module,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | torch.Tensor,
         positions: Sequence[int],
         cache: LayeredCache,
         mask: torch.Tensor | None = None,
@@ -243,7 +243,10 @@ class Target:
         fixed = None if self.recorder is None else self.device
         cache.prepare(self._layers, fixed)
         cache.begin(len(tokens))
-        ids = torch.tensor([list(tokens), list(positions)])
+        if isinstance(tokens, torch.Tensor):
+            ids = torch.stack((tokens, upload(positions, self.device)))
+        else:
+            ids = torch.tensor([list(tokens), list(positions)])
         # Under autocast a graph would know copies of the weights that go when the user's block ends.
         if fixed is None or len(tokens) > _WIDEST_RECORDED or under_autocast():
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
@@ -281,9 +284,10 @@ class Target:
         hidden, logits, queries = self._pass(self.model, tokens, positions, cache, mask, observe=True)
         return Verification(hidden[:nodes], logits[:nodes], queries)
 
-    def draft(self, tokens: Sequence[int], position: int, cache: LayeredCache) -> torch.Tensor:
+    def draft(self, tokens: Sequence[int] | torch.Tensor, position: int, cache: LayeredCache) -> torch.Tensor:
         """Hidden states h0 [T, d] before the final norm of a run of tokens, the first at ``position``.
 
+        A tensor of tokens, int64 [T], is on the model's device, and the host need not know what is in it.
         They attend to ``cache``, usually one that holds a part of the text, and to each other causally. Where passes
         are recorded, any other pass writes over them.
         """

@@ -7,10 +7,11 @@ import torch
 from decoder.drafters.base import Resources
 from decoder.full_cache import FullCache
 from decoder.recent_cache import RecentCache
-from decoder.sampler import Sampler
+from decoder.sampler import Sampler, first_argmax
 from decoder.stats import Statistics
 from decoder.target import Verification
 from decoder.token_tree import TokenTree
+from decoder.transfers import download
 
 
 class MagicDec:
@@ -37,14 +38,14 @@ class MagicDec:
             self.recent.observe(cache, queries)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        tree = TokenTree(sampler.context[-1])
-        chain: list[int] = []
+        tree, ahead, chain = TokenTree(sampler.context[-1]), sampler.ahead(), []
         for step in range(min(self.count, depth)):
             self.recent.hold(step)
-            hidden = self.target.draft([tree.tokens[-1]], cache.length + step, self.recent)
+            hidden = self.target.draft(ahead.newest(), cache.length + step, self.recent)
             logits = self.target.head(self.target.norm(hidden))
-            chain.append(sampler.draft_choice(logits[0], self.options.coupled, chain))
-            tree.add(step, chain[-1], "target")
+            chain.append(first_argmax(sampler.draft_scores(logits, self.options.coupled, ahead)))
+            ahead.push(chain[-1])
+        tree.add_path(download(torch.cat(chain)) if chain else (), "target")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
