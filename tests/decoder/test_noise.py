@@ -2,10 +2,14 @@
 
 import math
 
+import pytest
 import torch
 
+from decoder import Decoder, SamplingParams
+from decoder.acceptance import exact, exact_on_device
 from decoder.noise import _GOLDEN, NoiseRows, gumbel, mix, random_bits
 
+from .conftest import random_heads, tiny_llama
 from .scipy_free import chi_square_tail
 
 
@@ -70,3 +74,18 @@ def test_rows_do_not_depend_on_what_was_asked_before():
         used.rows(first, count)
     torch.testing.assert_close(used.rows(40, 5), fresh, rtol=0, atol=0)
     assert not torch.equal(NoiseRows(4, 50, torch.device("cpu")).rows(40, 5), fresh)
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift", "medusa", "magicdec", "triforce", "auto"])
+def test_noise_is_made_once_for_many_positions(model, prompt, monkeypatch, method):
+    """For drafts and tokens alike, whoever asks first: a block costs a large vocabulary tens of milliseconds."""
+    made = []
+    monkeypatch.setattr("decoder.noise.gumbel", lambda *args: made.append(len(args[1])) or gumbel(*args))
+    dec = Decoder(model, heads=random_heads(model, kind="gated"), draft_model=tiny_llama(num_hidden_layers=1))
+    for rule in (exact, exact_on_device):
+        monkeypatch.setattr("decoder.decoder.exact", rule)
+        made.clear()
+        dec.generate(prompt, 160, method, SamplingParams(seed=3))
+        # In blocks of 16 positions and a few more.
+        assert len(made) <= 12
+        assert sum(made) <= 240

@@ -85,7 +85,7 @@ def test_suppressed_tokens_equal_transformers_and_leave_the_others_chances():
     sampler = Sampler(SamplingParams(min_p=0.01, suppress_tokens=banned), 200, CPU, [0])
     for row, theirs in zip(LOGITS, expected, strict=True):
         torch.testing.assert_close(sampler.filtered(row), theirs, rtol=0, atol=0)
-        assert torch.isinf(sampler.draft_scores(row[None], coupled=True)[0, list(banned)]).all()
+        assert torch.isinf(sampler.draft_scores(row[None], True, sampler.ahead())[0, list(banned)]).all()
 
 
 @pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}])
@@ -130,7 +130,7 @@ def test_coupled_drafts_of_the_true_distribution_are_the_targets_choice():
         sampler = Sampler(params, 200, CPU, [0] * position)
         chain = []
         for _ in range(3):
-            chain.append(int(sampler.draft_scores(LOGITS[:1], coupled=True, drafted=chain)[0].argmax()))
+            chain.append(int(sampler.draft_scores(LOGITS[:1], True, sampler.ahead(chain))[0].argmax()))
         assert chain == [sampler.choose(LOGITS[0]) for _ in range(3)]
 
 

@@ -33,7 +33,7 @@ def fixed(nodes: int, levels: int) -> Iterator[None]:
     """Every step runs ``levels`` of heads and verifies the ``nodes`` likeliest to be right, root included."""
     with (
         mock.patch("decoder.drafters.tuned._LEVELS", (levels,)),
-        mock.patch.object(HeadsSource, "_pays", lambda self, depth: True),
+        mock.patch.object(HeadsSource, "_pays", lambda self, depth, chance: True),
         mock.patch.object(Tuned, "_best_size", lambda self, rate, chances: min(nodes, len(chances))),
     ):
         yield

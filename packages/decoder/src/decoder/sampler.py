@@ -96,7 +96,8 @@ class Ahead:
     """The text as it goes on along tokens that only the device may know yet: its penalty window and its noise.
 
     Nothing here waits for the device: a token that leaves the window is either one of the text, known to the host, or
-    one of those behind it. Good until the text itself goes on.
+    one of those behind it. Good until the text itself goes on. Behind a number of tokens that only the device knows
+    (`after`) tokens still enter the window, but none leaves it: drafts may be ranked with that.
 
     Args:
         counts: how often each token stands in the window of the text, int32 [V]; left as they are.
@@ -118,8 +119,7 @@ class Ahead:
     def after(self, tokens: torch.Tensor, count: torch.Tensor) -> "Ahead":
         """What is ahead of the text once the first ``count`` of ``tokens`` have entered it; nothing was pushed yet.
 
-        ``tokens`` int64 [n] and ``count`` int64 [1], from 1 to n, are known to the device alone. From there on tokens
-        enter the window, but none leaves it: drafts may be ranked with that.
+        ``tokens`` int64 [n] and ``count`` int64 [1], from 1 to n, are known to the device alone.
         """
         after = Ahead(self._counts, self._window, self._size, self._noise, self._text)
         after._between = tokens, count
@@ -159,14 +159,15 @@ class Ahead:
         """Tokens under penalty behind all that were pushed, bool [V]; None when nothing is penalised."""
         return self._counts > 0 if self._size else None
 
-    def noise(self, count: int) -> torch.Tensor:
-        """Noise of the next ``count`` positions behind all that were pushed, float64 [count, V]."""
-        position, pushed = len(self._text), len(self._tokens)
+    def noise(self, count: int, skip: int = 0) -> torch.Tensor:
+        """Noise of ``count`` positions, the first ``skip`` behind the next one, float64 [count, V]."""
+        start = len(self._tokens) + skip
+        # From the end of the text on: what is made for many positions at a time must serve the next step, too.
         if self._between is None:
-            return self._noise.rows(position + pushed, count)
+            return self._noise.rows(len(self._text), start + count)[start:]
         tokens, passed = self._between
-        rows = self._noise.rows(position, len(tokens) + pushed + count)
-        return rows.index_select(0, passed + torch.arange(pushed, pushed + count, device=rows.device))
+        rows = self._noise.rows(len(self._text), len(tokens) + start + count)
+        return rows.index_select(0, passed + torch.arange(start, start + count, device=rows.device))
 
     def _count(self, token: int | torch.Tensor, change: int) -> None:
         if isinstance(token, int):
@@ -315,13 +316,12 @@ class Sampler:
             if len(self._window) > self.params.penalty_window:
                 self._counts[self._window.popleft()].sub_(1)
 
-    def draft_scores(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int] | Ahead = ()) -> torch.Tensor:
-        """Scores to rank draft candidates by, float64 [n, V], for the logits of the n positions behind ``drafted``.
+    def draft_scores(self, logits: torch.Tensor, coupled: bool, ahead: Ahead) -> torch.Tensor:
+        """Scores to rank draft candidates by, float64 [n, V], for the logits of the next n positions.
 
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
-        All rows see the window as it stands once ``drafted`` has entered the text.
+        All rows see the window of the first.
         """
-        ahead = drafted if isinstance(drafted, Ahead) else self.ahead(drafted)
         filtered = self._processed(logits.double(), ahead.in_window())
         return filtered if self.params.greedy or not coupled else filtered + ahead.noise(len(logits))
 
@@ -336,8 +336,8 @@ class Sampler:
         if seen is not None and length:
             seen = seen.repeat(len(drafted), 1).scatter_(1, drafted, True)
         filtered = self._processed(logits.float(), seen)
-        return filtered if self.params.greedy or not coupled else filtered + ahead.noise(length + 1)[length].float()
+        return filtered if self.params.greedy or not coupled else filtered + ahead.noise(1, skip=length)[0].float()
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from its logits [V]."""
-        return int(first_argmax(self.draft_scores(logits[None], coupled, drafted)[0]))
+        return int(first_argmax(self.draft_scores(logits[None], coupled, self.ahead(drafted))[0]))

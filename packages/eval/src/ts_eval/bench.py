@@ -374,7 +374,7 @@ class Measurement:
 
         def score() -> None:
             for _ in range(POSITIONS):
-                download(ranked(scorer.draft_scores(logits[None], coupled), width)[1])
+                download(ranked(scorer.draft_scores(logits[None], coupled, scorer.ahead()), width)[1])
                 scorer.push(self.prompt[0])
 
         operations: dict[object, Operation] = {

@@ -3,7 +3,7 @@
 from decoder.drafters.base import Resources
 from decoder.drafters.heads_source import HeadsSource
 from decoder.drafters.suffix_source import SuffixSource
-from decoder.drafters.tuned import Source, Tuned
+from decoder.drafters.tuned import Tuned
 from decoder.odds import Odds
 
 
@@ -15,7 +15,7 @@ class Auto(Tuned):
 
     def __init__(self, resources: Resources) -> None:
         odds = Odds()
-        sources: list[Source] = [SuffixSource(resources.prompt)]
+        heads = None
         if resources.heads is not None:
-            sources.append(HeadsSource(resources.target, resources.heads, resources.options.coupled, odds))
-        super().__init__(resources, sources, odds)
+            heads = HeadsSource(resources.target, resources.heads, resources.options.coupled, odds)
+        super().__init__(resources, [SuffixSource(resources.prompt)], odds, costly=heads)

@@ -102,8 +102,8 @@ class LooksAhead(Protocol):
     """A `Drafter` that need not know how a step ended to draft for the next: on CUDA it then saves a read per step."""
 
     def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question | None:
-        """Ask the device for what `propose` needs next, behind ``ending``, which only the device knows; never wait.
+        """Ask the device for what `propose` needs next, behind ``ending``, which only the device knows.
 
-        The text may turn out to have ended before. Who is told the answer is told before `commit`; `propose` must do
-        without where it was not called, or nobody was told.
+        The host should not wait for the device here. The text may turn out to have ended before. Who is told the
+        answer is told before `commit`; `propose` must do without where this was not called, or nobody was told.
         """

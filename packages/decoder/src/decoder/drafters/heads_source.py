@@ -65,6 +65,7 @@ class _Level(NamedTuple):
     onward: torch.Tensor
 
     def branches(self) -> _Branches:
+        """Those of the next level."""
         rows = self.onward // self.tokens.shape[1]
         newest = self.tokens.flatten().index_select(0, self.onward)[:, None]
         drafted = torch.cat((self.drafted.index_select(0, rows), newest), dim=1)
@@ -88,7 +89,6 @@ class HeadsSource:
     """
 
     name = "heads"
-    costly = True
 
     def __init__(self, target: Target, heads: DraftHeads, coupled: bool, odds: Odds):
         self.target, self.heads, self.coupled, self.odds = target, heads, coupled, odds
@@ -100,7 +100,8 @@ class HeadsSource:
         self._seconds = 0.0  # of one level, lately
         self._looked = 0  # times
         self._idle = [0] * self.deepest  # steps since each level was last run
-        self._usual = [1.0] * self.deepest  # the chance to come to each level, lately
+        self._usual = [1.0] * (self.deepest + 1)  # the chance to come to each level, lately
+        self._met = [0] * (self.deepest + 1)  # steps in which that chance was known
         self._levels: list[dict[Path | None, list[Offer]]] = []  # by what they follow; None where that is all the same
         self._reach: list[float] = []  # the chance to come to each level of this step, as it was thought to be
         self._beam: list[tuple[float, Path] | None] = []  # chances and paths of the branches; None where there is none
@@ -130,7 +131,8 @@ class HeadsSource:
             if depth >= self._most or not self._pays(depth, self._chance_of_beam()):
                 return []
             ahead = self._sampler.ahead()
-            ahead.noise(depth + 1)  # made for many positions at a time
+            if self.coupled and not self._sampler.params.greedy:
+                ahead.noise(depth + 1)  # made for many positions at a time
             start = time.perf_counter()
             branches = self._last.branches() if depth else _Branches.at_root(self.hidden)
             self._last, numbers = self._level(depth, branches, self._sampler, ahead)
@@ -150,18 +152,22 @@ class HeadsSource:
         # is prepared that later ones find.
         self._looked += 1
         timed = self._looked % _RETRY in (2, 3)
-        if timed:
-            self.target.wait()
-        start, told = time.perf_counter(), []
-        branches = _Branches.at_root(verification.hidden.index_select(0, ending.node))
+        level, told = None, []
         for depth in range(count):
+            start = self._clock() if timed else 0.0
+            if level is None:
+                branches = _Branches.at_root(verification.hidden.index_select(0, ending.node))
+            else:
+                branches = level.branches()
             level, numbers = self._level(depth, branches, sampler, ending.ahead)
-            branches = level.branches()
             told.append(numbers)
-        if timed:
-            self.target.wait()
-            self._took((time.perf_counter() - start) / count)
+            if timed:
+                self._took(self._clock() - start)
         return Question(torch.cat(told), lambda numbers: self._answered(len(sampler.context), numbers))
+
+    def _clock(self) -> float:
+        self.target.wait()
+        return time.perf_counter()
 
     def _answered(self, length: int, numbers: list[float]) -> None:
         self._answer = length, numbers
@@ -203,7 +209,10 @@ class HeadsSource:
         return _Level(states, branches.drafted, best.indices, onward.values, onward.indices), told
 
     def _told_of_level(self, numbers: Iterator[float]) -> tuple[list[float], list[float], list[float]]:
-        """The next level's scores, their tokens, and the places among them that the level behind it goes on from."""
+        """The next level's scores, their tokens, and the places among them that the level behind it goes on from.
+
+        One after the other, of n branches n * width, n * width, and as many as that level has branches.
+        """
         count = len(self._beam) * self._width
         onward = min(_BEAM if self.heads.conditioned else 1, count)
         return tuple(list(islice(numbers, part)) for part in (count, count, onward))
@@ -213,7 +222,6 @@ class HeadsSource:
         depth, width = len(self._levels), self._width
         chance = self._chance_of_beam()
         self._reach.append(chance)
-        self._usual[depth] += _LEARN * (chance - self._usual[depth])
         self._idle[depth] = 0
         found: list[list[Offer]] = []
         level: dict[Path | None, list[Offer]] = {}
@@ -233,6 +241,10 @@ class HeadsSource:
             beam.append(branch)
         self._beam = beam
         self._levels.append(level)
+        # The chance to come to a level is known whether it is run or not.
+        self._met[depth + 1] += 1
+        learn = max(_LEARN, 1 / self._met[depth + 1])
+        self._usual[depth + 1] += learn * (self._chance_of_beam() - self._usual[depth + 1])
 
     def _ranked(self, depth: int, values: list[float], tokens: Iterable[int], path: Path) -> list[Offer]:
         """The tokens of one row of scores, each with the margin by which it leads or trails the best other one."""

@@ -13,7 +13,6 @@ class SuffixSource:
     """What followed the longest suffix of the text where it stood before; chains up to 32 tokens, at no cost."""
 
     name = "suffix"
-    costly = False
 
     def __init__(self, prompt: list[int]):
         self.automaton = SuffixAutomaton()

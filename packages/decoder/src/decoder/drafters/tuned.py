@@ -47,9 +47,6 @@ class Source(Protocol):
 
     name: str
 
-    costly: bool
-    """Whether its offers take time of their own; such a source, one at most, may look ahead (`CostlySource`)."""
-
     def root(self, sampler: Sampler, rate: float, node_seconds: float, levels: int) -> object | None:
         """Where it begins in this step; None when it has nothing to offer.
 
@@ -66,7 +63,7 @@ class Source(Protocol):
 
 
 class CostlySource(Source, Protocol):
-    """A source whose offers take time of their own, and can be asked for before it is known how a step ended."""
+    """A source whose offers take time of their own, and may be asked for before it is known how a step ended."""
 
     looking_seconds: float
     """What it asked the device for when it last looked ahead takes about so long."""
@@ -82,11 +79,16 @@ class Tuned:
     tree grows best first: the candidate with the highest chance that the text goes through it is next, and sources
     offer what may follow it. The grown tree is then cut at the number of nodes with the best difference; with none
     left the step is plain decoding. Chances come from how often candidates of the same kind were right.
+
+    Args:
+        sources: those whose offers take no time to speak of.
+        odds: what chances are learnt in.
+        costly: one more, whose offers do; how deep they go is then tried out (`Ways`).
     """
 
     max_nodes = WIDEST
 
-    def __init__(self, resources: Resources, sources: Sequence[Source], odds: Odds):
+    def __init__(self, resources: Resources, sources: Sequence[Source], odds: Odds, costly: CostlySource | None = None):
         if resources.options.verification != "exact":
             raise ValueError(
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
@@ -95,13 +97,13 @@ class Tuned:
         self.costs = resources.costs
         self.wanted = resources.max_new_tokens
         self.odds = odds
-        self.sources = sources
-        self._costly: CostlySource | None = next((source for source in sources if source.costly), None)
+        self.sources = sources if costly is None else [*sources, costly]
+        self._costly = costly
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}
-        self._ways = Ways(1 if self._costly is None else len(_LEVELS))
+        self._ways = Ways(1 if costly is None else len(_LEVELS))
         self._accepting = Calibration()
         self._hoped = 0.0  # drafted tokens to be accepted in this step
-        self._began = self._drafting = 0.0
+        self._began = self._drafting = self._looking = 0.0
         self._steps = 0
         self._costs: RunningCosts | None = None
 
@@ -122,14 +124,14 @@ class Tuned:
         node_seconds = (costs[_USUAL] - costs[2]) / (_USUAL - 2)
         tree, chances = self._grow(node_seconds, rate, sampler, depth if most > 1 else 0)
         tree.cut(self._best_size(rate, chances[:most]))
-        self._drafting = time.perf_counter() - self._began
+        self._drafting, self._looking = time.perf_counter() - self._began, 0.0
         return tree
 
     def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question | None:
         if self._costs is None or self._costly is None:
             return None
         question = self._costly.look_ahead(verification, sampler, ending, _LEVELS[self._ways.now])
-        self._drafting += self._costly.looking_seconds
+        self._looking = self._costly.looking_seconds
         return question
 
     def _grow(self, node_seconds: float, rate: float, sampler: Sampler, depth: int) -> tuple[TokenTree, list[float]]:
@@ -190,7 +192,9 @@ class Tuned:
             self._accepting.observe(self._hoped, len(path) - 1)
         seconds = time.perf_counter() - self._began
         self._ways.observe(len(tokens), seconds)
-        self._costs.observe(len(verification.hidden), seconds - self._drafting)
+        seconds -= self._drafting
+        # What looking ahead took is an estimate, and some of it may have been hidden behind the verification.
+        self._costs.observe(len(verification.hidden), seconds - min(self._looking, 0.5 * seconds))
 
     def finish(self, statistics: Statistics) -> None:
         pass
