@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from decoder.acceptance import Acceptance, exact
+from decoder.acceptance import Acceptance, Ending, Question, exact
 from decoder.drafters import Drafter, LooksAhead
 from decoder.full_cache import FullCache
 from decoder.sampler import Sampler
 from decoder.stats import Statistics
-from decoder.target import Target
+from decoder.target import Target, Verification
 
 
 class Engine:
@@ -67,8 +67,8 @@ class Engine:
             tree = self.drafter.propose(self.cache, self.sampler, self.remaining - 1)
             tree.prune(self.remaining - 1)
             verification = self.target.forward(tree, self.cache)
-            look_ahead = partial(self.drafter.look_ahead, verification, self.sampler) if self._looks_ahead else None
-            path, tokens = self.accept(tree, verification.logits, self.sampler, self._took, look_ahead)
+        look_ahead = partial(self._look_ahead, verification) if self._looks_ahead else None
+        path, tokens = self.accept(tree, verification.logits, self.sampler, self._took, look_ahead)
         self.cache.keep(path)
         self.drafter.commit(self.cache, verification, path, tokens)
         self.statistics.count_step(tree.depth, [tree.sources[node] for node in path[1:]], len(tokens))
@@ -77,6 +77,10 @@ class Engine:
         if self.finish_reason:
             self.drafter.finish(self.statistics)
         return tokens
+
+    def _look_ahead(self, verification: Verification, ending: Ending) -> Question | None:
+        with self.target.borrowed():
+            return self.drafter.look_ahead(verification, self.sampler, ending)
 
     def _took(self, token: int) -> bool:
         """Count a new token; True when it is the last one."""

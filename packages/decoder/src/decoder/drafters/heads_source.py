@@ -204,8 +204,8 @@ class HeadsSource:
         # Among scores with noise in them, too, one far above the others is mostly right.
         likely = (branches.scores + best.values.log_softmax(-1)).flatten()
         onward = likely.topk(min(_BEAM if self.heads.conditioned else 1, len(likely)))
-        # Ids are exact in double precision.
-        told = torch.cat((best.values.flatten().double(), best.indices.flatten(), onward.indices))
+        # Single precision is exact for ids below 16 million.
+        told = torch.cat((best.values.flatten(), best.indices.flatten(), onward.indices))
         return _Level(states, branches.drafted, best.indices, onward.values, onward.indices), told
 
     def _told_of_level(self, numbers: Iterator[float]) -> tuple[list[float], list[float], list[float]]:
