@@ -1,5 +1,7 @@
 """Every family that the README lists equals transformers' own decoding; what cannot is refused with the reason."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.architectures import refuse_unsupported
 from decoder.attention import tree_attention
+from decoder.linear import packed_layers, replaced
 
 from .conftest import VOCAB, random_heads, tiny_llama
 
@@ -350,3 +353,19 @@ def test_experts_in_float64_are_told_how():
 def test_something_else_than_a_transformers_model_is_refused():
     with pytest.raises(ValueError, match=r"transformers model .* is needed, not Linear"):
         Decoder(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_packed_layers_of_every_family_compute_the_same(name, prompt):
+    """Those that read the same as one product; in a text, and in its single steps."""
+    model_type, overrides = FAMILIES[name]
+    model = tiny(model_type, torch.float32, **overrides)
+    packed, ids = packed_layers(model.modules()), torch.tensor([prompt])
+    together = sum(isinstance(forward, partial) for forward in packed.values())
+    assert together >= 3 * any("k_proj" in path for path, _ in model.named_modules())
+    for text in (ids, ids[:, :1]):
+        with torch.inference_mode():
+            expected = model(text).logits
+            with replaced(packed):
+                actual = model(text).logits
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder import TokenSwiftOptions
+from decoder import TokenSwiftOptions, linear
 from decoder.draft_heads import DraftHeads
 from decoder.full_cache import FullCache
 from decoder.linear import packed_layers, replaced
@@ -149,13 +149,85 @@ def test_packed_layers_are_shared_renewed_and_freed():
     layer = torch.nn.Linear(12, 7)
     x = torch.randn(3, 12)
     first, second = packed_layers([layer]), packed_layers([layer])
-    assert first[layer] is second[layer]
+    assert first[layer] == second[layer]
     layer.weight.data.mul_(2)
     packed_layers([layer])
     torch.testing.assert_close(first[layer](x), layer(x))
     gone = weakref.ref(layer)
     del layer, first, second
     gc.collect()
+    assert gone() is None
+
+
+def attention_like(bias=(False, False, False), kind=torch.nn.Linear):
+    parent = torch.nn.Module()
+    for name, size, has in zip(("q_proj", "k_proj", "v_proj"), (12, 4, 6), bias, strict=True):
+        setattr(parent, name, kind(8, size, bias=has))
+    return parent
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_that_read_the_same_are_one_product(monkeypatch, bias):
+    """Called in any order, again with what was changed in place, and some of them not at all."""
+    parent, products = attention_like((bias,) * 3), []
+    product = linear._product
+    monkeypatch.setattr(linear, "_product", lambda *args: products.append(1) or product(*args))
+    packed = packed_layers(parent.modules())
+    x = torch.randn(1, 5, 8)
+    for order in ("qkv", "vkq", "kqv", "qkv"):
+        x.add_(1)
+        expected = {name: getattr(parent, f"{name}_proj")(x) for name in order}
+        products.clear()
+        with torch.inference_mode(), replaced(packed):
+            for name in order:
+                actual = getattr(parent, f"{name}_proj")(x)
+                torch.testing.assert_close(actual, expected[name], rtol=1e-5, atol=1e-5)
+                assert actual.view(1, 5, 2, -1).shape[-1] == actual.shape[-1] // 2
+        assert len(products) == 1
+    with torch.inference_mode(), replaced(packed):
+        for step in range(3):
+            y = torch.randn(2, 8)
+            for name in "qk" if step else "qkk":
+                layer = getattr(parent, f"{name}_proj")
+                torch.testing.assert_close(layer(y), type(layer).forward(layer, y), rtol=1e-5, atol=1e-5)
+    # A layer that the user has given another forward keeps it.
+    parent.k_proj.forward = lambda x: x
+    with torch.inference_mode(), replaced(packed):
+        torch.testing.assert_close(parent.q_proj(y), type(layer).forward(parent.q_proj, y), rtol=1e-5, atol=1e-5)
+        assert parent.k_proj(y) is y
+
+
+def test_only_layers_that_are_alike_are_one_product():
+    def products(parent):
+        forwards = packed_layers(parent.modules()).values()
+        return len({getattr(forward, "func", forward).__self__ for forward in forwards})
+
+    assert products(attention_like()) == 1
+    assert products(attention_like((True, False, False))) == 3
+    assert len(packed_layers(attention_like(kind=OwnLinear).modules())) == 0
+    parent = attention_like()
+    parent.k_proj = OwnLinear(8, 4, bias=False)
+    assert products(parent) == 2
+    parent.k_proj = parent.v_proj
+    assert products(parent) == 2
+    parent.k_proj = torch.nn.Linear(6, 4, bias=False)
+    assert products(parent) == 3
+    # A product of layers that no longer stand together is not taken again.
+    parent = attention_like()
+    packed_layers(parent.modules())
+    parent.k_proj = torch.nn.Linear(8, 4, bias=False)
+    torch.nn.init.constant_(parent.v_proj.weight, 1.0)
+    packed, x = packed_layers(parent.modules()), torch.randn(3, 8)
+    for layer in parent.children():
+        torch.testing.assert_close(packed[layer](x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_copy_of_layers_that_are_one_product_goes_with_them():
+    """At once, not when the collector comes by: it may be gigabytes."""
+    parent = attention_like()
+    packed = packed_layers(parent.modules())
+    gone = weakref.ref(packed[parent.q_proj].func.__self__)
+    del parent, packed
     assert gone() is None
 
 

@@ -1,12 +1,14 @@
 """Linear layers on a CPU, with weights packed for oneDNN: a step has a handful of rows, and must not pay for each.
 
 Packed weights are read once for all rows (measured with 16 rows: a third of the time of PyTorch's own product), and
-prefill gains too. Where oneDNN need not split a row's sum (layers of the reference model's size), a row has the same
-bits whatever rows stand beside it.
+prefill gains too. Layers that read the same are one product, since half of a small model's step is calls. Where oneDNN
+need not split a row's sum (layers of the reference model's size), a row has the same bits whatever rows stand beside
+it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -17,22 +19,45 @@ from torch.nn import functional
 from decoder.draft_heads import DraftHead, RMSNorm
 
 _SHARE = 0.5  # of the memory that is available, for the packed copies
+_READ_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class PackedLinear:
-    """The forward of a linear layer on a copy of its weights, as they were when last packed."""
+class PackedLinears:
+    """The forwards of linear layers that read the same: one product with a copy of their weights, as last packed.
 
-    def __init__(self, module: nn.Linear):
-        self.pack(module)
+    The first that is called computes for all, the others find their part.
+    """
 
-    def pack(self, module: nn.Linear) -> None:
-        """Take in the layer's weights anew."""
+    def __init__(self, layers: Sequence[nn.Linear]):
+        self.pack(layers)
+        self._read: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}  # that were not asked for yet
+
+    def pack(self, layers: Sequence[nn.Linear]) -> None:
+        """Take in the layers' weights anew."""
         self._weight = None  # of two copies at a time none is needed
-        self._weight = _packed_weight(module.weight)
-        self._bias = None if module.bias is None else module.bias.detach().contiguous()
+        weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
+        self._sizes = [len(weight) for weight in weights]
+        self._weight = _packed_weight(weights[0] if len(weights) == 1 else torch.cat(weights))
+        self._bias = None if None in biases else torch.cat([bias.detach() for bias in biases])
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def forwards(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        """One per layer."""
+        return [partial(self._part, place) for place in range(len(self))] if len(self) > 1 else [self._product]
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         return _product(x, self._weight, self._bias)
+
+    def _part(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        if self._read is not x or place not in self._parts:
+            self._read, self._parts = x, dict(enumerate(self._product(x).split(self._sizes, dim=-1)))
+        part = self._parts.pop(place)
+        if not self._parts:
+            self._read = None
+        return part
 
 
 class PackedHead:
@@ -76,10 +101,10 @@ def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = 
 
 
 # Decoders of one model share its packed layers: copies of their own would multiply the memory.
-_packed: WeakKeyDictionary[nn.Module, PackedLinear | PackedHead] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[nn.Module, PackedLinears | PackedHead] = WeakKeyDictionary()
 
 
-def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, PackedLinear | PackedHead]:
+def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     """Faster forwards for the linear layers and draft heads among ``modules``, of their weights as they are now.
 
     They hold a copy of the weights, so there are none where new copies would take more than half of the memory that is
@@ -88,16 +113,41 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, PackedLinear 
     modules = list(modules)
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
     within = {layer for head in heads for layer in _products(head)}
-    layers = [*heads, *(module for module in modules if module not in within and _packable(module))]
+    layers = [module for module in modules if module not in within and _packable(module)]
     memory = available_memory()
-    if memory is not None and sum(_nbytes(layer) for layer in layers if layer not in _packed) > _SHARE * memory:
+    new = sum(_nbytes(layer) for layer in [*heads, *layers] if layer not in _packed)
+    if memory is not None and new > _SHARE * memory:
         return {}
-    for layer in layers:
-        if layer in _packed:
-            _packed[layer].pack(layer)
+    found: dict[nn.Module, Callable] = {}
+    for head in heads:
+        if head in _packed:
+            _packed[head].pack(head)
         else:
-            _packed[layer] = (PackedHead if type(layer) is DraftHead else PackedLinear)(layer)
-    return {layer: _packed[layer] for layer in layers}
+            _packed[head] = PackedHead(head)
+        found[head] = _packed[head]
+    for group in _groups(modules, layers):
+        packed = _packed.get(group[0])
+        if packed is not None and len(packed) == len(group) and all(_packed.get(layer) is packed for layer in group):
+            packed.pack(group)
+        else:
+            packed = PackedLinears(group)
+            _packed.update(dict.fromkeys(group, packed))
+        found |= zip(group, packed.forwards(), strict=True)
+    return found
+
+
+def _groups(modules: Iterable[nn.Module], layers: Iterable[nn.Linear]) -> list[list[nn.Linear]]:
+    """All ``layers``: those that read the same together, as the names within their module tell, the others alone."""
+    alone, groups = dict.fromkeys(layers), []
+    for module in modules:
+        for names in _READ_THE_SAME:
+            group = [child for name in names if (child := module._modules.get(name)) in alone]
+            alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in group}
+            if len(group) == len(names) and len(set(group)) == len(names) and len(alike) == 1:
+                groups.append(group)
+                for layer in group:
+                    del alone[layer]
+    return groups + [[layer] for layer in alone]
 
 
 def fast_bfloat16(device: torch.device) -> bool:

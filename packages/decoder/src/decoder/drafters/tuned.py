@@ -170,6 +170,9 @@ class Tuned:
         return tree, chances
 
     def _best_size(self, rate: float, chances: list[float]) -> int:
+        if len(chances) == 1:
+            self._hoped = 0.0
+            return 1
         costs = self._costs.seconds(len(chances))
         best, size, hoped = float("-inf"), 1, 0.0
         for nodes, chance in enumerate(chances, start=1):
