@@ -1,6 +1,8 @@
 """What cost-tuned trees grow from: levels of heads run for several nodes at once, and the bookkeeping of hopes."""
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,3 +249,18 @@ def test_the_time_of_levels_looked_ahead_for_is_no_cost_of_verifying(model, prom
     dec.generate(prompt, 60, "auto", SAMPLING)
     # From the first estimate on, far too high here.
     assert all(0 < cost <= step / 2 for cost, step in list(zip(verifying, whole, strict=True))[4:])
+
+
+def test_the_benchmark_of_policies_holds_steps_to_its_trees(model, prompt):
+    """It reaches into the drafter, and must not break unseen when that changes."""
+    script = Path(__file__).parents[2] / "packages" / "decoder" / "benchmarks" / "policies.py"
+    fixed = runpy.run_path(str(script))["fixed"]
+    dec = Decoder(model, heads=random_heads(model, kind="gated"))
+    plain = dec.generate(prompt, 60, "ar", SAMPLING)
+    depths = []
+    for nodes, levels in ((2, 1), (8, 3)):
+        with fixed(nodes, levels):
+            out = dec.generate(prompt, 60, "auto", SAMPLING)
+        assert out.token_ids == plain.token_ids
+        depths.append(len(out.stats.accepted_by_depth))
+    assert depths[0] == 1 < depths[1]

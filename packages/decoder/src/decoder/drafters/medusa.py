@@ -46,7 +46,7 @@ class Medusa:
 
     def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question:
         hidden = verification.hidden.index_select(0, ending.node)[0]
-        return Question(self.levels.ask(hidden, sampler, ending.ahead, own_level=False).double(), self._told)
+        return Question(self.levels.ask(hidden, sampler, ending.ahead, own_level=False), self._told)
 
     def _told(self, numbers: list[float]) -> None:
         self._candidates = self.levels.read(numbers)
