@@ -14,14 +14,19 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical shift: torch's own carries the sign of an int64 along."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)
+    shifted = z >> bits
+    shifted &= 2 ** (64 - bits) - 1
+    return shifted
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser on int64 tensors of any shape."""
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
-    return z ^ _shift_right(z, 31)
+    z = z ^ _shift_right(z, 30)
+    z *= _MIX_1
+    z ^= _shift_right(z, 27)
+    z *= _MIX_2
+    z ^= _shift_right(z, 31)
+    return z
 
 
 def random_bits(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -37,8 +42,12 @@ def gumbel(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch
     upper tail, which decides the draws, exact to the last bit.
     """
     k = _shift_right(random_bits(seed, positions, token_ids), 12)
-    uniform = (2 * k + 1).double() * 2.0**-53
-    return -torch.log(-torch.log1p(-uniform))
+    k *= 2
+    k += 1
+    uniform = k.double()
+    uniform *= 2.0**-53
+    # In place: the vectors are as long as a vocabulary, times the positions.
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 class NoiseRows:
@@ -50,9 +59,13 @@ class NoiseRows:
         self._first = 0
         self._rows = torch.empty(0, vocab_size, dtype=torch.float64, device=device)
 
-    def rows(self, first: int, count: int) -> torch.Tensor:
-        """Noise of positions first .. first + count - 1, float64 [count, vocabulary]."""
-        if first < self._first or first + count > self._first + len(self._rows):
-            positions = torch.arange(first, first + count + self.block, device=self.token_ids.device)
+    def rows(self, first: int, count: int, skip: int = 0) -> torch.Tensor:
+        """Noise of ``count`` positions, float64 [count, vocabulary], the first of them ``skip`` behind ``first``.
+
+        Blocks begin at ``first``, so that what is made for positions far ahead serves those before them, too.
+        """
+        end = first + skip + count
+        if first < self._first or end > self._first + len(self._rows):
+            positions = torch.arange(first, end + self.block, device=self.token_ids.device)
             self._first, self._rows = first, gumbel(self.seed, positions, self.token_ids)
-        return self._rows[first - self._first : first - self._first + count]
+        return self._rows[first + skip - self._first : end - self._first]

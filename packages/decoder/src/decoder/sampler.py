@@ -92,6 +92,45 @@ def first_argmax(scores: torch.Tensor, best: torch.Tensor | None = None) -> torc
     return torch.where(scores == best, ids, ids[-1]).amin(-1)
 
 
+class PenaltyWindow:
+    """The newest tokens of the text, which the repetition penalty is for.
+
+    Args:
+        size: tokens of a full window; 0 when nothing is penalised.
+        text: what came before, of which the newest tokens are in the window.
+
+    Attributes:
+        tokens: the oldest first.
+        counts: how often each token stands among them, int32 [V].
+    """
+
+    def __init__(self, size: int, vocab_size: int, device: torch.device, text: Sequence[int]):
+        self.size = size
+        self.tokens = deque(text[-size:] if size else ())
+        self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+        self._penalised: torch.Tensor | None = None
+        if self.tokens:
+            tokens = upload(list(self.tokens), device)
+            self.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+    def push(self, token: int) -> None:
+        """Take in the text's next token; the oldest one leaves a full window."""
+        if not self.size:
+            return
+        self._penalised = None
+        self.tokens.append(token)
+        self.counts[token].add_(1)
+        if len(self.tokens) > self.size:
+            self.counts[self.tokens.popleft()].sub_(1)
+
+    @property
+    def penalised(self) -> torch.Tensor | None:
+        """The tokens in it, bool [V], not to be written to; None when nothing is penalised."""
+        if self.size and self._penalised is None:
+            self._penalised = self.counts > 0
+        return self._penalised
+
+
 class Ahead:
     """The text as it goes on along tokens that only the device may know yet: its penalty window and its noise.
 
@@ -100,16 +139,13 @@ class Ahead:
     (`after`) tokens still enter the window, but none leaves it: drafts may be ranked with that.
 
     Args:
-        counts: how often each token stands in the window of the text, int32 [V]; left as they are.
-        window: the tokens in that window, the oldest first.
-        size: tokens of a full window; 0 when nothing is penalised.
+        window: of the text; left as it is.
         noise: of all positions.
         text: all of it.
     """
 
-    def __init__(self, counts: torch.Tensor, window: Sequence[int], size: int, noise: NoiseRows, text: Sequence[int]):
-        self._text_counts, self._counts = counts, counts
-        self._window, self._size = window, size
+    def __init__(self, window: PenaltyWindow, noise: NoiseRows, text: Sequence[int]):
+        self._window, self._counts = window, window.counts
         self._noise, self._text = noise, text
         self._tokens: list[int | torch.Tensor] = []
         self._one: torch.Tensor | None = None
@@ -121,13 +157,14 @@ class Ahead:
 
         ``tokens`` int64 [n] and ``count`` int64 [1], from 1 to n, are known to the device alone.
         """
-        after = Ahead(self._counts, self._window, self._size, self._noise, self._text)
+        after = Ahead(self._window, self._noise, self._text)
         after._between = tokens, count
-        if self._size:
+        window = self._window
+        if window.size:
             entered = (torch.arange(len(tokens), device=count.device) < count).int()
             after._counts = self._counts.index_add(0, tokens, entered)
-            full = max(0, self._size - len(self._window))  # tokens that make none leave
-            leaving = list(islice(self._window, max(0, len(tokens) - full)))
+            full = max(0, window.size - len(window.tokens))  # tokens that make none leave
+            leaving = list(islice(window.tokens, max(0, len(tokens) - full)))
             if leaving:
                 gone = torch.cat((upload(leaving, count.device), tokens))[: len(tokens) - full]
                 after._counts.index_add_(0, gone, entered[full:], alpha=-1)
@@ -136,16 +173,16 @@ class Ahead:
     def push(self, token: int | torch.Tensor) -> None:
         """Go on with ``token``: an id, or an int64 tensor [1] that holds one."""
         self._tokens.append(token)
-        if not self._size:
+        size, within = self._window.size, self._window.tokens
+        if not size:
             return
-        if self._counts is self._text_counts:
+        if self._counts is self._window.counts:
             self._counts = self._counts.clone()
         self._count(token, 1)
-        leaving = len(self._window) + len(self._tokens) - self._size - 1
+        leaving = len(within) + len(self._tokens) - size - 1
         if self._between is not None or leaving < 0:
             return
-        within = leaving < len(self._window)
-        self._count(self._window[leaving] if within else self._tokens[leaving - len(self._window)], -1)
+        self._count(within[leaving] if leaving < len(within) else self._tokens[leaving - len(within)], -1)
 
     def newest(self) -> torch.Tensor:
         """The last token, int64 [1]."""
@@ -157,14 +194,16 @@ class Ahead:
 
     def in_window(self) -> torch.Tensor | None:
         """Tokens under penalty behind all that were pushed, bool [V]; None when nothing is penalised."""
-        return self._counts > 0 if self._size else None
+        if self._counts is self._window.counts:
+            return self._window.penalised
+        return self._counts > 0
 
     def noise(self, count: int, skip: int = 0) -> torch.Tensor:
         """Noise of ``count`` positions, the first ``skip`` behind the next one, float64 [count, V]."""
         start = len(self._tokens) + skip
         # From the end of the text on: what is made for many positions at a time must serve the next step, too.
         if self._between is None:
-            return self._noise.rows(len(self._text), start + count)[start:]
+            return self._noise.rows(len(self._text), count, skip=start)
         tokens, passed = self._between
         rows = self._noise.rows(len(self._text), len(tokens) + start + count)
         return rows.index_select(0, passed + torch.arange(start, start + count, device=rows.device))
@@ -209,17 +248,11 @@ class Sampler:
         if len(set(params.suppress_tokens)) == vocab_size:
             raise ValueError("suppress_tokens forbids the whole vocabulary: leave at least one token")
         self._suppressed = upload(params.suppress_tokens, device) if params.suppress_tokens else None
-        self._penalised = params.window > 0
-        recent = self.context[-params.penalty_window :] if self._penalised else []
-        self._window = deque(recent)
-        self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
-        if recent:
-            recent = upload(recent, device)
-            self._counts.index_add_(0, recent, torch.ones_like(recent, dtype=torch.int32))
+        self._window = PenaltyWindow(params.window, vocab_size, device, self.context)
 
     def ahead(self, drafted: Sequence[int] = ()) -> Ahead:
         """What is ahead of the text behind ``drafted``, to be moved on."""
-        ahead = Ahead(self._counts, self._window, self.params.window, self.noise, self.context)
+        ahead = Ahead(self._window, self.noise, self.context)
         for token in drafted:
             ahead.push(token)
         return ahead
@@ -308,13 +341,9 @@ class Sampler:
         self.push(token)
 
     def push(self, token: int) -> None:
-        """Append a token to the text; the oldest one leaves a full window."""
+        """Append a token to the text."""
         self.context.append(token)
-        if self._penalised:
-            self._window.append(token)
-            self._counts[token].add_(1)
-            if len(self._window) > self.params.penalty_window:
-                self._counts[self._window.popleft()].sub_(1)
+        self._window.push(token)
 
     def draft_scores(self, logits: torch.Tensor, coupled: bool, ahead: Ahead) -> torch.Tensor:
         """Scores to rank draft candidates by, float64 [n, V], for the logits of the next n positions.
@@ -334,7 +363,7 @@ class Sampler:
         """
         seen, length = ahead.in_window(), drafted.shape[1]
         if seen is not None and length:
-            seen = seen.repeat(len(drafted), 1).scatter_(1, drafted, True)
+            seen = seen.expand(len(drafted), -1).scatter(1, drafted, True)
         filtered = self._processed(logits.float(), seen)
         return filtered if self.params.greedy or not coupled else filtered + ahead.noise(1, skip=length)[0].float()
 
