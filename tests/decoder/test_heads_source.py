@@ -1,8 +1,6 @@
 """What cost-tuned trees grow from: levels of heads run for several nodes at once, and the bookkeeping of hopes."""
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from decoder import Decoder, SamplingParams
 from decoder.acceptance import Ending, exact_on_device
 from decoder.drafters.heads_source import HeadsSource
+from decoder.level_worth import LevelWorth
 from decoder.odds import Calibration, Odds
 from decoder.running_costs import RunningCosts
 from decoder.sampler import Sampler
@@ -30,11 +29,11 @@ def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
     heads, levels, seconds = dec.heads[kind], 0, 0
     for seed in range(8):
         sampler = Sampler(replace(SAMPLING, seed=seed), VOCAB, CPU, [5, 6, 7])
-        source = HeadsSource(dec.target, heads, coupled=True, odds=Odds())
+        source = HeadsSource(dec.target, heads, coupled=True, odds=Odds(), learnt={})
         hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         source.commit(Verification(hidden, torch.empty(0), {}), path=[0, 2], tokens=[6, 7])
         with torch.inference_mode():
-            place, states = source.root(sampler, rate=0.0, node_seconds=0.0, levels=8), {(): hidden[2]}
+            place, states = source.root(sampler, rate=lambda: 0.0, node_seconds=0.0, levels=8), {(): hidden[2]}
             while place is not None:
                 offers, path = source.offers(place), list(place)
                 depth = len(path)
@@ -72,7 +71,7 @@ def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
         before, behind = (Sampler(params, VOCAB, CPU, tokens) for tokens in (text, text + drawn[:end]))
         offers, places = [], [()]
         with torch.inference_mode():
-            sources = [HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds()) for _ in range(2)]
+            sources = [HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds(), learnt={}) for _ in range(2)]
             sources[0].commit(verification, path=[0, 3], tokens=drawn[:end])
             ending = ended(before, drawn, end, node=3)
             question = sources[1].look_ahead(verification, before, ending, levels=3)
@@ -81,7 +80,7 @@ def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
             question.told(question.numbers.tolist())
             sources[1].commit(verification, path=[0, 3], tokens=drawn[:end])
             for source in sources:
-                assert source.root(behind, rate=0.0, node_seconds=0.0, levels=3) == ()
+                assert source.root(behind, rate=lambda: 0.0, node_seconds=0.0, levels=3) == ()
             while places:
                 place = places.pop()
                 found = [source.offers(place) for source in sources]
@@ -94,7 +93,7 @@ def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
         assert max(len(offer.place) for offer in offers) == 3
         # An answer is for the text it was asked for.
         behind.push(1)
-        sources[1].root(behind, rate=0.0, node_seconds=0.0, levels=3)
+        sources[1].root(behind, rate=lambda: 0.0, node_seconds=0.0, levels=3)
         with torch.inference_mode(), HostReads() as counter:
             sources[1].offers(())
         assert counter.reads == 1
@@ -135,12 +134,15 @@ def test_heads_saved_in_bfloat16_stay_so_on_a_cpu_that_multiplies_it(model, prom
 
 
 def test_a_disturbed_level_does_not_switch_the_heads_off(model):
-    source = HeadsSource(Decoder(model).target, random_heads(model), coupled=True, odds=Odds())
+    source = HeadsSource(Decoder(model).target, random_heads(model), coupled=True, odds=Odds(), learnt={})
     for seconds in (50.0, 1.0, 1.0):
-        source._took(seconds)
-    assert source._seconds < 1.5
-    source._took(1000.0)
-    assert source._seconds < 1.6
+        source.worth.took(0, seconds)
+    assert source.worth.seconds(0) < 1.5
+    source.worth.took(0, 1000.0)
+    assert source.worth.seconds(0) < 1.6
+    assert source.worth.seconds(1) == source.worth.seconds(0), "as long as the one above, until it is timed"
+    source.worth.took(1, 3.0)
+    assert source.worth.seconds(2) == source.worth.seconds(1) == 3.0
 
 
 def look(source, sampler, levels):
@@ -151,7 +153,8 @@ def look(source, sampler, levels):
 def test_looking_ahead_is_timed_now_and_then(model):
     """Not the first time, and a single stall must not make levels look so dear that none are ever run again."""
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
-    source, clock, waits, runs = HeadsSource(dec.target, dec.heads["gated"], coupled=True, odds=Odds()), [0.0], [], []
+    source = HeadsSource(dec.target, dec.heads["gated"], coupled=True, odds=Odds(), learnt={})
+    clock, waits, runs = [0.0], [], []
     advance, sampler = dec.heads["gated"].advance, Sampler(SAMPLING, VOCAB, CPU, [5, 6])
 
     def slowly(*args):
@@ -166,32 +169,32 @@ def test_looking_ahead_is_timed_now_and_then(model):
         patch.setattr(dec.heads["gated"], "advance", slowly)
         for _ in range(2):
             look(source, sampler, levels=2)
-        assert source._seconds < 2e-3
+        assert max(source.worth.seconds(0), source.worth.seconds(1)) < 4e-3
         for _ in range(65):
             look(source, sampler, levels=2)
     assert sorted(set(waits)) == [2, 3, 66, 67]
-    assert source._seconds == pytest.approx(1e-3, rel=0.3)
+    assert source.worth.seconds(1) == pytest.approx(1e-3, rel=0.3)
     assert source.looking_seconds == pytest.approx(2e-3, rel=0.4)
 
 
 def test_levels_that_do_not_pay_are_not_looked_ahead_for_but_now_and_then(model):
     """Whether one pays tells the usual chance to come to it, learnt from what was told; at first all are tried."""
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
-    source, sampler = HeadsSource(dec.target, dec.heads["gated"], coupled=True, odds=Odds()), None
+    source, sampler = HeadsSource(dec.target, dec.heads["gated"], coupled=True, odds=Odds(), learnt={}), None
     levels = []
     with torch.inference_mode():
         for step in range(200):
             sampler = Sampler(SAMPLING, VOCAB, CPU, [5] * (step + 1))
             question = look(source, sampler, levels=4)
-            levels.append(0 if question is None else len(question.numbers) // 16)
+            levels.append(0 if question is None else len(question.numbers) // 12)
             if question is not None:
                 question.told(question.numbers.tolist())
             source.commit(Verification(torch.ones(1, 32, dtype=torch.float64), torch.empty(0), {}), [0], [1])
             # In this test a level costs half a token.
-            source._seconds = 0.5
-            source.root(sampler, rate=1.0, node_seconds=0.0, levels=4)
-    # One of 6 candidates, or four rows of them, and what goes on: 16 numbers, 52 a level from the second on.
-    assert levels[0] == (16 + 3 * 52) // 16
+            source.worth.seconds = lambda depth: 0.5
+            source.root(sampler, rate=lambda: 1.0, node_seconds=0.0, levels=4)
+    # Score and token of 6 candidates, or of four rows of them and where these stood: 12 numbers, then 52 a level.
+    assert levels[0] == (12 + 3 * 52) // 12
     tried = [step for step, count in enumerate(levels) if count]
     assert 3 < len(tried) < 40
     assert levels[-60:].count(0) >= 55
@@ -205,7 +208,7 @@ def test_a_level_goes_on_from_the_likeliest_branches(model, kind):
     different = 0
     for seed in range(6):
         sampler = Sampler(replace(SAMPLING, seed=seed), VOCAB, CPU, [5, 6, 7])
-        source = HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds())
+        source = HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds(), learnt={})
         hidden = torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         source.commit(Verification(hidden, torch.empty(0), {}), path=[0], tokens=[7])
         seen, original = [], sampler.branch_scores
@@ -216,7 +219,7 @@ def test_a_level_goes_on_from_the_likeliest_branches(model, kind):
 
         sampler.branch_scores = watched
         with torch.inference_mode():
-            place = source.root(sampler, rate=0.0, node_seconds=0.0, levels=3)
+            place = source.root(sampler, rate=lambda: 0.0, node_seconds=0.0, levels=3)
             while source.offers(place):
                 place = source.offers(place)[0].place
         likely = {(): 0.0}
@@ -240,27 +243,15 @@ def test_the_time_of_levels_looked_ahead_for_is_no_cost_of_verifying(model, prom
     """It is the way's; an estimate of it never takes more than half of what a step took."""
     whole, verifying = [], []
     monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
-    monkeypatch.setattr(HeadsSource, "_pays", lambda source, depth, chance: True)
+    monkeypatch.setattr(LevelWorth, "pays", lambda worth, depth, price, chance=None: True)
     monkeypatch.setattr("decoder.drafters.tuned._LEVELS", (2, 2, 2))
+    # Every step is looked ahead of: no tree is deep.
+    monkeypatch.setattr("decoder.drafters.suffix_source._LONGEST_CHAIN", 0)
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
-    monkeypatch.setattr(Ways, "observe", lambda ways, tokens, seconds: whole.append(seconds))
+    monkeypatch.setattr(Ways, "observe", lambda ways, way, tokens, seconds: whole.append(seconds))
     monkeypatch.setattr(RunningCosts, "observe", lambda costs, nodes, seconds: verifying.append(seconds))
-    monkeypatch.setattr(HeadsSource, "_took", lambda source, seconds: setattr(source, "_seconds", 10.0))
+    monkeypatch.setattr(LevelWorth, "took", lambda worth, depth, seconds: None)
+    monkeypatch.setattr(LevelWorth, "seconds", lambda worth, depth: 10.0)
     dec.generate(prompt, 60, "auto", SAMPLING)
     # From the first estimate on, far too high here.
     assert all(0 < cost <= step / 2 for cost, step in list(zip(verifying, whole, strict=True))[4:])
-
-
-def test_the_benchmark_of_policies_holds_steps_to_its_trees(model, prompt):
-    """It reaches into the drafter, and must not break unseen when that changes."""
-    script = Path(__file__).parents[2] / "packages" / "decoder" / "benchmarks" / "policies.py"
-    fixed = runpy.run_path(str(script))["fixed"]
-    dec = Decoder(model, heads=random_heads(model, kind="gated"))
-    plain = dec.generate(prompt, 60, "ar", SAMPLING)
-    depths = []
-    for nodes, levels in ((2, 1), (8, 3)):
-        with fixed(nodes, levels):
-            out = dec.generate(prompt, 60, "auto", SAMPLING)
-        assert out.token_ids == plain.token_ids
-        depths.append(len(out.stats.accepted_by_depth))
-    assert depths[0] == 1 < depths[1]

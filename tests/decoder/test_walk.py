@@ -14,6 +14,7 @@ from decoder.drafters import METHODS
 from decoder.drafters.heads_source import HeadsSource
 from decoder.drafters.levels import HeadLevels
 from decoder.engine import Engine
+from decoder.level_worth import LevelWorth
 from decoder.odds import Odds
 from decoder.sampler import Sampler
 from decoder.target import Verification
@@ -249,7 +250,7 @@ def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     """Drafts of heads come with the walk before them, unless that ended before the last 8 levels of a deeper tree."""
     # What pays follows the clock, and so does what `auto` asks for by itself when it changes its way.
     monkeypatch.setattr("decoder.drafters.tuned._LEVELS", (2, 2, 2))
-    monkeypatch.setattr(HeadsSource, "_pays", lambda source, depth, chance: True)
+    monkeypatch.setattr(LevelWorth, "pays", lambda worth, depth, price, chance=None: True)
     step, steps = Engine.step, []
 
     def counted(engine):
@@ -399,12 +400,12 @@ def test_a_proposal_of_heads_reads_once(model, prompt, monkeypatch, method, kind
 @pytest.mark.parametrize("kind", ["chained", "gated"])
 def test_a_level_of_a_grown_tree_reads_once(model, kind):
     dec = Decoder(model, heads=random_heads(model, kind=kind))
-    source = HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds())
+    source = HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds(), learnt={})
     hidden = torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     source.commit(Verification(hidden, torch.empty(0), {}), path=[0], tokens=[6])
     with torch.inference_mode():
         sampler = Sampler(GENERATIONS["sampled"], VOCAB, CPU, [5, 6])
-        place = source.root(sampler, rate=0.0, node_seconds=0.0, levels=8)
+        place = source.root(sampler, rate=lambda: 0.0, node_seconds=0.0, levels=8)
         for _ in range(3):
             with HostReads() as counter:
                 offers = source.offers(place)

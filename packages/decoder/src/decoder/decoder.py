@@ -1,9 +1,9 @@
 """What users hold: a model with its tokenizer and heads, ready to generate."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ from decoder.text_stream import TextStream
 from decoder.verify_costs import VerifyCosts
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
+_REMEMBERED = 32  # settings for which it is kept what drafting has learnt
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 HeadsLike = DraftHeads | str | os.PathLike
 
@@ -128,6 +129,7 @@ class Decoder:
             sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
         self.verify_costs = VerifyCosts(self.target)
+        self._learnt: dict[tuple, dict[Hashable, object]] = {}
         self.heads: dict[str, DraftHeads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
@@ -226,8 +228,9 @@ class Decoder:
         sampler = Sampler(
             sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
         )
+        learnt = self._learnt_by(method, sampling, options.coupled)
         resources = Resources(
-            self.target, heads, self.draft_target, sampling, options, context, self.verify_costs, limit
+            self.target, heads, self.draft_target, sampling, options, context, self.verify_costs, limit, learnt
         )
         drafter = METHODS[method](resources)
         accept = exact
@@ -262,6 +265,14 @@ class Decoder:
             yield Chunk(tokens, piece, engine.statistics, output)
             if done:
                 return
+
+    def _learnt_by(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, object]:
+        """What a method has learnt from earlier texts with this sampling; the settings used last are kept."""
+        key = method, replace(sampling, seed=0), coupled
+        learnt = self._learnt.pop(key, {})
+        kept = [(other, what) for other, what in self._learnt.items() if what][1 - _REMEMBERED :]
+        self._learnt = {**dict(kept), key: learnt}
+        return learnt
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

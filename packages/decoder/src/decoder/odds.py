@@ -14,18 +14,17 @@ class Odds:
     def __init__(self, trust: float = 4.0, memory: float = 200.0):
         self.trust = trust
         self._kept = 0.5 ** (1 / memory)
-        self._hits: dict[Hashable, float] = {}
-        self._tries: dict[Hashable, float] = {}
+        self._seen: dict[Hashable, tuple[float, float]] = {}  # hits and tries
 
     def chance(self, kind: Hashable, guess: float) -> float:
         """The chance that a draft of this kind is right; ``guess`` is what is thought of it at first."""
-        tries = self._tries.get(kind, 0.0)
-        return (self._hits.get(kind, 0.0) + self.trust * guess) / (tries + self.trust)
+        hits, tries = self._seen.get(kind, (0.0, 0.0))
+        return (hits + self.trust * guess) / (tries + self.trust)
 
     def observe(self, kind: Hashable, right: bool) -> None:
         """One draft of this kind stood where the text went on: was it right?"""
-        self._hits[kind] = self._hits.get(kind, 0.0) * self._kept + right
-        self._tries[kind] = self._tries.get(kind, 0.0) * self._kept + 1
+        hits, tries = self._seen.get(kind, (0.0, 0.0))
+        self._seen[kind] = hits * self._kept + right, tries * self._kept + 1
 
 
 class Calibration:

@@ -11,7 +11,7 @@ _WORST = 1.5  # a step that took longer than so many times its cost was disturbe
 
 
 class RunningCosts:
-    """Measured verification costs, corrected by how much dearer steps turned out: 1, 2, 3-4, 5-8, ... nodes apart.
+    """Measured verification costs, corrected by how much dearer steps turned out: 1, 2-8, 9-16, 17-32, ... nodes apart.
 
     A step in its place finds other things in the processor's caches than a verification measured alone, it samples,
     and the text grows.
@@ -55,8 +55,8 @@ class RunningCosts:
 
 
 def _kind(nodes: int) -> int:
-    return (nodes - 1).bit_length()
+    return 0 if nodes == 1 else max(1, (nodes - 1).bit_length() - 2)
 
 
 def _widest(kind: int) -> int:
-    return 1 << kind
+    return 1 if not kind else 4 << kind

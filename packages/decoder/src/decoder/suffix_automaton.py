@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from heapq import nlargest
-from itertools import chain
+from itertools import chain, islice
 
 ROOT = 0
 
@@ -85,13 +85,15 @@ class SuffixAutomaton:
         The share is the token's count over all counts plus one for every token seen (escape method C of prediction by
         partial matching). Ties go to the token seen last.
         """
-        edges, more = self._edges[state], self._more.get(state, {})
+        edges, more = self._edges[state], self._more.get(state)
+        total = 2 * len(edges) + self._sums.get(state, 0)
+        if more is None:
+            return [(token, 1 / total, edges[token]) for token in islice(reversed(edges), most)]
         pool = reversed(more)
         # Where many tokens followed, those that did so once are of no use.
         if len(more) < most:
             pool = chain(pool, (token for token in reversed(edges) if token not in more))
         best = nlargest(most, pool, key=lambda token: more.get(token, 0))
-        total = 2 * len(edges) + self._sums.get(state, 0)
         return [(token, (1 + more.get(token, 0)) / total, edges[token]) for token in best]
 
     def chain(self, longest: int) -> list[int]:

@@ -84,23 +84,18 @@ class TokenTree:
                 nodes[path] = self.add(parent, candidates[len(path) - 1][path[-1]], source)
 
     def prune(self, depth: int) -> None:
-        """Forget the nodes deeper than ``depth``; the others keep their order, and their numbers when nothing goes."""
-        kept = [node for node, at in enumerate(self.depths) if at <= depth]
-        if len(kept) == len(self):
-            return
-        number = {node: new for new, node in enumerate(kept)}
-        self.parents = [number.get(self.parents[node], -1) for node in kept]
-        self.tokens, self.depths = [self.tokens[n] for n in kept], [self.depths[n] for n in kept]
-        self.sources = [self.sources[n] for n in kept]
-        children = [self._children[n] for n in kept]
-        self._children = [{t: number[n] for t, n in found.items() if n in number} for found in children]
+        """Forget the nodes deeper than ``depth``; the others keep their order."""
+        if self.depth > depth:
+            self.keep([node for node, at in enumerate(self.depths) if at <= depth])
 
-    def cut(self, size: int) -> None:
-        """Forget all nodes but the first ``size``."""
-        for node in range(len(self) - 1, size - 1, -1):
-            del self._children[self.parents[node]][self.tokens[node]]
-        for field in (self.tokens, self.parents, self.depths, self.sources, self._children):
-            del field[size:]
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Forget all other nodes; these, the root first and each behind its parent, are numbered anew in this order."""
+        number = {node: new for new, node in enumerate(nodes)}
+        self.parents = [-1, *(number[self.parents[node]] for node in nodes[1:])]
+        self.tokens, self.depths = [self.tokens[n] for n in nodes], [self.depths[n] for n in nodes]
+        self.sources = [self.sources[n] for n in nodes]
+        children = [self._children[n] for n in nodes]
+        self._children = [{t: number[n] for t, n in found.items() if n in number} for found in children]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to ``node``."""

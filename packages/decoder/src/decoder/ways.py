@@ -3,6 +3,7 @@
 import math
 
 _TRIAL = 12  # steps for which another way is tried
+_REMEMBERED = 24  # steps on each way that what was learnt from earlier texts is worth
 _STAY, _LONGEST_STAY = 64, 256  # steps on the best way between trials: at first, and after it has won again and again
 _COLD = 2  # steps at the beginning of a stretch that do not count
 _KEPT = 0.99  # of old tokens and seconds against those of the next step
@@ -31,14 +32,18 @@ class Ways:
         self._length = _TRIAL
         self._stay = _STAY
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second on the best way, 0 while there is none."""
-        return max(map(self._rate, range(len(self._steps))))
+    def begin(self) -> None:
+        """Another text begins, which may be of another kind."""
+        for way, steps in enumerate(self._steps):
+            for sums in (self._tokens, self._squares, self._seconds, self._steps):
+                sums[way] *= min(1.0, _REMEMBERED / max(1.0, steps))
+        self._stay = _STAY
+        self._length = min(self._length, self._done + _STAY)
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step on way ``now`` gave ``tokens`` in ``seconds``; the next step goes by ``now`` as it is then."""
-        way = self.now
+    def observe(self, way: int, tokens: int, seconds: float) -> None:
+        """A step on ``way`` gave ``tokens`` in ``seconds``; the next step goes by ``now`` as it is then."""
+        if way != self.now:  # of another text, which is generated at the same time
+            return
         self._done += 1
         if self._done > _COLD:
             if self._steps[way]:

@@ -14,8 +14,8 @@ class Auto(Tuned):
     needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
-        odds = Odds()
-        heads = None
+        learnt, heads = resources.learnt, None
+        odds = learnt.setdefault("odds", Odds())
         if resources.heads is not None:
-            heads = HeadsSource(resources.target, resources.heads, resources.options.coupled, odds)
+            heads = HeadsSource(resources.target, resources.heads, resources.options.coupled, odds, learnt)
         super().__init__(resources, [SuffixSource(resources.prompt)], odds, costly=heads)

@@ -1,6 +1,6 @@
 """What a drafter is: anything that proposes a tree. Nothing it does can change the text."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -31,6 +31,8 @@ class Resources:
         prompt: its token ids.
         costs: what verifications cost here, measured when first asked for.
         max_new_tokens: tokens to generate at most; a deeper tree is of no use.
+        learnt: what earlier generations with the same method and sampling have taught it, by names of the drafter's
+            own, and where it leaves what this one teaches; empty at first.
     """
 
     target: Target
@@ -41,6 +43,7 @@ class Resources:
     prompt: list[int]
     costs: VerifyCosts
     max_new_tokens: int
+    learnt: dict[Hashable, object]
 
     @property
     def longest_text(self) -> int:

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ import torch
 from decoder.acceptance import Ending, Question
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.tuned import Offer
-from decoder.odds import Calibration, Odds
+from decoder.level_worth import LevelWorth
+from decoder.odds import Odds
 from decoder.sampler import Ahead, Sampler
 from decoder.target import Target, Verification
 from decoder.transfers import download
@@ -21,55 +23,56 @@ Path = tuple[int, ...]
 _WIDTH = 6  # candidates per node of a level of heads
 _BEAM = 4  # nodes of a level that the next one goes on from
 _DEEPEST = 8  # levels of conditioned heads
-_RETRY = 64  # steps after which a level that did not pay is tried again
+_GUESSES = (0.6, 0.15, 0.1, 0.05)  # chances of the best candidate, the next ones and all others, at first
+_TIMED = 64  # looks ahead between two that are timed
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
-_LEARN = 0.05  # how fast the usual chance to come to a level follows
-_WORST = 1.5  # a level that took longer than so many times the usual was disturbed
 
 
 class _Branches(NamedTuple):
     """What a level of heads goes on from, one row per branch, as the device knows it.
 
     Attributes:
+        places: where they stand among the candidates of the level before, row by row, int64 [n]; at the root none, [0].
         states: of the head before, or the verification's own, [n, d].
         drafted: the tokens of each branch, int64 [n, depth].
-        scores: how likely each is, as a logarithm, [n, 1].
+        scores: how likely each is, as a logarithm, [n, 1] or one for all.
     """
 
+    places: torch.Tensor
     states: torch.Tensor
     drafted: torch.Tensor
-    scores: torch.Tensor
-
-    @classmethod
-    def at_root(cls, hidden: torch.Tensor) -> "_Branches":
-        """The one branch without any token yet, from ``hidden`` [1, d]."""
-        nothing = torch.empty(1, 0, dtype=torch.long, device=hidden.device)
-        return cls(hidden, nothing, torch.zeros(1, 1, device=hidden.device))
+    scores: torch.Tensor | float
 
 
 class _Level(NamedTuple):
     """A level of heads that was run on n branches.
 
     Attributes:
+        branches: those.
         states: of its head, [n, d].
-        drafted: the tokens before it, int64 [n, depth].
-        tokens: the best ones behind each branch, int64 [n, width].
-        likely: how likely the branches are that the next level goes on from, as logarithms, [m].
-        onward: their places among the n * width ``tokens``, int64 [m].
+        values, tokens: the best scores behind each branch and whose they are, [n, width] and int64 [n, width].
     """
 
+    branches: _Branches
     states: torch.Tensor
-    drafted: torch.Tensor
+    values: torch.Tensor
     tokens: torch.Tensor
-    likely: torch.Tensor
-    onward: torch.Tensor
 
-    def branches(self) -> _Branches:
-        """Those of the next level."""
-        rows = self.onward // self.tokens.shape[1]
-        newest = self.tokens.flatten().index_select(0, self.onward)[:, None]
-        drafted = torch.cat((self.drafted.index_select(0, rows), newest), dim=1)
-        return _Branches(self.states.index_select(0, rows), drafted, self.likely[:, None])
+    @property
+    def told(self) -> torch.Tensor:
+        """What the host takes in, a vector: the places of the branches, and their candidates' scores and tokens."""
+        # Single precision is exact for ids below 16 million.
+        return torch.cat((self.values.flatten(), self.tokens.flatten(), self.branches.places))
+
+    def likeliest(self, count: int) -> _Branches:
+        """``count`` branches, or all there are, for the next level to go on from."""
+        # Among scores with noise in them, too, one far above the others is mostly right.
+        likely = (self.branches.scores + self.values.log_softmax(-1)).flatten()
+        best = likely.topk(min(count, len(likely)))
+        rows = best.indices // self.tokens.shape[1]
+        newest = self.tokens.flatten().index_select(0, best.indices)[:, None]
+        drafted = torch.cat((self.branches.drafted.index_select(0, rows), newest), dim=1)
+        return _Branches(best.indices, self.states.index_select(0, rows), drafted, best.values[:, None])
 
 
 class HeadsSource:
@@ -86,37 +89,41 @@ class HeadsSource:
         target: its embeddings and language-model head serve the heads.
         coupled: rank by log q plus the position's noise.
         odds: what the chances of offers are learnt in.
+        learnt: where it finds what earlier texts have taught (`Resources.learnt`).
     """
 
     name = "heads"
 
-    def __init__(self, target: Target, heads: DraftHeads, coupled: bool, odds: Odds):
+    def __init__(self, target: Target, heads: DraftHeads, coupled: bool, odds: Odds, learnt: dict[Hashable, object]):
         self.target, self.heads, self.coupled, self.odds = target, heads, coupled, odds
         self.hidden: torch.Tensor | None = None
         self.deepest = self._most = _DEEPEST if heads.conditioned else heads.num_heads
+        self.worth: LevelWorth = learnt.setdefault(("levels", self.deepest), LevelWorth(self.deepest))
         self.looking_seconds = 0.0
         self._width = min(_WIDTH, target.vocab_size)
-        self._gains = [Calibration() for _ in range(self.deepest)]
-        self._seconds = 0.0  # of one level, lately
         self._looked = 0  # times
-        self._idle = [0] * self.deepest  # steps since each level was last run
-        self._usual = [1.0] * (self.deepest + 1)  # the chance to come to each level, lately
-        self._met = [0] * (self.deepest + 1)  # steps in which that chance was known
+        self._beam = _BEAM if heads.conditioned else 1
+        nothing = torch.empty(0, dtype=torch.long, device=target.device)
+        self._root = nothing, nothing[None]
         self._levels: list[dict[Path | None, list[Offer]]] = []  # by what they follow; None where that is all the same
         self._reach: list[float] = []  # the chance to come to each level of this step, as it was thought to be
-        self._beam: list[tuple[float, Path] | None] = []  # chances and paths of the branches; None where there is none
+        # Of the last level its branches, chance and path, None where there is none, and what it offers behind them.
+        self._branches: list[tuple[float, Path] | None] = []
+        self._found: list[list[Offer]] = []
+        self._onward = 1.0  # the chance to come to the next level
         self._last: _Level | None = None  # that was run
         self._answer: tuple[int, list[float]] = 0, []  # what levels that were looked ahead for told, at which length
         self._sampler: Sampler | None = None
-        self._explored = False
-        self._price = 0.0  # of one level, in tokens
+        self._rate: Callable[[], float] = lambda: 0.0
+        self._rate_without = 0.0  # what that was before any level was run
+        self._node_seconds = 0.0
 
-    def root(self, sampler: Sampler, rate: float, node_seconds: float, levels: int) -> object | None:
-        self._most = min(levels, self.deepest)
+    def root(self, sampler: Sampler, rate: Callable[[], float], node_seconds: float, levels: int) -> object | None:
+        self._most = self._limit = min(levels, self.deepest)
         self._sampler = sampler
-        self._levels, self._reach, self._beam, self._explored = [], [], [(1.0, ())], False
-        self._price = rate * (self._seconds + _BEAM * node_seconds)
-        self._idle = [steps + 1 for steps in self._idle]
+        self._levels, self._reach, self._onward = [], [], 1.0
+        self._rate, self._rate_without, self._node_seconds = rate, rate(), node_seconds
+        self.worth.begin_step()
         length, told = self._answer
         if told and length == len(sampler.context):
             numbers = iter(told)
@@ -128,42 +135,48 @@ class HeadsSource:
     def offers(self, place: object) -> list[Offer]:
         depth = len(place)
         if depth == len(self._levels):
-            if depth >= self._most or not self._pays(depth, self._chance_of_beam()):
+            if depth >= self._most or not self.worth.pays(depth, self._price(depth, self._rate()), self._onward):
                 return []
             ahead = self._sampler.ahead()
             if self.coupled and not self._sampler.params.greedy:
                 ahead.noise(depth + 1)  # made for many positions at a time
             start = time.perf_counter()
-            branches = self._last.branches() if depth else _Branches.at_root(self.hidden)
-            self._last, numbers = self._level(depth, branches, self._sampler, ahead)
-            self._take(*self._told_of_level(iter(download(numbers))))
-            self._took(time.perf_counter() - start)
+            branches = self._last.likeliest(self._beam) if depth else self._at_root(self.hidden)
+            self._last = self._level(depth, branches, self._sampler, ahead)
+            self._take(*self._told_of_level(iter(download(self._last.told))))
+            self.worth.took(depth, time.perf_counter() - start)
         if depth > len(self._levels):
             return []
         return self._levels[depth].get(place if self.heads.conditioned else None, [])
 
     def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending, levels: int) -> Question | None:
         most = min(levels, self.deepest)
-        count = next((depth for depth in range(most) if not self._pays(depth, self._usual[depth])), most)
-        self.looking_seconds = count * self._seconds
+        # The next step is thought to be like this one.
+        prices = (self._price(depth, self._rate_without) for depth in range(most))
+        count = next((depth for depth, price in enumerate(prices) if not self.worth.pays(depth, price)), most)
+        self.looking_seconds = sum(map(self.worth.seconds, range(count)))
         if not count:
             return None
         # The host does not see how long the device takes, unless it waits; so it does now and then. The first time much
         # is prepared that later ones find.
         self._looked += 1
-        timed = self._looked % _RETRY in (2, 3)
+        timed = self._looked % _TIMED in (2, 3)
         level, told = None, []
         for depth in range(count):
             start = self._clock() if timed else 0.0
             if level is None:
-                branches = _Branches.at_root(verification.hidden.index_select(0, ending.node))
+                branches = self._at_root(verification.hidden.index_select(0, ending.node))
             else:
-                branches = level.branches()
-            level, numbers = self._level(depth, branches, sampler, ending.ahead)
-            told.append(numbers)
+                branches = level.likeliest(self._beam)
+            level = self._level(depth, branches, sampler, ending.ahead)
+            told.append(level.told)
             if timed:
-                self._took(self._clock() - start)
+                self.worth.took(depth, self._clock() - start)
         return Question(torch.cat(told), lambda numbers: self._answered(len(sampler.context), numbers))
+
+    def _price(self, depth: int, rate: float) -> float:
+        """Of a level, in tokens: what would come in its time, and in that of the nodes it adds."""
+        return rate * (self.worth.seconds(depth) + self._beam * self._node_seconds)
 
     def _clock(self) -> float:
         self.target.wait()
@@ -172,26 +185,13 @@ class HeadsSource:
     def _answered(self, length: int, numbers: list[float]) -> None:
         self._answer = length, numbers
 
-    def _pays(self, depth: int, chance: float) -> bool:
-        """Whether a level is worth its price where the text comes to it with that chance."""
-        if self._gains[depth].corrected(chance) > self._price:
-            return True
-        # Now and then one level more, to see whether it still does not pay.
-        explore, self._explored = not self._explored and self._idle[depth] >= _RETRY, True
-        return explore
+    def _at_root(self, hidden: torch.Tensor) -> _Branches:
+        """The one branch without any token yet, from ``hidden`` [1, d]."""
+        places, drafted = self._root
+        return _Branches(places, hidden, drafted, 0.0)
 
-    def _took(self, seconds: float) -> None:
-        """A level's time; one that was disturbed, or the first one with all its preparations, counts little."""
-        if self._seconds:
-            self._seconds = min(self._seconds, _WORST * seconds)
-            seconds = min(seconds, _WORST * self._seconds)
-        self._seconds += (seconds - self._seconds) * (0.1 if self._seconds else 1.0)
-
-    def _chance_of_beam(self) -> float:
-        return sum(branch[0] for branch in self._beam if branch is not None)
-
-    def _level(self, depth: int, branches: _Branches, sampler: Sampler, ahead: Ahead) -> tuple[_Level, torch.Tensor]:
-        """Run a level of heads on n branches, and give a vector for `_told_of_level`."""
+    def _level(self, depth: int, branches: _Branches, sampler: Sampler, ahead: Ahead) -> _Level:
+        """Run a level of heads on n branches."""
         head = min(depth, self.heads.num_heads - 1)
         embeddings = None
         if self.heads.conditioned:
@@ -200,51 +200,49 @@ class HeadsSource:
         if self.heads.kind == "independent":
             states = branches.states
         scores = sampler.branch_scores(self.target.head(normalised), self.coupled, ahead, branches.drafted)
-        best = scores.topk(self._width)
-        # Among scores with noise in them, too, one far above the others is mostly right.
-        likely = (branches.scores + best.values.log_softmax(-1)).flatten()
-        onward = likely.topk(min(_BEAM if self.heads.conditioned else 1, len(likely)))
-        # Single precision is exact for ids below 16 million.
-        told = torch.cat((best.values.flatten(), best.indices.flatten(), onward.indices))
-        return _Level(states, branches.drafted, best.indices, onward.values, onward.indices), told
+        return _Level(branches, states, *scores.topk(self._width))
 
     def _told_of_level(self, numbers: Iterator[float]) -> tuple[list[float], list[float], list[float]]:
-        """The next level's scores, their tokens, and the places among them that the level behind it goes on from.
+        """What `_Level.told` is of the next level, from the numbers of all levels one after the other."""
+        rows, places = 1, 0
+        if self._levels:
+            rows = places = min(self._beam, len(self._branches) * self._width)
+        return tuple(list(islice(numbers, count)) for count in (rows * self._width, rows * self._width, places))
 
-        One after the other, of n branches n * width, n * width, and as many as that level has branches.
-        """
-        count = len(self._beam) * self._width
-        onward = min(_BEAM if self.heads.conditioned else 1, count)
-        return tuple(list(islice(numbers, part)) for part in (count, count, onward))
-
-    def _take(self, values: list[float], tokens: list[float], onward: list[float]) -> None:
-        """The best candidates behind each branch are another level, and what it goes on from is the next beam."""
+    def _take(self, values: list[float], tokens: list[float], places: list[float]) -> None:
+        """The best candidates behind each branch, one row after the other, are another level."""
         depth, width = len(self._levels), self._width
-        chance = self._chance_of_beam()
-        self._reach.append(chance)
-        self._idle[depth] = 0
-        found: list[list[Offer]] = []
+        self._branches = [self._branch(int(place)) for place in places] if depth else [(1.0, ())]
+        self._reach.append(sum(branch[0] for branch in self._branches if branch is not None))
+        self._found = []
         level: dict[Path | None, list[Offer]] = {}
-        for row, branch in enumerate(self._beam):
-            found.append([])
+        for row, branch in enumerate(self._branches):
+            self._found.append([])
             if branch is not None:
                 row = slice(row * width, (row + 1) * width)
-                found[-1] = self._ranked(depth, values[row], map(int, tokens[row]), branch[1])
-                level[branch[1] if self.heads.conditioned else None] = found[-1]
-        beam: list[tuple[float, Path] | None] = []
-        for place in onward:
-            row, rank = divmod(int(place), width)
-            branch = None
-            if rank < len(found[row]):
-                offer = found[row][rank]
-                branch = self._beam[row][0] * self.odds.chance(offer.kind, offer.guess), offer.place
-            beam.append(branch)
-        self._beam = beam
+                self._found[-1] = self._ranked(depth, values[row], map(int, tokens[row]), branch[1])
+                level[branch[1] if self.heads.conditioned else None] = self._found[-1]
         self._levels.append(level)
-        # The chance to come to a level is known whether it is run or not.
-        self._met[depth + 1] += 1
-        learn = max(_LEARN, 1 / self._met[depth + 1])
-        self._usual[depth + 1] += learn * (self._chance_of_beam() - self._usual[depth + 1])
+        # The chance to come to a level is known whether it is run or not, if one may be.
+        self._onward = self._chance_onward() if depth + 1 < self._limit else None
+        self.worth.ran(depth, self._onward)
+
+    def _branch(self, place: int) -> tuple[float, Path] | None:
+        """Chance and path of the candidate at that place of the last level."""
+        row, rank = divmod(place, self._width)
+        if rank >= len(self._found[row]):
+            return None
+        offer = self._found[row][rank]
+        return self._branches[row][0] * self.odds.chance(offer.kind, offer.guess), offer.place
+
+    def _chance_onward(self) -> float:
+        """How likely the text goes through one of the candidates that another level would go on from."""
+        chances = (
+            branch[0] * self.odds.chance(offer.kind, offer.guess)
+            for branch, row in zip(self._branches, self._found, strict=True)
+            for offer in row
+        )
+        return sum(nlargest(self._beam, chances))
 
     def _ranked(self, depth: int, values: list[float], tokens: Iterable[int], path: Path) -> list[Offer]:
         """The tokens of one row of scores, each with the margin by which it leads or trails the best other one."""
@@ -255,15 +253,15 @@ class HeadsSource:
             if not value > -math.inf or lead < -_FAR:
                 break
             margin = int(2 * min(_FAR, lead)) if lead == lead else 0
-            guess = 0.6 if rank == 0 else 0.1
+            place, guess = min(rank, len(_GUESSES) - 1), _GUESSES[min(rank, len(_GUESSES) - 1)]
             if depth:
-                guess = self.odds.chance((self.name, depth - 1, rank == 0, margin), guess)
-            found.append(Offer(token, (self.name, depth, rank == 0, margin), guess, (*path, token)))
+                guess = self.odds.chance((self.name, depth - 1, place, margin), guess)
+            found.append(Offer(token, (self.name, depth, place, margin), guess, (*path, token)))
         return found
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
         # The next verification may write over its own.
         self.hidden = verification.hidden[path[-1] : path[-1] + 1].clone()
         for depth, hoped in enumerate(self._reach):
-            self._gains[depth].observe(hoped, depth + 1 < len(path))
+            self.worth.observe(depth, hoped, depth + 1 < len(path))
         self._reach = []

@@ -13,4 +13,5 @@ class Suffix(Tuned):
     needs_heads = False
 
     def __init__(self, resources: Resources) -> None:
-        super().__init__(resources, [SuffixSource(resources.prompt)], Odds())
+        odds = resources.learnt.setdefault("odds", Odds())
+        super().__init__(resources, [SuffixSource(resources.prompt)], odds)

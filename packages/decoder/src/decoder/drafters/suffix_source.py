@@ -1,5 +1,7 @@
 """The text as a source: what followed the end of it where that stood before."""
 
+from collections.abc import Callable
+
 from decoder.drafters.tuned import Offer
 from decoder.sampler import Sampler
 from decoder.suffix_automaton import ROOT, SuffixAutomaton
@@ -18,7 +20,7 @@ class SuffixSource:
         self.automaton = SuffixAutomaton()
         self.automaton.extend(prompt)
 
-    def root(self, sampler: Sampler, rate: float, node_seconds: float, levels: int) -> object | None:
+    def root(self, sampler: Sampler, rate: Callable[[], float], node_seconds: float, levels: int) -> object | None:
         state, length = self.automaton.match()
         return (state, length, 0) if length else None
 
@@ -31,12 +33,13 @@ class SuffixSource:
             # The end of the text itself: a shorter suffix of it stands elsewhere too.
             state, length = self.automaton.shorter(state)
             found = self.automaton.continuations(state, _FOLLOWING) if length else []
-        return [
-            Offer(
-                token, (self.name, min(length.bit_length(), 6), int(share * 5)), share, (after, length + 1, depth + 1)
-            )
-            for token, share, after in found
-        ]
+        offers = []
+        for token, share, after in found:
+            kind = self.name, min(length.bit_length(), 6), int(share * 5)
+            # The longer the suffix, the better the odds: 1 to 1 behind one token that was followed once.
+            guess = share * (length + 1) / (2 + share * (length - 1))
+            offers.append(Offer(token, kind, guess, (after, length + 1, depth + 1)))
+        return offers
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.automaton.extend(tokens)
