@@ -60,7 +60,7 @@ class _Level(NamedTuple):
 
     @property
     def told(self) -> torch.Tensor:
-        """What the host takes in, a vector: the places of the branches, and their candidates' scores and tokens."""
+        """What the host takes in, a vector: the candidates' scores, their tokens, and the places of the branches."""
         # Single precision is exact for ids below 16 million.
         return torch.cat((self.values.flatten(), self.tokens.flatten(), self.branches.places))
 
