@@ -50,3 +50,13 @@ def test_one_way_has_nothing_to_try():
     ways = Ways(1)
     taken, _, _ = run(ways, 500, lambda way, _: (2, 0.5))
     assert taken == {0: 500}
+
+
+def test_a_step_on_another_way_than_now_is_of_another_text():
+    """Of two texts that are generated at the same time one may turn while the other is in a step."""
+    ways = Ways(2)
+    for _ in range(500):
+        ways.observe(1 - ways.now, 9, 0.1)
+    assert ways.now == 0
+    taken, _, _ = run(ways, 1000, lambda way, _: (1, 1.0 + way))
+    assert taken[0] > 800

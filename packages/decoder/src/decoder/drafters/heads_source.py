@@ -97,7 +97,7 @@ class HeadsSource:
     def __init__(self, target: Target, heads: DraftHeads, coupled: bool, odds: Odds, learnt: dict[Hashable, object]):
         self.target, self.heads, self.coupled, self.odds = target, heads, coupled, odds
         self.hidden: torch.Tensor | None = None
-        self.deepest = self._most = _DEEPEST if heads.conditioned else heads.num_heads
+        self.deepest = self._most = self._limit = _DEEPEST if heads.conditioned else heads.num_heads
         self.worth: LevelWorth = learnt.setdefault(("levels", self.deepest), LevelWorth(self.deepest))
         self.looking_seconds = 0.0
         self._width = min(_WIDTH, target.vocab_size)
@@ -110,7 +110,7 @@ class HeadsSource:
         # Of the last level its branches, chance and path, None where there is none, and what it offers behind them.
         self._branches: list[tuple[float, Path] | None] = []
         self._found: list[list[Offer]] = []
-        self._onward = 1.0  # the chance to come to the next level
+        self._onward: float | None = 1.0  # the chance to come to the next level; None where there is none
         self._last: _Level | None = None  # that was run
         self._answer: tuple[int, list[float]] = 0, []  # what levels that were looked ahead for told, at which length
         self._sampler: Sampler | None = None
@@ -233,15 +233,15 @@ class HeadsSource:
         if rank >= len(self._found[row]):
             return None
         offer = self._found[row][rank]
-        return self._branches[row][0] * self.odds.chance(offer.kind, offer.guess), offer.place
+        return self._joint(row, offer), offer.place
+
+    def _joint(self, row: int, offer: Offer) -> float:
+        """How likely the text goes through a branch and then what is offered behind it."""
+        return self._branches[row][0] * self.odds.chance(offer.kind, offer.guess)
 
     def _chance_onward(self) -> float:
         """How likely the text goes through one of the candidates that another level would go on from."""
-        chances = (
-            branch[0] * self.odds.chance(offer.kind, offer.guess)
-            for branch, row in zip(self._branches, self._found, strict=True)
-            for offer in row
-        )
+        chances = (self._joint(row, offer) for row, offers in enumerate(self._found) for offer in offers)
         return sum(nlargest(self._beam, chances))
 
     def _ranked(self, depth: int, values: list[float], tokens: Iterable[int], path: Path) -> list[Offer]:
@@ -253,10 +253,11 @@ class HeadsSource:
             if not value > -math.inf or lead < -_FAR:
                 break
             margin = int(2 * min(_FAR, lead)) if lead == lead else 0
-            place, guess = min(rank, len(_GUESSES) - 1), _GUESSES[min(rank, len(_GUESSES) - 1)]
+            standing = min(rank, len(_GUESSES) - 1)
+            guess = _GUESSES[standing]
             if depth:
-                guess = self.odds.chance((self.name, depth - 1, place, margin), guess)
-            found.append(Offer(token, (self.name, depth, place, margin), guess, (*path, token)))
+                guess = self.odds.chance((self.name, depth - 1, standing, margin), guess)
+            found.append(Offer(token, (self.name, depth, standing, margin), guess, (*path, token)))
         return found
 
     def commit(self, verification: Verification, path: list[int], tokens: list[int]) -> None:
