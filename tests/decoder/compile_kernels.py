@@ -37,7 +37,7 @@ def compiled(gpu, *calls):
 
 
 def attention(dtype, heads, groups, dim, new, causal, capacity):
-    from decoder.split_kv import split_kv_attention
+    from decoder.kernels.split_kv import split_kv_attention
 
     query = torch.empty(1, new, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
     cache = torch.empty(1, groups, capacity, dim, dtype=dtype, device="meta")
@@ -46,7 +46,7 @@ def attention(dtype, heads, groups, dim, new, causal, capacity):
 
 
 def rotary(dtype, heads, groups, dim, new):
-    from decoder.rotary import rotate
+    from decoder.kernels.rotary import rotate
 
     query, key = (
         torch.empty(1, new, count, dim, dtype=dtype, device="meta").transpose(1, 2) for count in (heads, groups)
@@ -81,7 +81,7 @@ def main():
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from decoder import split_kv
+    from decoder.kernels import split_kv
 
     device, calls = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     capability = device.pop("capability")

@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decoder import Decoder, DraftHeads, attention, rotary, target
-from decoder.acceptance import exact_on_device
-from decoder.layered_cache import LayeredCache
+from decoder import Decoder, DraftHeads
+from decoder.cache.base import LayeredCache
+from decoder.kernels import attention, rotary
+from decoder.model import target
+from decoder.sampling.acceptance import exact_on_device
 
 from .tape import eager_attention, eager_rotation
 
@@ -57,7 +59,7 @@ def as_on_cuda(monkeypatch):
     """Kernels have their stand-ins, layers are PyTorch's own, the walk and each choice are the device's, and what was
     never written is no number."""
     monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
-    monkeypatch.setattr("decoder.sampler.on_host", lambda tensor: False)
+    monkeypatch.setattr("decoder.sampling.sampler.on_host", lambda tensor: False)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
     monkeypatch.setattr(target, "packed_layers", lambda modules: {})

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from decoder import SamplingParams, TokenSwiftOptions
-from decoder.acceptance import Independent, exact
-from decoder.sampler import Sampler
-from decoder.token_tree import TokenTree, rank_paths
+from decoder.sampling.acceptance import Independent, exact
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree, rank_paths
 
 from .scipy_free import chi_square_tail
 

@@ -19,9 +19,9 @@ import torch
 
 import decoder.__main__ as command
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.continuation import stream_on
-from decoder.terminal import StatusLine
-from decoder.transcript import Transcript
+from decoder.cli.continuation import stream_on
+from decoder.cli.terminal import StatusLine
+from decoder.cli.transcript import Transcript
 
 from .conftest import random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
@@ -505,7 +505,7 @@ def test_memory_that_runs_out_is_one_sentence(run, common, monkeypatch, error, w
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("decoder.loading.AutoModelForCausalLM.from_pretrained", failing)
+        patch.setattr("decoder.model.loading.AutoModelForCausalLM.from_pretrained", failing)
         status, text, told = run(*common, "--max-new-tokens", 5)
     assert (status, text, told) == (2, "", f"python -m decoder: {words}\n")
     monkeypatch.setattr("decoder.engine.Engine.step", failing)

@@ -63,7 +63,7 @@ def test_cost_tuned_trees_draft_where_it_pays_and_only_there(dec, method, width_
     ticks = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
     table = [0.0, *(1.0 + width_costs * node for node in range(64))]
-    monkeypatch.setattr("decoder.verify_costs.VerifyCosts._measure", lambda self, cache: table)
+    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
     tuned = Decoder(dec.model, heads=random_heads(dec.model))
     out = tuned.generate([1, 2, 3, 4] * 20, 100, method, SamplingParams(temperature=0))
     assert out.token_ids == tuned.generate([1, 2, 3, 4] * 20, 100, "ar", SamplingParams(temperature=0)).token_ids

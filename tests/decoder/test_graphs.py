@@ -7,25 +7,18 @@ from itertools import islice
 import pytest
 import torch
 
-from decoder import (
-    Decoder,
-    SamplingParams,
-    TokenSwiftOptions,
-    attention,
-    full_cache,
-    graphs,
-    methods,
-    recent_cache,
-    target,
-)
-from decoder.full_cache import FullCache
-from decoder.graphs import CudaGraphs, padded_width
-from decoder.partial_cache import PartialCache
-from decoder.recent_cache import RecentCache
-from decoder.split_kv import split_kv_attention
-from decoder.target import Target
-from decoder.token_tree import TokenTree
-from decoder.verify_costs import VerifyCosts
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.cache import full, streaming
+from decoder.cache.full import FullCache
+from decoder.cache.partial import PartialCache
+from decoder.cache.streaming import RecentCache
+from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.kernels import attention, cuda_graphs
+from decoder.kernels.cuda_graphs import CudaGraphs, padded_width
+from decoder.kernels.split_kv import split_kv_attention
+from decoder.model import target
+from decoder.model.target import Target
+from decoder.sampling.token_tree import TokenTree
 
 from .conftest import random_heads, tiny_llama
 from .tape import TapeRecorder, eager_attention
@@ -137,7 +130,7 @@ def test_the_passes_of_every_family_are_recorded_and_give_the_same_text(as_on_cu
 
 
 def test_a_cache_that_grows_drops_what_was_recorded_over_its_old_buffers(as_on_cuda, prompt, monkeypatch):
-    monkeypatch.setattr(full_cache, "_SMALLEST_GROWTH", 32)
+    monkeypatch.setattr(full, "_SMALLEST_GROWTH", 32)
     dec, recorder = decoder_with("chained"), TapeRecorder()
     expected = dec.generate(prompt, 200, "ar", SAMPLING).token_ids
     tokens = []
@@ -259,7 +252,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     monkeypatch.setattr(Target, "_probe", lambda self: 1.0)
     monkeypatch.setattr(Target, "_refuse_devices", lambda self: None)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
-    for module in (graphs, target, full_cache, recent_cache):
+    for module in (cuda_graphs, target, full, streaming):
         monkeypatch.setattr(module, "upload", lambda numbers, device: torch.as_tensor(numbers).to(device))
 
     class Running(TapeRecorder):

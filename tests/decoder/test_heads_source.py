@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams
-from decoder.acceptance import Ending, exact_on_device
-from decoder.drafters.heads_source import HeadsSource
-from decoder.level_worth import LevelWorth
-from decoder.odds import Calibration, Odds
-from decoder.running_costs import RunningCosts
-from decoder.sampler import Sampler
-from decoder.target import Verification
-from decoder.ways import Ways
+from decoder.drafters.tuning.heads_source import HeadsSource
+from decoder.drafters.tuning.level_worth import LevelWorth
+from decoder.drafters.tuning.odds import Calibration, Odds
+from decoder.drafters.tuning.running_costs import RunningCosts
+from decoder.drafters.tuning.ways import Ways
+from decoder.model.target import Verification
+from decoder.sampling.acceptance import Ending, exact_on_device
+from decoder.sampling.sampler import Sampler
 
 from .conftest import VOCAB, random_heads
 from .test_walk import HostReads
@@ -164,7 +164,7 @@ def test_looking_ahead_is_timed_now_and_then(model):
         return advance(*args)
 
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr("decoder.drafters.heads_source.time.perf_counter", lambda: clock[0])
+        patch.setattr("decoder.drafters.tuning.heads_source.time.perf_counter", lambda: clock[0])
         patch.setattr(dec.target, "wait", lambda: waits.append(source._looked))
         patch.setattr(dec.heads["gated"], "advance", slowly)
         for _ in range(2):
@@ -244,9 +244,9 @@ def test_the_time_of_levels_looked_ahead_for_is_no_cost_of_verifying(model, prom
     whole, verifying = [], []
     monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
     monkeypatch.setattr(LevelWorth, "pays", lambda worth, depth, price, chance=None: True)
-    monkeypatch.setattr("decoder.drafters.tuned._LEVELS", (2, 2, 2))
+    monkeypatch.setattr("decoder.drafters.tuning.tuned._LEVELS", (2, 2, 2))
     # Every step is looked ahead of: no tree is deep.
-    monkeypatch.setattr("decoder.drafters.suffix_source._LONGEST_CHAIN", 0)
+    monkeypatch.setattr("decoder.drafters.tuning.suffix_source._LONGEST_CHAIN", 0)
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
     monkeypatch.setattr(Ways, "observe", lambda ways, way, tokens, seconds: whole.append(seconds))
     monkeypatch.setattr(RunningCosts, "observe", lambda costs, nodes, seconds: verifying.append(seconds))

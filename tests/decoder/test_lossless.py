@@ -116,9 +116,9 @@ def test_every_method_equals_ar_whatever_the_settings(decoders, data, monkeypatc
     )
     length = draw(st.integers(0, 60))
     expected = dec.generate(prompt, length, "ar", sampling)
-    monkeypatch.setattr("decoder.target._PREFILL_CHUNK", draw(st.sampled_from([1, 7, 512])))
-    monkeypatch.setattr("decoder.attention._FEW_SCORES", draw(st.sampled_from([0, 900, 2**26])))
-    monkeypatch.setattr("decoder.attention._MAX_SCORES", draw(st.sampled_from([1, 900, 2**26])))
+    monkeypatch.setattr("decoder.model.target._PREFILL_CHUNK", draw(st.sampled_from([1, 7, 512])))
+    monkeypatch.setattr("decoder.kernels.attention._FEW_SCORES", draw(st.sampled_from([0, 900, 2**26])))
+    monkeypatch.setattr("decoder.kernels.attention._MAX_SCORES", draw(st.sampled_from([1, 900, 2**26])))
     method = draw(st.sampled_from(DRAFTING))
     assert dec.generate(prompt, length, method, sampling, options).token_ids == expected.token_ids
     assert len(expected.token_ids) == length
@@ -229,7 +229,7 @@ def test_trees_that_follow_the_clock_are_not_verified_independently(dec, prompt,
 def test_a_drafter_that_lies_changes_nothing(dec, prompt, monkeypatch):
     """Any proposal is safe: here trees of random tokens, right only by chance."""
     from decoder.drafters import METHODS, Autoregressive
-    from decoder.token_tree import TokenTree
+    from decoder.sampling.token_tree import TokenTree
 
     generator = torch.Generator().manual_seed(0)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams
-from decoder.acceptance import exact, exact_on_device
-from decoder.noise import _GOLDEN, NoiseRows, gumbel, mix, random_bits
+from decoder.sampling.acceptance import exact, exact_on_device
+from decoder.sampling.noise import _GOLDEN, NoiseRows, gumbel, mix, random_bits
 
 from .conftest import random_heads, tiny_llama
 from .scipy_free import chi_square_tail
@@ -80,7 +80,7 @@ def test_rows_do_not_depend_on_what_was_asked_before():
 def test_noise_is_made_once_for_many_positions(model, prompt, monkeypatch, method):
     """For drafts and tokens alike, whoever asks first: a block costs a large vocabulary tens of milliseconds."""
     made = []
-    monkeypatch.setattr("decoder.noise.gumbel", lambda *args: made.append(len(args[1])) or gumbel(*args))
+    monkeypatch.setattr("decoder.sampling.noise.gumbel", lambda *args: made.append(len(args[1])) or gumbel(*args))
     dec = Decoder(model, heads=random_heads(model, kind="gated"), draft_model=tiny_llama(num_hidden_layers=1))
     for rule in (exact, exact_on_device):
         monkeypatch.setattr("decoder.decoder.exact", rule)

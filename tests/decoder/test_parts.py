@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder import TokenSwiftOptions, linear
+from decoder import TokenSwiftOptions
+from decoder.cache.full import FullCache
+from decoder.cache.partial import PartialCache
+from decoder.cache.streaming import RecentCache
 from decoder.draft_heads import DraftHeads
-from decoder.full_cache import FullCache
-from decoder.linear import packed_layers, replaced
-from decoder.ngram_table import NgramTable
-from decoder.partial_cache import PartialCache
-from decoder.recent_cache import RecentCache
-from decoder.suffix_index import SuffixIndex
-from decoder.token_tree import TokenTree, rank_paths
+from decoder.drafters.retrieval.ngram_table import NgramTable
+from decoder.drafters.retrieval.suffix_index import SuffixIndex
+from decoder.kernels import packed_linear as linear
+from decoder.kernels.packed_linear import packed_layers, replaced
+from decoder.sampling.token_tree import TokenTree, rank_paths
 
 
 def test_tree_merges_sources_as_a_trie():
@@ -133,11 +134,11 @@ def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
 
     assert packed_layers([layer, Own(12, 7), layer.double()]) == {}
     layer.float()
-    monkeypatch.setattr("decoder.linear.available_memory", lambda: 2 * layer.weight.nbytes - 1)
+    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda: 2 * layer.weight.nbytes - 1)
     assert packed_layers([layer]) == {}
-    monkeypatch.setattr("decoder.linear.available_memory", lambda: None)
+    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda: None)
     assert list(packed_layers([layer])) == [layer]
-    monkeypatch.setattr("decoder.linear.available_memory", lambda: 0)
+    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda: 0)
     assert list(packed_layers([layer])) == [layer], "what is packed already takes nothing more"
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert packed_layers([layer.bfloat16()]) == {}

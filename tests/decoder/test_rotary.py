@@ -11,11 +11,12 @@ from transformers.models.olmo2 import modeling_olmo2
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from decoder import Decoder, rotary
-from decoder.full_cache import FullCache
-from decoder.graphs import CudaGraphs
-from decoder.rotary import FusedRotary, fused_rotary, rotary_replaced, rotate
-from decoder.target import Target
+from decoder import Decoder
+from decoder.cache.full import FullCache
+from decoder.kernels import rotary
+from decoder.kernels.cuda_graphs import CudaGraphs
+from decoder.kernels.rotary import FusedRotary, fused_rotary, rotary_replaced, rotate
+from decoder.model.target import Target
 
 from .compile_kernels import compiled
 from .conftest import random_heads, tiny_llama

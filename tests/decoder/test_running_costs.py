@@ -2,7 +2,7 @@
 
 import pytest
 
-from decoder.running_costs import RunningCosts
+from decoder.drafters.tuning.running_costs import RunningCosts
 
 MEASURED = [0.0, *(1.0 + 0.1 * n for n in range(64))]
 

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from decoder import SamplingParams
-from decoder.sampler import Sampler, first_argmax, keep_eta, keep_min_p, keep_top_k, keep_top_p, penalise
+from decoder.sampling.sampler import Sampler, first_argmax, keep_eta, keep_min_p, keep_top_k, keep_top_p, penalise
 
 LOGITS = torch.randn(6, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from decoder.split_kv import Device, available, launch_shape, split_kv_attention
+from decoder.kernels.split_kv import Device, available, launch_shape, split_kv_attention
 from tests.decoder.compile_kernels import GPUS, compiled
 from tests.decoder.triton_emulation import repair_emulation
 

@@ -6,7 +6,7 @@ from statistics import median
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder.suffix_automaton import ROOT, SuffixAutomaton
+from decoder.drafters.retrieval.suffix_automaton import ROOT, SuffixAutomaton
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from decoder.text_stream import TextStream
+from decoder.text.stream import TextStream
 
 from .test_using_it import byte_tokenizer
 

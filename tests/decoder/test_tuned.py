@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.drafters.heads_source import HeadsSource
-from decoder.drafters.suffix_source import SuffixSource
-from decoder.drafters.tuned import Offer, Tuned, _Candidates
-from decoder.level_worth import LevelWorth
-from decoder.odds import Odds
-from decoder.ways import Ways
+from decoder.drafters.tuning.heads_source import HeadsSource
+from decoder.drafters.tuning.level_worth import LevelWorth
+from decoder.drafters.tuning.odds import Odds
+from decoder.drafters.tuning.suffix_source import SuffixSource
+from decoder.drafters.tuning.tuned import Offer, Tuned, _Candidates
+from decoder.drafters.tuning.ways import Ways
 
 from .conftest import VOCAB, random_heads
 
@@ -127,8 +127,8 @@ def test_heads_are_weighed_against_what_their_own_step_gives_without_them(model,
     ticks, rates = itertools.count(), []
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
     table = [0.0, *(1.0 + 0.1 * node for node in range(64))]
-    monkeypatch.setattr("decoder.verify_costs.VerifyCosts._measure", lambda self, cache: table)
-    monkeypatch.setattr("decoder.running_costs.RunningCosts.observe", lambda self, nodes, seconds: None)
+    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
+    monkeypatch.setattr("decoder.drafters.tuning.running_costs.RunningCosts.observe", lambda self, nodes, seconds: None)
     root = HeadsSource.root
 
     def watched(source, sampler, rate, *rest):
@@ -182,9 +182,10 @@ def test_drafts_that_were_never_right_are_not_tried_again_text_after_text(model,
     ticks = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
     monkeypatch.setattr(
-        "decoder.verify_costs.VerifyCosts._measure", lambda self, cache: [0.0, *(1.0 + 0.2 * n for n in range(64))]
+        "decoder.drafters.tuning.verify_costs.VerifyCosts._measure",
+        lambda self, cache: [0.0, *(1.0 + 0.2 * n for n in range(64))],
     )
-    monkeypatch.setattr("decoder.running_costs.RunningCosts.observe", lambda self, nodes, seconds: None)
+    monkeypatch.setattr("decoder.drafters.tuning.running_costs.RunningCosts.observe", lambda self, nodes, seconds: None)
     dec = Decoder(model, heads=random_heads(model))
     prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     # Heads that know neither the model nor its noise.
@@ -258,8 +259,8 @@ def clocked(monkeypatch, node_seconds):
     ticks = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
     table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
-    monkeypatch.setattr("decoder.verify_costs.VerifyCosts._measure", lambda self, cache: table)
-    monkeypatch.setattr("decoder.running_costs.RunningCosts.observe", lambda self, nodes, seconds: None)
+    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
+    monkeypatch.setattr("decoder.drafters.tuning.running_costs.RunningCosts.observe", lambda self, nodes, seconds: None)
 
 
 def test_odds_are_learnt_where_the_text_went(model, monkeypatch):

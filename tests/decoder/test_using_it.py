@@ -17,10 +17,10 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerF
 
 import decoder
 from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
+from decoder.cache.full import FullCache
 from decoder.drafters import METHODS
-from decoder.full_cache import FullCache
 from decoder.options import parse_tree
-from decoder.text_stream import TextStream
+from decoder.text.stream import TextStream
 
 from .conftest import VOCAB, random_heads, tiny_llama
 
@@ -490,7 +490,7 @@ def test_a_mistyped_path_is_told_without_asking_the_hub(folders, monkeypatch):
         pytest.fail("the hub was asked")
 
     for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
-        monkeypatch.setattr(f"decoder.loading.{name}.from_pretrained", asked)
+        monkeypatch.setattr(f"decoder.model.loading.{name}.from_pretrained", asked)
     monkeypatch.setattr("decoder.draft_heads._fetch", asked)
     model = f"{folders.name}/model"
     for arguments, words in (

@@ -9,16 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.acceptance import Ending, exact, exact_on_device, walk
 from decoder.drafters import METHODS
-from decoder.drafters.heads_source import HeadsSource
 from decoder.drafters.levels import HeadLevels
+from decoder.drafters.tuning.heads_source import HeadsSource
+from decoder.drafters.tuning.level_worth import LevelWorth
+from decoder.drafters.tuning.odds import Odds
 from decoder.engine import Engine
-from decoder.level_worth import LevelWorth
-from decoder.odds import Odds
-from decoder.sampler import Sampler
-from decoder.target import Verification
-from decoder.token_tree import TokenTree, rank_paths
+from decoder.model.target import Verification
+from decoder.sampling.acceptance import Ending, exact, exact_on_device, walk
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree, rank_paths
 
 from .conftest import VOCAB, random_heads, tiny_llama
 
@@ -249,7 +249,7 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
 def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     """Drafts of heads come with the walk before them, unless that ended before the last 8 levels of a deeper tree."""
     # What pays follows the clock, and so does what `auto` asks for by itself when it changes its way.
-    monkeypatch.setattr("decoder.drafters.tuned._LEVELS", (2, 2, 2))
+    monkeypatch.setattr("decoder.drafters.tuning.tuned._LEVELS", (2, 2, 2))
     monkeypatch.setattr(LevelWorth, "pays", lambda worth, depth, price, chance=None: True)
     step, steps = Engine.step, []
 
@@ -473,8 +473,8 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
         shape = (len(numbers), len(numbers[0])) if isinstance(numbers[0], list) else (len(numbers),)
         return torch.empty(shape, dtype=torch.long, device=device)
 
-    monkeypatch.setattr("decoder.sampler.upload", upload)
-    monkeypatch.setattr("decoder.acceptance.upload", upload)
+    monkeypatch.setattr("decoder.sampling.sampler.upload", upload)
+    monkeypatch.setattr("decoder.sampling.acceptance.upload", upload)
     tree = TokenTree(3)
     tree.add_path([4, 5, 6, 7, 8], "draft")
     with OneDevice():
@@ -576,7 +576,7 @@ def test_on_cuda_a_step_waits_for_its_one_read_only(prompt, method, monkeypatch)
 def test_on_cuda_generations_walk_on_the_device_unless_a_hook_wants_to_see(prompt, monkeypatch):
     dec = Decoder(tiny_llama().cuda(), heads=random_heads(tiny_llama()))
     walks = []
-    monkeypatch.setattr("decoder.acceptance.walk", lambda *args: walks.append(1) or walk(*args))
+    monkeypatch.setattr("decoder.sampling.acceptance.walk", lambda *args: walks.append(1) or walk(*args))
     plain = dec.generate(prompt, 60, "ar", GENERATIONS["sampled"])
     walks.clear()
     assert dec.generate(prompt, 60, "medusa", GENERATIONS["sampled"]).token_ids == plain.token_ids

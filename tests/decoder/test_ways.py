@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from decoder.ways import Ways
+from decoder.drafters.tuning.ways import Ways
 
 
 def run(ways, steps, draw):

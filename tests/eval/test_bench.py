@@ -11,11 +11,11 @@ import torch
 from click.testing import CliRunner
 
 import decoder
+from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
 from decoder.engine import Engine
-from decoder.full_cache import FullCache
-from decoder.sampler import Sampler
-from decoder.target import Target
+from decoder.model.target import Target
+from decoder.sampling.sampler import Sampler
 from ts_eval import bench, bench_page, stopwatch
 from ts_eval.cli import main
 from ts_eval.plan import ModelShape

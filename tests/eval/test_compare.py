@@ -19,7 +19,7 @@ from tiny_reference import BOOKS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import decoder
-from decoder.sampler import NoiseRows
+from decoder.sampling.sampler import NoiseRows
 from ts_eval import compare as experiment
 from ts_eval import defaults, metrics, summary
 from ts_eval.cli import main

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from decoder.attention import _one_softmax, _two_parts, tree_attention
+from decoder.kernels.attention import _one_softmax, _two_parts, tree_attention
 
 LAYERS = 4
 SECONDS = 0.3

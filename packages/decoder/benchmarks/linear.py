@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from decoder.linear import packed_layers
+from decoder.kernels.packed_linear import packed_layers
 
 MODEL = Path("data/reference-model")
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -25,8 +25,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import decoder
-from decoder.attention import tree_attention
-from decoder.auditing import audit_tokens
+from decoder.audit import audit_tokens
+from decoder.kernels.attention import tree_attention
 
 SEGMENTS = 32
 DATA = Path("data")

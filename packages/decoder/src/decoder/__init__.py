@@ -1,12 +1,12 @@
 """Lossless acceleration of ultra-long generation with Hugging Face causal language models."""
 
-from decoder.auditing import Audit, audit
+from decoder.audit import Audit, audit
 from decoder.decoder import Chunk, Decoder, GenerationOutput, Request, load, methods
 from decoder.draft_heads import DraftHeads
 from decoder.options import TokenSwiftOptions, parse_tree
-from decoder.sampling_params import SamplingParams
+from decoder.sampling.params import SamplingParams
+from decoder.sampling.token_tree import rank_paths
 from decoder.stats import Statistics
-from decoder.token_tree import rank_paths
 
 __all__ = [
     "Audit",

@@ -18,17 +18,17 @@ import huggingface_hub
 import torch
 import transformers
 
-from decoder.chat import chat_ids, text_ids
-from decoder.continuation import stream_on
+from decoder.cli.continuation import stream_on
+from decoder.cli.flags import add_flags, from_flags
+from decoder.cli.terminal import StatusLine
+from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Chunk, Decoder, load, methods
 from decoder.drafters import METHODS
-from decoder.flags import add_flags, from_flags
-from decoder.loading import check_source, out_of_memory, read_config, read_tokenizer
+from decoder.model.loading import check_source, out_of_memory, read_config, read_tokenizer
 from decoder.options import TokenSwiftOptions
-from decoder.sampling_params import SamplingParams
+from decoder.sampling.params import SamplingParams
 from decoder.stats import Statistics
-from decoder.terminal import StatusLine
-from decoder.transcript import Transcript, digest_of, fingerprint
+from decoder.text.prompts import chat_ids, text_ids
 
 BROKE_OFF, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 

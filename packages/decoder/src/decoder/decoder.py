@@ -8,21 +8,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.acceptance import Independent, exact, exact_on_device
-from decoder.auditing import Audit, audit
-from decoder.chat import chat_ids, is_chat, text_ids
+from decoder.audit import Audit, audit
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, Resources
+from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
-from decoder.linear import fast_bfloat16
-from decoder.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
+from decoder.kernels.packed_linear import fast_bfloat16
+from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
+from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
-from decoder.sampler import LogitsHook, Sampler
-from decoder.sampling_params import SamplingParams
+from decoder.sampling.acceptance import Independent, exact, exact_on_device
+from decoder.sampling.params import SamplingParams
+from decoder.sampling.sampler import LogitsHook, Sampler
 from decoder.stats import Statistics
-from decoder.target import Target
-from decoder.text_stream import TextStream
-from decoder.verify_costs import VerifyCosts
+from decoder.text.prompts import chat_ids, is_chat, text_ids
+from decoder.text.stream import TextStream
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
 _REMEMBERED = 32  # settings for which it is kept what drafting has learnt

@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from decoder.acceptance import Acceptance, Ending, Question, exact
+from decoder.cache.full import FullCache
 from decoder.drafters import Drafter, LooksAhead
-from decoder.full_cache import FullCache
-from decoder.sampler import Sampler
+from decoder.model.target import Target, Verification
+from decoder.sampling.acceptance import Acceptance, Ending, Question, exact
+from decoder.sampling.sampler import Sampler
 from decoder.stats import Statistics
-from decoder.target import Target, Verification
 
 
 class Engine:

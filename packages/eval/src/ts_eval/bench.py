@@ -24,14 +24,14 @@ import torch
 from tqdm import tqdm
 
 import decoder
+from decoder.cache.full import FullCache
+from decoder.cache.partial import PartialCache
 from decoder.drafters import METHODS
 from decoder.drafters.levels import ranked
-from decoder.full_cache import FullCache
-from decoder.partial_cache import PartialCache
-from decoder.sampler import Sampler
-from decoder.target import Target
-from decoder.token_tree import TokenTree
-from decoder.transfers import download
+from decoder.kernels.transfers import download
+from decoder.model.target import Target
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree
 from ts_eval import defaults
 from ts_eval.computed import computed, read_assumptions
 from ts_eval.data_dir import find_data_dir
@@ -439,7 +439,7 @@ class Measurement:
             return run["seconds"]["step"] / run["tokens"]
 
         def verify(width: int) -> float:
-            # All below the root, as in `decoder.verify_costs`: what a node costs does not depend on its depth.
+            # All below the root: what a node costs does not depend on its depth.
             tree = TokenTree(text[-1])
             for token in range(width - 1):
                 tree.add(0, token, "bench")

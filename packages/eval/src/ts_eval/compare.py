@@ -22,7 +22,7 @@ import transformers
 from tqdm import tqdm
 
 import decoder
-from decoder.text_stream import TextStream
+from decoder.text.stream import TextStream
 from ts_eval import checkpoints, defaults, metrics, plan
 from ts_eval.data_dir import find_data_dir
 from ts_eval.decoders import Sources, with_ar

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import decoder
-from decoder.continuation import stream_on
+from decoder.cli.continuation import stream_on
 from ts_eval.method_spec import HF
 from ts_eval.progress import COUNTS, counts_of
 

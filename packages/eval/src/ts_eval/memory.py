@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from decoder.linear import available_memory
+from decoder.kernels.packed_linear import available_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

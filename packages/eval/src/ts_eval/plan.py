@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
 from decoder.drafters import prompt_lookup
-from decoder.token_tree import rank_paths
+from decoder.sampling.token_tree import rank_paths
 from ts_eval.checkpoints import named, refuse_missing
 
 METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")

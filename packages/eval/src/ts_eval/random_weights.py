@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import decoder
-from decoder.architectures import refuse_unsupported
 from decoder.decoder import device_named
+from decoder.model.architectures import refuse_unsupported
 from ts_eval.decoders import DEFAULT_KINDS, Sources
 from ts_eval.memory import free_bytes, short_of_memory
 from ts_eval.method_spec import MethodSpec

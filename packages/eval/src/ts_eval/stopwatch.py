@@ -7,8 +7,8 @@ from functools import wraps
 
 from decoder.draft_heads import DraftHeads
 from decoder.engine import Engine
-from decoder.sampler import Sampler
-from decoder.target import Target
+from decoder.model.target import Target
+from decoder.sampling.sampler import Sampler
 
 FORWARDS = ("verify", "draft")
 PARTS = (*FORWARDS, "scoring", "sampling", "rest")

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 import decoder
-from decoder.auditing import audit_tokens
+from decoder.audit import audit_tokens
 from ts_eval import metrics
 from ts_eval.generation import same_sampling_in_transformers
 from ts_eval.method_spec import MethodSpec

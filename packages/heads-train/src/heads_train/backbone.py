@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decoder.draft_heads import DraftHeads
-from decoder.loading import read_config, read_model, read_tokenizer
+from decoder.model.loading import read_config, read_model, read_tokenizer
 
 
 def _check_local(name: str) -> None:

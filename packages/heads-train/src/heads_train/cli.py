@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from decoder.loading import out_of_memory
+from decoder.model.loading import out_of_memory
 from heads_train.callbacks import (
     Checkpoints,
     ExportHeads,

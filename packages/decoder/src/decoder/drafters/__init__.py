@@ -1,7 +1,7 @@
 """The methods: every drafter under the name that users give."""
 
+from decoder.drafters.ar import Autoregressive
 from decoder.drafters.auto import Auto
-from decoder.drafters.autoregressive import Autoregressive
 from decoder.drafters.base import Drafter, LooksAhead, Resources
 from decoder.drafters.fused import Fused
 from decoder.drafters.magicdec import MagicDec

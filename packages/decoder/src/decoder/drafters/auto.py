@@ -1,10 +1,10 @@
 """The fastest lossless choice, step by step: heads and suffixes where they pay, plain decoding where nothing does."""
 
 from decoder.drafters.base import Resources
-from decoder.drafters.heads_source import HeadsSource
-from decoder.drafters.suffix_source import SuffixSource
-from decoder.drafters.tuned import Tuned
-from decoder.odds import Odds
+from decoder.drafters.tuning.heads_source import HeadsSource
+from decoder.drafters.tuning.odds import Odds
+from decoder.drafters.tuning.suffix_source import SuffixSource
+from decoder.drafters.tuning.tuned import Tuned
 
 
 class Auto(Tuned):

@@ -6,16 +6,16 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from decoder.acceptance import Ending, Question
+from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
-from decoder.full_cache import FullCache
+from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.model.target import Target, Verification
 from decoder.options import TokenSwiftOptions
-from decoder.sampler import Sampler
-from decoder.sampling_params import SamplingParams
+from decoder.sampling.acceptance import Ending, Question
+from decoder.sampling.params import SamplingParams
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
-from decoder.target import Target, Verification
-from decoder.token_tree import TokenTree
-from decoder.verify_costs import VerifyCosts
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Fused drafting: TokenSwift without its draft pass, one pass over the weights per step."""
 
+from decoder.cache.full import FullCache
 from decoder.drafters.base import Resources
 from decoder.drafters.medusa import Medusa
-from decoder.full_cache import FullCache
-from decoder.sampler import Sampler
-from decoder.suffix_automaton import SuffixAutomaton
-from decoder.target import Verification
-from decoder.token_tree import TokenTree
+from decoder.drafters.retrieval.suffix_automaton import SuffixAutomaton
+from decoder.model.target import Verification
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree
 
 _LONGEST_CHAIN = 32
 

@@ -6,10 +6,10 @@ from itertools import islice
 import torch
 
 from decoder.draft_heads import DraftHeads
-from decoder.sampler import Ahead, Sampler
-from decoder.target import Target
-from decoder.token_tree import RankPath
-from decoder.transfers import download
+from decoder.kernels.transfers import download
+from decoder.model.target import Target
+from decoder.sampling.sampler import Ahead, Sampler
+from decoder.sampling.token_tree import RankPath
 
 
 def ranked(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

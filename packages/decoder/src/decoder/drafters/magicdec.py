@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 import torch
 
+from decoder.cache.full import FullCache
+from decoder.cache.streaming import RecentCache
 from decoder.drafters.base import Resources
-from decoder.full_cache import FullCache
-from decoder.recent_cache import RecentCache
-from decoder.sampler import Sampler, first_argmax
+from decoder.kernels.transfers import download
+from decoder.model.target import Verification
+from decoder.sampling.sampler import Sampler, first_argmax
+from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
-from decoder.target import Verification
-from decoder.token_tree import TokenTree
-from decoder.transfers import download
 
 
 class MagicDec:

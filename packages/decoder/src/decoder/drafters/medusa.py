@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 import torch
 
-from decoder.acceptance import Ending, Question
+from decoder.cache.full import FullCache
 from decoder.drafters.base import Resources
 from decoder.drafters.levels import HeadLevels
-from decoder.full_cache import FullCache
-from decoder.sampler import Sampler
+from decoder.model.target import Verification
+from decoder.sampling.acceptance import Ending, Question
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
-from decoder.target import Verification
-from decoder.token_tree import TokenTree, rank_paths
 
 
 class Medusa:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
+from decoder.cache.full import FullCache
 from decoder.drafters.base import Resources
-from decoder.full_cache import FullCache
-from decoder.sampler import Sampler
+from decoder.drafters.retrieval.suffix_index import SuffixIndex
+from decoder.model.target import Verification
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
-from decoder.suffix_index import SuffixIndex
-from decoder.target import Verification
-from decoder.token_tree import TokenTree
 
 LONGEST_SUFFIX = 3
 CHAIN = 10  # transformers' default for prompt_lookup_num_tokens

@@ -1,9 +1,9 @@
 """Suffix retrieval: what followed the end of the text where it stood before (compare SuffixDecoding, 2411.04975)."""
 
 from decoder.drafters.base import Resources
-from decoder.drafters.suffix_source import SuffixSource
-from decoder.drafters.tuned import Tuned
-from decoder.odds import Odds
+from decoder.drafters.tuning.odds import Odds
+from decoder.drafters.tuning.suffix_source import SuffixSource
+from decoder.drafters.tuning.tuned import Tuned
 
 
 class Suffix(Tuned):

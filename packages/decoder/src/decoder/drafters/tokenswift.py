@@ -5,15 +5,15 @@ from collections.abc import Mapping
 
 import torch
 
+from decoder.cache.full import FullCache
+from decoder.cache.partial import PartialCache
 from decoder.drafters.base import Resources
 from decoder.drafters.levels import HeadLevels
-from decoder.full_cache import FullCache
-from decoder.ngram_table import NgramTable
-from decoder.partial_cache import PartialCache
-from decoder.sampler import Sampler
+from decoder.drafters.retrieval.ngram_table import NgramTable
+from decoder.model.target import Verification
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
-from decoder.target import Verification
-from decoder.token_tree import TokenTree, rank_paths
 
 
 class TokenSwift:

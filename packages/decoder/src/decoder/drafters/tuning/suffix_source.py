@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from decoder.drafters.tuned import Offer
-from decoder.sampler import Sampler
-from decoder.suffix_automaton import ROOT, SuffixAutomaton
-from decoder.target import Verification
+from decoder.drafters.retrieval.suffix_automaton import ROOT, SuffixAutomaton
+from decoder.drafters.tuning.tuned import Offer
+from decoder.model.target import Verification
+from decoder.sampling.sampler import Sampler
 
 _FOLLOWING = 3  # continuations per suffix
 _LONGEST_CHAIN = 32

@@ -8,17 +8,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from decoder.acceptance import Ending, Question
+from decoder.cache.full import FullCache
 from decoder.drafters.base import Resources
-from decoder.full_cache import FullCache
-from decoder.odds import Calibration, Odds
-from decoder.running_costs import RunningCosts
-from decoder.sampler import Sampler
+from decoder.drafters.tuning.odds import Calibration, Odds
+from decoder.drafters.tuning.running_costs import RunningCosts
+from decoder.drafters.tuning.verify_costs import WIDEST
+from decoder.drafters.tuning.ways import Ways
+from decoder.model.target import Verification
+from decoder.sampling.acceptance import Ending, Question
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
-from decoder.target import Verification
-from decoder.token_tree import TokenTree
-from decoder.verify_costs import WIDEST
-from decoder.ways import Ways
 
 _WORTH = 16  # new tokens from which on it pays to measure costs
 _USUAL = 8  # nodes of a usual tree

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from decoder.sampler import Ahead, Sampler, first_argmax
-from decoder.token_tree import TokenTree
-from decoder.transfers import download, upload
+from decoder.kernels.transfers import download, upload
+from decoder.sampling.sampler import Ahead, Sampler, first_argmax
+from decoder.sampling.token_tree import TokenTree
 
 _LEVELS = 8  # of a walk on the device before the host looks how far it has come
 

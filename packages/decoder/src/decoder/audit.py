@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from decoder.sampler import LogitsHook, Sampler, first_argmax
-from decoder.sampling_params import SamplingParams
+from decoder.sampling.params import SamplingParams
+from decoder.sampling.sampler import LogitsHook, Sampler, first_argmax
 
 if TYPE_CHECKING:
     from decoder.decoder import GenerationOutput

@@ -1,6 +1,6 @@
 """What the caches of draft passes share: a fixed number of slots, and room behind them for drafted tokens."""
 
-from decoder.layered_cache import LayeredCache
+from decoder.cache.base import LayeredCache
 
 
 class DraftCache(LayeredCache):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from decoder.transfers import overwrite, upload
+from decoder.kernels.transfers import overwrite, upload
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
 """A pass: from ids [2, T] (tokens, positions) and a mask [T, T] or None, both in device memory, to its outputs."""

@@ -5,10 +5,10 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from decoder.full_cache import FullCache
-from decoder.running_costs import RunningCosts
-from decoder.target import Target
-from decoder.token_tree import TokenTree
+from decoder.cache.full import FullCache
+from decoder.drafters.tuning.running_costs import RunningCosts
+from decoder.model.target import Target
+from decoder.sampling.token_tree import TokenTree
 
 WIDEST = 64
 _WIDTHS = (1, 4, 16)

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
+from decoder.cache.full import FullCache
 from decoder.drafters.base import Resources
-from decoder.full_cache import FullCache
-from decoder.sampler import Sampler
+from decoder.model.target import Verification
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
-from decoder.target import Verification
-from decoder.token_tree import TokenTree
 
 
 class Autoregressive:

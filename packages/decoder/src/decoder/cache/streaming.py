@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
-from decoder.draft_cache import DraftCache
-from decoder.full_cache import FullCache
-from decoder.layered_cache import LayeredCache
-from decoder.transfers import upload
+from decoder.cache.base import LayeredCache
+from decoder.cache.draft import DraftCache
+from decoder.cache.full import FullCache
+from decoder.kernels.transfers import upload
 
 _NEIGHBOURS = 7
 

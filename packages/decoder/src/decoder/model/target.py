@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decoder import attention, split_kv
-from decoder.architectures import refuse_unsupported
-from decoder.full_cache import FullCache
-from decoder.graphs import CudaGraphs, FixedPass, Recorder, padded_width
-from decoder.layered_cache import LayeredCache
-from decoder.linear import packed_layers, replaced, under_autocast
-from decoder.norms import fused_norms
-from decoder.rotary import FusedRotary, fused_rotary, rotary_replaced
-from decoder.token_tree import TokenTree
-from decoder.transfers import upload
+from decoder.cache.base import LayeredCache
+from decoder.cache.full import FullCache
+from decoder.kernels import attention, split_kv
+from decoder.kernels.cuda_graphs import CudaGraphs, FixedPass, Recorder, padded_width
+from decoder.kernels.norms import fused_norms
+from decoder.kernels.packed_linear import packed_layers, replaced, under_autocast
+from decoder.kernels.rotary import FusedRotary, fused_rotary, rotary_replaced
+from decoder.kernels.transfers import upload
+from decoder.model.architectures import refuse_unsupported
+from decoder.sampling.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 OBSERVED = 32

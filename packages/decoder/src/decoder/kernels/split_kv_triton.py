@@ -1,4 +1,4 @@
-"""The Triton kernels of `decoder.split_kv`; imported where they run, so that the library does without Triton."""
+"""The Triton kernels of `split_kv`; imported where they run, so that the library does without Triton."""
 
 import triton
 import triton.language as tl

@@ -150,7 +150,7 @@ def split_kv_attention(
     Returns:
         [B, H, T, Dv], laid out as [B, T, H, Dv].
     """
-    from decoder import split_kv_kernels as kernels
+    from decoder.kernels import split_kv_triton as kernels
 
     batch, heads, new, dim = query.shape
     groups, capacity, value_dim = key.shape[1], key.shape[2], value.shape[3]

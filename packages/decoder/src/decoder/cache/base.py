@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from transformers import Cache
 
-from decoder.graphs import FixedPass
+from decoder.kernels.cuda_graphs import FixedPass
 
 
 class LayeredCache(Cache, ABC):

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from decoder.linear import under_autocast
+from decoder.kernels.packed_linear import under_autocast
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -37,7 +37,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     Returns:
         Rotated q and k, of their dtype and laid out as they are, without gaps.
     """
-    from decoder import rotary_kernels as kernels
+    from decoder.kernels import rotary_triton as kernels
 
     batch, heads, tokens, dim = q.shape
     groups = k.shape[1]

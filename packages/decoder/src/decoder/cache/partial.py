@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from decoder.draft_cache import DraftCache
-from decoder.full_cache import FullCache
+from decoder.cache.draft import DraftCache
+from decoder.cache.full import FullCache
 
 
 class PartialCache(DraftCache):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from decoder.decoder import Chunk, Decoder, GenerationOutput, Request
 from decoder.options import TokenSwiftOptions
-from decoder.sampling_params import SamplingParams
+from decoder.sampling.params import SamplingParams
 from decoder.stats import Statistics
-from decoder.text_stream import TextStream
+from decoder.text.stream import TextStream
 
 
 def stream_on(

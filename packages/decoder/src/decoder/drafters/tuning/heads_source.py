@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.acceptance import Ending, Question
 from decoder.draft_heads import DraftHeads
-from decoder.drafters.tuned import Offer
-from decoder.level_worth import LevelWorth
-from decoder.odds import Odds
-from decoder.sampler import Ahead, Sampler
-from decoder.target import Target, Verification
-from decoder.transfers import download
+from decoder.drafters.tuning.level_worth import LevelWorth
+from decoder.drafters.tuning.odds import Odds
+from decoder.drafters.tuning.tuned import Offer
+from decoder.kernels.transfers import download
+from decoder.model.target import Target, Verification
+from decoder.sampling.acceptance import Ending, Question
+from decoder.sampling.sampler import Ahead, Sampler
 
 Path = tuple[int, ...]
 

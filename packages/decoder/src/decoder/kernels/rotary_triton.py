@@ -1,4 +1,4 @@
-"""The Triton kernel of `decoder.rotary`; imported where it runs, so that the library does without Triton."""
+"""The Triton kernel of `decoder.kernels.rotary`; imported where it runs, so that the library does without Triton."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,6 @@
 """Whether levels of draft heads are worth what they cost."""
 
-from decoder.odds import Calibration
+from decoder.drafters.tuning.odds import Calibration
 
 _RETRY = 64  # steps after which a level that did not pay is tried again
 _LEARN = 0.05  # how fast the usual chance to come to a level follows

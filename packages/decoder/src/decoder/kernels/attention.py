@@ -6,7 +6,7 @@ Registered with transformers' `AttentionInterface`, so every model that uses tha
 import torch
 from transformers import AttentionInterface
 
-from decoder import split_kv
+from decoder.kernels import split_kv
 
 NAME = "tokenswift"
 

@@ -10,9 +10,9 @@ from itertools import islice
 
 import torch
 
-from decoder.noise import NoiseRows
-from decoder.sampling_params import SamplingParams
-from decoder.transfers import download, on_host, upload
+from decoder.kernels.transfers import download, on_host, upload
+from decoder.sampling.noise import NoiseRows
+from decoder.sampling.params import SamplingParams
 
 LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.architectures import refuse_unsupported
+from decoder.model.architectures import refuse_unsupported
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

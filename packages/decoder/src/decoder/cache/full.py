@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from decoder.layered_cache import LayeredCache
-from decoder.transfers import upload
+from decoder.cache.base import LayeredCache
+from decoder.kernels.transfers import upload
 
 _SMALLEST_GROWTH = 1024
 

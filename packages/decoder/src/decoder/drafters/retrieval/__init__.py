@@ -1,0 +1,1 @@
+"""Drafts from the text itself: n-grams and suffixes."""

@@ -1,0 +1,1 @@
+"""Trees chosen by what they cost on this machine and how often drafts were accepted."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, filters, noise keyed by position, token trees and their acceptance."""
