@@ -8,7 +8,6 @@ from decoder import Decoder, DraftHeads
 from decoder.cache.base import LayeredCache
 from decoder.kernels import attention, rotary
 from decoder.model import target
-from decoder.sampling.acceptance import exact_on_device
 
 from .tape import eager_attention, eager_rotation
 
@@ -58,7 +57,7 @@ def dec(model):
 def as_on_cuda(monkeypatch):
     """Kernels have their stand-ins, layers are PyTorch's own, the walk and each choice are the device's, and what was
     never written is no number."""
-    monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
+    monkeypatch.setattr(target.Target, "draws_whole_trees", True)
     monkeypatch.setattr("decoder.sampling.sampler.on_host", lambda tensor: False)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
@@ -70,3 +69,14 @@ def as_on_cuda(monkeypatch):
 @pytest.fixture(scope="session")
 def prompt():
     return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def take(rule, tree, logits, sampler, ends=lambda token: False):
+    """Path and tokens of a walk by a rule of acceptance, followed as the engine does."""
+    path, tokens = [], []
+    for node, drawn in rule(tree, logits, sampler):
+        path.append(node)
+        tokens.append(sampler.take(drawn))
+        if ends(tokens[-1]):
+            break
+    return path, tokens

@@ -98,11 +98,11 @@ def eager_rotation(q, k, cos, sin):
     return tuple(rotated)
 
 
-def eager_attention(query, key, value, standing, mask, scaling):
+def eager_attention(query, key, value, kv_length, mask, scaling):
     """What the split-KV kernel computes, the obvious way, over whole buffers; garbage in them must not matter."""
     heads, new = query.shape[1:3]
     groups, slots = key.shape[1:3]
-    among_new = torch.arange(slots, device=key.device) - standing
+    among_new = torch.arange(slots, device=key.device) - kv_length
     known = among_new < new
     if mask is None:
         mask = torch.ones(new, new, dtype=torch.bool, device=key.device).tril()

@@ -8,6 +8,7 @@ from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree, rank_paths
 
+from .conftest import take
 from .scipy_free import chi_square_tail
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def first_tokens(rule, tree):
     for seed in range(DRAWS):
         accept = exact if rule == "exact" else Independent(seed, CPU)
         sampler = Sampler(SamplingParams(seed=seed), len(TARGET), CPU, [0])
-        path, tokens = accept(tree, logits, sampler, lambda token: False)
+        path, tokens = take(accept, tree, logits, sampler)
         assert [tree.tokens[node] for node in path[1:]] == tokens[:-1]
         counts[tokens[0]] += 1
     return counts
@@ -73,7 +74,7 @@ def test_independent_ties_are_broken_at_random():
     logits = torch.tensor([-torch.inf, 0.0, 0.0]).double().expand(3, -1)
     wins = [0, 0, 0]
     for seed in range(DRAWS):
-        path, _ = Independent(seed, CPU)(tree, logits, Sampler(SamplingParams(), 3, CPU, [0]), lambda token: False)
+        path, _ = take(Independent(seed, CPU), tree, logits, Sampler(SamplingParams(), 3, CPU, [0]))
         wins[path[-1]] += 1
     assert chi_square_tail((wins[1] - wins[2]) ** 2 / (wins[1] + wins[2]), 1) > 1e-6
 
@@ -85,7 +86,7 @@ def test_independent_verification_ends_where_it_is_told():
         logits[tree.parents[node] if node else 0, token if node else 1] = 0.0
     logits[tree.leaves(), 7] = 0.0
     sampler = Sampler(SamplingParams(seed=1), 8, CPU, [0], keep_logprobs=True)
-    path, tokens = Independent(1, CPU)(tree, logits, sampler, lambda token: len(sampler.context) == 3)
+    path, tokens = take(Independent(1, CPU), tree, logits, sampler, lambda token: len(sampler.context) == 3)
     assert len(path) == len(tokens) == 2
     assert sampler.context == [0, *tokens]
     assert len(sampler.logprobs) == 2

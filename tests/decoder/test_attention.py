@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder.cache.full import FullCache
-from decoder.kernels.attention import tree_attention
+from decoder.kernels.attention import TextInPass, tree_attention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -51,7 +51,9 @@ def obvious(query, key, value, mask, scaling):
 
 
 def assert_obvious(query, key, value, mask=None, scaling=0.3):
-    actual, weights = tree_attention(Layer, query, key, value, None, scaling=scaling, tree_mask=mask)
+    actual, weights = tree_attention(
+        Layer, query, key, value, None, scaling=scaling, texts=[TextInPass(query.shape[2], mask)]
+    )
     assert weights is None
     assert actual.dtype == query.dtype
     assert actual.is_contiguous()
@@ -118,8 +120,11 @@ def test_any_layout_is_read_as_it_lies(way, new, monkeypatch):
 def test_queries_are_left_for_the_drafter():
     query, key, value = case(4, 2, 8, cached=13, new=3)
     recorded = {}
-    tree_attention(Layer, query, key, value, None, queries=recorded)
-    assert recorded[0] is query
+    tree_attention(Layer, query, key, value, None, queries=recorded, observed=3)
+    assert torch.equal(recorded[0], query)
+    tree_attention(Layer, query, key, value, None, queries=recorded, observed=2)
+    assert torch.equal(recorded[0], query[:, :, 1:])
+    assert recorded[0].untyped_storage().nbytes() < query.untyped_storage().nbytes(), "a view keeps a whole chunk"
 
 
 def allocated(function):

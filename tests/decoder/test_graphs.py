@@ -234,7 +234,7 @@ def test_a_finished_generation_frees_its_cache_and_passes_at_once(as_on_cuda, pr
             super().__init__(*args, **kwargs)
             caches.append(weakref.ref(self))
 
-    monkeypatch.setattr("decoder.engine.FullCache", Watched)
+    monkeypatch.setattr("decoder.decoder.FullCache", Watched)
     dec = fixed_shapes(decoder_with("gated"), TapeRecorder())
     gc.collect()
     gc.disable()
@@ -264,7 +264,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     on_meta = Target(model)
     on_meta.recorder = Running()
     cache, partial, recent = FullCache(200), PartialCache(20, sink=4), RecentCache(30, sink=20, room=1)
-    with torch.inference_mode(), on_meta.borrowed():
+    with torch.inference_mode(), on_meta.patched():
         queries = on_meta.prefill(prompt, cache)
         partial.append(cache, queries)
         recent.append(cache)
@@ -280,7 +280,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
             cache.keep([0, 2, 5])
             partial.append(cache, verification.queries, 5)
             recent.append(cache)
-    assert partial.rebuilds > 1 and cache.keys.is_meta and partial.keys.is_meta and cache.standing.is_meta
+    assert partial.rebuilds > 1 and cache.keys.is_meta and partial.keys.is_meta and cache.kv_length.is_meta
 
 
 def test_trees_of_all_sizes_share_a_few_widths():
@@ -363,7 +363,7 @@ def test_cuda_passes_equal_those_of_a_cpu(prompt):
     targets = [Target(tiny_llama()), Target(tiny_llama().cuda())]
     caches = [FullCache(500), FullCache(500)]
     for each, cache in zip(targets, caches, strict=True):
-        with torch.inference_mode(), each.borrowed():
+        with torch.inference_mode(), each.patched():
             each.prefill(prompt, cache)
     for step in range(12):
         tree = TokenTree(step)
@@ -371,7 +371,7 @@ def test_cuda_passes_equal_those_of_a_cpu(prompt):
             tree.add(node // 2, 7 + node, "test")
         seen = []
         for each, cache in zip(targets, caches, strict=True):
-            with torch.inference_mode(), each.borrowed():
+            with torch.inference_mode(), each.patched():
                 seen.append(each.forward(tree, cache).logits.cpu().clone())
                 cache.keep([0, len(tree) - 1] if len(tree) > 1 and tree.parents[-1] == 0 else [0])
         torch.testing.assert_close(*seen, rtol=1e-9, atol=1e-9)

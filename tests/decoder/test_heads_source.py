@@ -1,6 +1,7 @@
 """What cost-tuned trees grow from: levels of heads run for several nodes at once, and the bookkeeping of hopes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from decoder.drafters.tuning.level_worth import LevelWorth
 from decoder.drafters.tuning.odds import Calibration, Odds
 from decoder.drafters.tuning.running_costs import RunningCosts
 from decoder.drafters.tuning.ways import Ways
-from decoder.model.target import Verification
-from decoder.sampling.acceptance import Ending, exact_on_device
+from decoder.model.target import Target, Verification
+from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 
 from .conftest import VOCAB, random_heads
@@ -41,7 +42,7 @@ def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
                 index = min(depth, 2)
                 embedding = dec.target.embed(path[-1] if path else 7) if heads.conditioned else None
                 state, normalised = heads.advance(index, hidden[2] if kind == "independent" else before, embedding)
-                scores = sampler.draft_scores(dec.target.head(normalised[None]), True, sampler.ahead(path))[0]
+                scores = sampler.draft_scores(dec.target.head(normalised[None]), True, sampler.draft_context(path))[0]
                 best = zip(*(found.tolist() for found in scores.topk(6)), strict=True)
                 assert [offer.token for offer in offers] == [token for score, token in best if score > scores.max() - 4]
                 states |= {tuple(offer.place): state for offer in offers}
@@ -55,9 +56,11 @@ def test_levels_for_many_nodes_are_those_of_each_node_alone(model, kind):
 
 
 def ended(sampler, drawn, count, node):
-    """The ending of a walk that drew these tokens and came ``count`` nodes far, to ``node``."""
-    children = [node] * (count - 1) + [0] * (len(drawn) - count + 1)
-    return Ending(torch.tensor([children, drawn]).double(), sampler, node)
+    """The draws of a walk that gave the first ``count`` of these tokens and came to ``node``."""
+    window = Sampler(sampler.params, VOCAB, CPU, [*sampler.context, *drawn[:count]]).window.counts
+    newest, added = torch.tensor([drawn[count - 1]]), torch.tensor([count])
+    behind = DraftContext.behind_verification(sampler.draft_context(), added, len(drawn), newest, window)
+    return SimpleNamespace(sampler=sampler, last_node=torch.tensor([node]), draft_context=behind)
 
 
 @pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
@@ -74,10 +77,10 @@ def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
             sources = [HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds(), learnt={}) for _ in range(2)]
             sources[0].commit(verification, path=[0, 3], tokens=drawn[:end])
             ending = ended(before, drawn, end, node=3)
-            question = sources[1].look_ahead(verification, before, ending, levels=3)
+            read = sources[1].draft_ahead(verification, ending, levels=3)
             for token in drawn[:end]:
                 before.push(token)
-            question.told(question.numbers.tolist())
+            read.receive(read.numbers.tolist())
             sources[1].commit(verification, path=[0, 3], tokens=drawn[:end])
             for source in sources:
                 assert source.root(behind, rate=lambda: 0.0, node_seconds=0.0, levels=3) == ()
@@ -91,7 +94,7 @@ def test_levels_asked_for_ahead_are_those_asked_for_one_by_one(model, kind):
                 sources[1].offers(())
         assert counter.reads == 0
         assert max(len(offer.place) for offer in offers) == 3
-        # An answer is for the text it was asked for.
+        # An answer is for the step it was asked for.
         behind.push(1)
         sources[1].root(behind, rate=lambda: 0.0, node_seconds=0.0, levels=3)
         with torch.inference_mode(), HostReads() as counter:
@@ -103,9 +106,10 @@ def test_branch_scores_are_the_draft_scores_of_each_path():
     sampler = Sampler(SAMPLING, 200, CPU, [9, 9, 4])
     logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) * 3
     paths = [(1, 2), (1, 5), (7, 9)]
-    actual = sampler.branch_scores(logits, True, sampler.ahead(), torch.tensor(paths))
+    actual = sampler.branch_scores(logits, True, sampler.draft_context(), torch.tensor(paths))
     expected = [
-        sampler.draft_scores(row[None], True, sampler.ahead(path))[0] for row, path in zip(logits, paths, strict=True)
+        sampler.draft_scores(row[None], True, sampler.draft_context(path))[0]
+        for row, path in zip(logits, paths, strict=True)
     ]
     torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
 
@@ -147,7 +151,7 @@ def test_a_disturbed_level_does_not_switch_the_heads_off(model):
 
 def look(source, sampler, levels):
     verification = Verification(torch.ones(1, 32, dtype=torch.float64), torch.empty(0), {})
-    return source.look_ahead(verification, sampler, ended(sampler, [7], 1, node=0), levels)
+    return source.draft_ahead(verification, ended(sampler, [7], 1, node=0), levels)
 
 
 def test_looking_ahead_is_timed_now_and_then(model):
@@ -185,10 +189,10 @@ def test_levels_that_do_not_pay_are_not_looked_ahead_for_but_now_and_then(model)
     with torch.inference_mode():
         for step in range(200):
             sampler = Sampler(SAMPLING, VOCAB, CPU, [5] * (step + 1))
-            question = look(source, sampler, levels=4)
-            levels.append(0 if question is None else len(question.numbers) // 12)
-            if question is not None:
-                question.told(question.numbers.tolist())
+            read = look(source, sampler, levels=4)
+            levels.append(0 if read is None else len(read.numbers) // 12)
+            if read is not None:
+                read.receive(read.numbers.tolist())
             source.commit(Verification(torch.ones(1, 32, dtype=torch.float64), torch.empty(0), {}), [0], [1])
             # In this test a level costs half a token.
             source.worth.seconds = lambda depth: 0.5
@@ -242,7 +246,7 @@ def test_a_level_goes_on_from_the_likeliest_branches(model, kind):
 def test_the_time_of_levels_looked_ahead_for_is_no_cost_of_verifying(model, prompt, monkeypatch):
     """It is the way's; an estimate of it never takes more than half of what a step took."""
     whole, verifying = [], []
-    monkeypatch.setattr("decoder.decoder.exact", exact_on_device)
+    monkeypatch.setattr(Target, "draws_whole_trees", True)
     monkeypatch.setattr(LevelWorth, "pays", lambda worth, depth, price, chance=None: True)
     monkeypatch.setattr("decoder.drafters.tuning.tuned._LEVELS", (2, 2, 2))
     # Every step is looked ahead of: no tree is deep.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams
-from decoder.sampling.acceptance import exact, exact_on_device
+from decoder.model.target import Target
 from decoder.sampling.noise import _GOLDEN, NoiseRows, gumbel, mix, random_bits
 
 from .conftest import random_heads, tiny_llama
@@ -82,8 +82,8 @@ def test_noise_is_made_once_for_many_positions(model, prompt, monkeypatch, metho
     made = []
     monkeypatch.setattr("decoder.sampling.noise.gumbel", lambda *args: made.append(len(args[1])) or gumbel(*args))
     dec = Decoder(model, heads=random_heads(model, kind="gated"), draft_model=tiny_llama(num_hidden_layers=1))
-    for rule in (exact, exact_on_device):
-        monkeypatch.setattr("decoder.decoder.exact", rule)
+    for whole in (False, True):
+        monkeypatch.setattr(Target, "draws_whole_trees", whole)
         made.clear()
         dec.generate(prompt, 160, method, SamplingParams(seed=3))
         # In blocks of 16 positions and a few more.

@@ -404,7 +404,7 @@ def test_a_pass_on_cuda_launches_one_kernel_per_layer(tokens):
         if not fused:
             target._faster = target._replacements()._replace(rotary={})
         cache = FullCache(1000)
-        with torch.inference_mode(), target.borrowed():
+        with torch.inference_mode(), target.patched():
             for run in range(3):
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                     states = target.draft([7] * tokens, 0, cache)

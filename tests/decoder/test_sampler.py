@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from decoder import SamplingParams
-from decoder.sampling.sampler import Sampler, first_argmax, keep_eta, keep_min_p, keep_top_k, keep_top_p, penalise
+from decoder.sampling.filters import first_argmax, keep_eta, keep_min_p, keep_top_k, keep_top_p, penalise
+from decoder.sampling.sampler import Sampler
 
 LOGITS = torch.randn(6, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
 CPU = torch.device("cpu")
@@ -85,7 +86,7 @@ def test_suppressed_tokens_equal_transformers_and_leave_the_others_chances():
     sampler = Sampler(SamplingParams(min_p=0.01, suppress_tokens=banned), 200, CPU, [0])
     for row, theirs in zip(LOGITS, expected, strict=True):
         torch.testing.assert_close(sampler.filtered(row), theirs, rtol=0, atol=0)
-        assert torch.isinf(sampler.draft_scores(row[None], True, sampler.ahead())[0, list(banned)]).all()
+        assert torch.isinf(sampler.draft_scores(row[None], True, sampler.draft_context())[0, list(banned)]).all()
 
 
 @pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}])
@@ -96,7 +97,7 @@ def test_suppressed_tokens_equal_transformers_and_leave_the_others_chances():
 )
 def test_extreme_logits_leave_the_best_token(only, logits):
     sampler = Sampler(SamplingParams(**only), 20, CPU, [0])
-    assert sampler.choose(logits) == int(logits.argmax())
+    assert sampler.take(sampler.draw(logits)) == int(logits.argmax())
 
 
 def test_the_window_slides_with_the_text():
@@ -118,7 +119,7 @@ def test_the_window_slides_with_the_text():
 
 def test_logprobs_are_of_the_filtered_distribution():
     sampler = Sampler(SamplingParams(temperature=0.7, top_k=5, seed=4), 200, CPU, [3], keep_logprobs=True)
-    token = sampler.choose(LOGITS[0])
+    token = sampler.take(sampler.draw(LOGITS[0]))
     expected = keep_top_k(LOGITS[:1] / 0.7, 5).log_softmax(-1)[0, token].item()
     assert sampler.logprobs == [expected]
     assert expected < 0
@@ -130,8 +131,8 @@ def test_coupled_drafts_of_the_true_distribution_are_the_targets_choice():
         sampler = Sampler(params, 200, CPU, [0] * position)
         chain = []
         for _ in range(3):
-            chain.append(int(sampler.draft_scores(LOGITS[:1], True, sampler.ahead(chain))[0].argmax()))
-        assert chain == [sampler.choose(LOGITS[0]) for _ in range(3)]
+            chain.append(int(sampler.draft_scores(LOGITS[:1], True, sampler.draft_context(chain))[0].argmax()))
+        assert chain == [sampler.take(sampler.draw(LOGITS[0])) for _ in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -168,4 +169,4 @@ def test_a_choice_takes_whatever_tensor_a_hook_returns():
     greedy = SamplingParams(temperature=0)
     for odd in (logits.clone().requires_grad_(True), torch.complex(logits, -logits).conj().imag):
         sampler = Sampler(greedy, 50, CPU, [1], lambda context, _, odd=odd: odd)
-        assert sampler.choose(logits) == int(logits.argmax())
+        assert sampler.take(sampler.draw(logits)) == int(logits.argmax())

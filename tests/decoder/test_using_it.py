@@ -393,7 +393,7 @@ def test_closing_a_stream_frees_its_caches(dec, prompt, monkeypatch):
             super().__init__(*args, **kwargs)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("decoder.engine.FullCache", Watched)
+    monkeypatch.setattr("decoder.decoder.FullCache", Watched)
     stream = dec.stream(prompt, 30)
     next(stream)
     gc.collect()

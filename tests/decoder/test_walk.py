@@ -1,6 +1,5 @@
 """The walk that the device takes by itself is the host's own, token for token, and the host reads from it once."""
 
-import math
 from contextlib import contextmanager
 
 import pytest
@@ -15,12 +14,12 @@ from decoder.drafters.tuning.heads_source import HeadsSource
 from decoder.drafters.tuning.level_worth import LevelWorth
 from decoder.drafters.tuning.odds import Odds
 from decoder.engine import Engine
-from decoder.model.target import Verification
-from decoder.sampling.acceptance import Ending, exact, exact_on_device, walk
-from decoder.sampling.sampler import Sampler
+from decoder.model.target import Target, Verification
+from decoder.sampling.acceptance import exact, walk
+from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 
-from .conftest import VOCAB, random_heads, tiny_llama
+from .conftest import VOCAB, random_heads, take, tiny_llama
 
 CPU = torch.device("cpu")
 WORDS = 20
@@ -44,8 +43,11 @@ SAMPLERS = {
 }
 
 
-def ends_never(token):
-    return False
+def drawn_whole(tree, logits, sampler):
+    """The walk over tokens that the device has drawn for all nodes, read once."""
+    draws = TreeDraws(tree, logits, sampler)
+    draws.read(draws.numbers.tolist())
+    return walk(tree, draws)
 
 
 def random_logits(nodes, generator, ties):
@@ -62,7 +64,7 @@ def grown_tree(params, context, depth, logits, generator):
     for _ in range(depth):
         for _ in range(int(torch.randint(3, (), generator=generator))):
             tree.add(node, int(torch.randint(WORDS, (), generator=generator)), "wrong")
-        node = tree.add(node, sampler.choose(logits[node]), "right")
+        node = tree.add(node, sampler.take(sampler.draw(logits[node])), "right")
     for _ in range(3):
         parent = int(torch.randint(len(tree), (), generator=generator))
         tree.add(parent, int(torch.randint(WORDS, (), generator=generator)), "wrong")
@@ -84,12 +86,12 @@ def test_the_devices_walk_is_the_hosts(params):
         logits = random_logits(4 + 3 * depth, generator, ties=case % 2)
         tree = grown_tree(params, context, depth, logits, generator)
         samplers = [Sampler(params, WORDS, CPU, context, keep_logprobs=True) for _ in range(2)]
-        expected = exact(tree, logits, samplers[0], ends_never)
+        expected = take(exact, tree, logits, samplers[0])
         assert len(expected[0]) > depth
         # Rows behind those of the nodes are of no interest.
         padding = torch.full((5, WORDS), torch.nan, dtype=torch.float64)
         padded = torch.cat((logits[: len(tree)], padding))
-        assert exact_on_device(tree, padded, samplers[1], ends_never) == expected
+        assert take(drawn_whole, tree, padded, samplers[1]) == expected
         assert state(samplers[1]) == state(samplers[0])
         assert state(samplers[1])[:2] == state(Sampler(params, WORDS, CPU, samplers[0].context))[:2]
         assert all(type(number) is int for walked in expected for number in walked)
@@ -103,7 +105,7 @@ def test_an_end_in_the_middle_takes_no_more_tokens(name):
     tree = grown_tree(params, context, 11, logits, generator)
     for last in range(1, 13):
         results = []
-        for rule in (exact, exact_on_device):
+        for rule in (exact, drawn_whole):
             sampler, seen = Sampler(params, WORDS, CPU, context, keep_logprobs=True), []
 
             def ends(token, seen=seen, sampler=sampler, last=last):
@@ -112,11 +114,11 @@ def test_an_end_in_the_middle_takes_no_more_tokens(name):
                 seen.append(token)
                 return len(seen) == last
 
-            walked = rule(tree, logits, sampler, ends)
+            walked = take(rule, tree, logits, sampler, ends)
             assert len(walked[1]) == len(walked[0]) == last and seen == walked[1]
             assert state(sampler)[:2] == state(Sampler(params, WORDS, CPU, sampler.context))[:2]
             # What comes next is drawn from the same state, whichever way.
-            results.append((walked, state(sampler), exact(TokenTree(0), logits, sampler, ends_never)))
+            results.append((walked, state(sampler), take(exact, TokenTree(0), logits, sampler)))
         assert results[0] == results[1]
 
 
@@ -127,15 +129,17 @@ def test_steps_of_either_walk_and_tokens_of_the_hosts_own_mix(params):
     for step in range(24):
         logits = random_logits(20, generator, ties=step % 3 == 0)
         tree = grown_tree(params, host.context, step % 4, logits, generator)
-        rule = exact if step % 3 == 1 else exact_on_device
-        assert rule(tree, logits, mixed, ends_never) == exact(tree, logits, host, ends_never)
+        rule = exact if step % 3 == 1 else drawn_whole
+        assert take(rule, tree, logits, mixed) == take(exact, tree, logits, host)
         if step % 5 == 0:
             mixed.push(step % WORDS)
             host.push(step % WORDS)
         drafted = host.context[-(step % 5) :]
         assert state(mixed) == state(host)
         for coupled in (False, True):
-            scores = [sampler.draft_scores(logits[:2], coupled, sampler.ahead(drafted)) for sampler in (mixed, host)]
+            scores = [
+                sampler.draft_scores(logits[:2], coupled, sampler.draft_context(drafted)) for sampler in (mixed, host)
+            ]
             assert torch.equal(*scores)
 
 
@@ -144,17 +148,17 @@ def test_impossible_logits_are_told_where_they_are_visited_only(bad, words):
     params, generator = SAMPLERS["window 3"], torch.Generator().manual_seed(3)
     logits = random_logits(60, generator, ties=False)
     tree = grown_tree(params, [1, 2], 12, logits, generator)
-    path, tokens = exact(tree, logits, Sampler(params, WORDS, CPU, [1, 2]), ends_never)
+    path, tokens = take(exact, tree, logits, Sampler(params, WORDS, CPU, [1, 2]))
     for node in range(len(tree)):
         spoilt, results = logits.index_fill(0, torch.tensor([node]), bad), []
-        for rule in (exact, exact_on_device):
+        for rule in (exact, drawn_whole):
             sampler = Sampler(params, WORDS, CPU, [1, 2])
             if node in path:
                 with pytest.raises(ValueError, match=words):
-                    rule(tree, spoilt, sampler, ends_never)
+                    take(rule, tree, spoilt, sampler)
                 assert sampler.context[2:] == tokens[: path.index(node)]
             else:
-                assert rule(tree, spoilt, sampler, ends_never) == (path, tokens)
+                assert take(rule, tree, spoilt, sampler) == (path, tokens)
             results.append(state(sampler))
         assert results[0] == results[1]
 
@@ -166,7 +170,7 @@ def test_impossible_logits_behind_an_end_are_no_error():
     tree = TokenTree(0)
     tree.add_path([4, 4], "right")
     sampler = Sampler(SAMPLERS["greedy"], WORDS, CPU, [0])
-    assert exact_on_device(tree, logits, sampler, lambda token: True) == ([0], [4])
+    assert take(drawn_whole, tree, logits, sampler, lambda token: True) == ([0], [4])
 
 
 @pytest.mark.parametrize("params", SAMPLERS.values(), ids=SAMPLERS)
@@ -175,43 +179,46 @@ def test_where_a_walk_ended_the_device_knows_as_well_as_the_host(params):
     generator = torch.Generator().manual_seed(7)
     for case, depth in enumerate((0, 1, 2, 3, 5, 7, 7, 7)):
         context = torch.randint(WORDS, (1 + case * 2 % 7,), generator=generator).tolist()
-        logits = random_logits(4 + 3 * depth, generator, ties=False)
+        logits = random_logits(8 + 3 * depth, generator, ties=False)
         tree = grown_tree(params, context, depth, logits, generator)
         # Other nodes may be deeper than the walk comes.
         for _ in range(case % 3):
             tree.add(len(tree) - 1, 3, "wrong")
         sampler, host = (Sampler(params, WORDS, CPU, context) for _ in range(2))
         with HostReads() as counter:
-            end = Ending(walk(tree, logits, sampler, 0, tree.depth + 1), sampler, 0)
-            end.node, end.ahead.noise(2)
+            draws = TreeDraws(tree, logits, sampler)
+            behind = draws.draft_context
+            _ = draws.last_node, behind.noise(2)
         assert counter.reads == 0
-        path, tokens = exact(tree, logits, host, ends_never)
+        path, tokens = take(exact, tree, logits, host)
         assert len(path) > depth
-        assert (end.node.tolist(), end.ahead.newest().tolist()) == (path[-1:], tokens[-1:])
-        assert end.ahead.in_window() is None or torch.equal(end.ahead.in_window(), host.in_window())
-        assert torch.equal(end.ahead.noise(2), host.ahead().noise(2))
+        assert (draws.last_node.tolist(), behind.newest().tolist()) == (path[-1:], tokens[-1:])
+        assert behind.in_window() is None or torch.equal(behind.in_window(), host.in_window())
+        assert torch.equal(behind.noise(2), host.draft_context().noise(2))
         # Drafts behind it go on as they do behind a text, but that none leaves the window.
         before = host.in_window()
-        end.ahead.push(torch.tensor([4]))
-        assert end.ahead.newest().tolist() == [4]
-        assert torch.equal(end.ahead.noise(1), host.ahead([4]).noise(1))
-        assert torch.equal(end.ahead.noise(1), host.ahead().noise(1, skip=1))
+        behind.push(torch.tensor([4]))
+        assert behind.newest().tolist() == [4]
+        assert torch.equal(behind.noise(1), host.draft_context([4]).noise(1))
+        assert torch.equal(behind.noise(1), host.draft_context().noise(1, skip=1))
         if before is not None:
-            assert torch.equal(end.ahead.in_window(), before.index_fill(0, torch.tensor([4]), True))
+            assert torch.equal(behind.in_window(), before.index_fill(0, torch.tensor([4]), True))
 
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """Generations walk on the device, as they do on CUDA; the list fills with what the host read per walk."""
-    reads = []
+    """Generations draw whole trees on the device, as they do on CUDA; the list fills with what the host read per step,
+    from the verification on."""
+    reads, launch = [], Engine._launch
 
     def counted(*args):
         with HostReads() as counter:
-            walked = exact_on_device(*args)
+            walks = launch(*args)
         reads.append(counter.reads)
-        return walked
+        return walks
 
-    monkeypatch.setattr("decoder.decoder.exact", counted)
+    monkeypatch.setattr(Target, "draws_whole_trees", True)
+    monkeypatch.setattr(Engine, "_launch", counted)
     return reads
 
 
@@ -247,42 +254,32 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
 @pytest.mark.parametrize("kind", ["chained", "gated"])
 @pytest.mark.parametrize("method", ["medusa", "tokenswift-fused", "auto", "suffix", "prompt-lookup"])
 def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
-    """Drafts of heads come with the walk before them, unless that ended before the last 8 levels of a deeper tree."""
+    """Drafts of heads come with the tokens drawn in the step before them."""
     # What pays follows the clock, and so does what `auto` asks for by itself when it changes its way.
     monkeypatch.setattr("decoder.drafters.tuning.tuned._LEVELS", (2, 2, 2))
     monkeypatch.setattr(LevelWorth, "pays", lambda worth, depth, price, chance=None: True)
-    step, steps = Engine.step, []
+    step, reads = Engine.step, []
 
     def counted(engine):
         with HostReads() as counter:
-            tokens = step(engine)
-        steps[-1] = (counter.reads, *steps[-1])
-        return tokens
+            stepped = step(engine)
+        reads.append(counter.reads)
+        return stepped
 
-    def walked(tree, *args):
-        path, tokens = exact_on_device(tree, *args)
-        questions = math.ceil(len(path) / 8)
-        steps.append((questions, questions == math.ceil((tree.depth + 1) / 8)))
-        return path, tokens
-
+    monkeypatch.setattr(Target, "draws_whole_trees", True)
     monkeypatch.setattr(Engine, "step", counted)
-    monkeypatch.setattr("decoder.decoder.exact", walked)
     dec = Decoder(model, heads=random_heads(model, kind=kind))
     plain = dec.generate(prompt, 90, "ar", sampling)
-    steps.clear()
+    assert reads == [1] * 90
+    reads.clear()
     out = dec.generate(prompt, 90, method, sampling)
     assert out.token_ids == plain.token_ids
-    assert len(steps) == out.stats.steps
-    assert sum(reads == 1 for reads, _, _ in steps) > 5
-    later = [reads - questions for reads, questions, _ in steps]
-    answered = [True, *(answered for _, _, answered in steps[:-1])]
-    if method in ("suffix", "prompt-lookup"):
-        assert set(later) == {0}
-    elif method == "auto":
-        # It then asks level by level, and in some steps for nothing.
-        assert all(not more or not told for more, told in zip(later, answered, strict=True))
+    assert len(reads) == out.stats.steps
+    if method == "auto":
+        # It then asks level by level in steps for which it did not ask ahead.
+        assert reads.count(1) > len(reads) / 2
     else:
-        assert later == [int(not told) for told in answered]
+        assert set(reads) == {1}
 
 
 @pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
@@ -291,21 +288,21 @@ def test_drafts_asked_for_ahead_are_those_asked_for_afterwards(model, prompt, on
     dec = Decoder(model, heads=random_heads(model, kind=kind))
     sampling = SamplingParams(seed=4, min_p=0.05, repetition_penalty=1.3, penalty_window=window)
     outs = [dec.generate(prompt, 60, "medusa", sampling)]
-    monkeypatch.setattr("decoder.engine.LooksAhead", type(None))
+    monkeypatch.setattr("decoder.engine.DraftsAhead", type(None))
     outs.append(dec.generate(prompt, 60, "medusa", sampling))
     assert outs[0].stats.accepted_by_depth == outs[1].stats.accepted_by_depth
     assert outs[0].stats.steps == outs[1].stats.steps < 60
 
 
-def test_deeper_walks_read_once_for_eight_levels():
+def test_walks_read_once_however_deep():
     params, generator = SAMPLERS["window 3"], torch.Generator().manual_seed(4)
     for depth in (0, 7, 8, 15, 16, 25):
         logits = random_logits(4 + 3 * depth, generator, ties=False)
         tree = grown_tree(params, [3], depth, logits, generator)
         with HostReads() as counter:
-            path, _ = exact_on_device(tree, logits, Sampler(params, WORDS, CPU, [3]), ends_never)
+            path, _ = take(drawn_whole, tree, logits, Sampler(params, WORDS, CPU, [3]))
         assert len(path) > depth
-        assert counter.reads == math.ceil(len(path) / 8)
+        assert counter.reads == 1
 
 
 class HostReads(TorchDispatchMode):
@@ -441,7 +438,7 @@ def test_levels_drafted_on_the_device_are_those_read_one_by_one(model, own_level
                 else:
                     newest = [*sampler.context, *drafted][-1]
                     hidden, normalised = heads.advance(level - own_level, hidden, target.embed(newest))
-                scores = sampler.draft_scores(logits(normalised[None], level), True, sampler.ahead(drafted))[0]
+                scores = sampler.draft_scores(logits(normalised[None], level), True, sampler.draft_context(drafted))[0]
                 ranked = scores.sort(descending=True).indices[:width].tolist()
                 expected.append([token for token in ranked if scores[token] > -torch.inf])
                 if not expected[-1]:
@@ -470,26 +467,26 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
     """On tensors that hold no values, where a read is an error, and so is a tensor of the host among the others."""
 
     def upload(numbers, device):
-        shape = (len(numbers), len(numbers[0])) if isinstance(numbers[0], list) else (len(numbers),)
+        shape = (len(numbers), len(numbers[0])) if isinstance(numbers[0], list | tuple) else (len(numbers),)
         return torch.empty(shape, dtype=torch.long, device=device)
 
-    monkeypatch.setattr("decoder.sampling.sampler.upload", upload)
-    monkeypatch.setattr("decoder.sampling.acceptance.upload", upload)
+    for module in ("sampler", "draft_context", "penalty_window"):
+        monkeypatch.setattr(f"decoder.sampling.{module}.upload", upload)
     tree = TokenTree(3)
     tree.add_path([4, 5, 6, 7, 8], "draft")
     with OneDevice():
         sampler = Sampler(params, WORDS, torch.device("meta"), [1, 2, 3], keep_logprobs=True)
         logits = torch.empty(9, WORDS, dtype=torch.bfloat16, device="meta")
-        told = walk(tree, logits, sampler, 2, 4)
-        assert (told.shape, told.dtype, told.device.type) == ((4, 4), torch.float64, "meta")
-        end = Ending(told, sampler, 2)
-        assert (end.node.shape, end.ahead.newest().shape) == ((1,), (1,))
-        assert sampler.draft_scores(logits, True, end.ahead).shape == (9, WORDS)
+        draws = TreeDraws(tree, logits, sampler)
+        numbers = draws.numbers
+        assert (numbers.shape, numbers.dtype, numbers.device.type) == ((18,), torch.float64, "meta")
+        assert (draws.last_node.shape, draws.draft_context.newest().shape) == ((1,), (1,))
+        assert sampler.draft_scores(logits, True, draws.draft_context).shape == (9, WORDS)
         sampler.push(5)
         for drafted in ([], [1, 2, 3, 4]):
-            assert sampler.draft_scores(logits, True, sampler.ahead(drafted)).shape == (9, WORDS)
+            assert sampler.draft_scores(logits, True, sampler.draft_context(drafted)).shape == (9, WORDS)
         drafted = upload([[1, 2], [1, 3]], torch.device("meta"))
-        for ahead in (sampler.ahead(), end.ahead):
+        for ahead in (sampler.draft_context(), draws.draft_context):
             assert sampler.branch_scores(logits[:2], True, ahead, drafted).shape == (2, WORDS)
 
 
@@ -523,12 +520,12 @@ def test_on_cuda_the_walk_waits_for_its_one_read_only(params, depth, monkeypatch
     tree = grown_tree(params, [1, 2, 3, 1], depth, logits, generator) if depth else TokenTree(1)
     device, logits = torch.device("cuda"), logits.cuda()
     samplers = [Sampler(params, WORDS, device, [1, 2, 3, 1], keep_logprobs=True) for _ in range(2)]
-    expected = exact(tree, logits, samplers[0], ends_never)
+    expected = take(exact, tree, logits, samplers[0])
     assert len(expected[0]) > depth
-    with waiting_refused(monkeypatch, "acceptance", "sampler") as reads:
-        walked = exact_on_device(tree, logits, samplers[1], ends_never)
-    assert walked == expected
-    assert len(reads) == math.ceil(len(expected[0]) / 8)
+    with waiting_refused(monkeypatch):
+        draws = TreeDraws(tree, logits, samplers[1])
+    draws.read(draws.numbers.tolist())
+    assert take(lambda *_: walk(tree, draws), tree, logits, samplers[1]) == expected
     assert state(samplers[1]) == state(samplers[0])
 
 
@@ -556,10 +553,10 @@ def test_on_cuda_a_step_waits_for_its_one_read_only(prompt, method, monkeypatch)
     step, counts = Engine.step, []
 
     def watched(engine):
-        if engine.statistics.steps < 30:
+        if engine.running[0].statistics.steps < 30:
             return step(engine)
         with pytest.MonkeyPatch.context() as patch:
-            modules = ("acceptance", "sampler", "drafters.levels", "drafters.heads_source")
+            modules = ("engine", "sampling.sampler", "drafters.levels", "drafters.tuning.heads_source")
             with waiting_refused(patch, *modules) as reads:
                 tokens = step(engine)
         counts.append(len(reads))
@@ -576,7 +573,7 @@ def test_on_cuda_a_step_waits_for_its_one_read_only(prompt, method, monkeypatch)
 def test_on_cuda_generations_walk_on_the_device_unless_a_hook_wants_to_see(prompt, monkeypatch):
     dec = Decoder(tiny_llama().cuda(), heads=random_heads(tiny_llama()))
     walks = []
-    monkeypatch.setattr("decoder.sampling.acceptance.walk", lambda *args: walks.append(1) or walk(*args))
+    monkeypatch.setattr("decoder.engine.TreeDraws", lambda *args: walks.append(1) or TreeDraws(*args))
     plain = dec.generate(prompt, 60, "ar", GENERATIONS["sampled"])
     walks.clear()
     assert dec.generate(prompt, 60, "medusa", GENERATIONS["sampled"]).token_ids == plain.token_ids

@@ -151,7 +151,7 @@ def test_every_width_is_verified_at_every_length(data, tmp_path, monkeypatch):
 def test_a_long_text_is_not_prefilled_but_attended_to(data):
     dec = decoder.load(str(data / "reference-model"))
     pattern, cache = FullCache(7), FullCache(30)
-    with dec.target.borrowed(), torch.inference_mode():
+    with dec.target.patched(), torch.inference_mode():
         for one in (pattern, cache):
             dec.target.prefill(list(range(7)), one)
         bench._fill(cache, 30)
@@ -391,7 +391,7 @@ def test_what_cannot_end_well_is_told_before_anything_is_measured(data, tmp_path
     # A mask of so many nodes is a terabyte.
     result = run(data, tmp_path, "ar", "--widths", "1000000")
     assert result.exit_code == 2 and "narrower --widths" in result.stderr and result.stderr.count("\n") == 1
-    monkeypatch.setattr(bench, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(bench, "available_memory", lambda device: 1000)
     result = run(data, tmp_path, "ar")
     assert result.exit_code == 2 and "shorter --lengths" in result.stderr and result.stderr.count("\n") == 1
 

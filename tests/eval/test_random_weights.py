@@ -152,7 +152,7 @@ def test_wrong_input_is_one_sentence(config, tmp_path, arguments, culprit):
 
 
 def test_what_does_not_fit_is_told_before_it_is_made(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(random_weights, "free_bytes", lambda device: 50_000)
+    monkeypatch.setattr(random_weights, "available_memory", lambda device: 50_000)
     result = run(tmp_path / "out", "ar", "--random-weights", config)
     assert result.exit_code == 2 and "are free on cpu" in result.stderr and result.stderr.count("\n") == 1
 

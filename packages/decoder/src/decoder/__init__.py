@@ -1,15 +1,18 @@
 """Lossless acceleration of ultra-long generation with Hugging Face causal language models."""
 
 from decoder.audit import Audit, audit
-from decoder.decoder import Chunk, Decoder, GenerationOutput, Request, load, methods
+from decoder.decoder import Decoder, methods
 from decoder.draft_heads import DraftHeads
+from decoder.loader import load
 from decoder.options import TokenSwiftOptions, parse_tree
+from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.token_tree import rank_paths
 from decoder.stats import Statistics
 
 __all__ = [
     "Audit",
+    "BatchError",
     "Chunk",
     "Decoder",
     "DraftHeads",

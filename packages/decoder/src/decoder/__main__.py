@@ -22,10 +22,12 @@ from decoder.cli.continuation import stream_on
 from decoder.cli.flags import add_flags, from_flags
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
-from decoder.decoder import Chunk, Decoder, load, methods
+from decoder.decoder import Decoder, methods
 from decoder.drafters import METHODS
+from decoder.loader import load
 from decoder.model.loading import check_source, out_of_memory, read_config, read_tokenizer
 from decoder.options import TokenSwiftOptions
+from decoder.outputs import Chunk
 from decoder.sampling.params import SamplingParams
 from decoder.stats import Statistics
 from decoder.text.prompts import chat_ids, text_ids

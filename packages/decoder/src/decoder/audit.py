@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from decoder.sampling.filters import first_argmax
 from decoder.sampling.params import SamplingParams
-from decoder.sampling.sampler import LogitsHook, Sampler, first_argmax
+from decoder.sampling.sampler import LogitsHook, Sampler
 
 if TYPE_CHECKING:
-    from decoder.decoder import GenerationOutput
+    from decoder.outputs import GenerationOutput
 
 _CHUNK = 128
 _LARGEST_CHANGE = 1000.0

@@ -1,33 +1,39 @@
 """What users hold: a model with its tokenizer and heads, ready to generate."""
 
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Hashable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
+from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
-from decoder.drafters import METHODS, Resources
+from decoder.drafters import METHODS, DrafterContext
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
+from decoder.kernels.memory import available_memory
 from decoder.kernels.packed_linear import fast_bfloat16
-from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
-from decoder.sampling.acceptance import Independent, exact, exact_on_device
+from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
+from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook, Sampler
-from decoder.stats import Statistics
-from decoder.text.prompts import chat_ids, is_chat, text_ids
+from decoder.sequence import Sequence
+from decoder.text.prompts import Prompt, is_chat
+from decoder.text.stops import Stop
 from decoder.text.stream import TextStream
 
-Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
-_REMEMBERED = 32  # settings for which it is kept what drafting has learnt
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 HeadsLike = DraftHeads | str | os.PathLike
+
+_REMEMBERED = 32  # settings for which it is kept what tuning has learnt
+_MOST_TEXTS = 256  # decoded together, where memory sets no lower bound
+_CACHE_SHARE = 0.6  # of the memory that is free, for the caches of a batch
 
 
 def methods() -> list[str]:
@@ -35,68 +41,11 @@ def methods() -> list[str]:
     return list(METHODS)
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a generation was asked for, as far as its text follows from it.
-
-    Attributes:
-        model: the model that generated it.
-        prompt_ids: the prompt's token ids.
-        sampling: how tokens were chosen.
-        verification: the rule of `TokenSwiftOptions.verification`.
-        logits_hook: the user's hook, if any.
-    """
-
-    model: PreTrainedModel = field(repr=False)
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    verification: str
-    logits_hook: LogitsHook | None
-
-
-@dataclass
-class GenerationOutput:
-    """A finished generation.
-
-    Attributes:
-        token_ids: the new tokens, a stop token included.
-        text: their text, without special tokens and without a stop string; "" when there is no tokenizer.
-        finish_reason: "length" or "stop".
-        stats: what was counted and timed.
-        request: what was asked for; `decoder.audit` reads it.
-        logprobs: log-probability of each token under the filtered distribution, when asked for.
-    """
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    stats: Statistics
-    request: Request
-    logprobs: list[float] | None = None
-
-
-@dataclass
-class Chunk:
-    """What one step added to a stream.
-
-    Attributes:
-        token_ids: the step's tokens.
-        text: newly settled text, possibly "".
-        stats: what was counted and timed so far; goes on counting with the next chunk.
-        output: the whole result, on the last chunk only.
-    """
-
-    token_ids: list[int]
-    text: str
-    stats: Statistics
-    output: GenerationOutput | None = None
-
-
 class Decoder:
     """Lossless decoding with a Hugging Face causal model.
 
     The model is used as it is and left as it was. One decoder runs several generations one after another or
-    interleaved, and several decoders may share a model; but since a step borrows the model, and on CUDA a function of
+    interleaved, and several decoders may share a model; but since a step patches the model, and on CUDA a function of
     its modelling file, nothing of one family of models is to be used from two threads at once. Closing a stream ends it
     and frees its caches.
 
@@ -121,7 +70,7 @@ class Decoder:
     ):
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}")
-        _check_heads(heads)
+        check_heads(heads)
         self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
         self.target = Target(model)
         self.draft_target = None if draft_model is None else Target(draft_model)
@@ -129,7 +78,7 @@ class Decoder:
             sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
         self.verify_costs = VerifyCosts(self.target)
-        self._learnt: dict[tuple, dict[Hashable, object]] = {}
+        self._tuning_states: dict[tuple, dict[Hashable, object]] = {}
         self.heads: dict[str, DraftHeads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
@@ -159,7 +108,7 @@ class Decoder:
         method: str | None = None,
         sampling: SamplingParams | None = None,
         options: TokenSwiftOptions | None = None,
-        stop: str | int | Sequence[str | int] | None = None,
+        stop: Stop = None,
         ignore_eos: bool = False,
         return_logprobs: bool = False,
         logits_hook: LogitsHook | None = None,
@@ -196,7 +145,7 @@ class Decoder:
         method: str | None = None,
         sampling: SamplingParams | None = None,
         options: TokenSwiftOptions | None = None,
-        stop: str | int | Sequence[str | int] | None = None,
+        stop: Stop = None,
         ignore_eos: bool = False,
         return_logprobs: bool = False,
         logits_hook: LogitsHook | None = None,
@@ -205,235 +154,192 @@ class Decoder:
 
         Weights that are changed between two chunks count from the next generation on.
         """
-        sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
-        for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
-            if not isinstance(value, kind):
-                raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
-        for name, value in (("ignore_eos", ignore_eos), ("return_logprobs", return_logprobs)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, not {value!r}")
-        if logits_hook is not None and not callable(logits_hook):
-            raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
-        context = self._prompt_ids(prompt)
-        limit = self._length_limit(len(context), max_new_tokens)
-        method, heads = self._method(method, options)
-        stop_ids, stop_strings = self._stops(stop, ignore_eos)
-        text = TextStream(self.tokenizer, stop_strings) if self.tokenizer is not None else None
-
-        def ends(token: int) -> bool:
-            if text is not None:
-                text.push(token)
-            return token in stop_ids or (text is not None and text.stopped)
-
-        sampler = Sampler(
-            sampling, self.target.vocab_size, self.target.device, context, logits_hook, keep_logprobs=return_logprobs
+        asked = check_arguments(
+            self, prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook
         )
-        learnt = self._learnt_by(method, sampling, options.coupled)
-        resources = Resources(
-            self.target, heads, self.draft_target, sampling, options, context, self.verify_costs, limit, learnt
+        engine = Engine(self.target)
+        return self._run(engine, self._sequence(engine, asked))
+
+    def _run(self, engine: Engine, text: Sequence) -> Iterator[Chunk]:
+        engine.add(text)
+        while True:
+            [(_, tokens)] = engine.step()
+            if text.error is not None:
+                raise text.error
+            chunk = text.chunk(tokens)
+            yield chunk
+            if chunk.output is not None:
+                return
+
+    def generate_batch(
+        self,
+        prompts: abc.Sequence[Prompt],
+        max_new_tokens: int | abc.Sequence[int | None] | None,
+        method: str | None = None,
+        sampling: SamplingParams | abc.Sequence[SamplingParams | None] | None = None,
+        options: TokenSwiftOptions | None = None,
+        stop: Stop | abc.Sequence[Stop] = None,
+        ignore_eos: bool = False,
+        return_logprobs: bool = False,
+        logits_hook: LogitsHook | abc.Sequence[LogitsHook | None] | None = None,
+        max_batch: int | None = None,
+    ) -> list[GenerationOutput]:
+        """`generate` for many prompts, decoded together: each step verifies the trees of all texts in one pass.
+
+        Each text is the one it would be alone. A text that has ended leaves, a waiting one joins.
+
+        Args:
+            prompts: in any of the forms that `generate` takes.
+            max_new_tokens, sampling, logits_hook: one for all, or a list with one per prompt.
+            stop: one for all, as in `generate`; or a list with one of these or None per prompt, of which at least one
+                is None or a list.
+            max_batch: how many texts are decoded together at most; None takes as many as memory has room for, up to
+                256.
+
+        Returns:
+            The outputs in the order of the prompts.
+
+        Raises:
+            ValueError: an unusable argument, before any work; the message names the prompt's index.
+            BatchError: some texts failed while they were generated; the others' outputs are in its ``outputs``.
+        """
+        arguments = (prompts, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
+        outputs: dict[int, GenerationOutput] = {}
+        for index, chunk in self.stream_batch(*arguments, max_batch):
+            if chunk.output is not None:
+                outputs[index] = chunk.output
+        return [outputs[index] for index in range(len(outputs))]
+
+    def stream_batch(
+        self,
+        prompts: abc.Sequence[Prompt],
+        max_new_tokens: int | abc.Sequence[int | None] | None,
+        method: str | None = None,
+        sampling: SamplingParams | abc.Sequence[SamplingParams | None] | None = None,
+        options: TokenSwiftOptions | None = None,
+        stop: Stop | abc.Sequence[Stop] = None,
+        ignore_eos: bool = False,
+        return_logprobs: bool = False,
+        logits_hook: LogitsHook | abc.Sequence[LogitsHook | None] | None = None,
+        max_batch: int | None = None,
+    ) -> Iterator[tuple[int, Chunk]]:
+        """`generate_batch`, yielding (the prompt's index, its `Chunk`) as they come."""
+        if isinstance(prompts, str | bytes | torch.Tensor) or not isinstance(prompts, abc.Sequence) or is_chat(prompts):
+            raise ValueError("prompts must be a list with a prompt per text")
+        if not prompts:
+            raise ValueError("there are no prompts: give at least one")
+        if max_batch is not None and (type(max_batch) is not int or max_batch < 1):
+            raise ValueError(f"max_batch must be an integer of at least 1, or None, not {max_batch!r}")
+        count = len(prompts)
+        columns = zip(
+            prompts,
+            per_prompt("max_new_tokens", max_new_tokens, count),
+            per_prompt("sampling", sampling, count),
+            per_prompt("stop", stop, count, listed=lambda each: each is None or isinstance(each, list | tuple)),
+            per_prompt("logits_hook", logits_hook, count),
+            strict=True,
         )
-        drafter = METHODS[method](resources)
-        accept = exact
-        if options.verification == "independent":
-            accept = Independent(sampling.seed, self.target.device)
-        elif self.target.device.type == "cuda" and logits_hook is None:
-            accept = exact_on_device
-        engine = Engine(self.target, drafter, sampler, limit, ends, accept, open_ended=max_new_tokens is None)
-        return self._run(engine, text, Request(self.model, context, sampling, options.verification, logits_hook))
+        asked = []
+        memory = available_memory(self.target.device)
+        for index, (prompt, length, params, stops, hook) in enumerate(columns):
+            try:
+                one = check_arguments(
+                    self, prompt, length, method, params, options, stops, ignore_eos, return_logprobs, hook
+                )
+                asked.append(one)
+                needed = self._cache_bytes(one)
+                if memory is not None and needed > _CACHE_SHARE * memory:
+                    raise ValueError(
+                        f"its cache of {needed:,} bytes does not fit the memory: shorten it or max_new_tokens"
+                    )
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
+        return self._run_batch(asked, max_batch or _MOST_TEXTS, memory)
+
+    def _run_batch(self, asked: list[Arguments], max_batch: int, memory: int | None) -> Iterator[tuple[int, Chunk]]:
+        planned: dict[Sequence, int] = {}
+
+        def fits(running: list[Sequence], candidate: Sequence) -> bool:
+            if len(running) >= max_batch:
+                return False
+            return memory is None or sum(map(planned.get, [*running, candidate])) <= _CACHE_SHARE * memory
+
+        engine = Engine(self.target, fits)
+        index_of: dict[Sequence, int] = {}
+        outputs: list[GenerationOutput | None] = [None] * len(asked)
+        errors: dict[int, Exception] = {}
+        pending = list(enumerate(asked))[::-1]
+        while pending or engine.running or engine.waiting:
+            # Not all at once: a sequence that waits holds its noise and its drafter's index already.
+            while pending and len(engine.running) + len(engine.waiting) < max_batch:
+                index, one = pending.pop()
+                text = self._sequence(engine, one)
+                index_of[text], planned[text] = index, self._cache_bytes(one)
+                engine.add(text)
+            for text, tokens in engine.step():
+                index = index_of[text]
+                if text.error is not None:
+                    errors[index] = text.error
+                    continue
+                chunk = text.chunk(tokens)
+                outputs[index] = chunk.output
+                yield index, chunk
+        if errors:
+            raise BatchError(outputs, errors)
 
     def audit(self, output: GenerationOutput) -> Audit:
         """`decoder.audit`, which tells a floating-point tie from a fault."""
         return audit(output)
 
-    def _run(self, engine: Engine, text: TextStream | None, request: Request) -> Iterator[Chunk]:
-        engine.prefill()
-        while True:
-            tokens = [] if engine.finish_reason else engine.step()
-            done = engine.finish_reason is not None
-            piece = "" if text is None else text.take(final=done)
-            output = None
-            if done:
-                sampler = engine.sampler
-                output = GenerationOutput(
-                    token_ids=sampler.context[len(request.prompt_ids) :],
-                    text="" if text is None else text.text,
-                    finish_reason=engine.finish_reason,
-                    stats=engine.statistics,
-                    request=request,
-                    logprobs=sampler.logprobs,
-                )
-            yield Chunk(tokens, piece, engine.statistics, output)
-            if done:
-                return
+    def _sequence(self, engine: Engine, asked: Arguments) -> Sequence:
+        """A text that is to be decoded by ``engine``."""
+        target, options, hook = self.target, asked.options, asked.logits_hook
+        sampler = Sampler(
+            asked.sampling, target.vocab_size, target.device, asked.context, hook, keep_logprobs=asked.return_logprobs
+        )
+        drafter = METHODS[asked.method](
+            DrafterContext(
+                target,
+                asked.heads,
+                self.draft_target,
+                asked.sampling,
+                options,
+                asked.context,
+                self.verify_costs,
+                asked.limit,
+                self._tuning_state(asked.method, asked.sampling, options.coupled),
+                running=lambda: max(1, len(engine.running)),
+            )
+        )
+        exactly = options.verification == "exact"
+        smallest = len(asked.context) + target.width(drafter.max_nodes)
+        return Sequence(
+            Request(self.model, asked.context, asked.sampling, options.verification, hook),
+            sampler,
+            drafter,
+            FullCache(smallest if asked.open_ended else smallest + asked.limit, growable=asked.open_ended),
+            asked.limit,
+            asked.stop_ids,
+            None if self.tokenizer is None else TextStream(self.tokenizer, asked.stop_strings),
+            exact if exactly else Independent(asked.sampling.seed, target.device),
+            # The host is slow to hear from a GPU; a hook runs on the host, along the path that is taken.
+            draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
+        )
 
-    def _learnt_by(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, object]:
+    def _cache_bytes(self, asked: Arguments) -> int:
+        """Bytes of the full cache at its longest, and of a draft cache of the usual budget beside it."""
+        return self.target.kv_bytes * (len(asked.context) + asked.limit + asked.options.budget_for(len(asked.context)))
+
+    def _tuning_state(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, object]:
         """What a method has learnt from earlier texts with this sampling; the settings used last are kept."""
         key = method, replace(sampling, seed=0), coupled
-        learnt = self._learnt.pop(key, {})
-        kept = [(other, what) for other, what in self._learnt.items() if what][1 - _REMEMBERED :]
-        self._learnt = {**dict(kept), key: learnt}
-        return learnt
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
-            ids = text_ids(prompt, self.tokenizer)
-        elif is_chat(prompt):
-            ids = chat_ids(prompt, self.tokenizer)
-        elif isinstance(prompt, torch.Tensor):
-            no_ids = prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool
-            if no_ids or prompt.ndim not in (1, 2):
-                raise ValueError("a prompt tensor holds integer token ids, of shape [n] or [1, n]")
-            if prompt.ndim == 2 and len(prompt) != 1:
-                raise ValueError(f"one prompt at a time: the batch has {len(prompt)}")
-            ids = prompt.flatten().tolist()
-        elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt) and not isinstance(prompt, bytes):
-            ids = list(prompt)
-        else:
-            raise ValueError(
-                "a prompt is text, chat messages, a list of integer token ids, or a LongTensor [n] or [1, n]"
-            )
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        outside = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
-        if outside is not None:
-            raise ValueError(f"token id {outside} is outside the vocabulary of {self.target.vocab_size}")
-        return ids
-
-    def _length_limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
-        """How many tokens may be generated."""
-        positions = self.model.config.max_position_embeddings
-        wanted = max_new_tokens
-        if wanted is None:
-            wanted = max(0, positions - prompt_tokens)
-        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
-            raise ValueError(f"max_new_tokens must be an integer of at least 0, or None, not {max_new_tokens!r}")
-        if prompt_tokens + wanted > positions:
-            raise ValueError(
-                f"prompt ({prompt_tokens} tokens) + max_new_tokens ({wanted}) is beyond the {positions} positions "
-                f"of the model: shorten one of them"
-            )
-        return wanted
-
-    def _method(self, method: str | None, options: TokenSwiftOptions) -> tuple[str, DraftHeads | None]:
-        if method is None and options.verification == "exact":
-            method = "auto"
-        elif method is None:
-            method = "tokenswift" if self.heads else "prompt-lookup"
-        if not isinstance(method, str) or method not in METHODS:
-            raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
-        kinds = METHODS[method].heads_kinds
-        if not kinds:
-            return method, None
-        kind = next((kind for kind in kinds if kind in self.heads), None)
-        if kind is None and METHODS[method].needs_heads:
-            raise ValueError(
-                f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'prompt-lookup'"
-            )
-        return method, self.heads.get(kind)
-
-    def _stops(self, stop, ignore_eos: bool) -> tuple[set[int], list[str]]:
-        given = [] if stop is None else [stop] if isinstance(stop, str | int) else stop
-        if (
-            not isinstance(given, Sequence)
-            or isinstance(given, bytes | bytearray)
-            or any(not isinstance(s, str | int) or isinstance(s, bool) or s == "" for s in given)
-        ):
-            raise ValueError(f"stop takes non-empty strings and token ids, not {stop!r}")
-        outside = next((s for s in given if isinstance(s, int) and not 0 <= s < self.target.vocab_size), None)
-        if outside is not None:
-            raise ValueError(f"stop token id {outside} is outside the vocabulary of {self.target.vocab_size}")
-        strings = [s for s in given if isinstance(s, str)]
-        if strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: give the Decoder one, or stop at token ids")
-        ids = {s for s in given if isinstance(s, int)}
-        if not ignore_eos:
-            config = getattr(self.model, "generation_config", None)
-            eos = getattr(config, "eos_token_id", None)
-            if eos is None and self.tokenizer is not None:
-                eos = self.tokenizer.eos_token_id
-            ids |= set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-        return ids, strings
+        state = self._tuning_states.pop(key, {})
+        kept = [(other, what) for other, what in self._tuning_states.items() if what][1 - _REMEMBERED :]
+        self._tuning_states = {**dict(kept), key: state}
+        return state
 
 
-def load(
-    model: str | os.PathLike,
-    heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
-    *,
-    draft_model: str | os.PathLike | None = None,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
-    **model_kwargs,
-) -> Decoder:
-    """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
-
-    Args:
-        heads: a heads checkpoint folder or hub id, or {kind: checkpoint}.
-        draft_model: folder or hub id of a small model with the same vocabulary.
-        device: "auto" takes CUDA where there is one.
-        dtype: "auto" is float32 on a CPU and the checkpoint's own on CUDA; else a torch dtype or its name.
-        model_kwargs: handed to ``AutoModelForCausalLM.from_pretrained``; the hub's arguments among them also go to the
-            tokenizer, the heads and the draft model, but ``revision``, which is the model's and its tokenizer's alone.
-
-    Raises:
-        OSError: a model, tokenizer or heads checkpoint that cannot be found or read.
-        ValueError: one that does not fit or lacks tensors, or an unknown device or dtype.
-    """
-    device = device_named(device)
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    if dtype not in ("auto", *_DTYPES):
-        raise ValueError(f"unknown dtype {dtype!r}: use one of auto, {', '.join(_DTYPES)}")
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
-    # transformers takes names as well, "auto" among them.
-    check_source("model", model)
-    if draft_model is not None:
-        check_source("draft model", draft_model)
-    _check_heads(heads)
-    from_hub = {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
-    # Revisions are counted in each repository by itself: the given one is the model's.
-    of_draft = {name: value for name, value in model_kwargs.items() if name != "revision"}
-    of_heads = {name: from_hub[name] for name in ("cache_dir", "local_files_only", "token") if name in from_hub}
-
-    def read_heads(one: HeadsLike) -> DraftHeads:
-        return one if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one, **of_heads)
-
-    if isinstance(heads, Mapping):
-        heads = {kind: read_heads(one) for kind, one in heads.items()}
-    elif heads is not None:
-        heads = read_heads(heads)
-    # What can be refused is, before gigabytes of weights are read.
-    read_config(model, **from_hub)
-    if draft_model is not None:
-        read_config(draft_model, **{name: of_draft[name] for name in from_hub if name in of_draft})
-    tokenizer = read_tokenizer(model, **from_hub)
-    target = read_model(model, device, dtype=dtype, **model_kwargs)
-    small = None if draft_model is None else read_model(draft_model, device, dtype=dtype, **of_draft)
-    return Decoder(target, tokenizer, heads, small)
-
-
-def device_named(device: str | torch.device) -> torch.device:
-    """The device of that name, "auto" taking CUDA where there is one; a ValueError where this machine has none."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not isinstance(device, str | torch.device):
-        raise ValueError(f"unknown device {device!r}: use 'auto', 'cpu' or 'cuda'")
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {device!r}: use 'auto', 'cpu' or 'cuda'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(device)!r} is not supported: use 'auto', 'cpu' or 'cuda'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for and there is none: use 'auto' or 'cpu'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"there is no device {str(device)!r}: the last one is 'cuda:{torch.cuda.device_count() - 1}'")
-    return device
-
-
-def _check_heads(heads: object) -> None:
+def check_heads(heads: object) -> None:
     """Raise ValueError for what can be no draft heads."""
     for one in heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]:
         if not isinstance(one, DraftHeads | str | os.PathLike):

@@ -1,92 +1,178 @@
-"""One generation: the step that reads as the pipeline, and the loop around it."""
+"""The step that reads as the pipeline, for all texts that are being decoded."""
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from decoder.cache.full import FullCache
-from decoder.drafters import Drafter, LooksAhead
+from decoder.drafters.base import DeferredRead, DraftsAhead
+from decoder.kernels.transfers import download
 from decoder.model.target import Target, Verification
-from decoder.sampling.acceptance import Acceptance, Ending, Question, exact
-from decoder.sampling.sampler import Sampler
-from decoder.stats import Statistics
+from decoder.sampling.acceptance import Walk, walk
+from decoder.sampling.sampler import TreeDraws
+from decoder.sampling.token_tree import TokenTree
+from decoder.sequence import Sequence
+
+Fits = Callable[[list[Sequence], Sequence], bool]
+"""Whether a sequence may join those that are running."""
 
 
 class Engine:
-    """Decodes one prompt with any drafter; accepted exactly, the text depends on target and sampler alone.
+    """Decodes sequences together: a finished one leaves, a waiting one joins.
 
-    All committed tokens but the newest are in the full cache; the newest is the root of the next tree.
+    Accepted exactly, a text depends on target and sampler alone: neither on its drafter nor on who runs beside it.
 
     Args:
         target: the model.
-        drafter: proposes the tree of each step.
-        sampler: holds the text so far, the prompt, and chooses its continuation.
-        max_new_tokens: exact number of tokens, unless ``ends`` says so before.
-        open_ended: ``max_new_tokens`` is a bound that is hardly reached, so the full cache starts small and grows.
-        ends: called with every chosen token; True ends the text with it.
-        accept: the rule by which a verified tree gives tokens.
+        fits: whether a sequence may join those running now; one that runs alone is never asked for. None lets all join.
+
+    Attributes:
+        running: the sequences that steps decode.
+        waiting: those that have not begun.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        sampler: Sampler,
-        max_new_tokens: int,
-        ends: Callable[[int], bool],
-        accept: Acceptance = exact,
-        open_ended: bool = False,
-    ):
-        self.target, self.drafter, self.sampler, self.ends, self.accept = target, drafter, sampler, ends, accept
-        self.remaining = max_new_tokens
-        self._looks_ahead = isinstance(drafter, LooksAhead)
-        self.statistics = Statistics()
-        self.finish_reason: str | None = None if max_new_tokens else "length"
-        start = len(sampler.context) + target.width(drafter.max_nodes)
-        self.cache = FullCache(start if open_ended else start + max_new_tokens, growable=open_ended)
+    def __init__(self, target: Target, fits: Fits | None = None):
+        self.target, self.fits = target, fits
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence join as soon as there is room for it."""
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence, running or waiting; the others go on."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
 
     @torch.inference_mode()
-    def prefill(self) -> None:
+    def step(self) -> list[tuple[Sequence, list[int]]]:
+        """Draft, verify, accept, commit: the next one or more tokens of every running sequence.
+
+        Sequences that are done have left, and those that found room have joined and begun. One whose own hook, drafter
+        or logits fail leaves with its `Sequence.error`, and the others go on.
+
+        Returns:
+            Each sequence that ran with its new tokens, the finished ones included.
+        """
+        self._admit()
+        stepped = list(self.running)
+        tokens = self._decode([sequence for sequence in stepped if not sequence.done])
+        self.running = [sequence for sequence in self.running if not sequence.done]
+        return [(sequence, tokens.get(sequence, [])) for sequence in stepped]
+
+    def _admit(self) -> None:
+        while self.waiting:
+            if self.running and self.fits is not None and not self.fits(self.running, self.waiting[0]):
+                return
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            if not sequence.done:
+                with _failure_of(sequence):
+                    self._prefill(sequence)
+
+    def _prefill(self, sequence: Sequence) -> None:
         """Commit the prompt but its last token."""
         start = time.perf_counter()
-        self.target.look_again()
-        with self.target.borrowed():
-            queries = self.target.prefill(self.sampler.context[:-1], self.cache)
-            self.drafter.start(self.cache, queries)
+        if self.running == [sequence]:
+            self.target.refresh_weights()
+        drafter = sequence.drafter
+        with self.target.patched():
+            prompt = sequence.sampler.context[:-1]
+            queries = self.target.prefill(prompt, sequence.cache, drafter.observed_queries)
+            drafter.start(sequence.cache, queries)
         self.target.wait()
-        self.statistics.prefill_seconds = time.perf_counter() - start
+        sequence.statistics.prefill_seconds = time.perf_counter() - start
 
-    @torch.inference_mode()
-    def step(self) -> list[int]:
-        """Draft, verify, accept, commit: the next one or more tokens."""
+    def _decode(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
         start = time.perf_counter()
-        with self.target.borrowed():
-            # One more token than is accepted comes anyway, and no position beyond the last one may be looked at.
-            tree = self.drafter.propose(self.cache, self.sampler, self.remaining - 1)
-            tree.prune(self.remaining - 1)
-            verification = self.target.forward(tree, self.cache)
-        look_ahead = partial(self._look_ahead, verification) if self._looks_ahead else None
-        path, tokens = self.accept(tree, verification.logits, self.sampler, self._took, look_ahead)
-        self.cache.keep(path)
-        self.drafter.commit(self.cache, verification, path, tokens)
-        self.statistics.count_step(tree.depth, [tree.sources[node] for node in path[1:]], len(tokens))
+        with self.target.patched():
+            trees = self._propose(sequences)
+            if not trees:
+                return {}
+            observe = any(sequence.drafter.observed_queries for sequence in trees)
+            caches = [sequence.cache for sequence in trees]
+            verifications = self.target.forward(list(trees.values()), caches, observe)
+            steps = list(zip(trees, trees.values(), verifications, strict=True))
+            walks = self._launch(steps)
+        tokens = {}
+        for sequence, tree, verification in steps:
+            with _failure_of(sequence):
+                tokens[sequence] = self._accept(sequence, tree, verification, walks[sequence])
         # The tokens have come from the device, so no more waiting is needed to know the time.
-        self.statistics.decode_seconds += time.perf_counter() - start
-        if self.finish_reason:
-            self.drafter.finish(self.statistics)
+        seconds = time.perf_counter() - start
+        for sequence in tokens:
+            sequence.statistics.decode_seconds += seconds
         return tokens
 
-    def _look_ahead(self, verification: Verification, ending: Ending) -> Question | None:
-        with self.target.borrowed():
-            return self.drafter.look_ahead(verification, self.sampler, ending)
+    def _propose(self, sequences: list[Sequence]) -> dict[Sequence, TokenTree]:
+        trees = {}
+        for sequence in sequences:
+            with _failure_of(sequence):
+                # One more token than is accepted comes anyway, and no position beyond the last one may be looked at.
+                depth = sequence.remaining - 1
+                tree = sequence.drafter.propose(sequence.cache, sequence.sampler, depth)
+                tree.prune(depth)
+                trees[sequence] = tree
+        return trees
 
-    def _took(self, token: int) -> bool:
-        """Count a new token; True when it is the last one."""
-        self.remaining -= 1
-        if self.ends(token):
-            self.finish_reason = "stop"
-        elif not self.remaining:
-            self.finish_reason = "length"
-        return self.finish_reason is not None
+    def _launch(self, steps: list[tuple[Sequence, TokenTree, Verification]]) -> dict[Sequence, Walk]:
+        """The walk of each sequence along what the target chose.
+
+        Where whole trees are drawn on the device, all of it and what drafters need next is asked for before the host
+        waits, once, for all of it.
+        """
+        walks: dict[Sequence, Walk] = {}
+        reads: list[DeferredRead] = []
+        for sequence, tree, verification in steps:
+            if not sequence.draws_whole_trees:
+                walks[sequence] = sequence.rule(tree, verification.logits, sequence.sampler)
+                continue
+            draws = TreeDraws(tree, verification.logits, sequence.sampler)
+            reads.append(DeferredRead(draws.numbers, draws.read))
+            if isinstance(sequence.drafter, DraftsAhead):
+                ahead = sequence.drafter.draft_ahead(verification, draws)
+                reads += [] if ahead is None else [ahead]
+            walks[sequence] = walk(tree, draws)
+        if reads:
+            _read(reads)
+        return walks
+
+    def _accept(self, sequence: Sequence, tree: TokenTree, verification: Verification, walked: Walk) -> list[int]:
+        path, tokens = [], []
+        for node, drawn in walked:
+            path.append(node)
+            tokens.append(sequence.sampler.take(drawn))
+            if sequence.took(tokens[-1]):
+                break
+        sequence.cache.keep(path)
+        sequence.drafter.commit(sequence.cache, verification, path, tokens)
+        sequence.statistics.count_step(tree.depth, [tree.sources[node] for node in path[1:]], len(tokens))
+        if sequence.done:
+            sequence.drafter.finish(sequence.statistics)
+        return tokens
+
+
+def _read(reads: list[DeferredRead]) -> None:
+    """Wait for the device once, and hand each its numbers."""
+    numbers = download(torch.cat([read.numbers.double() for read in reads]))
+    start = 0
+    for read in reads:
+        end = start + len(read.numbers)
+        read.receive(numbers[start:end])
+        start = end
+
+
+@contextmanager
+def _failure_of(sequence: Sequence) -> Iterator[None]:
+    """An exception in this block is this sequence's own and ends it; memory that runs out is everybody's."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        sequence.error = error

@@ -28,6 +28,7 @@ from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.drafters import METHODS
 from decoder.drafters.levels import ranked
+from decoder.kernels.memory import available_memory
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
 from decoder.sampling.sampler import Sampler
@@ -37,7 +38,7 @@ from ts_eval.computed import computed, read_assumptions
 from ts_eval.data_dir import find_data_dir
 from ts_eval.decoders import Sources, with_ar
 from ts_eval.device_trace import DeviceTrace
-from ts_eval.memory import free_bytes, short_of_memory
+from ts_eval.memory import short_of_memory
 from ts_eval.method_spec import MethodSpec
 from ts_eval.plan import ModelShape
 from ts_eval.prompts import SHIPPED, Prompt, read_prompts, refuse_missing_prompts
@@ -264,7 +265,7 @@ def _refuse_too_long(
     shape, widest = ModelShape.of(dec.model), widths[-1]
     needed = 3 * shape.cache_bytes(lengths[-1] + max(further, dec.target.width(widest)))
     needed += 2 * COPIED_BYTES[device.type] + widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
-    free = free_bytes(device)
+    free = available_memory(device)
     if free is not None and needed > free:
         raise MemoryError(
             f"{lengths[-1]:,} tokens of text and trees of {widest:,} nodes take {needed / 1e9:,.1f} GB and "
@@ -360,9 +361,9 @@ class Measurement:
     def small(self, bar: tqdm) -> dict:
         """What is less than a pass: one level of each kind of heads, and sampling and scoring per token."""
         cache = FullCache(len(self.prompt))
-        with self.target.borrowed():
+        with self.target.patched():
             self.target.prefill(self.prompt[:-1], cache)
-            verified = self.target.forward(TokenTree(self.prompt[-1]), cache)
+            [verified] = self.target.forward([TokenTree(self.prompt[-1])], [cache])
         logits = verified.logits[0]
         chooser, scorer = (self._sampler(self.prompt) for _ in range(2))
         width, coupled = max(self._widths(), default=1), self.options_for_all.coupled
@@ -370,11 +371,11 @@ class Measurement:
         # Many positions in a row, as in a text: noise is made for some of them at once.
         def choose() -> None:
             for _ in range(POSITIONS):
-                chooser.choose(logits)
+                chooser.take(chooser.draw(logits))
 
         def score() -> None:
             for _ in range(POSITIONS):
-                download(ranked(scorer.draft_scores(logits[None], coupled, scorer.ahead()), width)[1])
+                download(ranked(scorer.draft_scores(logits[None], coupled, scorer.draft_context()), width)[1])
                 scorer.push(self.prompt[0])
 
         operations: dict[object, Operation] = {
@@ -411,7 +412,7 @@ class Measurement:
             dec.target.head(heads.advance(0, hidden, embedding)[1][None])
 
         def timed() -> float:
-            with dec.target.borrowed():
+            with dec.target.patched():
                 return self._seconds(level)
 
         return timed
@@ -424,13 +425,15 @@ class Measurement:
         target, text = self.target, list(itertools.islice(itertools.cycle(self.prompt), length))
         prefill = Target.prefill
 
-        def filled(target: Target, tokens: Sequence[int], cache: FullCache) -> dict[int, torch.Tensor]:
-            queries = prefill(target, tokens[: len(self.prompt)], cache)
+        def filled(
+            target: Target, tokens: Sequence[int], cache: FullCache, observed: int = 1
+        ) -> dict[int, torch.Tensor]:
+            queries = prefill(target, tokens[: len(self.prompt)], cache, observed)
             _fill(cache, len(tokens))
             return queries
 
         cache = FullCache(length + target.width(widths[-1]))
-        with target.borrowed():
+        with target.patched():
             queries = filled(target, text, cache)
 
         def decode() -> float:
@@ -444,15 +447,15 @@ class Measurement:
             for token in range(width - 1):
                 tree.add(0, token, "bench")
             tree.tokens = [text[-1]] * width
-            with target.borrowed():
-                return self._seconds(lambda: target.forward(tree, cache))
+            with target.patched():
+                return self._seconds(lambda: target.forward([tree], [cache]))
 
         slots = min(self.options_for_all.budget_for(length), length)
         memory_of_drafts = PartialCache(slots, min(self.options_for_all.sink, slots - 1))
         memory_of_drafts.append(cache, queries)
 
         def draft() -> float:
-            with target.borrowed():
+            with target.patched():
                 return self._seconds(lambda: target.draft([text[-1]], length, memory_of_drafts))
 
         operations: dict[object, Operation] = {**memory, "ar": decode, "draft": draft}

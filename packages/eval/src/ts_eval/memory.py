@@ -4,8 +4,6 @@ from pathlib import Path
 
 import torch
 
-from decoder.kernels.packed_linear import available_memory
-
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -47,15 +45,6 @@ def _status(field: str) -> int | None:
         return None
     line = next((line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:")), None)
     return None if line is None else int(line.split()[1]) * 1024
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on ``device``; None where the system does not tell."""
-    if device.type == "cuda":
-        # What torch keeps for later it can give to new tensors.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    return available_memory()
 
 
 def short_of_memory(error: RuntimeError | MemoryError, sentence: str) -> Exception:

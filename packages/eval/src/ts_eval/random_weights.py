@@ -11,10 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import decoder
-from decoder.decoder import device_named
+from decoder.kernels.memory import available_memory
+from decoder.loader import device_named
 from decoder.model.architectures import refuse_unsupported
 from ts_eval.decoders import DEFAULT_KINDS, Sources
-from ts_eval.memory import free_bytes, short_of_memory
+from ts_eval.memory import short_of_memory
 from ts_eval.method_spec import MethodSpec
 from ts_eval.plan import held_dtype, read_config, read_shape
 from ts_eval.prompts import Prompt
@@ -65,7 +66,7 @@ class RandomSources(Sources):
         shape = read_shape(self.model, dtype)
         kinds = list(dict.fromkeys(self.heads.values()))
         heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
-        needed, free = shape.weight_bytes + heads_size, free_bytes(where)
+        needed, free = shape.weight_bytes + heads_size, available_memory(where)
         sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {str(held).removeprefix('torch.')}"
         if free is not None and needed > free:
             raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")

@@ -8,7 +8,8 @@ from functools import wraps
 from decoder.draft_heads import DraftHeads
 from decoder.engine import Engine
 from decoder.model.target import Target
-from decoder.sampling.sampler import Sampler
+from decoder.sampling.sampler import Sampler, TreeDraws
+from decoder.sequence import Sequence
 
 FORWARDS = ("verify", "draft")
 PARTS = (*FORWARDS, "scoring", "sampling", "rest")
@@ -34,8 +35,8 @@ _WATCHED = (
     (Sampler, "draft_scores", "scoring"),
     (Sampler, "draft_choice", "scoring"),
     (Sampler, "branch_scores", "scoring"),
-    (Sampler, "choose", "sampling"),
     (Sampler, "draw", "sampling"),
+    (TreeDraws, "__init__", "sampling"),
 )
 
 
@@ -101,7 +102,7 @@ class Stopwatch:
         ahead = self.leading
 
         @wraps(step)
-        def stepped(engine: Engine) -> list[int]:
+        def stepped(engine: Engine) -> list[tuple[Sequence, list[int]]]:
             nonlocal ahead
             if ahead:
                 ahead -= 1
@@ -112,14 +113,14 @@ class Stopwatch:
                 if self.trace is not None:
                     stack.enter_context(self.trace)
                 self._began = self._clock()
-            tokens = step(engine)
-            if engine.finish_reason:
+            advanced = step(engine)
+            if not engine.running:
                 self.wait()
             # What follows the last step, such as freeing its caches, is none.
             self._ended = time.perf_counter()
             self.steps += 1
-            self.tokens += len(tokens)
-            return tokens
+            self.tokens += sum(len(tokens) for _, tokens in advanced)
+            return advanced
 
         return stepped
 

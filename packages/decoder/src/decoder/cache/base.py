@@ -13,13 +13,13 @@ class LayeredCache(Cache, ABC):
 
     All layers share a buffer, so that what a step commits moves in one operation and not in one per layer.
 
-    Where passes have fixed shapes (on CUDA), ``standing`` holds the number of pairs that stand, int64 [1] in device
+    Where passes have fixed shapes (on CUDA), ``kv_length`` holds the number of pairs that stand, int64 [1] in device
     memory: a recorded pass reads there where to write and how far to look, and is handed whole buffers. Elsewhere it
     is None, and passes are handed views of what is filled.
 
     Attributes:
         keys, values: the buffers, empty before the first pass.
-        standing: see above.
+        kv_length: see above.
         passes: the passes of fixed shape over these buffers, which go with them.
 
     Args:
@@ -30,7 +30,7 @@ class LayeredCache(Cache, ABC):
         super().__init__(layers=[])
         self.capacity = capacity
         self.keys = self.values = torch.empty(0)
-        self.standing: torch.Tensor | None = None
+        self.kv_length: torch.Tensor | None = None
         self.passes: dict[tuple, FixedPass] = {}
         self._layers = 1
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -39,8 +39,8 @@ class LayeredCache(Cache, ABC):
     def prepare(self, layers: int, fixed_on: torch.device | None = None) -> None:
         """Tell the cache how many layers it is to hold, and the device where passes have fixed shapes, if they do."""
         self._layers = layers
-        if fixed_on is not None and self.standing is None:
-            self.standing = torch.zeros(1, dtype=torch.long, device=fixed_on)
+        if fixed_on is not None and self.kv_length is None:
+            self.kv_length = torch.zeros(1, dtype=torch.long, device=fixed_on)
 
     def begin(self, count: int) -> None:
         """A pass over ``count`` tokens is to come.
@@ -49,22 +49,22 @@ class LayeredCache(Cache, ABC):
             ValueError: there is no room for them.
         """
         self._make_room(count)
-        if self.standing is not None:
+        if self.kv_length is not None:
             # A number in the launch of a kernel: the host does not wait.
-            self.standing.fill_(self.get_seq_length())
+            self.kv_length.fill_(self.get_seq_length())
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Write a layer's new pairs [B, G, T, D]; returns what to attend to, the new pairs last.
 
-        That is [B, G, standing + T, D], or with fixed shapes the layer's whole buffers.
+        That is [B, G, kv_length + T, D], or with fixed shapes the layer's whole buffers.
         """
         count = key_states.shape[2]
         self._make_room(count)
         self._allocate(key_states, value_states)
         key, value = self._of_layer[layer_idx]
-        if self.standing is not None:
+        if self.kv_length is not None:
             if not layer_idx:
-                self._written = self.standing + torch.arange(count, device=self.standing.device)
+                self._written = self.kv_length + torch.arange(count, device=self.kv_length.device)
             key.index_copy_(2, self._written, key_states.to(key.dtype))
             value.index_copy_(2, self._written, value_states.to(value.dtype))
             return key, value

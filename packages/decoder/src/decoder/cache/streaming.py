@@ -56,7 +56,7 @@ class RecentCache(DraftCache):
             for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
                 mine[:, :, : self.sink] = theirs.gather(2, index.expand(-1, -1, -1, theirs.shape[3]))
 
-    def keep(self, count: int) -> None:
+    def commit(self, count: int) -> None:
         """Commit the first ``count`` drafted tokens: they were no guesses but the text itself."""
         self._commit(self, start=self._filled, count=count)
 

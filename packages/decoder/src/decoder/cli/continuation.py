@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from decoder.decoder import Chunk, Decoder, GenerationOutput, Request
+from decoder.decoder import Decoder
 from decoder.options import TokenSwiftOptions
+from decoder.outputs import Chunk, GenerationOutput, Request
 from decoder.sampling.params import SamplingParams
 from decoder.stats import Statistics
 from decoder.text.stream import TextStream

@@ -2,7 +2,7 @@
 
 from decoder.drafters.ar import Autoregressive
 from decoder.drafters.auto import Auto
-from decoder.drafters.base import Drafter, LooksAhead, Resources
+from decoder.drafters.base import Drafter, DrafterContext, DraftsAhead
 from decoder.drafters.fused import Fused
 from decoder.drafters.magicdec import MagicDec
 from decoder.drafters.medusa import Medusa
@@ -28,12 +28,12 @@ __all__ = [
     "Auto",
     "Autoregressive",
     "Drafter",
+    "DrafterContext",
+    "DraftsAhead",
     "Fused",
-    "LooksAhead",
     "MagicDec",
     "Medusa",
     "PromptLookup",
-    "Resources",
     "Suffix",
     "TokenSwift",
     "TriForce",

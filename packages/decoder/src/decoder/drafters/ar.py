@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DrafterContext
 from decoder.model.target import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
@@ -17,8 +17,9 @@ class Autoregressive:
 
     heads_kinds = ()
     needs_heads = False
+    observed_queries = 0
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(self, context: DrafterContext) -> None:
         self.max_nodes = 1
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The fastest lossless choice, step by step: heads and suffixes where they pay, plain decoding where nothing does."""
 
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DrafterContext
 from decoder.drafters.tuning.heads_source import HeadsSource
 from decoder.drafters.tuning.odds import Odds
 from decoder.drafters.tuning.suffix_source import SuffixSource
@@ -13,9 +13,9 @@ class Auto(Tuned):
     heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = False
 
-    def __init__(self, resources: Resources) -> None:
-        learnt, heads = resources.learnt, None
+    def __init__(self, context: DrafterContext) -> None:
+        learnt, heads = context.tuning_state, None
         odds = learnt.setdefault("odds", Odds())
-        if resources.heads is not None:
-            heads = HeadsSource(resources.target, resources.heads, resources.options.coupled, odds, learnt)
-        super().__init__(resources, [SuffixSource(resources.prompt)], odds, costly=heads)
+        if context.heads is not None:
+            heads = HeadsSource(context.target, context.heads, context.options.coupled, odds, learnt)
+        super().__init__(context, [SuffixSource(context.prompt)], odds, costly=heads)

@@ -1,8 +1,8 @@
 """What a drafter is: anything that proposes a tree. Nothing it does can change the text."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -11,28 +11,28 @@ from decoder.draft_heads import DraftHeads
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target, Verification
 from decoder.options import TokenSwiftOptions
-from decoder.sampling.acceptance import Ending, Question
 from decoder.sampling.params import SamplingParams
-from decoder.sampling.sampler import Sampler
+from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
 
 @dataclass(frozen=True)
-class Resources:
+class DrafterContext:
     """What a drafter may draw on for one generation.
 
     Attributes:
-        target: the model itself, borrowed by the engine whenever the drafter proposes or starts.
+        target: the model itself, patched by the engine whenever the drafter proposes or starts.
         heads: draft heads of the first of its `Drafter.heads_kinds` at hand; None when there are none.
-        draft_model: the small model, which the drafter borrows itself; None when the user gave none.
+        draft_model: the small model, which the drafter patches itself; None when the user gave none.
         sampling: how the target's tokens are chosen.
         options: the user's settings of the drafters.
         prompt: its token ids.
         costs: what verifications cost here, measured when first asked for.
         max_new_tokens: tokens to generate at most; a deeper tree is of no use.
-        learnt: what earlier generations with the same method and sampling have taught it, by names of the drafter's
-            own, and where it leaves what this one teaches; empty at first.
+        tuning_state: what earlier generations with the same method and sampling have taught it, by names of the
+            drafter's own, and where it leaves what this one teaches; empty at first.
+        running: how many texts are decoded together at the moment, this one among them.
     """
 
     target: Target
@@ -43,7 +43,8 @@ class Resources:
     prompt: list[int]
     costs: VerifyCosts
     max_new_tokens: int
-    learnt: dict[Hashable, object]
+    tuning_state: dict[Hashable, object]
+    running: Callable[[], int] = lambda: 1
 
     @property
     def longest_text(self) -> int:
@@ -74,16 +75,19 @@ class Drafter(Protocol):
     needs_heads: ClassVar[bool]
     """Whether it is of no use without them."""
 
+    observed_queries: int
+    """How many of the prompt's last queries `start` reads; where any, `commit` finds the verification's. 0 for none."""
+
     max_nodes: int
     """The widest tree it may propose, root included; the full cache keeps that much room."""
 
-    def __init__(self, resources: Resources) -> None:
-        """Raises ValueError, in one sentence, when ``resources`` lack what the method needs."""
+    def __init__(self, context: DrafterContext) -> None:
+        """Raises ValueError, in one sentence, when ``context`` lacks what the method needs."""
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         """The prompt but its last token is committed.
 
-        ``queries`` are those of its last tokens, per layer [B, H, T, D]: T of them, up to `target.OBSERVED`; without
+        ``queries`` are those of its last tokens, per layer [1, H, T, D]: T of them, up to `observed_queries`; without
         any committed token the mapping is empty.
         """
 
@@ -100,13 +104,25 @@ class Drafter(Protocol):
         """Add what only the drafter knows."""
 
 
+class DeferredRead(NamedTuple):
+    """Numbers that the device was asked for, to be read together with others, so that the host waits once.
+
+    Attributes:
+        numbers: a vector on the device.
+        receive: called with their values once the host has them.
+    """
+
+    numbers: torch.Tensor
+    receive: Callable[[list[float]], None]
+
+
 @runtime_checkable
-class LooksAhead(Protocol):
+class DraftsAhead(Protocol):
     """A `Drafter` that need not know how a step ended to draft for the next: on CUDA it then saves a read per step."""
 
-    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question | None:
-        """Ask the device for what `propose` needs next, behind ``ending``, which only the device knows.
+    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
+        """Ask the device for what `propose` needs next, behind the end of the walk, which only the device knows.
 
-        The host should not wait for the device here. The text may turn out to have ended before. Who is told the
-        answer is told before `commit`; `propose` must do without where this was not called, or nobody was told.
+        The host should not wait for the device here. The text may turn out to have ended before. What is read is
+        received before `commit`; `propose` must do without where this was not called.
         """

@@ -1,7 +1,7 @@
 """Fused drafting: TokenSwift without its draft pass, one pass over the weights per step."""
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.retrieval.suffix_automaton import SuffixAutomaton
 from decoder.model.target import Verification
@@ -21,12 +21,12 @@ class Fused(Medusa):
     heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = True
 
-    def __init__(self, resources: Resources) -> None:
-        super().__init__(resources)
-        self.longest = min(_LONGEST_CHAIN, resources.max_new_tokens)
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.longest = min(_LONGEST_CHAIN, context.max_new_tokens)
         self.max_nodes += self.longest
         self.automaton = SuffixAutomaton()
-        self.automaton.extend(resources.prompt)
+        self.automaton.extend(context.prompt)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = super().propose(cache, sampler, depth)

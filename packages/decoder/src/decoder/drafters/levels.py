@@ -8,7 +8,8 @@ import torch
 from decoder.draft_heads import DraftHeads
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
-from decoder.sampling.sampler import Ahead, Sampler
+from decoder.sampling.draft_context import DraftContext
+from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import RankPath
 
 
@@ -43,12 +44,12 @@ class HeadLevels:
         With ``own_level`` the first level is what the state itself predicts (l_0), and head 1 fills the second;
         without it head 1 fills the first.
         """
-        return self.read(download(self.ask(hidden, sampler, sampler.ahead(), own_level)))
+        return self.read(download(self.ask(hidden, sampler, sampler.draft_context(), own_level)))
 
-    def ask(self, hidden: torch.Tensor, sampler: Sampler, ahead: Ahead, own_level: bool) -> torch.Tensor:
-        """`candidates` for what is ``ahead``, without waiting for the device: a vector for `read`, once it is told."""
+    def ask(self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, own_level: bool) -> torch.Tensor:
+        """`candidates` behind ``context``, without waiting for the device: a vector whose values `read` takes."""
         fill = self._in_turn if self.heads.conditioned else self._at_once
-        return torch.cat(fill(hidden, sampler, ahead, own_level))
+        return torch.cat(fill(hidden, sampler, context, own_level))
 
     def read(self, told: Sequence[float]) -> list[list[int]]:
         """The candidates that the numbers of `ask` stand for."""
@@ -61,24 +62,28 @@ class HeadLevels:
                 break
         return levels
 
-    def _at_once(self, hidden: torch.Tensor, sampler: Sampler, ahead: Ahead, own_level: bool) -> list[torch.Tensor]:
+    def _at_once(
+        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, own_level: bool
+    ) -> list[torch.Tensor]:
         states = [self.target.norm(hidden)] if own_level else []
         states += self.heads(hidden, count=len(self.widths) - len(states))
         logits = self.target.head(torch.stack(states))
-        _, told = ranked(sampler.draft_scores(logits, self.coupled, ahead), max(self.widths))
+        _, told = ranked(sampler.draft_scores(logits, self.coupled, context), max(self.widths))
         return [row[:width] for width, row in zip(self.widths, told, strict=True)]
 
-    def _in_turn(self, hidden: torch.Tensor, sampler: Sampler, ahead: Ahead, own_level: bool) -> list[torch.Tensor]:
+    def _in_turn(
+        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, own_level: bool
+    ) -> list[torch.Tensor]:
         """Conditioned heads: each reads the best token of the level before, with coupling mostly the true one."""
         levels = []
         for level, width in enumerate(self.widths):
             if own_level and not level:
                 normalised = self.target.norm(hidden)
             else:
-                newest = self.target.embed(ahead.newest()[0])
+                newest = self.target.embed(context.newest()[0])
                 hidden, normalised = self.heads.advance(level - own_level, hidden, newest)
-            scores = sampler.draft_scores(self.target.head(normalised[None]), self.coupled, ahead)
+            scores = sampler.draft_scores(self.target.head(normalised[None]), self.coupled, context)
             tokens, told = ranked(scores[0], width)
             levels.append(told)
-            ahead.push(tokens[:1])
+            context.push(tokens[:1])
         return levels

@@ -6,12 +6,16 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DrafterContext
 from decoder.kernels.transfers import download
 from decoder.model.target import Verification
-from decoder.sampling.sampler import Sampler, first_argmax
+from decoder.sampling.filters import first_argmax
+from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
+
+OBSERVATION_WINDOW = 32
+"""Queries at the end of the prompt that SnapKV ranks pairs by (arXiv 2404.14469)."""
 
 
 class MagicDec:
@@ -24,12 +28,13 @@ class MagicDec:
     heads_kinds = ()
     needs_heads = False
 
-    def __init__(self, resources: Resources) -> None:
-        self.target, self.options = resources.target, resources.options
-        self.count = min(self.options.depth, resources.max_new_tokens)
+    def __init__(self, context: DrafterContext) -> None:
+        self.target, self.options = context.target, context.options
+        self.count = min(self.options.depth, context.max_new_tokens)
         self.max_nodes = 1 + self.count
-        budget = resources.budget
+        budget = context.budget
         self.snapkv = self.options.draft_cache == "snapkv"
+        self.observed_queries = OBSERVATION_WINDOW if self.snapkv else 0
         self.recent = RecentCache(budget, budget // 2 if self.snapkv else self.options.sink, room=self.count)
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -38,13 +43,13 @@ class MagicDec:
             self.recent.observe(cache, queries)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        tree, ahead, chain = TokenTree(sampler.context[-1]), sampler.ahead(), []
+        tree, drafted, chain = TokenTree(sampler.context[-1]), sampler.draft_context(), []
         for step in range(min(self.count, depth)):
             self.recent.hold(step)
-            hidden = self.target.draft(ahead.newest(), cache.length + step, self.recent)
+            hidden = self.target.draft(drafted.newest(), cache.length + step, self.recent)
             logits = self.target.head(self.target.norm(hidden))
-            chain.append(first_argmax(sampler.draft_scores(logits, self.options.coupled, ahead)))
-            ahead.push(chain[-1])
+            chain.append(first_argmax(sampler.draft_scores(logits, self.options.coupled, drafted)))
+            drafted.push(chain[-1])
         tree.add_path(download(torch.cat(chain)) if chain else (), "target")
         return tree
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.levels import HeadLevels
 from decoder.model.target import Verification
-from decoder.sampling.acceptance import Ending, Question
-from decoder.sampling.sampler import Sampler
+from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
 
@@ -24,11 +23,12 @@ class Medusa:
 
     heads_kinds = ("independent", "chained", "conditioned", "gated")
     needs_heads = True
+    observed_queries = 0
 
-    def __init__(self, resources: Resources) -> None:
-        heads, options = resources.heads, resources.options
-        paths = rank_paths(options.tree, min(heads.num_heads, resources.max_new_tokens))
-        self.levels = HeadLevels(resources.target, heads, paths, options.coupled)
+    def __init__(self, context: DrafterContext) -> None:
+        heads, options = context.heads, context.options
+        paths = rank_paths(options.tree, min(heads.num_heads, context.max_new_tokens))
+        self.levels = HeadLevels(context.target, heads, paths, options.coupled)
         self.max_nodes = 1 + len(paths)
         self.hidden: torch.Tensor | None = None
         self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
@@ -44,11 +44,12 @@ class Medusa:
         tree.add_ranked(candidates or (), self.levels.paths, "heads")
         return tree
 
-    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question:
-        hidden = verification.hidden.index_select(0, ending.node)[0]
-        return Question(self.levels.ask(hidden, sampler, ending.ahead, own_level=False), self._told)
+    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead:
+        hidden = verification.hidden.index_select(0, draws.last_node)[0]
+        numbers = self.levels.ask(hidden, draws.sampler, draws.draft_context, own_level=False)
+        return DeferredRead(numbers, self._receive)
 
-    def _told(self, numbers: list[float]) -> None:
+    def _receive(self, numbers: list[float]) -> None:
         self._candidates = self.levels.read(numbers)
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.model.target import Verification
 from decoder.sampling.sampler import Sampler
@@ -21,12 +21,13 @@ class PromptLookup:
 
     heads_kinds = ()
     needs_heads = False
+    observed_queries = 0
 
-    def __init__(self, resources: Resources) -> None:
-        self.count = min(CHAIN, resources.max_new_tokens)
+    def __init__(self, context: DrafterContext) -> None:
+        self.count = min(CHAIN, context.max_new_tokens)
         self.max_nodes = 1 + self.count
         self.index = SuffixIndex(LONGEST_SUFFIX)
-        self.index.extend(resources.prompt)
+        self.index.extend(context.prompt)
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass

@@ -7,7 +7,7 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import HeadLevels
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.model.target import Verification
@@ -21,24 +21,25 @@ class TokenSwift:
 
     heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = True
+    observed_queries = 1  # the importance of a pair is for the newest token
 
-    def __init__(self, resources: Resources) -> None:
-        self.target, self.options = resources.target, resources.options
-        options, heads, prompt = resources.options, resources.heads, resources.prompt
-        paths = rank_paths(options.tree, min(heads.num_heads + 1, resources.max_new_tokens))
+    def __init__(self, context: DrafterContext) -> None:
+        self.target, self.options = context.target, context.options
+        options, heads, prompt = context.options, context.heads, context.prompt
+        paths = rank_paths(options.tree, min(heads.num_heads + 1, context.max_new_tokens))
         self.levels = HeadLevels(self.target, heads, paths, options.coupled)
         gram = heads.num_heads + 1
         # A text has no more n-grams than tokens.
-        self.ngrams = min(options.ngrams, resources.longest_text)
+        self.ngrams = min(options.ngrams, context.longest_text)
         self.max_nodes = 1 + len(paths) + self.ngrams * gram
         self.table = NgramTable(gram)
         self.table.extend(prompt)
-        self.delay = resources.sampling.window if options.ngram_delay else 0
+        self.delay = context.sampling.window if options.ngram_delay else 0
         self.waiting: deque[int] = deque()
         self.partial = (
             None
             if options.cache == "full"
-            else PartialCache(resources.budget, options.sink, dynamic=options.cache == "dynamic")
+            else PartialCache(context.budget, options.sink, dynamic=options.cache == "dynamic")
         )
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:

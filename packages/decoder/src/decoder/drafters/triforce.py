@@ -8,7 +8,7 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DrafterContext
 from decoder.model.target import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
@@ -27,37 +27,38 @@ class TriForce:
 
     heads_kinds = ()
     needs_heads = False
+    observed_queries = 1  # the importance of a pair is for the newest token
 
-    def __init__(self, resources: Resources) -> None:
-        if resources.draft_model is None:
+    def __init__(self, context: DrafterContext) -> None:
+        if context.draft_model is None:
             raise ValueError("method 'triforce' needs a small model with the same vocabulary: give draft_model=")
-        positions = resources.draft_model.model.config.max_position_embeddings
-        if positions < resources.longest_text:
+        positions = context.draft_model.model.config.max_position_embeddings
+        if positions < context.longest_text:
             raise ValueError(
-                f"the draft model has {positions} positions, fewer than the {resources.longest_text} of prompt + "
+                f"the draft model has {positions} positions, fewer than the {context.longest_text} of prompt + "
                 f"max_new_tokens: shorten them, or take another one"
             )
-        self.target, self.small, self.options = resources.target, resources.draft_model, resources.options
-        self.count = min(self.options.depth, resources.max_new_tokens)
+        self.target, self.small, self.options = context.target, context.draft_model, context.options
+        self.count = min(self.options.depth, context.max_new_tokens)
         self.max_nodes = 1 + self.count
-        self.prompt = resources.prompt
-        budget, sink = resources.budget, self.options.sink
+        self.prompt = context.prompt
+        budget, sink = context.budget, self.options.sink
         self.partial = PartialCache(budget, sink, dynamic=self.options.cache != "static", room=self.count)
-        self.recent = RecentCache(resources.draft_budget, sink, room=max(_CHUNK, self.count))
+        self.recent = RecentCache(context.draft_budget, sink, room=max(_CHUNK, self.count))
         self.read: list[int] = []  # tokens whose pairs stand behind those of the text in `recent`
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if cache.length:
             self.partial.append(cache, queries)
-        self.small.look_again()
-        with self.small.borrowed():
+        self.small.refresh_weights()
+        with self.small.patched():
             self._read_text(self.prompt[:-1])
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         chain: list[int] = []
         count = min(self.count, depth)
-        with self.small.borrowed():
+        with self.small.patched():
             while len(chain) < count:
                 guesses = self._guess(sampler, chain, count - len(chain) - 1)
                 self.partial.hold(len(chain))
@@ -98,7 +99,7 @@ class TriForce:
         for start in range(0, len(tokens), _CHUNK):
             chunk = tokens[start : start + _CHUNK]
             hidden = self.small.draft(chunk, self.recent.seen, self.recent)
-            self.recent.keep(len(chunk))
+            self.recent.commit(len(chunk))
         return hidden
 
     def _read_ahead(self, tokens: list[int]) -> torch.Tensor:

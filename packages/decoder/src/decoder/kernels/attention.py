@@ -3,6 +3,9 @@
 Registered with transformers' `AttentionInterface`, so every model that uses that interface runs it unchanged.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from transformers import AttentionInterface
 
@@ -28,24 +31,39 @@ _HARMLESS = frozenset(
 )
 
 
+class TextInPass(NamedTuple):
+    """One text's share of a pass.
+
+    Attributes:
+        tokens: T, its new tokens.
+        mask: which new token sees which, bool [T, T]; None is plain causal.
+        kv_length: where given, the cached tokens' number L in device memory, int64 [1]; key and value are then whole
+            buffers, whose entries from L on are the new ones, and what lies behind them means nothing.
+    """
+
+    tokens: int
+    mask: torch.Tensor | None = None
+    kv_length: torch.Tensor | None = None
+
+
 def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | tuple[torch.Tensor, ...],
+    value: torch.Tensor | tuple[torch.Tensor, ...],
     attention_mask: None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    tree_mask: torch.Tensor | None = None,
+    texts: Sequence[TextInPass] | None = None,
     queries: dict[int, torch.Tensor] | None = None,
-    standing: torch.Tensor | None = None,
+    observed: int = 0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of T new tokens over L cached ones and themselves.
+    """Attention of T new tokens over L cached ones and themselves; of several texts in one pass each over its own.
 
-    The cached prefix is seen by all and needs no mask; among the new tokens the mask is ``tree_mask`` [T, T] bool, or
-    causal without one. Query heads are packed per KV head, so no key or value is ever replicated.
+    The cached prefix is seen by all and needs no mask; among a text's new tokens the mask is its own, or causal
+    without one. Query heads are packed per KV head, so no key or value is ever replicated.
 
     On a CPU, a single token, or many over a long text, attend in blocks and no score matrix is made. Half precision is
     left out: there one softmax over whole products was seen to give a token the same bits whether it came alone or
@@ -53,10 +71,10 @@ def tree_attention(
 
     Args:
         query: [B, H, T, D]. key, value: [B, G, L + T, D], the T new entries last; usually views of a cache, each D
-            numbers next to each other.
-        queries: where given, the layer's queries are left there under its index.
-        standing: where given, L stands there in device memory, int64 [1]; key and value are whole buffers, whose
-            entries from L on are the new ones, and what lies behind them means nothing.
+            numbers next to each other. Of several texts, whose tokens stand behind each other in the queries [1, H, T,
+            D], they are tuples with an entry per text.
+        texts: the texts of the pass; None stands for one text without a mask.
+        queries: where given, the layer's last ``observed`` queries are left there under its index.
 
     Returns:
         [B, T, H, D], and None for the weights.
@@ -66,26 +84,38 @@ def tree_attention(
             sinks, a soft cap, a position bias, or anything else that is not known to change nothing.
     """
     _refuse_more_than_causal(module, attention_mask, kwargs)
-    batch, heads, new, dim = query.shape
     if queries is not None:
-        queries[module.layer_idx] = query
-    scaling = dim**-0.5 if scaling is None else scaling
-    if standing is not None:
-        output = split_kv.split_kv_attention(query.to(key.dtype), key, value, standing, tree_mask, scaling)
-        return output.to(query.dtype).transpose(1, 2).contiguous(), None
+        last = query[:, :, -observed:]
+        # A view would keep a long chunk's queries alive.
+        queries[module.layer_idx] = last if last.shape[2] == query.shape[2] else last.clone()
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, tuple):
+        own = query.split([text.tokens for text in texts], 2)
+        outputs = [_attend(*parts, scaling).transpose(1, 2) for parts in zip(own, key, value, texts, strict=True)]
+        return torch.cat(outputs, 1), None
+    output = _attend(query, key, value, texts[0] if texts else TextInPass(query.shape[2]), scaling)
+    # Some models take a view of this, as they may of what transformers' own functions return.
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, text: TextInPass, scaling: float
+) -> torch.Tensor:
+    """[B, H, T, D]: attention of one text's new tokens."""
+    if text.kv_length is not None:
+        output = split_kv.split_kv_attention(query.to(key.dtype), key, value, text.kv_length, text.mask, scaling)
+        return output.to(query.dtype)
+    batch, heads, new, _ = query.shape
     blocked = None
     if new > 1:
-        blocked = query.new_ones(new, new, dtype=torch.bool).triu(1) if tree_mask is None else ~tree_mask
+        blocked = query.new_ones(new, new, dtype=torch.bool).triu(1) if text.mask is None else ~text.mask
     scores = batch * heads * new * key.shape[2]
     # A single token over few KV heads is too few blocks for many threads.
     blockwise = scores > _FEW_SCORES if new > 1 else batch * key.shape[1] >= torch.get_num_threads()
     same = query.dtype == key.dtype == value.dtype  # not under autocast
     if blockwise and same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
-        output = _two_parts(query, key, value, blocked, scaling)
-    else:
-        output = _one_softmax(query, key, value, blocked, scaling)
-    # Some models take a view of this, as they may of what transformers' own functions return.
-    return output.transpose(1, 2).contiguous(), None
+        return _two_parts(query, key, value, blocked, scaling)
+    return _one_softmax(query, key, value, blocked, scaling)
 
 
 def _two_parts(

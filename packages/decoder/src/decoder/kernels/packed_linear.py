@@ -9,7 +9,6 @@ it.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from decoder.draft_heads import DraftHead, RMSNorm
+from decoder.kernels.memory import available_memory
 
 _SHARE = 0.5  # of the memory that is available, for the packed copies
 _READ_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -114,7 +114,7 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
     within = {layer for head in heads for layer in _products(head)}
     layers = [module for module in modules if module not in within and _packable(module)]
-    memory = available_memory()
+    memory = available_memory(torch.device("cpu"))
     new = sum(_nbytes(layer) for layer in [*heads, *layers] if layer not in _packed)
     if memory is not None and new > _SHARE * memory:
         return {}
@@ -185,21 +185,6 @@ def _products(head: DraftHead) -> list[nn.Module]:
 
 def _nbytes(layer: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in layer.parameters())
-
-
-def available_memory() -> int | None:
-    """Bytes that this process may still take (Linux); None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    try:
-        # A container may have less than the machine.
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
 
 
 def under_autocast() -> bool:

@@ -6,7 +6,7 @@ What has none, norms and rotary embeddings, is replaced while a pass runs, where
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import NamedTuple
 
@@ -15,8 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decoder.cache.base import LayeredCache
+from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.kernels import attention, split_kv
+from decoder.kernels.attention import TextInPass
 from decoder.kernels.cuda_graphs import CudaGraphs, FixedPass, Recorder, padded_width
 from decoder.kernels.norms import fused_norms
 from decoder.kernels.packed_linear import packed_layers, replaced, under_autocast
@@ -26,9 +28,6 @@ from decoder.model.architectures import refuse_unsupported
 from decoder.sampling.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-OBSERVED = 32
-"""Queries at the end of the prompt that prefill hands on; the observation window of SnapKV (arXiv 2404.14469)."""
-
 _PREFILL_CHUNK = 512
 _PREFILL_CHUNK_ON_CUDA = 2048
 _WIDEST_RECORDED = 256  # tokens of a pass; the chunks of a prompt are longer, and too few to record
@@ -46,12 +45,17 @@ class Verification:
     Attributes:
         hidden: the last decoder layer's output before the final norm, [T, d].
         logits: [T, V].
-        queries: per layer [B, H, T or more, D].
+        queries: per layer [1, H, T or more, D]; empty unless asked for.
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor
     queries: dict[int, torch.Tensor]
+
+    def detached(self) -> "Verification":
+        """A copy that no later pass writes over."""
+        queries = {layer: query.clone() for layer, query in self.queries.items()}
+        return Verification(self.hidden.clone(), self.logits.clone(), queries)
 
 
 class _Faster(NamedTuple):
@@ -78,10 +82,10 @@ class _ProbedCache(FullCache):
 
 
 class Target:
-    """Runs the user's model over a cache, inside a `borrowed` block, and leaves the model as it was.
+    """Runs the user's model over a cache, inside a `patched` block, and leaves the model as it was.
 
     Making one runs the model on a tree of three tokens, to see that every layer takes this attention and what the
-    model does to the output of its language-model head.
+    model does to the output of its language-model head, and on two texts at once, to see whether it can.
 
     Raises:
         ValueError: an architecture that could not be decoded exactly, or a model on another device than one CPU or
@@ -105,18 +109,21 @@ class Target:
         self.hidden_size: int = self.lm_head.weight.shape[1]
         self._refuse_devices()
         self._helpers: list[nn.Module] = []
-        self.look_again()
+        self.refresh_weights()
         self._hidden: torch.Tensor | None = None
+        self.kv_bytes = 0
+        """Bytes of a token's keys and values in all layers."""
         # Where attention reads the length of the text from device memory, passes are recorded.
         self.recorder: Recorder | None = CudaGraphs(self.device) if split_kv.available(self.device) else None
         self._logit_scale = self._probe()
+        self.flattens = self._probe_flattened()
 
     def speed_up(self, module: nn.Module) -> None:
-        """Let the layers of ``module`` run as fast as the model's own while the model is borrowed."""
+        """Let the layers of ``module`` run as fast as the model's own while the model is patched."""
         self._helpers.append(module)
-        self.look_again()
+        self.refresh_weights()
 
-    def look_again(self) -> None:
+    def refresh_weights(self) -> None:
         """Take in what the user has changed in the model: weights, added layers, another dtype.
 
         Raises:
@@ -131,6 +138,11 @@ class Target:
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    @property
+    def draws_whole_trees(self) -> bool:
+        """Whether the tokens of all nodes are drawn at once, as the host is slow to hear from the device."""
+        return self.device.type == "cuda"
 
     def _refuse_devices(self) -> None:
         devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
@@ -151,8 +163,8 @@ class Target:
         cache = _ProbedCache(self.width(len(tree)))
         self._replacements()
         try:
-            with self.borrowed():
-                seen = self.forward(tree, cache)
+            with self.patched():
+                [seen] = self.forward([tree], [cache], observe=True)
                 raw, logits = self.lm_head(self.norm(seen.hidden)).double(), seen.logits.double()
         except torch.OutOfMemoryError:
             raise
@@ -163,12 +175,39 @@ class Target:
             raise ValueError(
                 f"{self.name} does not use transformers' attention interface and cache in all {self._layers} layers"
             )
+        self.kv_bytes = cache.nbytes // cache.capacity
         scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
         if (raw * scale - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
             raise ValueError(
                 f"{self.name} changes its logits behind its language-model head; that cannot be drafted for"
             )
         return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
+
+    @torch.inference_mode()
+    def _probe_flattened(self) -> bool:
+        """Whether the model runs several texts in one pass, each over its own cache, and gives what it gives alone."""
+        trees = [TokenTree(0), TokenTree(1 % self.vocab_size)]
+        trees[0].add(0, 0, "probe")
+        texts = [[0, 0, 0], [0]]
+
+        def verified(together: bool) -> list[torch.Tensor]:
+            caches = [_ProbedCache(len(text) + self.width(2)) for text in texts]
+            for text, cache in zip(texts, caches, strict=True):
+                self.prefill(text, cache)
+            size = len(trees) if together else 1
+            groups = (slice(start, start + size) for start in range(0, len(trees), size))
+            seen = (one for group in groups for one in self._verify(trees[group], caches[group], observe=False))
+            return [verification.logits.double() for verification in seen]
+
+        try:
+            with self.patched():
+                pairs = zip(verified(together=True), verified(together=False), strict=True)
+                return all((a - b).norm() <= _LOGITS_TOLERANCE * b.norm() for a, b in pairs)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError):
+            # Some models look at keys on their way from the cache to attention.
+            return False
 
     def _replacements(self) -> _Faster:
         if self._faster is None:
@@ -187,10 +226,10 @@ class Target:
         return self._faster
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """What drafters call of the model, and the helpers, with faster layers; the model itself is taken pass by pass.
+    def patched(self) -> Iterator[None]:
+        """What drafters call of the model, and the helpers, with faster layers; the model itself is patched per pass.
 
-        Borrowed for one step at a time, so that between two chunks of a stream the model is the user's own.
+        Patched for one step at a time, so that between two chunks of a stream the model is the user's own.
         """
         with replaced(self._replacements().called):
             yield
@@ -221,6 +260,27 @@ class Target:
     def _record(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden = args[0]
 
+    def _run(
+        self,
+        module: nn.Module,
+        ids: torch.Tensor,
+        cache: LayeredCache | FlattenedCaches,
+        texts: Sequence[TextInPass],
+        observed: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Run the model or its decoder on ids [2, T], tokens and positions, of all ``texts`` behind each other.
+
+        Returns:
+            Hidden states before the final norm [T, d], logits [T, V] unless ``module`` is the decoder, and the last
+            ``observed`` queries of each layer.
+        """
+        queries: dict[int, torch.Tensor] = {}
+        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
+        with self._running():
+            output = module(**inputs, texts=texts, queries=queries if observed else None, observed=observed)
+            logits = output.logits[0] if module is self.model else None
+            return self._hidden[0], logits, queries
+
     def _pass(
         self,
         module: nn.Module,
@@ -228,52 +288,70 @@ class Target:
         positions: Sequence[int],
         cache: LayeredCache,
         mask: torch.Tensor | None = None,
-        observe: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor] | None]:
-        """Run the model or its decoder: hidden states before the final norm [T, d], logits [T, V], and queries."""
+        observed: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+        """`_run` for one text; recorded where passes are, and replayed."""
+        count = len(tokens)
 
         def run(ids: torch.Tensor, mask: torch.Tensor | None):
-            queries = {} if observe else None
-            inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
-            with self._running():
-                output = module(**inputs, tree_mask=mask, queries=queries, standing=cache.standing)
-                logits = output.logits[0] if module is self.model else None
-                return self._hidden[0], logits, queries
+            return self._run(module, ids, cache, [TextInPass(count, mask, cache.kv_length)], observed)
 
-        fixed = None if self.recorder is None else self.device
-        cache.prepare(self._layers, fixed)
-        cache.begin(len(tokens))
+        self._begin(cache, count)
         if isinstance(tokens, torch.Tensor):
             ids = torch.stack((tokens, upload(positions, self.device)))
         else:
             ids = torch.tensor([list(tokens), list(positions)])
         # Under autocast a graph would know copies of the weights that go when the user's block ends.
-        if fixed is None or len(tokens) > _WIDEST_RECORDED or under_autocast():
+        if self.recorder is None or count > _WIDEST_RECORDED or under_autocast():
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
-        kind = (module is self.model, len(tokens), mask is None, observe)
+        kind = (module is self.model, count, mask is None, observed)
         if kind not in cache.passes:
             cache.passes[kind] = FixedPass(self.recorder, self.device)
         return cache.passes[kind](run, ids, mask)
 
-    def prefill(self, tokens: Sequence[int], cache: FullCache) -> dict[int, torch.Tensor]:
-        """Commit ``tokens`` to an empty cache, chunk by chunk; the last `OBSERVED` queries per layer, [B, H, T, D]."""
+    def _begin(self, cache: LayeredCache, count: int) -> None:
+        cache.prepare(self._layers, None if self.recorder is None else self.device)
+        cache.begin(count)
+
+    def prefill(self, tokens: Sequence[int], cache: FullCache, observed: int = 0) -> dict[int, torch.Tensor]:
+        """Commit ``tokens`` to an empty cache, chunk by chunk.
+
+        Returns:
+            The last ``observed`` queries per layer [1, H, T, D], fewer of a shorter prompt.
+        """
         queries: dict[int, torch.Tensor] = {}
         # The odd chunk comes first, so that the last one is long enough to observe.
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
         starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
         for start, end in pairwise([*starts, len(tokens)] if tokens else []):
-            chunk = tokens[start:end]
-            positions = range(start, start + len(chunk))
-            _, _, queries = self._pass(self.decoder, chunk, positions, cache, observe=True)
-            cache.keep(range(len(chunk)))
-        return {layer: query[:, :, -OBSERVED:].clone() for layer, query in queries.items()}
+            last = observed if end == len(tokens) else 0
+            _, _, queries = self._pass(self.decoder, tokens[start:end], range(start, end), cache, observed=last)
+            cache.keep(range(end - start))
+        # Where the pass is recorded, the next one writes over its outputs.
+        return {layer: query.clone() for layer, query in queries.items()}
 
     def width(self, nodes: int) -> int:
         """Positions that a verification of ``nodes`` nodes writes: more than that where passes have fixed widths."""
         return nodes if self.recorder is None else padded_width(nodes)
 
-    def forward(self, tree: TokenTree, cache: FullCache) -> Verification:
-        """Verify: every node of ``tree`` over the full cache, at position committed tokens + depth."""
+    def forward(
+        self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool = False
+    ) -> list[Verification]:
+        """Verify: every node of each text's tree over its full cache, at position committed tokens + depth.
+
+        The trees of several texts are verified in one flattened pass, their nodes behind each other; of a model that
+        cannot run like that in a pass each.
+
+        Args:
+            observe: keep the queries of all nodes.
+        """
+        if len(trees) == 1:
+            return [self._verify_one(trees[0], caches[0], observe)]
+        if not self.flattens:
+            return [self._verify_one(*text, observe).detached() for text in zip(trees, caches, strict=True)]
+        return self._verify(trees, caches, observe)
+
+    def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
         padding = self.width(nodes) - nodes
         # Padding sees itself alone, and nothing sees it. One kind of pass serves chains and trees.
@@ -281,8 +359,34 @@ class Target:
         mask = tree.ancestor_mask(nodes + padding if fixed else None)
         positions = [cache.length + depth for depth in tree.depths] + [cache.length] * padding
         tokens = tree.tokens + [tree.tokens[0]] * padding
-        hidden, logits, queries = self._pass(self.model, tokens, positions, cache, mask, observe=True)
+        observed = len(tokens) if observe else 0
+        hidden, logits, queries = self._pass(self.model, tokens, positions, cache, mask, observed)
         return Verification(hidden[:nodes], logits[:nodes], queries)
+
+    def _verify(self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool) -> list[Verification]:
+        """All trees in one pass, which is run as it is and not recorded: its shape changes with every step."""
+        counts = [len(tree) for tree in trees]
+        texts = []
+        for tree, cache in zip(trees, caches, strict=True):
+            self._begin(cache, len(tree))
+            mask = tree.ancestor_mask()
+            mask = None if mask is None else upload(mask, self.device)
+            texts.append(TextInPass(len(tree), mask, cache.kv_length))
+        tokens = [token for tree in trees for token in tree.tokens]
+        positions = [cache.length + depth for tree, cache in zip(trees, caches, strict=True) for depth in tree.depths]
+        ids = upload([tokens, positions], self.device)
+        observed = len(tokens) if observe else 0
+        cache = FlattenedCaches(caches, counts) if len(caches) > 1 else caches[0]
+        hidden, logits, queries = self._run(self.model, ids, cache, texts, observed)
+        borders = pairwise(accumulate(counts, initial=0))
+        return [
+            Verification(
+                hidden[start:end],
+                logits[start:end],
+                {layer: query[:, :, start:end] for layer, query in queries.items()},
+            )
+            for start, end in borders
+        ]
 
     def draft(self, tokens: Sequence[int] | torch.Tensor, position: int, cache: LayeredCache) -> torch.Tensor:
         """Hidden states h0 [T, d] before the final norm of a run of tokens, the first at ``position``.

@@ -86,9 +86,9 @@ class TokenTree:
     def prune(self, depth: int) -> None:
         """Forget the nodes deeper than ``depth``; the others keep their order."""
         if self.depth > depth:
-            self.keep([node for node, at in enumerate(self.depths) if at <= depth])
+            self.select([node for node, at in enumerate(self.depths) if at <= depth])
 
-    def keep(self, nodes: Sequence[int]) -> None:
+    def select(self, nodes: Sequence[int]) -> None:
         """Forget all other nodes; these, the root first and each behind its parent, are numbered anew in this order."""
         number = {node: new for new, node in enumerate(nodes)}
         self.parents = [-1, *(number[self.parents[node]] for node in nodes[1:])]

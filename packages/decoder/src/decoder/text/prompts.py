@@ -3,8 +3,42 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
+
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+    """The token ids of a prompt in any of its forms.
+
+    Raises:
+        ValueError: it is none, empty, outside the vocabulary, or needs a tokenizer that is not there.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
+        ids = text_ids(prompt, tokenizer)
+    elif is_chat(prompt):
+        ids = chat_ids(prompt, tokenizer)
+    elif isinstance(prompt, torch.Tensor):
+        no_ids = prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool
+        if no_ids or prompt.ndim not in (1, 2):
+            raise ValueError("a prompt tensor holds integer token ids, of shape [n] or [1, n]")
+        if prompt.ndim == 2 and len(prompt) != 1:
+            raise ValueError(f"one prompt at a time: the batch has {len(prompt)}; generate_batch takes many")
+        ids = prompt.flatten().tolist()
+    elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt) and not isinstance(prompt, bytes):
+        ids = list(prompt)
+    else:
+        raise ValueError("a prompt is text, chat messages, a list of integer token ids, or a LongTensor [n] or [1, n]")
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token")
+    outside = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if outside is not None:
+        raise ValueError(f"token id {outside} is outside the vocabulary of {vocab_size}")
+    return ids
 
 
 def is_chat(prompt: Any) -> bool:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 
 from decoder.draft_heads import DraftHeads
+from decoder.drafters.base import DeferredRead
 from decoder.drafters.tuning.level_worth import LevelWorth
 from decoder.drafters.tuning.odds import Odds
 from decoder.drafters.tuning.tuned import Offer
 from decoder.kernels.transfers import download
 from decoder.model.target import Target, Verification
-from decoder.sampling.acceptance import Ending, Question
-from decoder.sampling.sampler import Ahead, Sampler
+from decoder.sampling.draft_context import DraftContext
+from decoder.sampling.sampler import Sampler, TreeDraws
 
 Path = tuple[int, ...]
 
@@ -89,7 +90,7 @@ class HeadsSource:
         target: its embeddings and language-model head serve the heads.
         coupled: rank by log q plus the position's noise.
         odds: what the chances of offers are learnt in.
-        learnt: where it finds what earlier texts have taught (`Resources.learnt`).
+        learnt: where it finds what earlier texts have taught (`DrafterContext.learnt`).
     """
 
     name = "heads"
@@ -112,7 +113,7 @@ class HeadsSource:
         self._found: list[list[Offer]] = []
         self._onward: float | None = 1.0  # the chance to come to the next level; None where there is none
         self._last: _Level | None = None  # that was run
-        self._answer: tuple[int, list[float]] = 0, []  # what levels that were looked ahead for told, at which length
+        self._answer: list[float] = []  # what levels that were drafted ahead gave
         self._sampler: Sampler | None = None
         self._rate: Callable[[], float] = lambda: 0.0
         self._rate_without = 0.0  # what that was before any level was run
@@ -124,8 +125,8 @@ class HeadsSource:
         self._levels, self._reach, self._onward = [], [], 1.0
         self._rate, self._rate_without, self._node_seconds = rate, rate(), node_seconds
         self.worth.begin_step()
-        length, told = self._answer
-        if told and length == len(sampler.context):
+        told, self._answer = self._answer, []
+        if told:
             numbers = iter(told)
             while (level := self._told_of_level(numbers))[0]:
                 self._take(*level)
@@ -137,7 +138,7 @@ class HeadsSource:
         if depth == len(self._levels):
             if depth >= self._most or not self.worth.pays(depth, self._price(depth, self._rate()), self._onward):
                 return []
-            ahead = self._sampler.ahead()
+            ahead = self._sampler.draft_context()
             if self.coupled and not self._sampler.params.greedy:
                 ahead.noise(depth + 1)  # made for many positions at a time
             start = time.perf_counter()
@@ -149,7 +150,7 @@ class HeadsSource:
             return []
         return self._levels[depth].get(place if self.heads.conditioned else None, [])
 
-    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending, levels: int) -> Question | None:
+    def draft_ahead(self, verification: Verification, draws: TreeDraws, levels: int) -> DeferredRead | None:
         most = min(levels, self.deepest)
         # The next step is thought to be like this one.
         prices = (self._price(depth, self._rate_without) for depth in range(most))
@@ -165,14 +166,14 @@ class HeadsSource:
         for depth in range(count):
             start = self._clock() if timed else 0.0
             if level is None:
-                branches = self._at_root(verification.hidden.index_select(0, ending.node))
+                branches = self._at_root(verification.hidden.index_select(0, draws.last_node))
             else:
                 branches = level.likeliest(self._beam)
-            level = self._level(depth, branches, sampler, ending.ahead)
+            level = self._level(depth, branches, draws.sampler, draws.draft_context)
             told.append(level.told)
             if timed:
                 self.worth.took(depth, self._clock() - start)
-        return Question(torch.cat(told), lambda numbers: self._answered(len(sampler.context), numbers))
+        return DeferredRead(torch.cat(told), self._receive)
 
     def _price(self, depth: int, rate: float) -> float:
         """Of a level, in tokens: what would come in its time, and in that of the nodes it adds."""
@@ -182,15 +183,15 @@ class HeadsSource:
         self.target.wait()
         return time.perf_counter()
 
-    def _answered(self, length: int, numbers: list[float]) -> None:
-        self._answer = length, numbers
+    def _receive(self, numbers: list[float]) -> None:
+        self._answer = numbers
 
     def _at_root(self, hidden: torch.Tensor) -> _Branches:
         """The one branch without any token yet, from ``hidden`` [1, d]."""
         places, drafted = self._root
         return _Branches(places, hidden, drafted, 0.0)
 
-    def _level(self, depth: int, branches: _Branches, sampler: Sampler, ahead: Ahead) -> _Level:
+    def _level(self, depth: int, branches: _Branches, sampler: Sampler, ahead: DraftContext) -> _Level:
         """Run a level of heads on n branches."""
         head = min(depth, self.heads.num_heads - 1)
         embeddings = None

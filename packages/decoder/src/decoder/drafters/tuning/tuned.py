@@ -9,14 +9,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Resources
+from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.tuning.odds import Calibration, Odds
 from decoder.drafters.tuning.running_costs import RunningCosts
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.drafters.tuning.ways import Ways
 from decoder.model.target import Verification
-from decoder.sampling.acceptance import Ending, Question
-from decoder.sampling.sampler import Sampler
+from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
@@ -73,8 +72,8 @@ class CostlySource(Source, Protocol):
     looking_seconds: float
     """What it asked the device for when it last looked ahead takes about so long."""
 
-    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending, levels: int) -> Question | None:
-        """As in `LooksAhead.look_ahead`, ``levels`` as in `root`."""
+    def draft_ahead(self, verification: Verification, draws: TreeDraws, levels: int) -> DeferredRead | None:
+        """As in `DraftsAhead.draft_ahead`, ``levels`` as in `root`."""
 
 
 class _Candidates:
@@ -173,23 +172,26 @@ class Tuned:
     """
 
     max_nodes = WIDEST
+    observed_queries = 0
 
-    def __init__(self, resources: Resources, sources: Sequence[Source], odds: Odds, costly: CostlySource | None = None):
-        if resources.options.verification != "exact":
+    def __init__(
+        self, context: DrafterContext, sources: Sequence[Source], odds: Odds, costly: CostlySource | None = None
+    ):
+        if context.options.verification != "exact":
             raise ValueError(
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
-                f"{resources.options.verification} verification: take another method, or exact verification"
+                f"{context.options.verification} verification: take another method, or exact verification"
             )
-        self.costs = resources.costs
-        self.wanted = resources.max_new_tokens
+        self.costs = context.costs
+        self.wanted = context.max_new_tokens
         self.odds = odds
         self.sources = sources if costly is None else [*sources, costly]
         self._costly = costly
         self._offered: dict[int, list[tuple[Hashable, int]]] = {}  # by node of the candidates
         self._kept: list[int] = []  # the candidates that are the tree
         ways = 1 if costly is None else len(_LEVELS)
-        self._ways: Ways = resources.learnt.setdefault(("ways", ways), Ways(ways))
-        self._accepting: Calibration = resources.learnt.setdefault("accepting", Calibration())
+        self._ways: Ways = context.tuning_state.setdefault(("ways", ways), Ways(ways))
+        self._accepting: Calibration = context.tuning_state.setdefault("accepting", Calibration())
         self._seconds: list[float] = []  # of verifying n nodes, as it was known lately
         self._hoped = 0.0  # drafted tokens to be accepted in this step
         self._telling = True  # the step shows how good the way is
@@ -233,7 +235,7 @@ class Tuned:
         self._offered = candidates.offered
         self._kept = candidates.likeliest()[: min(most, self._best(candidates)[0])]
         self._hoped = sum(candidates.chances[node] for node in self._kept[1:])
-        candidates.tree.keep(self._kept)
+        candidates.tree.select(self._kept)
         self._drafting, self._looking = time.perf_counter() - self._began, 0.0
         return candidates.tree
 
@@ -249,10 +251,10 @@ class Tuned:
                 best, size = rate, nodes
         return size, best
 
-    def look_ahead(self, verification: Verification, sampler: Sampler, ending: Ending) -> Question | None:
+    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
         if self._costs is None or self._costly is None:
             return None
-        question = self._costly.look_ahead(verification, sampler, ending, _LEVELS[self._ways.now])
+        question = self._costly.draft_ahead(verification, draws, _LEVELS[self._ways.now])
         self._looking = self._costly.looking_seconds
         return question
 

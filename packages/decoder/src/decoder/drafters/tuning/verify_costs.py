@@ -58,12 +58,12 @@ class VerifyCosts:
             tree.add(0, token, "measure")
         tree.tokens = [0] * width
         for _ in range(_RECORDING if self.target.recorder is not None else 0):
-            self.target.forward(tree, cache)
+            self.target.forward([tree], [cache])
         best, began = float("inf"), time.perf_counter()
         for repeat in range(_MOST_REPEATS):
             self.target.wait()
             start = time.perf_counter()
-            self.target.forward(tree, cache)
+            self.target.forward([tree], [cache])
             self.target.wait()
             end = time.perf_counter()
             best = min(best, end - start)

@@ -1,0 +1,133 @@
+"""The arguments of a generation, checked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from decoder.draft_heads import DraftHeads
+from decoder.drafters import METHODS
+from decoder.options import TokenSwiftOptions
+from decoder.sampling.params import SamplingParams
+from decoder.sampling.sampler import LogitsHook
+from decoder.text.prompts import Prompt, prompt_ids
+from decoder.text.stops import Stop, check_stop, eos_ids
+
+if TYPE_CHECKING:
+    from decoder.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One prompt and how it is to be continued.
+
+    Attributes:
+        context: the prompt's token ids.
+        limit: how many tokens may be generated.
+        open_ended: no length was asked for, so ``limit`` is the model's last position and hardly reached.
+        method, heads: how to draft, and with which heads, if any.
+        stop_ids, stop_strings: what ends the text before, end-of-sequence ids included unless they are ignored.
+    """
+
+    context: list[int]
+    limit: int
+    open_ended: bool
+    method: str
+    heads: DraftHeads | None
+    sampling: SamplingParams
+    options: TokenSwiftOptions
+    stop_ids: set[int]
+    stop_strings: list[str]
+    return_logprobs: bool
+    logits_hook: LogitsHook | None
+
+
+def check_arguments(
+    dec: "Decoder",
+    prompt: Prompt,
+    max_new_tokens: int | None,
+    method: str | None,
+    sampling: SamplingParams | None,
+    options: TokenSwiftOptions | None,
+    stop: Stop,
+    ignore_eos: bool,
+    return_logprobs: bool,
+    logits_hook: LogitsHook | None,
+) -> Arguments:
+    """The arguments of `generate`, or a ValueError that says what to change."""
+    sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
+    for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+    for name, value in (("ignore_eos", ignore_eos), ("return_logprobs", return_logprobs)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, not {value!r}")
+    if logits_hook is not None and not callable(logits_hook):
+        raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
+    context = prompt_ids(prompt, dec.tokenizer, dec.target.vocab_size)
+    limit = _length_limit(dec, len(context), max_new_tokens)
+    method, heads = _method(dec, method, options)
+    stop_ids, strings = check_stop(stop, dec.tokenizer, dec.target.vocab_size)
+    if not ignore_eos:
+        stop_ids |= eos_ids(dec.model, dec.tokenizer)
+    return Arguments(
+        context,
+        limit,
+        max_new_tokens is None,
+        method,
+        heads,
+        sampling,
+        options,
+        stop_ids,
+        strings,
+        return_logprobs,
+        logits_hook,
+    )
+
+
+def _length_limit(dec: "Decoder", prompt_tokens: int, max_new_tokens: int | None) -> int:
+    """How many tokens may be generated."""
+    positions = dec.model.config.max_position_embeddings
+    wanted = max_new_tokens
+    if wanted is None:
+        wanted = max(0, positions - prompt_tokens)
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
+        raise ValueError(f"max_new_tokens must be an integer of at least 0, or None, not {max_new_tokens!r}")
+    if prompt_tokens + wanted > positions:
+        raise ValueError(
+            f"prompt ({prompt_tokens} tokens) + max_new_tokens ({wanted}) is beyond the {positions} positions "
+            f"of the model: shorten one of them"
+        )
+    return wanted
+
+
+def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> tuple[str, DraftHeads | None]:
+    if method is None and options.verification == "exact":
+        method = "auto"
+    elif method is None:
+        method = "tokenswift" if dec.heads else "prompt-lookup"
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
+    kinds = METHODS[method].heads_kinds
+    if not kinds:
+        return method, None
+    kind = next((kind for kind in kinds if kind in dec.heads), None)
+    if kind is None and METHODS[method].needs_heads:
+        raise ValueError(
+            f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'prompt-lookup'"
+        )
+    return method, dec.heads.get(kind)
+
+
+def per_prompt(name: str, value: Any, count: int, listed: Callable[[Any], bool] = lambda each: True) -> list:
+    """``value`` for each of ``count`` prompts: a list with an entry per prompt, or one for all.
+
+    ``listed`` tells of an entry whether a list that has such a one is a list of values, and not one value itself.
+    """
+    if not isinstance(value, list | tuple) or not any(map(listed, value)):
+        return [value] * count
+    if len(value) != count:
+        without = f"prompt {len(value)} has none" if len(value) < count else f"there is no prompt {count}"
+        raise ValueError(
+            f"{name} has {len(value)} entries for {count} prompts ({without}): give one for each or for all"
+        )
+    return list(value)

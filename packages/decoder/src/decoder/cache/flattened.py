@@ -1,0 +1,34 @@
+"""The caches of several texts as the one cache that a flattened pass is given."""
+
+from collections.abc import Sequence
+
+from transformers import Cache
+
+from decoder.cache.base import LayeredCache
+
+
+class FlattenedCaches(Cache):
+    """Hands each text's new pairs to that text's own cache; the tokens of all texts stand behind each other in a pass.
+
+    What attention gets in place of a layer's keys and values are tuples, one entry per text: nothing is padded to the
+    longest and no cache is copied. A model that looks at keys between cache and attention cannot run like this, which
+    `model.Target` finds out when it is made.
+
+    Args:
+        caches: one per text.
+        counts: how many tokens of the pass are each text's, in order.
+    """
+
+    def __init__(self, caches: Sequence[LayeredCache], counts: Sequence[int]):
+        super().__init__(layers=[])
+        self.caches, self.counts = caches, list(counts)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Write a layer's new pairs [1, G, sum of counts, D]; what each text attends to, as `LayeredCache.update`."""
+        parts = zip(key_states.split(self.counts, 2), value_states.split(self.counts, 2), strict=True)
+        written = (cache.update(*part, layer_idx) for cache, part in zip(self.caches, parts, strict=True))
+        return tuple(zip(*written, strict=True))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest text's; positions are given to the model, which asks for this to size masks it does not make."""
+        return max(cache.get_seq_length(layer_idx) for cache in self.caches)

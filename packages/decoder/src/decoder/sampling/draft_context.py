@@ -1,0 +1,100 @@
+"""What drafts are ranked with: the text as it may go on, its penalty window and its noise."""
+
+from collections.abc import Sequence
+
+import torch
+
+from decoder.kernels.transfers import upload
+from decoder.sampling.noise import NoiseRows
+from decoder.sampling.penalty_window import PenaltyWindow
+
+
+class DraftContext:
+    """The text with drafted tokens behind it, which only the device may know yet.
+
+    Nothing here waits for the device: a token that leaves the penalty window is one of the text or one of those pushed.
+    A context is good until the text itself goes on.
+
+    Args:
+        window: of the text; left as it is.
+        noise: of all positions.
+        text: all of it.
+    """
+
+    def __init__(self, window: PenaltyWindow, noise: NoiseRows, text: Sequence[int]):
+        self._window, self._counts = window, window.counts
+        self._noise, self._text = noise, text
+        self._tokens: list[int | torch.Tensor] = []
+        self._one: torch.Tensor | None = None
+        # Behind a verification whose end the device alone knows: how many tokens it added, and the last of them.
+        self._added: torch.Tensor | None = None
+        self._most_added = 0
+        self._newest: torch.Tensor | None = None
+
+    @classmethod
+    def behind_verification(
+        cls,
+        base: "DraftContext",
+        added: torch.Tensor,
+        most_added: int,
+        newest: torch.Tensor,
+        counts: torch.Tensor | None,
+    ) -> "DraftContext":
+        """The text of ``base`` once a verification has added its tokens.
+
+        From there on tokens still enter the window, but none leaves it: drafts may be ranked with that.
+
+        Args:
+            added: how many tokens, int64 [1] on the device, from 1 to ``most_added``.
+            newest: the last one of them, int64 [1] on the device.
+            counts: of the penalty window behind them, int32 [V]; None where nothing is penalised.
+        """
+        context = cls(base._window, base._noise, base._text)
+        context._added, context._most_added, context._newest = added, most_added, newest
+        if counts is not None:
+            context._counts = counts
+        return context
+
+    def push(self, token: int | torch.Tensor) -> None:
+        """Go on with ``token``: an id, or an int64 tensor [1] that holds one."""
+        self._tokens.append(token)
+        size, within = self._window.size, self._window.tokens
+        if not size:
+            return
+        if self._counts is self._window.counts:
+            self._counts = self._counts.clone()
+        self._count(token, 1)
+        leaving = len(within) + len(self._tokens) - size - 1
+        if self._added is not None or leaving < 0:
+            return
+        self._count(within[leaving] if leaving < len(within) else self._tokens[leaving - len(within)], -1)
+
+    def newest(self) -> torch.Tensor:
+        """The last token, int64 [1]."""
+        if self._newest is not None and not self._tokens:
+            return self._newest
+        token = self._tokens[-1] if self._tokens else self._text[-1]
+        return token if isinstance(token, torch.Tensor) else upload([token], self._counts.device)
+
+    def in_window(self) -> torch.Tensor | None:
+        """Tokens under penalty behind all that were pushed, bool [V]; None when nothing is penalised."""
+        if self._counts is self._window.counts:
+            return self._window.penalised
+        return self._counts > 0
+
+    def noise(self, count: int, skip: int = 0) -> torch.Tensor:
+        """Noise of ``count`` positions, the first ``skip`` behind the next one, float64 [count, V]."""
+        start = len(self._tokens) + skip
+        # From the end of the text on: what is made for many positions at a time must serve the next step, too.
+        if self._added is None:
+            return self._noise.rows(len(self._text), count, skip=start)
+        rows = self._noise.rows(len(self._text), self._most_added + start + count)
+        return rows.index_select(0, self._added + torch.arange(start, start + count, device=rows.device))
+
+    def _count(self, token: int | torch.Tensor, change: int) -> None:
+        if isinstance(token, int):
+            self._counts[token].add_(change)
+        else:
+            if self._one is None:
+                self._one = self._counts.new_ones(1)
+            self._counts.index_add_(0, token, self._one, alpha=change)
