@@ -1,0 +1,216 @@
+"""Many texts in one pass: each is the one it would be alone, whoever joins, leaves or fails beside it."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from decoder import BatchError, Decoder, SamplingParams, methods
+from decoder.arguments import check_arguments
+from decoder.engine import Engine
+from decoder.model.target import Target
+
+from .conftest import VOCAB
+
+LENGTHS = (1, 40, 7, 13, 33, 22, 5, 2)
+NEW = (30, 20, 30, 40, 50, 60, 70, 0)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def params(index):
+    return SamplingParams(seed=index, min_p=0.05, repetition_penalty=1.1, penalty_window=20) if index % 4 else GREEDY
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def alone(dec, texts):
+    """Plain decoding of each text by itself."""
+    asked = zip(texts, NEW, range(len(texts)), strict=True)
+    return [dec.generate(text, new, "ar", params(index), return_logprobs=True) for text, new, index in asked]
+
+
+def joined(dec, texts, method, **asked):
+    return dec.generate_batch(texts, NEW, method, list(map(params, range(len(texts)))), **asked)
+
+
+@pytest.mark.parametrize("whole_trees", [False, True], ids=["visited nodes", "whole trees"])
+@pytest.mark.parametrize("max_batch", [3, None])
+@pytest.mark.parametrize("method", methods())
+def test_each_text_of_a_batch_is_the_one_it_would_be_alone(
+    dec, texts, alone, method, max_batch, whole_trees, monkeypatch
+):
+    monkeypatch.setattr(Target, "draws_whole_trees", whole_trees)
+    outs = joined(dec, texts, method, max_batch=max_batch, return_logprobs=True)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+    assert [out.finish_reason for out in outs] == ["length"] * len(texts)
+    for out, expected in zip(outs, alone, strict=True):
+        assert out.logprobs == pytest.approx(expected.logprobs)
+
+
+def test_a_step_is_one_pass_for_all_texts(dec, texts, monkeypatch):
+    forward, passes = LlamaForCausalLM.forward, []
+
+    def counted(model, *args, **kwargs):
+        passes.append(kwargs["input_ids"].shape)
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    dec.generate_batch(texts[:4], 20, "ar")
+    # Nothing is padded: a token of each text that is not over yet.
+    assert passes == [(1, 4)] * 20
+
+
+def test_early_stops_and_late_arrivals_change_no_text(dec, texts, alone):
+    stop = alone[4].token_ids[10]
+    outs = joined(dec, texts, "tokenswift", stop=[stop], max_batch=2)
+    for out, expected in zip(outs, alone, strict=True):
+        tokens = expected.token_ids
+        cut = tokens.index(stop) + 1 if stop in tokens else len(tokens)
+        assert out.token_ids == tokens[:cut]
+        assert out.finish_reason == ("stop" if stop in tokens else "length")
+
+
+def test_chunks_of_a_batch_are_its_texts_in_pieces(dec, texts, alone):
+    pieces, order = {index: [] for index in range(len(texts))}, []
+    for index, chunk in dec.stream_batch(texts, NEW, "medusa", list(map(params, range(len(texts)))), max_batch=3):
+        pieces[index] += chunk.token_ids
+        order.append(index)
+        if chunk.output is not None:
+            assert pieces[index] == chunk.output.token_ids == alone[index].token_ids
+    # They come side by side, and a waiting one joins when another has left.
+    assert len({*order[:6]}) == 3 and order[-1] >= 4
+
+
+def test_a_cancelled_text_leaves_and_the_others_go_on(dec, texts, alone):
+    engine = Engine(dec.target)
+    asked = [
+        check_arguments(dec, text, new, "tokenswift", params(index), None, None, False, False, None)
+        for index, (text, new) in enumerate(zip(texts, NEW, strict=True))
+    ]
+    running = [dec._sequence(engine, one) for one in asked]
+    for sequence in running[:6]:
+        engine.add(sequence)
+    for _ in range(3):
+        engine.step()
+    engine.cancel(running[3])
+    engine.add(running[6])
+    engine.add(running[7])
+    engine.cancel(running[7])
+    while engine.running or engine.waiting:
+        engine.step()
+    done = [0, 1, 2, 4, 5, 6]
+    assert [running[index].token_ids for index in done] == [alone[index].token_ids for index in done]
+    assert len(running[3].token_ids) < NEW[3] and running[7].token_ids == []
+
+
+def test_a_text_that_fails_costs_the_others_nothing(dec, texts, alone):
+    def failing(context, logits):
+        if len(context) > LENGTHS[2] + 5:
+            raise RuntimeError("the grammar has no rule for this")
+        return logits
+
+    hooks = [failing if index == 2 else None for index in range(len(texts))]
+    with pytest.raises(BatchError, match=r"prompt 2: the grammar has no rule .*`outputs`") as caught:
+        joined(dec, texts, "medusa", logits_hook=hooks)
+    outputs = caught.value.outputs
+    assert outputs[2] is None and isinstance(caught.value.errors[2], RuntimeError)
+    assert [out.token_ids for index, out in enumerate(outputs) if index != 2] == [
+        out.token_ids for index, out in enumerate(alone) if index != 2
+    ]
+
+
+def test_a_model_that_cannot_be_flattened_takes_a_pass_for_each_text(texts, alone, dec, monkeypatch):
+    """As one that looks at keys on their way from the cache to attention."""
+    from transformers.models.llama import modeling_llama
+
+    attention = modeling_llama.LlamaAttention.forward
+
+    def looking(module, *args, past_key_values=None, **kwargs):
+        update = past_key_values.update
+
+        class Looked:
+            def update(self, *pair):
+                key, value = update(*pair)
+                return key + 0, value + 0
+
+        return attention(module, *args, past_key_values=Looked(), **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", looking)
+    other = Decoder(dec.model, heads=dict(dec.heads))
+    assert dec.target.flattens and not other.target.flattens
+    outs = joined(other, texts, "tokenswift")
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        (dict(prompts=[]), "no prompts: give at least one"),
+        (dict(prompts="a text"), "a list with a prompt per text"),
+        (dict(prompts=[{"role": "user", "content": "hi"}]), "a list with a prompt per text"),
+        (dict(prompts=[[1], []]), "prompt 1: the prompt is empty"),
+        (dict(prompts=[[1], [2], [VOCAB]]), "prompt 2: token id 48 is outside"),
+        (dict(max_new_tokens=[5, 5000]), "prompt 1: .* beyond the 4096 positions"),
+        (dict(max_new_tokens=[5]), "max_new_tokens has 1 entries for 2 prompts .prompt 1 has none"),
+        (dict(sampling=[GREEDY] * 3), "sampling has 3 entries for 2 prompts .there is no prompt 2"),
+        (dict(logits_hook=[None, 3]), "prompt 1: logits_hook must be a function"),
+        (dict(stop=[[1], [VOCAB]]), "prompt 1: stop token id 48"),
+        (dict(stop=[None]), "stop has 1 entries for 2 prompts"),
+        (dict(max_batch=0), "max_batch must be an integer of at least 1"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_a_batch_name_the_prompt_before_any_work(dec, asked, words):
+    with pytest.raises(ValueError, match=words):
+        dec.stream_batch(**{"prompts": [[1, 2], [3]], "max_new_tokens": 5, **asked})
+
+
+def test_stops_are_for_all_or_for_each(dec, texts, alone):
+    first, second = alone[1].token_ids[4], alone[3].token_ids[6]
+    sampling = [params(1), params(3)]
+    for stop, ends in (([first, second], (first, second)), ([None, [second]], (None, second))):
+        outs = dec.generate_batch([texts[1], texts[3]], [NEW[1], NEW[3]], "ar", sampling, stop=stop)
+        wanted = [set(stop), set(stop)] if None not in stop else [set(), {second}]
+        for out, expected, which in zip(outs, (alone[1], alone[3]), wanted, strict=True):
+            tokens = expected.token_ids
+            cut = next((place + 1 for place, token in enumerate(tokens) if token in which), len(tokens))
+            assert out.token_ids == tokens[:cut], ends
+
+
+def test_memory_bounds_how_many_run_together_and_tells_what_cannot_run_at_all(dec, texts, alone, monkeypatch):
+    most = []
+    step = Engine.step
+
+    def watched(engine):
+        stepped = step(engine)
+        most.append(len(stepped))
+        return stepped
+
+    monkeypatch.setattr(Engine, "step", watched)
+    largest = max(length + new for length, new in zip(LENGTHS, NEW, strict=True))
+    room = dec.target.kv_bytes * 2 * (largest + 64) / 0.6
+    monkeypatch.setattr("decoder.decoder.available_memory", lambda device: room)
+    outs = joined(dec, texts, "ar")
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+    assert 1 < max(most) < 5
+    monkeypatch.setattr("decoder.decoder.available_memory", lambda device: room / 4)
+    with pytest.raises(ValueError, match=r"prompt 0: its cache of [\d,]+ bytes does not fit the memory"):
+        joined(dec, texts, "ar")
+
+
+def test_texts_of_a_batch_share_the_model_with_single_ones(dec, texts, alone):
+    """A stream that goes on between the steps of a batch disturbs neither."""
+    single = dec.stream(texts[4], NEW[4], "tokenswift", params(4))
+    tokens = []
+    for _ in dec.stream_batch(texts[:3], NEW[:3], "medusa", list(map(params, range(3)))):
+        chunk = next(single, None)
+        tokens += chunk.token_ids if chunk is not None else []
+    for chunk in single:
+        tokens += chunk.token_ids
+    assert tokens == alone[4].token_ids
