@@ -160,6 +160,32 @@ def test_packed_layers_are_shared_renewed_and_freed():
     assert gone() is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_packed_again_when_and_only_when_they_have_changed(monkeypatch, dtype):
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtype = torch.float32
+    parent, packings = attention_like(), []
+    parent.to(dtype)
+    pack = linear._packed_weight
+    monkeypatch.setattr(linear, "_packed_weight", lambda weight: packings.append(1) or pack(weight))
+    x = torch.randn(3, 8, dtype=dtype)
+    packed = packed_layers(parent.modules())
+
+    def swap(weight):
+        weight[[0, 1]] = weight[[1, 0]]
+
+    def least(weight):
+        weight.view(torch.int16)[1, 1] += 1
+
+    for change, count in ((None, 1), (None, 1), (swap, 2), (least, 3), (None, 3)):
+        if change is not None:
+            change(parent.q_proj.weight.data)
+        packed = packed_layers(parent.modules())
+        assert len(packings) == count
+        with torch.inference_mode(), replaced(packed):
+            torch.testing.assert_close(parent.q_proj(x), torch.nn.Linear.forward(parent.q_proj, x))
+
+
 def attention_like(bias=(False, False, False), kind=torch.nn.Linear):
     parent = torch.nn.Module()
     for name, size, has in zip(("q_proj", "k_proj", "v_proj"), (12, 4, 6), bias, strict=True):

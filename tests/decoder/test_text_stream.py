@@ -1,9 +1,14 @@
 """Long streams: the same text as decoding it whole, for work that grows with its length and no faster."""
 
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from decoder import Decoder, SamplingParams
 from decoder.text.stream import TextStream
 
+from .conftest import tiny_llama
 from .test_using_it import byte_tokenizer
 
 
@@ -33,3 +38,33 @@ def test_a_stream_is_the_text_whatever_garbage_stands_in_it(text, garbage, every
     assert shown == stream.text == tokenizer.decode(ids)
     assert longest_wait < 40
     assert decoded < 60 * len(ids)
+
+
+def test_words_on_either_side_of_a_special_token_keep_their_space():
+    """Tokenizers like SentencePiece write a space before each word but the text's first."""
+    words = Tokenizer(models.WordLevel({"<s>": 0, "\u2581ab": 1, "\u2581c": 2, "d": 3, "<|sys|>": 4}, unk_token="<s>"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|sys|>"]})
+    for ids in ([1, 0, 1], [0, 1, 4, 4, 2, 3], [1, 0, 0, 3, 2], [4, 0]):
+        stream, shown = TextStream(tokenizer), ""
+        for token in ids:
+            stream.push(token)
+            shown += stream.take()
+        shown += stream.take(final=True)
+        assert shown == tokenizer.decode(ids, skip_special_tokens=True)
+    assert "ab c" in tokenizer.decode([1, 4, 2], skip_special_tokens=True)
+
+
+def test_a_stop_string_that_the_last_flush_completes_is_a_stop():
+    """Bytes that waited for the rest of a character count as text once the text has ended."""
+    tokenizer = byte_tokenizer()
+    first, second = tokenizer("a\u00e9")["input_ids"][:2]
+
+    def spell(context, logits):
+        return torch.full_like(logits, -1.0).index_fill(0, torch.tensor([first if len(context) == 2 else second]), 1.0)
+
+    dec = Decoder(tiny_llama(vocab_size=256), tokenizer)
+    out = dec.generate([1, 2], 2, "ar", SamplingParams(temperature=0), stop=["\ufffd"], logits_hook=spell)
+    assert out.token_ids == [first, second]
+    assert (out.finish_reason, out.text) == ("stop", "a")

@@ -84,7 +84,7 @@ def audit_tokens(
     cache = DynamicCache(config=model.config)
     sampler: Sampler | None = None
     first = len(prompt_ids) - 1
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         for start in range(0, len(text) - 1, _CHUNK):
@@ -102,7 +102,9 @@ def audit_tokens(
                     return Audit(index + 1, index, token, expected, *pair, _margin(sampler, logits, token, expected))
                 sampler.push(token)
     finally:
-        model.train(training)
+        # Not `train()`: the user may have set the modules one by one.
+        for module in training:
+            module.training = True
     return Audit(len(token_ids))
 
 

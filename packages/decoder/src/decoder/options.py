@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIN_BUDGET = 64
+MIN_BUDGET, MAX_BUDGET = 64, 4096  # of the default; the paper takes the 4,096 tokens of its prompts (section 4.1)
 CACHES = ("dynamic", "static", "full")
 DRAFT_CACHES = ("streaming", "snapkv")
 VERIFICATIONS = ("exact", "independent")
@@ -21,7 +21,7 @@ class TokenSwiftOptions:
         ngrams: how many n-grams are retrieved per step (the paper's k); 0 switches reutilisation off.
         ngram_delay: let generated tokens enter the n-gram table only once they have left the penalty window, inside
             which they are unlikely to come again.
-        budget: slots of the partial cache (|B|); None takes the prompt length, at least 64.
+        budget: slots of the partial cache (|B|); None takes the prompt length, at least 64 and at most 4,096.
         sink: attention-sink positions that always stay in the partial cache (|S|).
         cache: the draft pass's memory: ``dynamic`` (rebuilt by importance), ``static`` (chosen once) or ``full``.
         draft_cache: ``magicdec``'s memory: ``streaming`` (sinks and newest pairs) or ``snapkv`` (pairs of the prompt
@@ -71,7 +71,9 @@ class TokenSwiftOptions:
 
     def budget_for(self, prompt_tokens: int) -> int:
         """Slots of the partial cache for a prompt of ``prompt_tokens`` tokens."""
-        return self.budget if self.budget is not None else max(MIN_BUDGET, self.sink + 1, prompt_tokens)
+        return (
+            self.budget if self.budget is not None else max(MIN_BUDGET, self.sink + 1, min(prompt_tokens, MAX_BUDGET))
+        )
 
 
 def parse_tree(text: str) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:

@@ -28,6 +28,7 @@ class TextStream:
         self._given: list[str] = []  # what `take` has returned
         self._open = ""  # settled text that it has not
         self._single: dict[int, str] = {}
+        self._skipped = _special_ids(tokenizer)
 
     @property
     def text(self) -> str:
@@ -48,6 +49,9 @@ class TextStream:
 
     def push(self, token: int) -> None:
         """Take one more token in; sets ``stopped`` when it completes a stop string."""
+        if token in self._skipped:
+            # As in decoding the whole: what stands on either side of a special token are neighbours.
+            return
         self._ids.append(token)
         text = self._decode(self._ids[self._tail :])
         if not text.endswith(_REPLACEMENT):
@@ -86,3 +90,9 @@ class TextStream:
         """Length of the longest end of the open text that begins a stop string."""
         longest = min(max((len(s) - 1 for s in self.stop), default=0), len(self._open))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._open[-n:]) for s in self.stop)), 0)
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that are no text: those that decoding leaves out with ``skip_special_tokens``."""
+    marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return marked | set(tokenizer.all_special_ids)
