@@ -84,7 +84,7 @@ class Decoder:
         for one in given:
             # A module of the user's own is copied: moving it in place would change it under them.
             module = deepcopy(one) if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
-            module.check_fits(self.target.hidden_size)
+            module.check_fits(self.target.hidden_size, self.target.vocab_size)
             self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
             module.check_finite()
             self.target.speed_up(module)

@@ -107,6 +107,7 @@ class LastHidden:
         self.norm = final_norm(model)
         self.norm.register_forward_pre_hook(self._keep)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.device, self.dtype = model.device, model.dtype
         self._check_logits(model)
 
     @torch.no_grad()
