@@ -14,6 +14,7 @@ from decoder.audit import Audit, audit
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, DrafterContext
+from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
 from decoder.kernels.memory import available_memory
@@ -88,6 +89,8 @@ class Decoder:
             self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
             module.check_finite()
             self.target.speed_up(module)
+            # Copied here, and not in the first step.
+            DraftVocabulary.of(self.target, module)
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
             raise ValueError(
                 f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"
