@@ -35,6 +35,8 @@ CHAT_SETTINGS = ((WARM, 0.6), (VARIED, 0.25), (GREEDY, 0.15))
 BOOK_SETTINGS = ((WARM, 0.5), (VARIED, 0.5))
 BOOK_SHARE = 0.35
 PASSAGE_CHARACTERS = (150, 600)
+# Stands for an answer where a template is asked what comes behind one.
+ANSWER = "(the answer)"
 
 
 @dataclass
@@ -130,13 +132,19 @@ def write_rows(model: PreTrainedModel, rows: list[Row], tokens: int, seed: int) 
 
 def chat_prompts(tokenizer, questions: list[str], rng: random.Random) -> Iterator[list[int]]:
     """A conversation's user messages, each a question, as token ids up to where the assistant speaks."""
-    opened = ""
+
+    def asked() -> dict[str, str]:
+        return {"role": "user", "content": rng.choice(questions)}
+
+    def rendered(*messages: dict[str, str]) -> str:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+    text = rendered(asked())
     while True:
-        messages = [{"role": "user", "content": rng.choice(questions)}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # Behind an answer the template's system message, which opens a conversation, does not come again.
-        yield tokenizer(text if not opened else "\n" + text[len(opened) :], add_special_tokens=False)["input_ids"]
-        opened = text[: text.rindex("<|im_start|>user")] if "<|im_start|>user" in text else ""
+        yield tokenizer(text, add_special_tokens=False)["input_ids"]
+        # What the template puts behind an answer, but for the token that has ended it.
+        between = rendered(asked(), {"role": "assistant", "content": ANSWER}, asked()).partition(ANSWER)[2]
+        text = between.removeprefix(tokenizer.eos_token)
 
 
 def book_prompts(tokenizer, books: list[str], rng: random.Random) -> Iterator[list[int]]:
