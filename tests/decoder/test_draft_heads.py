@@ -386,3 +386,38 @@ def test_a_module_with_values_that_are_no_numbers_is_refused(model, value):
     single = conftest.tiny_llama(torch.float32)
     with pytest.raises(ValueError, match=r"heads\.1\.linear\.weight of the heads holds values that are no"):
         Decoder(single, heads=heads)
+
+
+def test_a_draft_vocabulary_is_saved_with_the_heads(tmp_path):
+    heads = random_heads("gated", dtype=torch.bfloat16)
+    heads.set_draft_vocabulary(torch.tensor([1, 4, 9]))
+    heads.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "heads.safetensors")["draft_to_target"].dtype == torch.int64
+    loaded = DraftHeads.from_pretrained(tmp_path)
+    assert loaded.draft_to_target.tolist() == [1, 4, 9] and loaded.draft_vocab_size == 3
+    assert loaded.to(torch.float64).draft_to_target.dtype == torch.int64
+    loaded.check_fits(D, 10)
+    with pytest.raises(ValueError, match=r"draft token 9, and the model has 9 tokens: they are another model's"):
+        loaded.check_fits(D, 9)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (torch.tensor([1, 1, 2]), "does not ascend"),
+        (torch.tensor([3, 2]), "does not ascend"),
+        (torch.tensor([-1, 2]), "does not ascend"),
+        (torch.tensor([1, 2], dtype=torch.int32), "int32"),
+        (torch.tensor([[1, 2]]), r"int64 \[1, 2\]"),
+        (torch.tensor([], dtype=torch.int64), r"int64 \[0\]"),
+    ],
+)
+def test_a_list_that_is_no_draft_vocabulary_is_refused(tmp_path, given, words):
+    with pytest.raises(ValueError, match=words):
+        random_heads().set_draft_vocabulary(given)
+    random_heads().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "heads.safetensors") | {"draft_to_target": given}
+    save_file(tensors, tmp_path / "heads.safetensors")
+    with pytest.raises(ValueError, match=words) as caught:
+        DraftHeads.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(caught.value)

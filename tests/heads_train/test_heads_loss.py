@@ -1,12 +1,15 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from heads_train import chunked_cross_entropy
+from heads_train.draft_vocabulary import expected_counts, most_expected
+from heads_train.loss import log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
 
 
@@ -120,6 +123,8 @@ def test_tokens_per_step_count_the_heads_in_a_row_that_are_right():
 PEAK = """
 import re, sys, torch
 from heads_train import chunked_cross_entropy
+from heads_train.draft_vocabulary import expected_counts, most_expected
+from heads_train.loss import log_sum_exp
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
 tokens, vocabulary, hidden_size = map(int, sys.argv[1:])
@@ -148,3 +153,50 @@ def test_memory_does_not_grow_with_the_whole_matrix_of_logits():
     command = [sys.executable, "-c", PEAK, "4096", "32768", "64"]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert peak < 400 * 2**20
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 512])
+def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_tokens):
+    """Tokens that are not drafted count in no mean; distributions are renormalised; the overlap is with the whole p."""
+    hidden, weight, bias, targets = case
+    chosen = torch.randperm(50)[:20].sort().values
+    place = torch.full((50,), -1)
+    place[chosen] = torch.arange(20)
+    rows = weight[chosen], bias[chosen]
+    logits = F.linear(hidden, *rows)
+    naive = F.cross_entropy(logits, place[targets], ignore_index=-1)
+    (naive_grad,) = torch.autograd.grad(naive, hidden, retain_graph=True)
+    hard, ranks, _ = chunked_cross_entropy(
+        hidden, rows[0], place[targets], rows[1], chunk_tokens=chunk_tokens, with_ranks=True
+    )
+    (grad,) = torch.autograd.grad(hard, hidden)
+    assert torch.allclose(hard, naive, rtol=0, atol=1e-9) and torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
+    assert ((ranks == 20) == ~torch.isin(targets, chosen)).all()
+
+    teacher = torch.randn(37, 16, dtype=torch.float64)
+    p = F.linear(teacher, weight, bias).softmax(-1)
+    renormalised = p[:, chosen] / p[:, chosen].sum(-1, keepdim=True)
+    naive = F.cross_entropy(logits, renormalised)
+    (naive_grad,) = torch.autograd.grad(naive, hidden)
+    sums, covered = log_sum_exp(teacher, weight, bias, chosen, chunk_tokens)
+    assert torch.allclose(covered, p[:, chosen].sum(-1), rtol=0, atol=1e-9)
+    soft, _, overlap = chunked_cross_entropy(
+        hidden, rows[0], place[targets], rows[1], chunk_tokens, teacher=teacher, soft=True, log_sums=sums
+    )
+    (grad,) = torch.autograd.grad(soft, hidden)
+    assert torch.allclose(soft, naive, rtol=0, atol=1e-9) and torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
+    q = torch.zeros_like(p)
+    q[:, chosen] = logits.softmax(-1)
+    assert torch.allclose(overlap, 1 - (p - q).abs().sum(-1).mean() / 2, rtol=0, atol=1e-9)
+
+
+def test_the_most_expected_tokens_are_drafted():
+    counts = torch.tensor([1.0, 5.0, 2.0, 5.0, 2.0])
+    assert most_expected(counts, 3).tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="1 to the model's 5 tokens, got 6"):
+        most_expected(counts, 6)
+    chunks = np.arange(12, dtype=np.uint32).reshape(3, 4) % 5
+    one_hot = expected_counts(
+        chunks, lambda ids: F.one_hot(ids, 5).double(), lambda states: 1e3 * states, torch.device("cpu")
+    )
+    assert one_hot.tolist() == np.bincount(chunks.flatten(), minlength=5).tolist()

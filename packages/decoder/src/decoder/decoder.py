@@ -14,6 +14,7 @@ from decoder.audit import Audit, audit
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, DrafterContext
+from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
 from decoder.kernels.memory import available_memory
@@ -84,10 +85,12 @@ class Decoder:
         for one in given:
             # A module of the user's own is copied: moving it in place would change it under them.
             module = deepcopy(one) if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
-            module.check_fits(self.target.hidden_size)
+            module.check_fits(self.target.hidden_size, self.target.vocab_size)
             self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
             module.check_finite()
             self.target.speed_up(module)
+            # Copied here, and not in the first step.
+            DraftVocabulary.of(self.target, module)
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
             raise ValueError(
                 f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"

@@ -19,6 +19,7 @@ ARCHITECTURE = "tokenswift-heads"
 FORMAT_VERSION = 1
 WEIGHTS = "heads.safetensors"
 CONFIG = "config.json"
+DRAFT_TO_TARGET = "draft_to_target"
 
 PUBLISHED_WEIGHTS = "model.safetensors"
 PUBLISHED_INDEX = "model.safetensors.index.json"
@@ -88,10 +89,20 @@ class DraftHeads(nn.Module):
     (compare Hydra, arXiv 2402.05109); ``gated`` ones are conditioned heads with a gated unit each, 10 d^2 more
     parameters. All start as the identity: what adds to the state is zero, the norms one.
 
-    Raises ValueError for an unknown kind, fewer than one head or a hidden size below one.
+    A draft vocabulary lets them draft some of the model's tokens only, so that a level reads that many rows of the
+    language-model head: ``draft_to_target`` [v] are these tokens' ids, int64, ascending; None drafts all.
+
+    Raises ValueError for an unknown kind, fewer than one head, a hidden size below one or a map that is no such map.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int = 3, norm_eps: float = 1e-6, kind: str = "chained"):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 3,
+        norm_eps: float = 1e-6,
+        kind: str = "chained",
+        draft_to_target: torch.Tensor | None = None,
+    ):
         super().__init__()
         if kind not in KINDS:
             raise ValueError(f"unknown kind of heads {kind!r}; known kinds are {', '.join(KINDS)}")
@@ -103,6 +114,21 @@ class DraftHeads(nn.Module):
         self.heads = nn.ModuleList(
             DraftHead(hidden_size, norm_eps, self.conditioned, kind == "gated") for _ in range(num_heads)
         )
+        self.register_buffer(DRAFT_TO_TARGET, None)
+        if draft_to_target is not None:
+            self.set_draft_vocabulary(draft_to_target)
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many of the model's tokens the heads draft; None: all."""
+        return None if self.draft_to_target is None else len(self.draft_to_target)
+
+    def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
+        """Draft the tokens ``draft_to_target`` [v] alone, or all for None. Raises ValueError for what is no map."""
+        if draft_to_target is not None:
+            _refuse_no_map(draft_to_target, "" if self.source is None else f" of the heads in {self.source}")
+            draft_to_target = draft_to_target.to(next(self.parameters()).device)
+        self.draft_to_target = draft_to_target
 
     @property
     def conditioned(self) -> bool:
@@ -153,15 +179,22 @@ class DraftHeads(nn.Module):
         for head in self.heads:
             head.output_norm.weight.copy_(weight)
 
-    def check_fits(self, hidden_size: int) -> None:
-        """Raise ValueError unless the heads are for a model of ``hidden_size``."""
+    def check_fits(self, hidden_size: int, vocab_size: int | None = None) -> None:
+        """Raise ValueError unless the heads are for a model of ``hidden_size``, with ``vocab_size`` tokens if given."""
         if hidden_size != self.hidden_size:
             which = "the heads" if self.source is None else f"the heads in {self.source}"
             raise ValueError(f"{which} are for hidden size {self.hidden_size}, the model has {hidden_size}")
+        if vocab_size is not None and self.draft_to_target is not None:
+            largest = self.draft_to_target[-1].item()
+            if largest >= vocab_size:
+                which = "the heads" if self.source is None else f"the heads in {self.source}"
+                raise ValueError(
+                    f"{which} draft token {largest}, and the model has {vocab_size} tokens: they are another model's"
+                )
 
     def check_finite(self) -> None:
         """Raise ValueError when a parameter is no finite number, for instance too large for the dtype."""
-        for name, tensor in self.state_dict().items():
+        for name, tensor in self.named_parameters():
             _refuse_not_finite(name, tensor, "" if self.source is None else f" in {self.source}")
 
     def save_pretrained(
@@ -184,6 +217,8 @@ class DraftHeads(nn.Module):
             "base_model": base_model,
             "training": dict(training) if training is not None else None,
         }
+        if self.draft_vocab_size is not None:
+            config["draft_vocab_size"] = self.draft_vocab_size
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
             save_file(tensors, Path(scratch, WEIGHTS), metadata={"format": "pt"})
@@ -261,6 +296,8 @@ class DraftHeads(nn.Module):
                 heads = cls(**fields)
         except ValueError as error:
             raise ValueError(f"{directory / CONFIG}: {error}") from error
+        if (draft_to_target := tensors.pop(DRAFT_TO_TARGET, None)) is not None:
+            _refuse_no_map(draft_to_target, f" of the heads in {directory}")
         expected = heads.state_dict()
         for what, names in (
             ("lack", expected.keys() - tensors.keys()),
@@ -275,12 +312,22 @@ class DraftHeads(nn.Module):
                 raise ValueError(f"tensor {name} of the heads in {directory} has shape {shapes}")
             _refuse_not_finite(name, tensor, f" in {directory}")
         heads.load_state_dict(tensors, assign=True)
+        heads.set_draft_vocabulary(draft_to_target)
         return heads.requires_grad_(True)
 
 
 def _refuse_not_finite(name: str, tensor: torch.Tensor, where: str) -> None:
     if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
         raise ValueError(f"tensor {name} of the heads{where} holds values that are no finite numbers")
+
+
+def _refuse_no_map(draft_to_target: torch.Tensor, where: str) -> None:
+    """Raise ValueError unless ``draft_to_target`` is [v] int64 ids, ascending, without repetition."""
+    if draft_to_target.dtype != torch.int64 or draft_to_target.ndim != 1 or not len(draft_to_target):
+        shape = f"{str(draft_to_target.dtype).removeprefix('torch.')} {list(draft_to_target.shape)}"
+        raise ValueError(f"{DRAFT_TO_TARGET}{where} is {shape}, and a list of int64 token ids is needed")
+    if draft_to_target[0] < 0 or (draft_to_target.diff() <= 0).any():
+        raise ValueError(f"{DRAFT_TO_TARGET}{where} does not ascend from 0 on: it holds no token ids in order")
 
 
 def _local_folder(source: str, **from_hub: Any) -> Path:

@@ -1,14 +1,19 @@
-"""What a user names as a model: a folder or a hub id, told apart and refused in a sentence."""
+"""What a user names as a model: a folder, a GGUF file or a hub id, told apart and refused in a sentence."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from decoder.model.gguf import is_gguf, open_header
+
 
 def refuse_missing(what: str, path: str | None, holding: str | None = "config.json") -> None:
-    """Refuse at once, and offline, what is neither a folder with that file nor could be a hub id (owner/name)."""
+    """Refuse at once, and offline, what is no folder with that file, no GGUF file of a model and no hub id."""
     if not path:
+        return
+    if holding and is_gguf(path):
+        open_header(path)
         return
     if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
         raise FileNotFoundError(f"there is no {what} folder {path}, and it is no hub id (owner/name) either")

@@ -1,5 +1,6 @@
 """Which model, draft model and heads the rows run with, from what a user names, and their loading."""
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ DEFAULT_KINDS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """Folders or hub ids: the model, the small model that drafts for triforce, and heads by row (only where used)."""
+    """Folders, GGUF files or hub ids: the model, the small model for triforce, and heads by row (only where used)."""
 
     model: str
     draft_model: str | None
@@ -67,7 +68,7 @@ class Sources:
     def weights(self) -> dict[str, str | None]:
         """What tells two versions of each local checkpoint apart; None for the hub's, which an id's revision tells."""
         paths = (self.model, self.draft_model, *self.heads.values())
-        return {path: digest_files(Path(path)) if Path(path).is_dir() else None for path in paths if path}
+        return {path: _digest(Path(path)) for path in paths if path}
 
     def load(self, device: str, dtype: str) -> "dict[str | None, decoder.Decoder]":
         """Heads checkpoint (or None) -> Decoder; all share the one loaded model. Raises as `decoder.load`."""
@@ -79,6 +80,13 @@ class Sources:
         for path in dict.fromkeys(self.heads.values()):
             loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, heads=path, draft_model=plain.draft_model)
         return loaded
+
+
+def _digest(path: Path) -> str | None:
+    """Tells two versions of a folder, or of a GGUF file, apart; None for a hub id."""
+    if path.is_file():
+        return digest_files(path.parent, glob.escape(path.name))
+    return digest_files(path) if path.is_dir() else None
 
 
 def with_ar(methods: Sequence[str]) -> list[MethodSpec]:

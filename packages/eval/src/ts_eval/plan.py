@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
 from decoder.drafters import prompt_lookup
+from decoder.model import loading
+from decoder.model.gguf import is_gguf
 from decoder.sampling.token_tree import rank_paths
 from ts_eval.checkpoints import named, refuse_missing
 
@@ -294,7 +296,7 @@ def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
 
 
 def read_config(model: str) -> PreTrainedConfig:
-    """The configuration of a model folder or hub id, in a file, or of one of `CONFIGS`.
+    """The configuration of a model folder, GGUF file or hub id, in a file, or of one of `CONFIGS`.
 
     Raises:
         OSError: there is no such configuration.
@@ -303,6 +305,8 @@ def read_config(model: str) -> PreTrainedConfig:
     shipped = CONFIGS / f"{model}.json"
     if not Path(model).exists() and shipped.parent == CONFIGS and shipped.is_file():
         model = str(shipped)
+    if is_gguf(model):
+        return loading.read_config(model)
     if not Path(model).is_file():
         try:
             refuse_missing("model", model)

@@ -9,20 +9,23 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decoder.draft_heads import DraftHeads
-from decoder.model.loading import read_config, read_model, read_tokenizer
+from decoder.model.gguf import is_gguf
+from decoder.model.loading import check_source, read_config, read_model, read_tokenizer
 
 
 def _check_local(name: str) -> None:
-    """Refuse a folder that is not there before `decoder` would look for it on the hub."""
+    """Refuse a folder or GGUF file that is not there before `decoder` would look for it on the hub."""
     # data/ and runs/ are this repository's own folders and no owners on the hub.
     looks_local = name.startswith(("/", ".", "~", "data/", "runs/")) or name.count("/") != 1
-    if looks_local and not Path(name).is_dir():
+    if is_gguf(name):
+        check_source("model", name)
+    elif looks_local and not Path(name).is_dir():
         where = "" if Path(name).is_absolute() else " (looked for below the current folder)"
         raise FileNotFoundError(f"there is no model folder at {name}{where}")
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """The configuration of a model folder or hub id.
+    """The configuration of a model folder, GGUF file or hub id.
 
     Raises OSError when it cannot be loaded, ValueError for a model that `decoder` could not decode.
     """
@@ -31,13 +34,13 @@ def load_config(name: str) -> PretrainedConfig:
 
 
 def load_tokenizer(name: str):
-    """The tokenizer of a model folder or hub id. Raises OSError when it cannot be loaded."""
+    """The tokenizer of a model folder, GGUF file or hub id. Raises OSError when it cannot be loaded."""
     _check_local(name)
     return read_tokenizer(name)
 
 
 def load_backbone(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a folder or hub id in ``dtype``, frozen, in eval mode.
+    """The model of a folder, GGUF file or hub id in ``dtype``, frozen, in eval mode.
 
     Raises OSError when it cannot be loaded, ValueError when it lacks tensors that its configuration asks for.
     """
@@ -104,6 +107,7 @@ class LastHidden:
         self.norm = final_norm(model)
         self.norm.register_forward_pre_hook(self._keep)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.device, self.dtype = model.device, model.dtype
         self._check_logits(model)
 
     @torch.no_grad()

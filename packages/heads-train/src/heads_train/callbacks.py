@@ -90,6 +90,7 @@ class ExportHeads(L.Callback):
             "warmup_steps": module.warmup_steps,
             "head_weights": module.head_weights,
             "distill": module.distill,
+            "draft_vocab_size": module.draft_vocab_size,
             "precision": str(trainer.precision),
             "untrained": self.untrained,
             "validation": module.val_metrics,

@@ -76,8 +76,18 @@ def _tokenised(
     print(f"{counted}: {chunks} chunks of {chunk_tokens} tokens, {short} shorter books left out", flush=True)
 
 
-def _token_ids(tokenizer, texts: list[str], needed: int | None) -> list[list[int]]:
-    """Token ids of each text, at least the first ``needed``: books are long, their starts often enough."""
+def _token_ids(tokenizer, texts: list, needed: int | None) -> list:
+    """Token ids of each text, at least the first ``needed``: books are long, their starts often enough.
+
+    What is token ids already, an array, is taken as it is.
+    """
+    ready = [text if isinstance(text, np.ndarray) else None for text in texts]
+    texts = [text for text in texts if isinstance(text, str)]
+    encoded = iter(_encoded(tokenizer, texts, needed) if texts else ())
+    return [next(encoded) if ids is None else ids for ids in ready]
+
+
+def _encoded(tokenizer, texts: list[str], needed: int | None) -> list[list[int]]:
 
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, verbose=False)["input_ids"]

@@ -2,45 +2,53 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and gradient chunk by chunk in one pass: the gradient exists before a chunk's logits are dropped."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, teacher, soft, chunk_tokens, with_ranks):
+    def forward(ctx, hidden, weight, bias, targets, teacher, soft, chunk_tokens, with_ranks, log_sums):
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         grad = torch.empty_like(hidden) if hidden.requires_grad else None
         ranks = torch.empty_like(targets) if with_ranks else None
         overlap = torch.zeros_like(total)
+        counted = len(targets) if soft else (targets >= 0).sum().clamp_min(1)
         for begin in range(0, len(targets), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            target = targets[part, None]
-            logits = torch.nn.functional.linear(hidden[part].to(weight.dtype), weight, bias)
+            known = targets[part, None] >= 0
+            target = targets[part, None].clamp_min(0)
+            logits = linear(hidden[part].to(weight.dtype), weight, bias)
             log_probs = logits.log_softmax(-1, dtype=total.dtype)
             own = log_probs.gather(-1, target)
             if with_ranks:
-                ranks[part] = (log_probs > own).sum(-1)
+                ranks[part] = torch.where(known[:, 0], (log_probs > own).sum(-1), len(weight))
             if teacher is not None:
-                wanted = torch.nn.functional.linear(teacher[part].to(weight.dtype), weight, bias)
-                wanted = wanted.softmax(-1, dtype=total.dtype)
-            total -= (wanted * log_probs).sum() if soft else own.sum()
+                wanted = linear(teacher[part].to(weight.dtype), weight, bias)
+                # Of the whole vocabulary where its log-sum-exp is given; renormalised over these rows else.
+                p = None if log_sums is None else (wanted.to(total.dtype) - log_sums[part, None]).exp()
+                wanted = wanted.softmax(-1, dtype=total.dtype) if p is None or soft else None
+            total -= (wanted * log_probs).sum() if soft else own[known].sum()
             probs = log_probs.exp_()
             if teacher is not None:
-                overlap += torch.minimum(wanted, probs).sum()
+                overlap += torch.minimum(wanted if p is None else p, probs).sum()
             if grad is not None:
-                error = probs.sub_(wanted) if soft else probs.scatter_add_(-1, target, torch.full_like(own, -1.0))
+                if soft:
+                    error = probs.sub_(wanted)
+                else:
+                    error = probs.scatter_add_(-1, target, torch.full_like(own, -1.0)).mul_(known)
                 grad[part] = error.to(weight.dtype) @ weight
-        ctx.save_for_backward(grad, targets)
+        ctx.save_for_backward(grad, counted if torch.is_tensor(counted) else torch.tensor(counted))
         if with_ranks:
             ctx.mark_non_differentiable(ranks)
         ctx.mark_non_differentiable(overlap)
-        return total / len(targets), ranks, overlap.div_(len(targets)) if teacher is not None else None
+        return total / counted, ranks, overlap.div_(len(targets)) if teacher is not None else None
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        grad, targets = ctx.saved_tensors
-        return grad * (grad_loss / len(targets)).to(grad.dtype), *[None] * 7
+        grad, counted = ctx.saved_tensors
+        return grad * (grad_loss / counted.to(grad_loss.device)).to(grad.dtype), *[None] * 8
 
 
 def chunked_cross_entropy(
@@ -52,6 +60,7 @@ def chunked_cross_entropy(
     with_ranks: bool = False,
     teacher: Tensor | None = None,
     soft: bool = False,
+    log_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Mean cross entropy, in nats per token, of ``hidden @ weight.T + bias`` against ``targets``.
 
@@ -63,7 +72,26 @@ def chunked_cross_entropy(
     ``teacher`` [n, d] are states that the same head turns into the model's own distributions p; with ``soft`` these
     take the targets' place in the loss, -sum p log q.
 
-    Also returns, if asked, each target's rank [n]: how many tokens have a larger logit (0: the target is top-1); and
-    with a teacher the mean overlap sum min(p, q), which is 1 - the total variation between the two.
+    With a draft vocabulary ``weight`` and ``bias`` are its rows alone, ``targets`` count among them, and -1 is one that
+    is none of them: it counts in no mean of the loss. ``soft`` then learns p renormalised over the draft vocabulary;
+    ``log_sums`` [n], the log-sum-exp of the teacher's logits over the whole vocabulary, makes the overlap that with p
+    itself.
+
+    Also returns, if asked, each target's rank [n]: how many tokens have a larger logit (0: the target is top-1; as many
+    as there are tokens: it is none of them); and with a teacher the mean overlap sum min(p, q), which is 1 - the total
+    variation between the two.
     """
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, teacher, soft, chunk_tokens, with_ranks)
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, teacher, soft, chunk_tokens, with_ranks, log_sums)
+
+
+@torch.no_grad()
+def log_sum_exp(
+    states: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Of the logits of ``states`` [n, d]: their log-sum-exp [n], and what the tokens ``chosen`` [v] have of p [n]."""
+    sums, covered = [], []
+    for part in states.split(chunk_tokens):
+        logits = linear(part.to(weight.dtype), weight, bias).to(torch.promote_types(part.dtype, torch.float32))
+        sums.append(logits.logsumexp(-1))
+        covered.append((logits[:, chosen].logsumexp(-1) - sums[-1]).exp())
+    return torch.cat(sums), torch.cat(covered)

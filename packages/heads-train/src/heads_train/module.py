@@ -16,8 +16,10 @@ from transformers import get_cosine_schedule_with_warmup
 
 from decoder.draft_heads import DraftHeads
 from heads_train.backbone import LastHidden, final_norm, load_backbone, load_config, norm_eps, shard
-from heads_train.loss import chunked_cross_entropy
+from heads_train.draft_vocabulary import expected_counts, most_expected
+from heads_train.loss import chunked_cross_entropy, log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
+from heads_train.states import StateCache
 
 TOP_K = 3
 # Untrained heads predict as the model's own last state does; a loss twice theirs is no noise of a batch.
@@ -48,6 +50,10 @@ class HeadsModule(L.LightningModule):
         beta2: AdamW's decay of the mean of squared gradients.
         warmup_steps: steps over which the rate rises to its peak, before it falls along a cosine to zero.
         head_weights: weight of each head's loss in the sum; None is 1 for all.
+        draft_vocab_size: how many tokens the heads draft, those that the model expects most often on the training text;
+            None drafts all. A level of drafting, and of training, then reads that part of the language-model head.
+        state_cache: folder that keeps the frozen model's last state of every chunk (4 bytes a token and channel), so
+            that the model reads a chunk once however many epochs and runs there are; None keeps none.
         distill: learn the model's own distributions instead of the text's tokens; suits conditioned and gated heads,
             which know the tokens before.
         loss_chunk_tokens: tokens whose logits exist at the same time.
@@ -67,6 +73,8 @@ class HeadsModule(L.LightningModule):
         beta2: float = 0.999,
         warmup_steps: int = 50,
         head_weights: Sequence[float] | None = None,
+        draft_vocab_size: int | None = None,
+        state_cache: str | None = None,
         distill: bool = False,
         loss_chunk_tokens: int = 512,
         backbone_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
@@ -89,6 +97,9 @@ class HeadsModule(L.LightningModule):
             raise ValueError(
                 f"model.head_weights must be {num_heads} numbers of at least 0 and not all 0, got {self.head_weights}"
             )
+        self.draft_vocab_size, self.state_cache = draft_vocab_size, state_cache
+        self.kept_states: StateCache | None = None
+        self.draft_weights: tuple[Tensor, Tensor | None] | None = None
         self.distill = distill
         self.loss_chunk_tokens = loss_chunk_tokens
         self.backbone_dtype = backbone_dtype
@@ -98,6 +109,7 @@ class HeadsModule(L.LightningModule):
         self.val_step: int | None = None
         self.first_loss: float | None = None
         self.high_batches = 0
+        self.val_coverage = MeanMetric()
         self.val_losses = nn.ModuleList(MeanMetric() for _ in range(num_heads))
         self.val_overlaps = nn.ModuleList(MeanMetric() for _ in range(num_heads))
         self.val_accuracies = nn.ModuleList(TopKAccuracy(TOP_K) for _ in range(num_heads))
@@ -110,6 +122,7 @@ class HeadsModule(L.LightningModule):
             return
         if self.device_mesh is None:
             self._load()
+            self._choose_draft_vocabulary()
             return
         mesh = self.device_mesh["data_parallel"]
         # One process of a node after the other: its memory then holds one whole model, not one per device.
@@ -119,6 +132,7 @@ class HeadsModule(L.LightningModule):
                 shard(self.backbone, mesh)
                 fully_shard(self.heads, mesh=mesh)
             self.trainer.strategy.barrier()
+        self._choose_draft_vocabulary()
 
     def _load(self) -> None:
         self.backbone = load_backbone(self.model_name_or_path, self._backbone_dtype())
@@ -131,11 +145,69 @@ class HeadsModule(L.LightningModule):
                     f"the heads in {self.start_heads} are {given.num_heads} of kind {given.kind}, and "
                     f"{self.heads.num_heads} of kind {self.heads.kind} were asked for"
                 )
+            if given.draft_to_target is not None:
+                self._refuse_other_size(given.draft_vocab_size, f"the heads in {self.start_heads} draft")
+                self.draft_vocab_size = given.draft_vocab_size
+                self.heads.set_draft_vocabulary(given.draft_to_target)
+                self.heads.check_fits(self.heads.hidden_size, self.backbone.get_output_embeddings().weight.shape[0])
             self.heads.load_state_dict(given.state_dict())
+        if self.state_cache is not None:
+            self.kept_states = StateCache(self.state_cache, self.model_name_or_path, self._backbone_dtype())
         self.last_hidden = LastHidden(self.backbone)
         if self.compile_layers:
             for layer in self.backbone.get_decoder().layers:
                 layer.compile()
+
+    def _refuse_other_size(self, size: int | None, who: str) -> None:
+        if self.draft_vocab_size not in (None, size):
+            raise ValueError(
+                f"{who} {'all' if size is None else size} tokens, and model.draft_vocab_size is "
+                f"{self.draft_vocab_size}: leave it out, or start from other heads"
+            )
+
+    def _choose_draft_vocabulary(self) -> None:
+        """Count the draft vocabulary on the training chunks, unless the heads brought one or a checkpoint will."""
+        if self.draft_vocab_size is None or self.heads.draft_to_target is not None:
+            return
+        chunks = self.trainer.datamodule.chunks.get("train")
+        if chunks is None:
+            # Validation and test: the checkpoint has it.
+            return
+        counts = expected_counts(
+            chunks,
+            lambda ids: self.last_hidden.norm(self._last_states(ids)),
+            self.backbone.get_output_embeddings(),
+            self.last_hidden.device,
+        )
+        chosen = most_expected(counts, self.draft_vocab_size)
+        # Sums of floats may differ from device to device.
+        self.heads.set_draft_vocabulary(self.trainer.strategy.broadcast(chosen.cpu()))
+
+    def _draft_rows(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [v, d] and bias [v] of the language-model head for the tokens that are drafted, copied once."""
+        lm_head = self.backbone.get_output_embeddings()
+        bias = getattr(lm_head, "bias", None)
+        chosen = self.heads.draft_to_target
+        if chosen is None:
+            if self.draft_vocab_size is not None:
+                raise ValueError("model.draft_vocab_size needs training text to count on, or heads that have one")
+            return lm_head.weight, bias
+        if self.draft_weights is None:
+            self.draft_weights = (lm_head.weight[chosen], None if bias is None else bias[chosen])
+        return self.draft_weights
+
+    @torch.no_grad()
+    def _last_states(self, input_ids: Tensor) -> Tensor:
+        """h_0 [batch, length, d] of ``input_ids`` [batch, length], from the kept states where all of them are there."""
+        if self.kept_states is None:
+            return self.last_hidden(input_ids)
+        found = [self.kept_states.get(ids) for ids in input_ids]
+        if all(states is not None for states in found):
+            return torch.stack(found).to(input_ids.device, self.last_hidden.dtype)
+        computed = self.last_hidden(input_ids)
+        for ids, states in zip(input_ids, computed, strict=True):
+            self.kept_states.put(ids, states)
+        return computed
 
     def _backbone_dtype(self) -> torch.dtype:
         if self.backbone_dtype != "auto":
@@ -159,7 +231,7 @@ class HeadsModule(L.LightningModule):
         if not self.heads.num_heads + 2 <= length <= longest:
             least = self.heads.num_heads + 2
             raise ValueError(f"data.chunk_tokens is {length}; these heads and this model take {least} to {longest}")
-        hidden = self.last_hidden(input_ids)
+        hidden = self._last_states(input_ids)
         return self.heads(hidden, self._tokens_before(input_ids)), hidden
 
     @torch.no_grad()
@@ -180,21 +252,36 @@ class HeadsModule(L.LightningModule):
         the mean overlap (1 - total variation) of its distribution with the model's own."""
         lm_head = self.backbone.get_output_embeddings()
         outputs, hidden = self(input_ids)
+        weight, bias = self._draft_rows()
+        chosen, targets, log_sums = self.heads.draft_to_target, input_ids, None
         with torch.no_grad():
             own = self.last_hidden.norm(hidden) if self.distill or with_overlap else None
+            if chosen is not None:
+                # Among the tokens drafted: their place there, -1 for others.
+                place = torch.full((lm_head.weight.shape[0],), -1, device=chosen.device)
+                place[chosen] = torch.arange(len(chosen), device=chosen.device)
+                targets = place[input_ids]
+            if chosen is not None and with_overlap:
+                whole_bias = getattr(lm_head, "bias", None)
+                sums, covered = log_sum_exp(
+                    own.flatten(0, 1), lm_head.weight, whole_bias, chosen, self.loss_chunk_tokens
+                )
+                log_sums = sums.view(input_ids.shape)
+                self.val_coverage.update(covered)
         results = []
         for i, states in enumerate(outputs, start=1):
             results.append(
                 chunked_cross_entropy(
                     states[:, : -1 - i].flatten(0, 1),
-                    lm_head.weight,
-                    input_ids[:, 1 + i :].flatten(),
-                    getattr(lm_head, "bias", None),
+                    weight,
+                    targets[:, 1 + i :].flatten(),
+                    bias,
                     self.loss_chunk_tokens,
                     with_ranks,
                     # The state at t + i gives the model's own distribution of token t + 1 + i.
                     None if own is None else own[:, i:-1].flatten(0, 1),
                     self.distill,
+                    None if log_sums is None else log_sums[:, i:-1].flatten(),
                 )
             )
         return tuple(map(list, zip(*results, strict=True)))
@@ -256,6 +343,9 @@ class HeadsModule(L.LightningModule):
             means[f"{stage}_overlap_head{i}"] = overlap.compute().item()
             for metric in (loss, accuracy, overlap):
                 metric.reset()
+        if self.heads.draft_to_target is not None:
+            means[f"{stage}_coverage"] = self.val_coverage.compute().item()
+            self.val_coverage.reset()
         means[f"{stage}_loss"] = self._weighted(
             [means[f"{stage}_loss_head{i + 1}"] for i in range(len(self.val_losses))]
         )
@@ -287,6 +377,7 @@ class HeadsModule(L.LightningModule):
             "model.model_name_or_path": self.model_name_or_path,
             "model.num_heads": self.heads.num_heads,
             "model.kind": self.heads.kind,
+            "model.draft_vocab_size": self.draft_vocab_size,
         }
 
     def describe_run(self) -> dict:
@@ -319,7 +410,9 @@ class HeadsModule(L.LightningModule):
         state = get_model_state_dict(self.heads, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if not self.trainer.is_global_zero:
             return None
-        heads = DraftHeads(self.heads.hidden_size, self.heads.num_heads, self.heads.norm_eps, self.heads.kind)
+        ours, chosen = self.heads, self.heads.draft_to_target
+        chosen = None if chosen is None else chosen.cpu()
+        heads = DraftHeads(ours.hidden_size, ours.num_heads, ours.norm_eps, ours.kind, chosen)
         heads.load_state_dict(state, assign=True)
         return heads
 
@@ -329,6 +422,11 @@ class HeadsModule(L.LightningModule):
         checkpoint["val_metrics"], checkpoint["val_step"] = self.val_metrics, self.val_step
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
+        chosen = checkpoint["state_dict"].get("heads.draft_to_target")
+        if chosen is not None and self.draft_vocab_size in (None, len(chosen)):
+            self.draft_vocab_size = len(chosen)
+            self.heads.set_draft_vocabulary(chosen)
+            self.draft_weights = None
         saved = checkpoint.get("run")
         if saved is None:
             raise ValueError(
@@ -336,9 +434,9 @@ class HeadsModule(L.LightningModule):
             )
         asked = self.describe_run() if self.trainer.state.fn == "fit" else self.describe()
         for name, value in asked.items():
-            if saved[name] != value:
+            if saved.get(name) != value:
                 raise ValueError(
-                    f"the checkpoint was made with {name} {saved[name]}, this run has {value}; "
+                    f"the checkpoint was made with {name} {saved.get(name)}, this run has {value}; "
                     "give another --output to start afresh"
                 )
         self.first_loss, self.high_batches = checkpoint["first_loss"], checkpoint["high_batches"]

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 SPLITS = ("train", "validation", "test")
-SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet", ".txt")
+SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet", ".txt", ".npy")
 # A streamed set is shuffled as far as a window of this many rows allows, and by whole files.
 SHUFFLE_ROWS = 256
 
@@ -37,8 +39,11 @@ class Source:
             return files_key(self.files)
         return json.dumps([self.name, self.subset, self.hub_split, self.revision, self.streaming])
 
-    def texts(self, column: str) -> Iterator[str]:
-        """The text of every book, local ones in order. Raises ValueError without the column, OSError on broken data."""
+    def texts(self, column: str) -> Iterator[str | np.ndarray]:
+        """The text of every book, local ones in order; of .npy files rows of token ids.
+
+        Raises ValueError without the column, OSError on broken data.
+        """
         if self.files:
             for path in self.files:
                 yield from _file_texts(path, column)
@@ -78,7 +83,7 @@ def find_source(name: str, split: str, subset: str | None = None, streaming: boo
         found = [*path.glob(f"{split}*"), *path.glob(f"{split}/*")]
         files = sorted(file for file in found if file.is_file() and file.name.endswith(SUFFIXES))
         if not files:
-            raise FileNotFoundError(f"{name} has no {split} file ({split}.jsonl.gz, .jsonl, .parquet or .txt)")
+            raise FileNotFoundError(f"{name} has no {split} file ({split}.jsonl.gz, .jsonl, .parquet, .txt or .npy)")
         return Source(name, split, files=tuple(files))
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"there is no file or folder of books at {name}")
@@ -120,13 +125,26 @@ def _text(name: str, column: str, value) -> str:
     return value
 
 
-def _file_texts(path: Path, column: str) -> Iterator[str]:
-    if path.name.endswith(".txt"):
+def _file_texts(path: Path, column: str) -> Iterator[str | np.ndarray]:
+    if path.name.endswith(".npy"):
+        yield from _rows(path)
+    elif path.name.endswith(".txt"):
         yield _decoded(path)
     elif path.name.endswith(".parquet"):
         yield from _parquet_texts(path, column)
     else:
         yield from _jsonl_texts(path, column)
+
+
+def _rows(path: Path) -> np.ndarray:
+    """Token ids [texts, tokens] that need no tokenizer: text that a model has written, say."""
+    try:
+        rows = np.load(path)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no .npy file of token ids") from error
+    if rows.ndim != 2 or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"{path} holds {rows.dtype} {list(rows.shape)}, and rows of token ids are needed")
+    return rows
 
 
 def _decoded(path: Path) -> str:

@@ -50,7 +50,7 @@ class Medusa:
         return DeferredRead(numbers, self._receive)
 
     def _receive(self, numbers: list[float]) -> None:
-        self._candidates = self.levels.read(numbers)
+        self._candidates = self.levels.read(numbers, own_level=False)
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         # The next verification may write over its own.

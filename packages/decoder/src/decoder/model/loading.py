@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
@@ -24,7 +25,7 @@ _NO_MEMORY = (
 
 
 def check_source(what: str, source: str | os.PathLike) -> None:
-    """Refuse what is no folder and can be no hub id, without asking the hub.
+    """Refuse what is no folder, no GGUF file and can be no hub id, without asking the hub.
 
     Args:
         what: what should be there, for the message: "model", "heads".
@@ -38,6 +39,9 @@ def check_source(what: str, source: str | os.PathLike) -> None:
     path = Path(source)
     if path.is_dir():
         return
+    if gguf.is_gguf(source):
+        gguf.open_header(source)
+        return
     if path.exists():
         raise NotADirectoryError(f"{source} is a file, and a {what} folder is needed")
     # A mistyped name in a folder that is there would otherwise be looked for on the hub.
@@ -49,6 +53,9 @@ def check_source(what: str, source: str | os.PathLike) -> None:
 
 def read_tokenizer(source: str | os.PathLike, **from_hub: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; ``from_hub`` are `HUB_ARGUMENTS`. Raises OSError when it cannot be read."""
+    if gguf.is_gguf(source):
+        header = gguf.open_header(source)
+        return gguf.mend_tokenizer(_from_gguf("tokenizer", AutoTokenizer, header), header)
     with _readable("tokenizer", source):
         return AutoTokenizer.from_pretrained(source, **from_hub)
 
@@ -60,8 +67,12 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
         OSError: it cannot be read.
         ValueError: the architecture is not supported.
     """
-    with _readable("model", source):
-        config = AutoConfig.from_pretrained(source, **from_hub)
+    if gguf.is_gguf(source):
+        header = gguf.open_header(source)
+        config = gguf.mend_config(_from_gguf("model", AutoConfig, header), header)
+    else:
+        with _readable("model", source):
+            config = AutoConfig.from_pretrained(source, **from_hub)
     refuse_unsupported(config)
     return config
 
@@ -75,8 +86,15 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
     """
     # What does not fit is then named below, where transformers' own error only points to its log.
     kwargs |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
-    with _readable("model", source):
-        model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+    header = gguf.open_header(source) if gguf.is_gguf(source) else None
+    if header is not None:
+        # The blocks are unpacked: what a device takes by default is no dtype of the file's.
+        if kwargs.get("dtype") == "auto":
+            kwargs["dtype"] = torch.bfloat16
+        model, found = _from_gguf("model", AutoModelForCausalLM, header, **gguf.unpacking(), **kwargs)
+    else:
+        with _readable("model", source):
+            model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
     # transformers would fill these with random numbers.
     for names, fault in (
         (found["missing_keys"], "lacks tensors that its configuration asks for"),
@@ -86,7 +104,21 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"the model {source} {fault}: {names[0]}{more}")
+    if header is not None:
+        model = gguf.mend_model(model, header)
     return model.to(device).eval()
+
+
+def _from_gguf(what: str, auto_class: type, header: gguf.Header, **kwargs: Any) -> Any:
+    """What an auto class of transformers reads from a GGUF file. Raises OSError, with what to do, when it cannot."""
+    folder, place = gguf.arguments(header.path)
+    try:
+        return auto_class.from_pretrained(folder, **place, **kwargs)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        # As below: many unrelated types for one fact.
+        raise OSError(f"the {what} {header.path} cannot be read: {gguf.reason_of(error, header)}") from error
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -109,6 +109,8 @@ class Target:
         self.hidden_size: int = self.lm_head.weight.shape[1]
         self._refuse_devices()
         self._helpers: list[nn.Module] = []
+        self.draft_vocabularies: dict[nn.Module, object] = {}
+        """By draft heads, what `drafters.draft_vocabulary` keeps for them: generations come and go."""
         self.refresh_weights()
         self._hidden: torch.Tensor | None = None
         self.kv_bytes = 0
@@ -407,7 +409,10 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def head(self, normalised: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of normalised hidden states [..., d], scaled as the model scales its own."""
-        logits = self.lm_head(normalised)
+    def head(self, normalised: torch.Tensor, rows: nn.Module | None = None) -> torch.Tensor:
+        """Logits [..., V] of normalised hidden states [..., d], scaled as the model scales its own.
+
+        ``rows`` stands in the place of the language-model head: some of its rows, for some of the tokens.
+        """
+        logits = (self.lm_head if rows is None else rows)(normalised)
         return logits if self._logit_scale == 1 else logits * self._logit_scale

@@ -95,10 +95,19 @@ class Sampler:
                 raise ValueError(f"logits_hook must return a tensor of the shape it was given, {list(shape)}")
         return self.processed(logits.double(), self.window.penalised)
 
-    def processed(self, logits: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
-        """Suppressed tokens, penalty and filters on logits [..., V]; dtype is kept."""
-        if self._suppressed is not None:
+    def processed(
+        self, logits: torch.Tensor, in_window: torch.Tensor | None, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Suppressed tokens, penalty and filters on logits [..., V]; dtype is kept.
+
+        ``token_ids`` [v], where given, tells which tokens alone the logits [..., v] are of.
+        """
+        if self._suppressed is not None and token_ids is None:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
+        elif self._suppressed is not None:
+            logits = logits.masked_fill(torch.isin(token_ids, self._suppressed), -torch.inf)
+        if in_window is not None and token_ids is not None:
+            in_window = in_window.index_select(-1, token_ids)
         return process_logits(logits, self.params, in_window)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -145,29 +154,48 @@ class Sampler:
         self.context.append(token)
         self.window.push(token)
 
-    def draft_scores(self, logits: torch.Tensor, coupled: bool, context: DraftContext) -> torch.Tensor:
+    def draft_scores(
+        self,
+        logits: torch.Tensor,
+        coupled: bool,
+        context: DraftContext,
+        token_ids: torch.Tensor | None = None,
+        skip: int = 0,
+    ) -> torch.Tensor:
         """Scores to rank draft candidates by, float64 [n, V], for the logits of the next n positions.
 
         Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
-        All rows see the window of the first.
+        All rows see the window of the first. ``token_ids`` [v] as for `processed`; ``skip`` positions lie before the
+        first row's.
         """
-        filtered = self.processed(logits.double(), context.in_window())
-        return filtered if self.params.greedy or not coupled else filtered + context.noise(len(logits))
+        filtered = self.processed(logits.double(), context.in_window(), token_ids)
+        if self.params.greedy or not coupled:
+            return filtered
+        noise = context.noise(len(logits), skip)
+        return filtered + (noise if token_ids is None else noise.index_select(-1, token_ids))
 
     def branch_scores(
-        self, logits: torch.Tensor, coupled: bool, context: DraftContext, drafted: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        coupled: bool,
+        context: DraftContext,
+        drafted: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`draft_scores` for the position behind n branches of equal length: float32 [n, V] for logits [n, V].
 
         The branches part where ``context`` ends. Row i sees the window with ``drafted[i]`` in it, int64 [n, length];
         that as many old tokens leave it is passed over, and single precision is enough where a wrong rank only costs a
-        draft.
+        draft. ``token_ids`` [v] as for `processed`.
         """
         seen, length = context.in_window(), drafted.shape[1]
         if seen is not None and length:
             seen = seen.expand(len(drafted), -1).scatter(1, drafted, True)
-        filtered = self.processed(logits.float(), seen)
-        return filtered if self.params.greedy or not coupled else filtered + context.noise(1, skip=length)[0].float()
+        filtered = self.processed(logits.float(), seen, token_ids)
+        if self.params.greedy or not coupled:
+            return filtered
+        noise = context.noise(1, skip=length)[0]
+        return filtered + (noise if token_ids is None else noise.index_select(0, token_ids)).float()
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from its logits [V]."""

@@ -11,6 +11,7 @@ import torch
 
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.base import DeferredRead
+from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.level_worth import LevelWorth
 from decoder.drafters.tuning.odds import Odds
 from decoder.drafters.tuning.tuned import Offer
@@ -101,7 +102,8 @@ class HeadsSource:
         self.deepest = self._most = self._limit = _DEEPEST if heads.conditioned else heads.num_heads
         self.worth: LevelWorth = learnt.setdefault(("levels", self.deepest), LevelWorth(self.deepest))
         self.looking_seconds = 0.0
-        self._width = min(_WIDTH, target.vocab_size)
+        self.vocabulary = DraftVocabulary.of(target, heads)
+        self._width = min(_WIDTH, self.vocabulary.size)
         self._looked = 0  # times
         self._beam = _BEAM if heads.conditioned else 1
         nothing = torch.empty(0, dtype=torch.long, device=target.device)
@@ -200,8 +202,9 @@ class HeadsSource:
         states, normalised = self.heads.advance(head, branches.states, embeddings)
         if self.heads.kind == "independent":
             states = branches.states
-        scores = sampler.branch_scores(self.target.head(normalised), self.coupled, ahead, branches.drafted)
-        return _Level(branches, states, *scores.topk(self._width))
+        scores = self.vocabulary.branch_scores(normalised, sampler, self.coupled, ahead, branches.drafted)
+        values, places = scores.topk(self._width)
+        return _Level(branches, states, values, self.vocabulary.token_ids(places))
 
     def _told_of_level(self, numbers: Iterator[float]) -> tuple[list[float], list[float], list[float]]:
         """What `_Level.told` is of the next level, from the numbers of all levels one after the other."""

@@ -1,0 +1,258 @@
+"""Models in one GGUF file, the format of llama.cpp: read through transformers, mended where it reads them wrongly.
+
+transformers turns the quantised blocks into plain weights. What it leaves out is done here: unknown pre-tokenizers, end
+tokens beside the first, sizes that say whether the file is whole; what it would get wrong in silence is refused.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import pre_tokenizers
+from tokenizers.pre_tokenizers import PreTokenizer
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+SUFFIX = ".gguf"
+INSTALL = 'install the extra "gguf" of tokenswift-decoder (pip install gguf accelerate)'
+_ELSE = "give the model's Hugging Face folder or hub id instead"
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_PREFIX = "tokenizer.ggml."
+# Arrays as long as the vocabulary are passed over: nobody here reads them.
+_LONG = 64
+# Conversions of Hugging Face models write every token at which a turn or a message ends.
+_ENDS = tuple(f"{_PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
+
+
+def _digits_apart() -> PreTokenizer:
+    """SmolLM's: every digit stands alone, the rest splits as GPT-2's."""
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def _gpt2() -> PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
+    "smollm": _digits_apart,
+    "gpt-2": _gpt2,
+}
+"""By its name in a file, how a byte-level tokenizer splits text before it merges; others transformers must know."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file tells before its weights.
+
+    Attributes:
+        path: the file.
+        metadata: its keys and values; of long arrays their length alone.
+        tensors: name -> (number of its type, number of elements, offset in the data).
+        data_start: where in the file the data begins.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, tuple[int, int, int]]
+    data_start: int
+
+    @classmethod
+    def read(cls, path: Path) -> "Header":
+        """Read the header alone. Raises ValueError for no GGUF file, or one that ends inside of its header."""
+        with open(path, "rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"{path} is no GGUF file: {_ELSE}")
+            try:
+                version, tensor_count, count = _unpack(file, "IQQ")
+                if version not in (2, 3):
+                    raise ValueError(f"{path} is of GGUF version {version}, and 2 and 3 are read: convert it anew")
+                metadata = {}
+                for _ in range(count):
+                    key = _string(file)
+                    metadata[key] = _value(file, *_unpack(file, "I"))
+                tensors = {}
+                for _ in range(tensor_count):
+                    name = _string(file)
+                    sizes = _unpack(file, f"{_unpack(file, 'I')[0]}Q")
+                    kind, offset = _unpack(file, "IQ")
+                    tensors[name] = (kind, prod(sizes), offset)
+            except (struct.error, MemoryError, OverflowError, UnicodeDecodeError, KeyError) as error:
+                raise ValueError(_cut_short(path)) from error
+            alignment = int(metadata.get("general.alignment", 32))
+            return cls(path, metadata, tensors, -(-file.tell() // alignment) * alignment)
+
+    def check(self) -> None:
+        """Refuse what could not be read whole and right, before any weights are.
+
+        Raises:
+            ValueError: an unknown quantisation, rotary scaling, or fewer bytes than the tensors take.
+        """
+        import gguf
+
+        end = self.data_start
+        blocks = {}
+        for kind in {kind for kind, *_ in self.tensors.values()}:
+            name = str(kind)
+            try:
+                name = gguf.GGMLQuantizationType(kind).name
+                blocks[kind] = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+                gguf.dequantize(np.zeros((1, blocks[kind][1]), np.uint8), gguf.GGMLQuantizationType[name])
+            except (ValueError, KeyError, NotImplementedError) as error:
+                raise ValueError(
+                    f"{self.path} has weights of the quantisation {name}, unknown here: {_ELSE}"
+                ) from error
+        for kind, elements, offset in self.tensors.values():
+            elements_per_block, bytes_per_block = blocks[kind]
+            end = max(end, self.data_start + offset + elements // elements_per_block * bytes_per_block)
+        if self.path.stat().st_size < end:
+            raise ValueError(_cut_short(self.path))
+        scaling = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        if scaling != "none" or any(name.startswith("rope_f") for name in self.tensors):
+            raise ValueError(f"{self.path} scales its rotary embeddings, which would be lost in reading it: {_ELSE}")
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the model's architecture. Raises ValueError when the file has none."""
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise ValueError(f"{self.path} names no architecture: {_ELSE}")
+        return name
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Ids of the tokens at which a text ends, the first the tokenizer's own."""
+        return list(dict.fromkeys(self.metadata[key] for key in _ENDS if key in self.metadata))
+
+
+def is_gguf(source: Any) -> bool:
+    """Whether a model's name is that of a GGUF file."""
+    return str(source).endswith(SUFFIX)
+
+
+def arguments(source: str | Path) -> tuple[str, dict[str, str]]:
+    """The folder and arguments by which transformers' ``from_pretrained`` methods find the file ``source``."""
+    path = Path(source)
+    return str(path.parent), {"gguf_file": path.name}
+
+
+def unpacking() -> dict[str, Any]:
+    """Arguments of a model's ``from_pretrained`` for plain weights, where transformers would else keep the blocks."""
+    keeping = getattr(transformers, "GgufConfig", None)
+    return {} if keeping is None else {"quantization_config": keeping(dequantize=True)}
+
+
+def open_header(source: str | Path) -> Header:
+    """The checked header of a file.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: packages that read it are missing, or it is one of those that `Header` refuses.
+    """
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no model file at {source}")
+    if find_spec("gguf") is None or find_spec("accelerate") is None:
+        raise ValueError(f"{source} is a GGUF file, and the packages that read it are not installed: {INSTALL}")
+    header = Header.read(path)
+    header.check()
+    return header
+
+
+def mend_config(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
+    """The configuration as the model's own folder has it: plain weights, and numbers not rounded to float32."""
+    plain = config.to_dict()
+    plain.pop("quantization_config", None)
+    plain.pop("_name_or_path", None)
+    for name, value in plain.items():
+        if isinstance(value, float) and value == float(np.float32(value)):
+            # 9.999999747378752e-06 is how float32 holds 1e-05.
+            plain[name] = float(str(np.float32(value)))
+    ends = header.end_tokens
+    if ends:
+        plain["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    mended = type(config).from_dict(plain)
+    mended.architectures = config.architectures
+    return mended
+
+
+def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, header: Header) -> PreTrainedTokenizerBase:
+    """Give a byte-level tokenizer the splitting that the file names; transformers takes GPT-2's for names it lacks.
+
+    Raises:
+        ValueError: a splitting that is known to neither.
+    """
+    name = header.metadata.get(f"{_PREFIX}pre")
+    if header.metadata.get(f"{_PREFIX}model") != "gpt2" or name is None:
+        return tokenizer
+    if name in PRE_TOKENIZERS:
+        tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[name]()
+    elif str(tokenizer.backend_tokenizer.pre_tokenizer) == str(_gpt2()):
+        raise ValueError(f"{header.path} names the pre-tokenizer {name!r}, which is unknown here: {_ELSE}")
+    return tokenizer
+
+
+def mend_model(model: PreTrainedModel, header: Header) -> PreTrainedModel:
+    """The same weights in a model that knows nothing of the file, so that it can be saved and moved like any other."""
+    config = mend_config(model.config, header)
+    config._attn_implementation = model.config._attn_implementation
+    config.dtype = model.dtype
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    # Buffers that no checkpoint holds, those of rotary embeddings among them.
+    for name, module in model.named_modules():
+        plain.get_submodule(name)._buffers.update(module._buffers)
+    plain.generation_config = model.generation_config
+    plain.generation_config.eos_token_id = config.eos_token_id
+    plain.name_or_path = plain.config.name_or_path = str(header.path)
+    return plain.eval()
+
+
+def reason_of(error: Exception, header: Header) -> str:
+    """Why transformers could not read the file, and what to do."""
+    if "architecture" in str(error) and "not supported" in str(error):
+        return f"models of the architecture {header.architecture} cannot be read from GGUF: {_ELSE}"
+    return f"{' '.join(str(error).split()) or repr(error)}: {_ELSE}"
+
+
+def _cut_short(path: Path) -> str:
+    return f"{path} is cut short: fetch it again"
+
+
+def _unpack(file: BinaryIO, layout: str) -> tuple:
+    layout = f"<{layout}"
+    return struct.unpack(layout, file.read(struct.calcsize(layout)))
+
+
+def _string(file: BinaryIO) -> str:
+    (length,) = _unpack(file, "Q")
+    content = file.read(length)
+    if len(content) < length:
+        raise struct.error("the file ends inside of a text")
+    return content.decode("utf-8")
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == _STRING:
+        return _string(file)
+    if kind == _ARRAY:
+        kind, count = _unpack(file, "IQ")
+        if kind in (_STRING, _ARRAY):
+            values = []
+            for _ in range(count):
+                value = _value(file, kind)
+                if count <= _LONG:
+                    values.append(value)
+            return values if count <= _LONG else count
+        return list(_unpack(file, f"{count}{_NUMBERS[kind]}"))
+    return _unpack(file, _NUMBERS[kind])[0]

@@ -1,0 +1,47 @@
+"""The tokens that heads draft: those that the model itself expects most often on the training text."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Text that the model reads for it, and positions of it whose distributions are added up.
+READ_TOKENS = 2**17
+SUMMED_POSITIONS = 2**15
+
+
+@torch.no_grad()
+def expected_counts(
+    chunks: np.ndarray,
+    states_of: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> Tensor:
+    """How often the model expects each token on some of ``chunks`` [n, chunk_tokens]: its probabilities' sums [tokens].
+
+    They tell rare tokens apart of which no training text has enough: on 65,000 tokens of SmolLM2's own text the 8,192
+    most counted hold 87 % of its probability on other chats, the 8,192 most expected 90 %.
+
+    Args:
+        states_of: token ids [1, chunk_tokens] -> the model's normalised last states [1, chunk_tokens, d].
+        logits_of: states [positions, d] -> logits [positions, tokens].
+    """
+    length = chunks.shape[1]
+    rows = np.linspace(0, len(chunks) - 1, min(len(chunks), max(1, READ_TOKENS // length))).round().astype(int)
+    step = max(1, len(rows) * length // SUMMED_POSITIONS)
+    counts = 0.0
+    for row in rows:
+        ids = torch.from_numpy(chunks[row].astype(np.int64))[None].to(device)
+        counts = counts + logits_of(states_of(ids)[0, ::step]).softmax(-1, dtype=torch.float32).sum(0).double()
+    return counts
+
+
+def most_expected(counts: Tensor, size: int) -> Tensor:
+    """The ``size`` tokens of the largest ``counts`` [tokens], as ascending ids [size]; equal counts go to smaller ids.
+
+    Raises ValueError when there are not so many tokens.
+    """
+    if not 1 <= size <= len(counts):
+        raise ValueError(f"model.draft_vocab_size must be 1 to the model's {len(counts)} tokens, got {size}")
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values

@@ -1,0 +1,112 @@
+"""Heads that draft a part of the vocabulary: the text stays, and a score is what the whole vocabulary's would be."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
+from decoder.draft_heads import KINDS
+from decoder.drafters import METHODS
+from decoder.drafters.draft_vocabulary import DraftVocabulary
+from decoder.sampling.sampler import Sampler
+
+from .conftest import VOCAB, random_heads, tiny_llama
+
+DRAFTED = torch.arange(0, VOCAB, 2)
+SAMPLERS = {
+    "sampled, penalised": SamplingParams(seed=2, temperature=0.7, repetition_penalty=1.2, suppress_tokens=(4, 5)),
+    "filtered": SamplingParams(seed=3, min_p=0.1, top_k=20),
+    "greedy": SamplingParams(temperature=0),
+}
+WITH_HEADS = [name for name, method in METHODS.items() if method.heads_kinds]
+
+
+def restricted_heads(model, kind, drafted=DRAFTED):
+    heads = random_heads(model, kind=kind)
+    heads.set_draft_vocabulary(drafted)
+    return heads
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def drafting(request, model):
+    return Decoder(model, heads=restricted_heads(model, request.param))
+
+
+@pytest.mark.parametrize("method", WITH_HEADS)
+@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS)
+def test_the_text_is_that_of_ar(drafting, prompt, sampling, method):
+    options = TokenSwiftOptions(tree=(2, 2, 1), ngrams=0, budget=64)
+    expected = drafting.generate(prompt, 80, "ar", sampling)
+    drafted = drafting.generate(prompt, 80, method, sampling, options)
+    assert drafted.token_ids == expected.token_ids
+    if method != "auto":
+        assert drafted.stats.accepted > 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("coupled", [True, False])
+def test_scores_are_the_whole_vocabularys_of_these_tokens(dec, model, sampling, coupled):
+    sampler = Sampler(
+        SamplingParams(**{**vars(sampling), "top_k": 0, "min_p": 0.0}), VOCAB, torch.device("cpu"), list(range(20))
+    )
+    part, whole = DraftVocabulary(dec.target, DRAFTED), DraftVocabulary(dec.target, None)
+    states = torch.randn(3, model.config.hidden_size, dtype=torch.float64)
+    context = sampler.draft_context([7])
+    scores = part.scores(states, sampler, coupled, context, skip=1)
+    torch.testing.assert_close(scores, whole.scores(states, sampler, coupled, context, skip=1)[:, DRAFTED])
+    behind = torch.randint(VOCAB, (3, 2))
+    torch.testing.assert_close(
+        part.branch_scores(states, sampler, coupled, context, behind),
+        whole.branch_scores(states, sampler, coupled, context, behind)[:, DRAFTED],
+    )
+    assert part.token_ids(scores.argmax(-1)).tolist() == DRAFTED[scores.argmax(-1)].tolist()
+
+
+def test_heads_draft_these_tokens_alone(model, prompt):
+    """A tree of heads whose tokens all lie outside of the text accepts nothing."""
+    dec = Decoder(model)
+    text = set(dec.generate(prompt, 60, "ar", SAMPLERS["greedy"]).token_ids)
+    outside = torch.tensor(sorted(set(range(VOCAB)) - text))
+    assert len(outside)
+    dec = Decoder(model, heads=restricted_heads(model, "chained", outside))
+    out = dec.generate(prompt, 60, "medusa", SAMPLERS["greedy"], TokenSwiftOptions(tree=(3, 3), ngrams=0))
+    assert out.stats.accepted == 0 and out.stats.drafted > 0
+
+
+def test_fewer_tokens_than_candidates(model, prompt):
+    dec = Decoder(model, heads=restricted_heads(model, "gated", torch.tensor([3, 9])))
+    expected = dec.generate(prompt, 60, "ar")
+    for method in WITH_HEADS:
+        options = TokenSwiftOptions(tree=(3, 3, 3), ngrams=0, budget=64)
+        assert dec.generate(prompt, 60, method, options=options).token_ids == expected.token_ids
+
+
+def test_changed_weights_are_drafted_with(prompt):
+    model = tiny_llama()
+    dec = Decoder(model, heads=restricted_heads(model, "chained"))
+    vocabulary = DraftVocabulary.of(dec.target, dec.heads["chained"])
+    state = torch.randn(1, model.config.hidden_size, dtype=torch.float64)
+    before = vocabulary.logits(state)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert DraftVocabulary.of(dec.target, dec.heads["chained"]) is vocabulary
+    torch.testing.assert_close(vocabulary.logits(state), 2 * before)
+
+
+def test_a_decoder_that_is_gone_leaves_no_copy_of_rows_behind():
+    model = tiny_llama()
+    dec = Decoder(model, heads=restricted_heads(model, "chained"))
+    vocabulary = weakref.ref(DraftVocabulary.of(dec.target, dec.heads["chained"]))
+    del dec
+    gc.collect()
+    assert vocabulary() is None
+
+
+def test_heads_of_another_model_are_refused(model):
+    heads = random_heads(model)
+    heads.set_draft_vocabulary(torch.tensor([1, VOCAB]))
+    with pytest.raises(ValueError, match="they are another model's"):
+        Decoder(model, heads=heads)
+    assert isinstance(heads, DraftHeads)

@@ -1,0 +1,231 @@
+"""Models in a GGUF file are the models of their Hugging Face folders, and what cannot be read is told in a sentence."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import decoder
+from decoder.model import gguf as reading
+
+CHAT = "{% for m in messages %}<|a|>{{ m['content'] }}<|b|>{% endfor %}"
+# Byte letters, the tokens between turns, and what merges make.
+SPECIAL = ["<|a|>", "<|b|>", "<|c|>"]
+MERGES = [("Ċ", "Ċ"), ("Ġ", "t"), ("1", "2"), ("h", "e"), ("Ġt", "he")]
+
+
+def vocabulary():
+    tokens = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in MERGES]
+    return tokens + [f"unused{i}" for i in range(-len(tokens) % 32)]
+
+
+def published_tokenizer():
+    """As SmolLM2's tokenizer.json has it: digits stand alone before the byte level splits."""
+    tokens = vocabulary()
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|b|>", clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def hf_model():
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary()),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        eos_token_id=[1, 2],
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+def permuted(weight, heads):
+    """Rows of a query or key matrix in llama.cpp's order, where the two halves of a rotary pair stand side by side."""
+    return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, model, kind=gguf.GGMLQuantizationType.F32, pre="smollm", architecture="llama", more=()):
+    """Write ``model`` as llama.cpp's converter does, matrices as ``kind``; returns the weights that are then in it."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    tokens = vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    writer.add_eos_token_id(1)
+    writer.add_eot_token_id(2)
+    writer.add_chat_template(CHAT)
+    for key, value in more:
+        writer.add_string(key, value)
+    stored = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        ours = name.removeprefix("model.").removesuffix(".weight")
+        for theirs, short in (
+            ("layers.", "blk."), ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"),
+            ("self_attn.v_proj", "attn_v"), ("self_attn.o_proj", "attn_output"), ("mlp.gate_proj", "ffn_gate"),
+            ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"), ("post_attention_layernorm", "ffn_norm"),
+            ("input_layernorm", "attn_norm"), ("embed_tokens", "token_embd"),
+        ):  # fmt: skip
+            ours = ours.replace(theirs, short)
+        ours = "output_norm" if ours == "norm" else ours
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(ours.split(".")[-1])
+        rows = tensor if heads is None else permuted(tensor, heads)
+        if tensor.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(f"{ours}.weight", rows.numpy())
+            stored[name] = tensor
+            continue
+        blocks = gguf.quantize(rows.numpy(), kind)
+        writer.add_tensor(f"{ours}.weight", blocks, raw_dtype=kind)
+        back = torch.from_numpy(gguf.dequantize(blocks, kind).copy())
+        if heads is not None:
+            back = back.view(heads, -1, 2, back.shape[-1]).transpose(1, 2).reshape(back.shape)
+        stored[name] = back
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+@pytest.fixture(scope="module")
+def plain_file(hf_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path, hf_model)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0"])
+def test_logits_are_those_of_the_same_weights_in_a_hugging_face_model(hf_model, tmp_path, kind):
+    stored = write_gguf(tmp_path / "tiny.gguf", hf_model, gguf.GGMLQuantizationType[kind])
+    same = LlamaForCausalLM(hf_model.config).eval()
+    same.load_state_dict(stored, strict=False)
+    same.tie_weights()
+    dec = decoder.load(tmp_path / "tiny.gguf")
+    assert dec.model.dtype == torch.float32
+    ids = torch.randint(len(vocabulary()), (1, 40), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(dec.model(ids).logits, same(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_text_is_the_folders_text(hf_model, plain_file, tmp_path):
+    hf_model.save_pretrained(tmp_path)
+    published_tokenizer().save_pretrained(tmp_path)
+    one, other = decoder.load(plain_file, dtype="float64"), decoder.load(tmp_path, dtype="float64")
+    for method in ("ar", "prompt-lookup"):
+        assert (
+            one.generate("the 12\n\n12", 40, method, ignore_eos=True).token_ids
+            == other.generate("the 12\n\n12", 40, "ar", ignore_eos=True).token_ids
+        )
+
+
+def test_bfloat16_where_it_is_asked_for(plain_file):
+    assert decoder.load(plain_file, dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_digits_stand_alone_before_the_rest_is_split(plain_file):
+    published, read = published_tokenizer(), decoder.load(plain_file).tokenizer
+    for text in ("\n\n12", "the the 1212\n\n the", "he<|b|>12"):
+        assert read(text)["input_ids"] == published(text)["input_ids"]
+    assert read.tokenize("\n\n12") == ["ĊĊ", "1", "2"]
+
+
+def test_chat_template_and_every_end_token_come_along(plain_file):
+    dec = decoder.load(plain_file)
+    assert dec.tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False) == "<|a|>he<|b|>"
+    assert dec.tokenizer.eos_token_id == 1
+    assert dec.model.generation_config.eos_token_id == [1, 2]
+
+
+def test_numbers_are_those_of_the_published_configuration(plain_file):
+    # A file holds float32: 1e-05 comes back as 9.999999747378752e-06.
+    assert decoder.load(plain_file).model.config.rms_norm_eps == 1e-5
+
+
+def test_the_model_is_saved_as_any_other(plain_file, tmp_path):
+    dec = decoder.load(plain_file, dtype="bfloat16")
+    dec.model.save_pretrained(tmp_path)
+    dec.tokenizer.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ids = torch.arange(20)[None]
+    assert torch.equal(again(ids).logits, dec.model(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path)("\n\n12")["input_ids"] == dec.tokenizer("\n\n12")["input_ids"]
+
+
+def refused(path, words):
+    with pytest.raises((OSError, ValueError)) as caught:
+        decoder.load(path)
+    message = str(caught.value)
+    assert str(path) in message and words in message and "\n" not in message
+
+
+def test_what_cannot_be_read_is_told_in_a_sentence(hf_model, plain_file, tmp_path):
+    whole = plain_file.read_bytes()
+    path = tmp_path / "bad.gguf"
+    refused(path, "there is no model file")
+    for length in (2_000, len(whole) // 2, len(whole) - 100):
+        path.write_bytes(whole[:length])
+        refused(path, "cut short: fetch it again")
+    path.write_bytes(b"PK\3\4" + whole)
+    refused(path, "no GGUF file")
+    write_gguf(path, hf_model, architecture="rwkv9")
+    refused(path, "architecture rwkv9 cannot be read")
+    write_gguf(path, hf_model, pre="superbpe")
+    refused(path, "pre-tokenizer 'superbpe'")
+    write_gguf(path, hf_model, more=[("llama.rope.scaling.type", "yarn")])
+    refused(path, "rotary embeddings")
+
+
+def test_a_quantisation_that_nobody_unpacks_is_refused(plain_file, tmp_path):
+    header = reading.Header.read(plain_file)
+    content = bytearray(plain_file.read_bytes())
+    # The number of a tensor's type stands behind its name, its number of axes and its sizes.
+    name = b"blk.0.attn_q.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8
+    assert content[at : at + 4] == np.uint32(0).tobytes() and "blk.0.attn_q.weight" in header.tensors
+    for number, named in ((29, "IQ1_M"), (4_000, "4000")):
+        content[at : at + 4] = np.uint32(number).tobytes()
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(content)
+        try:
+            gguf.dequantize(np.zeros((1, 56), np.uint8), gguf.GGMLQuantizationType(number))
+        except (ValueError, NotImplementedError):
+            refused(path, f"quantisation {named}")
+
+
+def test_missing_packages_are_named(plain_file, monkeypatch):
+    monkeypatch.setattr(reading, "find_spec", lambda name: None)
+    refused(plain_file, "pip install gguf accelerate")
