@@ -1,0 +1,83 @@
+"""What takes the place of a model's own functions while a pass runs, as far as its tests on the device allow.
+
+On CUDA, layers that read the same (queries, keys and values; gate and up) stay products of their own. One product would
+need their weights in one buffer, of which the parameters become views: a state dict would then save that buffer with
+each of them, `Module.to`, quantisers and adapters would tear it apart again, and whoever holds a parameter would hold
+three. A copy would double the memory of the layers. Recorded passes launch no kernel one by one, so little is lost.
+"""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from decoder.kernels.fast_paths import NORMS, PACKED, ROTARY, FastPaths
+from decoder.kernels.norms import fused_norms
+from decoder.kernels.packed_linear import packed_layers
+from decoder.kernels.rotary import FusedRotary, fused_rotary
+from decoder.kernels.self_test import AttentionShape, packed_fault, packed_shapes, rms_norm_fault, rotary_fault
+
+
+class FastLayers(NamedTuple):
+    """Forwards of the model's layers and the helpers', those among them that drafters call themselves, and rotary
+    embeddings."""
+
+    layers: dict[nn.Module, Callable]
+    called: dict[nn.Module, Callable]
+    rotary: dict[ModuleType, FusedRotary]
+
+
+def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
+    """`fused_norms` of ``modules``, or nothing where PyTorch's kernel fails its test."""
+    found = fused_norms(modules)
+    if not found:
+        paths.leave_off(NORMS, "no root-mean-square norm of another dtype than float64, or another function")
+        return {}
+    sizes = frozenset((len(module.weight), module.weight.dtype) for module in found)
+    passed = paths.passes(NORMS, sizes, lambda: rms_norm_fault(sizes, paths.device), f"{len(found)} norms")
+    return found if passed else {}
+
+
+def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
+    """`packed_layers` of ``modules``, or nothing where the packed products fail their test."""
+    if paths.device.type != "cpu":
+        paths.leave_off(PACKED, "for a CPU only")
+        return {}
+    found: dict[nn.Module, Callable] = {}
+
+    def fault() -> str | None:
+        return packed_fault(found)
+
+    try:
+        found = packed_layers(modules)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raised = error
+
+        def fault() -> str | None:
+            raise raised
+
+    else:
+        if not found:
+            paths.leave_off(PACKED, "no layer of a dtype that oneDNN packs here, or no memory for a copy")
+            return {}
+    key = frozenset(packed_shapes([module])[0] for module in found)
+    return found if paths.passes(PACKED, key, fault, f"{len(found)} layers") else {}
+
+
+def tested_rotary(
+    modules: Sequence[nn.Module], shape: AttentionShape, paths: FastPaths
+) -> dict[ModuleType, FusedRotary]:
+    """`fused_rotary` of ``modules``, or nothing where the kernel fails its test."""
+    if shape.dtype == torch.float64:
+        paths.leave_off(ROTARY, "float64 stays with the model's own")
+        return {}
+    if not paths.passes(ROTARY, shape, lambda: rotary_fault(shape, paths.device), "in every layer"):
+        return {}
+    found = fused_rotary(modules, paths.device)
+    if not found:
+        paths.leave_off(ROTARY, "the model has none, or another function")
+    return found
