@@ -31,13 +31,26 @@ def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Forward]:
     return found
 
 
-def _fused(module: nn.Module) -> Forward | None:
+def looks_like_rms_norm(module: nn.Module) -> bool:
+    """Whether a module is a root-mean-square norm by its name and parts; what it computes is another matter."""
     weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
+    return (
+        type(module).__name__.endswith("RMSNorm")
+        and isinstance(_eps(module), float)
+        and isinstance(weight, torch.Tensor)
+        and weight.ndim == 1
+        and weight.dtype in TOLERANCE
+    )
+
+
+def _eps(module: nn.Module) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _fused(module: nn.Module) -> Forward | None:
+    if not looks_like_rms_norm(module):
         return None
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or weight.dtype not in TOLERANCE:
-        return None
+    weight, eps = module.weight, _eps(module)
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states, weight, eps)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from decoder.kernels.fast_paths import NORMS, PACKED, ROTARY, FastPaths
-from decoder.kernels.norms import fused_norms
+from decoder.kernels.fast_paths import NORMS, PACKED, ROTARY, FastPaths, in_words
+from decoder.kernels.norms import fused_norms, looks_like_rms_norm
 from decoder.kernels.packed_linear import packed_layers
 from decoder.kernels.rotary import FusedRotary, fused_rotary
 from decoder.kernels.self_test import AttentionShape, packed_fault, packed_shapes, rms_norm_fault, rotary_fault
@@ -31,13 +31,16 @@ class FastLayers(NamedTuple):
 
 def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
     """`fused_norms` of ``modules``, or nothing where PyTorch's kernel fails its test."""
+    sizes = frozenset((len(module.weight), module.weight.dtype) for module in modules if looks_like_rms_norm(module))
+    if not sizes:
+        paths.leave_off(NORMS, "no root-mean-square norm but of float64, which stays as it is")
+        return {}
+    if not paths.passes(NORMS, sizes, lambda: rms_norm_fault(sizes, paths.device), "root-mean-square norms"):
+        return {}
     found = fused_norms(modules)
     if not found:
-        paths.leave_off(NORMS, "no root-mean-square norm of another dtype than float64, or another function")
-        return {}
-    sizes = frozenset((len(module.weight), module.weight.dtype) for module in found)
-    passed = paths.passes(NORMS, sizes, lambda: rms_norm_fault(sizes, paths.device), f"{len(found)} norms")
-    return found if passed else {}
+        paths.leave_off(NORMS, "the model's norms are another function")
+    return found
 
 
 def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
@@ -45,27 +48,19 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
     if paths.device.type != "cpu":
         paths.leave_off(PACKED, "for a CPU only")
         return {}
-    found: dict[nn.Module, Callable] = {}
-
-    def fault() -> str | None:
-        return packed_fault(found)
-
     try:
         found = packed_layers(modules)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raised = error
-
-        def fault() -> str | None:
-            raise raised
-
-    else:
-        if not found:
-            paths.leave_off(PACKED, "no layer of a dtype that oneDNN packs here, or no memory for a copy")
-            return {}
+        reason = in_words(error)
+        paths.passes(PACKED, reason, lambda: reason, "")
+        return {}
+    if not found:
+        paths.leave_off(PACKED, "no layer of a dtype that oneDNN packs here, or no memory for a copy")
+        return {}
     key = frozenset(packed_shapes([module])[0] for module in found)
-    return found if paths.passes(PACKED, key, fault, f"{len(found)} layers") else {}
+    return found if paths.passes(PACKED, key, lambda: packed_fault(found), f"{len(found)} layers") else {}
 
 
 def tested_rotary(
