@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoder import Decoder, DraftHeads
 from decoder.cache.base import LayeredCache
-from decoder.kernels import attention, rotary
-from decoder.model import target
+from decoder.kernels import attention, fast_paths, rotary
+from decoder.model import fast_layers, target
 
 from .tape import eager_attention, eager_rotation
 
@@ -53,6 +53,13 @@ def dec(model):
     return Decoder(model, heads=random_heads(model), draft_model=small)
 
 
+@pytest.fixture(autouse=True)
+def untested(monkeypatch):
+    """What a stand-in has passed or failed is not what the next test finds."""
+    monkeypatch.setattr(fast_paths, "_outcomes", {})
+    monkeypatch.setattr(fast_paths, "_told", set())
+
+
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Kernels have their stand-ins, layers are PyTorch's own, the walk and each choice are the device's, and what was
@@ -61,7 +68,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr("decoder.sampling.sampler.on_host", lambda tensor: False)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
-    monkeypatch.setattr(target, "packed_layers", lambda modules: {})
+    monkeypatch.setattr(fast_layers, "packed_layers", lambda modules: {})
     buffer = LayeredCache._buffer
     monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(float("nan")))
 

@@ -46,7 +46,7 @@ class TapeRecorder:
     """
 
     def __init__(self):
-        self.works = True
+        self.fault = None
         self.rehearsed = self.recorded = self.replayed = 0
         self._written: list[weakref.ref] = []
 

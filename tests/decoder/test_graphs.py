@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.cache import full, streaming
+from decoder.cache import full, pool, streaming
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.kernels import attention, cuda_graphs
 from decoder.kernels.cuda_graphs import CudaGraphs, padded_width
+from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.split_kv import split_kv_attention
 from decoder.model import target
 from decoder.model.target import Target
@@ -131,6 +132,7 @@ def test_the_passes_of_every_family_are_recorded_and_give_the_same_text(as_on_cu
 
 def test_a_cache_that_grows_drops_what_was_recorded_over_its_old_buffers(as_on_cuda, prompt, monkeypatch):
     monkeypatch.setattr(full, "_SMALLEST_GROWTH", 32)
+    monkeypatch.setattr(pool, "_SMALLEST_STEP", 16)
     dec, recorder = decoder_with("chained"), TapeRecorder()
     expected = dec.generate(prompt, 200, "ar", SAMPLING).token_ids
     tokens = []
@@ -164,7 +166,7 @@ def test_after_a_recording_that_failed_passes_run_as_they_are(as_on_cuda, prompt
 
     dec, recorder = decoder_with("chained"), Breaking()
     expected = dec.generate(prompt, 60, "ar", SAMPLING).token_ids
-    with pytest.warns(UserWarning, match="cannot be recorded: operation not permitted$") as told:
+    with pytest.warns(UserWarning, match="off on cpu: RuntimeError: operation not permitted. .*doctor") as told:
         try:
             raise torch.OutOfMemoryError("the user tries again with this")
         except torch.OutOfMemoryError:
@@ -249,7 +251,12 @@ def test_a_finished_generation_frees_its_cache_and_passes_at_once(as_on_cuda, pr
 
 def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     """On the meta device, which refuses what would mix devices on CUDA or read a number there."""
-    monkeypatch.setattr(Target, "_probe", lambda self: 1.0)
+
+    def shape_alone(self):
+        self.attention_shape = AttentionShape(4, 2, 8, 8, torch.float64)
+        return 1.0
+
+    monkeypatch.setattr(Target, "_probe", shape_alone)
     monkeypatch.setattr(Target, "_refuse_devices", lambda self: None)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
     for module in (cuda_graphs, target, full, streaming):
@@ -275,7 +282,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
                 tree.add(node // 2, node, "test")
             for draft_cache in (partial, recent):
                 assert on_meta.draft([1], cache.length, draft_cache).is_meta
-            verification = on_meta.forward(tree, cache)
+            [verification] = on_meta.forward([tree], [cache], observe=True)
             assert verification.logits.is_meta and len(verification.logits) == 6
             cache.keep([0, 2, 5])
             partial.append(cache, verification.queries, 5)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from decoder.kernels.split_kv import Device, available, launch_shape, split_kv_attention
+from decoder.kernels.self_test import AttentionShape, split_kv_fault
+from decoder.kernels.split_kv import Device, launch_shape, split_kv_attention, unavailable
 from tests.decoder.compile_kernels import GPUS, compiled
 from tests.decoder.triton_emulation import repair_emulation
 
@@ -153,15 +154,27 @@ def test_same_call_same_bits():
     assert torch.equal(first, second)
 
 
-def test_available_where_triton_works():
-    assert not available(torch.device("cpu"))
-    with pytest.warns(UserWarning, match="several times slower, as Triton does not work on cuda:99"):
-        assert not available(torch.device("cuda", 99))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_bits_of_a_result_do_not_depend_on_the_capacity(dtype):
+    """One text over buffers of several sizes: neither the number of splits nor their borders may follow from these."""
+    for new, cached in ((1, 90), (5, 300)):
+        query, key, value = case(4, 2, 32, cached, new, dtype, spare=0)
+        for mask in (None, random_mask(new)):
+            expected = split_kv_attention(query, key, value, length(cached), mask, SCALING)
+            for spare in (1, 60, 4000):
+                buffers = (torch.cat((x, x.new_full((1, 2, spare, 32), torch.nan)), 2) for x in (key, value))
+                assert torch.equal(split_kv_attention(query, *buffers, length(cached), mask, SCALING), expected)
+
+
+def test_for_cuda_alone():
+    assert unavailable(torch.device("cpu")) == "for CUDA only"
+    assert unavailable(torch.device("cuda", 0)) is None
 
 
 @pytest.mark.gpu
-def test_available_on_a_gpu():
-    assert available(torch.device("cuda", 0))
+def test_passes_its_own_test_on_a_gpu():
+    for dtype in TOLERANCE:
+        assert split_kv_fault(AttentionShape(32, 8, 128, 128, dtype), torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -171,7 +184,7 @@ def test_launches_fit_the_device_and_fill_it(gpu):
     for dtype in TOLERANCE:
         for dim in (8, 64, 96, 128, 256):
             for rows in (1, 4, 7, 28, 96, 256, 2048):
-                shape = launch_shape(rows, 8, 131_072, dim, dim, dtype, device)
+                shape = launch_shape(rows, 8, dim, dim, dtype, device)
                 # What no stage is left to take from is two tiles of what is next: 64 KiB at most.
                 assert shape.stages == 1 or shape.shared_memory(dim, dim, dtype, device.hopper) <= shared
                 programs = -(-rows // shape.block_m) * 8 * shape.splits
@@ -188,7 +201,7 @@ def attending(gpu, *calls):
         dtype, dim = getattr(torch, call["dtype"]), call["dim"]
         rows = call["new"] * call["heads"] // call["groups"]
         device = Device(multiprocessors, shared, hopper=capability == 90)
-        shape = launch_shape(rows, call["groups"], call["capacity"], dim, dim, dtype, device)
+        shape = launch_shape(rows, call["groups"], dim, dim, dtype, device)
         assert kernel["warps"] == shape.warps
         assert kernel["shared"] <= min(shape.shared_memory(dim, dim, dtype, device.hopper), shared)
         found.append(kernel)

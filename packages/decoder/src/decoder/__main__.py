@@ -1,4 +1,4 @@
-"""Stream a continuation of a prompt to the terminal.
+"""Stream a continuation of a prompt to the terminal; `doctor` in place of flags tells what is fast here, and why not.
 
 Standard output gets the text and nothing else. Exit status: 0 done; 1 the run broke off, for instance on a full disk;
 2 wrong usage or input; 130 interrupted.
@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from decoder.cli.continuation import stream_on
+from decoder.cli.doctor import doctor
 from decoder.cli.flags import add_flags, from_flags
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
@@ -279,7 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         _say("standard output is closed: send it somewhere, to /dev/null for instance")
         return WRONG_INPUT
-    args = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    diagnosed = arguments[:1] == ["doctor"]
+    args = None if diagnosed else _parser().parse_args(arguments)
     # A terminal that cannot show a character is no reason to lose the rest.
     sys.stdout.reconfigure(errors="replace")
     if not sys.stderr.isatty():
@@ -288,6 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     huggingface_hub.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()
     try:
+        if diagnosed:
+            print(doctor(arguments[1:], _Parser))
+            return 0
         run = _Run(args)
     except KeyboardInterrupt:
         _say("interrupted")

@@ -22,6 +22,7 @@ from decoder.kernels.packed_linear import fast_bfloat16
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
+from decoder.report import report
 from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook, Sampler
@@ -243,6 +244,8 @@ class Decoder:
             strict=True,
         )
         asked = []
+        # A batch has caches of its own.
+        self.target.pool.clear()
         memory = available_memory(self.target.device)
         for index, (prompt, length, params, stops, hook) in enumerate(columns):
             try:
@@ -293,6 +296,13 @@ class Decoder:
     def audit(self, output: GenerationOutput) -> Audit:
         """`decoder.audit`, which tells a floating-point tie from a fault."""
         return audit(output)
+
+    def report(self) -> str:
+        """Versions, the device, and which fast paths are used on it and why not: what belongs into an issue."""
+        targets = {"model": self.target}
+        if self.draft_target is not None:
+            targets["draft model"] = self.draft_target
+        return report(targets, self.heads)
 
     def _sequence(self, engine: Engine, asked: Arguments) -> Sequence:
         """A text that is to be decoded by ``engine``."""

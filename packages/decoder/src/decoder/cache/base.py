@@ -1,11 +1,14 @@
 """What all caches share: one buffer of keys and one of values for all layers, and room for a pass to write in."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from transformers import Cache
 
+from decoder.cache.pool import BufferPool, Buffers
 from decoder.kernels.cuda_graphs import FixedPass
+from decoder.kernels.packed_linear import under_autocast
 
 
 class LayeredCache(Cache, ABC):
@@ -21,10 +24,16 @@ class LayeredCache(Cache, ABC):
         keys, values: the buffers, empty before the first pass.
         kv_length: see above.
         passes: the passes of fixed shape over these buffers, which go with them.
+        pool: where buffers come from and go back to when the cache goes; None where no passes are recorded, so that
+            buffers are freed with the cache.
 
     Args:
         capacity: slots, pairs per layer and KV head.
     """
+
+    purpose: ClassVar[str] = "text"
+    pool: BufferPool | None = None
+    pool_generation = 0
 
     def __init__(self, capacity: int):
         super().__init__(layers=[])
@@ -36,11 +45,31 @@ class LayeredCache(Cache, ABC):
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: torch.Tensor | None = None
 
-    def prepare(self, layers: int, fixed_on: torch.device | None = None) -> None:
-        """Tell the cache how many layers it is to hold, and the device where passes have fixed shapes, if they do."""
+    def __del__(self):
+        # However a text ends (done, closed, cancelled, failed), its caches go, and at once: nothing refers to them.
+        if self.pool is not None:
+            self.pool.give_back(self)
+
+    def prepare(self, layers: int, pool: BufferPool | None = None) -> None:
+        """Tell the cache how many layers it is to hold, and whose buffers it may have where passes have fixed shapes.
+
+        Under autocast it gets none: it makes its own, of the dtype that autocast chooses.
+        """
         self._layers = layers
-        if fixed_on is not None and self.kv_length is None:
-            self.kv_length = torch.zeros(1, dtype=torch.long, device=fixed_on)
+        if pool is not None and self.kv_length is None:
+            if not under_autocast() and not len(self.keys):
+                pool.lend(self)
+            if self.kv_length is None:
+                self.kv_length = torch.zeros(1, dtype=torch.long, device=pool.device)
+
+    def buffers(self) -> Buffers:
+        """The buffers with what was recorded over them."""
+        return Buffers(self.capacity, self.keys, self.values, self.kv_length, self.passes)
+
+    def take_over(self, buffers: Buffers) -> None:
+        """Use another cache's buffers in place of new ones."""
+        self.capacity, self.keys, self.values, self.kv_length, self.passes = buffers
+        self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def begin(self, count: int) -> None:
         """A pass over ``count`` tokens is to come.
@@ -77,7 +106,7 @@ class LayeredCache(Cache, ABC):
     def allocate_as(self, other: "LayeredCache") -> None:
         """Make the buffers, unless they are there, for pairs like those of ``other``."""
         if not len(self.keys):
-            self.prepare(len(other.keys))
+            self.prepare(len(other.keys), other.pool)
             self._allocate(other.keys[0], other.values[0])
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:

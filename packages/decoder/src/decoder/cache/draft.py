@@ -15,6 +15,8 @@ class DraftCache(LayeredCache):
         room: drafted tokens behind them, held ones included.
     """
 
+    purpose = "draft"
+
     def __init__(self, budget: int, room: int):
         super().__init__(budget + room)
         self.budget, self.room = budget, room

@@ -162,7 +162,7 @@ def _one_softmax(
             block.masked_fill_(blocked[start : start + rows], -torch.inf)
         # Half precision is too coarse to sum many small weights in.
         weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(value.dtype)
-        outputs.append((weights @ value).reshape(batch, heads, count, dim))
+        outputs.append((weights @ value).reshape(batch, heads, count, value.shape[-1]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 # More than one rounding leaves in the dtype, less than another function of the weights would.
-_TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
+TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
 
 
 def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Forward]:
@@ -31,18 +31,36 @@ def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Forward]:
     return found
 
 
-def _fused(module: nn.Module) -> Forward | None:
+def looks_like_rms_norm(module: nn.Module) -> bool:
+    """Whether a module is a root-mean-square norm by its name and parts; what it computes is another matter."""
     weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
+    return (
+        type(module).__name__.endswith("RMSNorm")
+        and isinstance(_eps(module), float)
+        and isinstance(weight, torch.Tensor)
+        and weight.ndim == 1
+        and weight.dtype in TOLERANCE
+    )
+
+
+def _eps(module: nn.Module) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _fused(module: nn.Module) -> Forward | None:
+    if not looks_like_rms_norm(module):
         return None
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or weight.dtype not in _TOLERANCE:
-        return None
+    weight, eps = module.weight, _eps(module)
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(hidden_states, weight.shape, weight.to(hidden_states.dtype), eps)
+        return rms_norm(hidden_states, weight, eps)
 
     return forward
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """PyTorch's kernel: ``x`` over the root mean square of its last axis, times ``weight``."""
+    return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 @torch.inference_mode()
@@ -55,7 +73,7 @@ def _equal(module: nn.Module, fused: Forward) -> bool:
         # Not the module itself: hooks of the user's own must not see what is only a trial.
         expected = type(module).forward(module, x)
         return expected.dtype == x.dtype and torch.allclose(
-            fused(x).double(), expected.double(), rtol=_TOLERANCE[weight.dtype], atol=1e-6
+            fused(x).double(), expected.double(), rtol=TOLERANCE[weight.dtype], atol=1e-6
         )
     except torch.OutOfMemoryError:
         raise

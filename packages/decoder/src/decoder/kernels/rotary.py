@@ -15,7 +15,7 @@ _NAME = "apply_rotary_pos_emb"
 
 # More than the roundings of the original leave in the dtype, less than another rotation would. There is none for
 # float64, the referee's.
-_TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
+TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
 _TYPICAL_SIZES = (64, 128)
 
 # Numbers of each half of a head that a program of one warp rotates: 16 bytes of half precision to each thread at once.
@@ -121,7 +121,7 @@ def fused_rotary(modules: Iterable[nn.Module], device: torch.device) -> dict[Mod
     """
     modules = list(modules)
     dtypes = {parameter.dtype for module in modules for parameter in module.parameters(recurse=False)}
-    kinds = {(dtype, other) for dtype in dtypes & _TOLERANCE.keys() for other in (dtype, torch.float32)}
+    kinds = {(dtype, other) for dtype in dtypes & TOLERANCE.keys() for other in (dtype, torch.float32)}
     sizes: dict[ModuleType, set[int]] = {}
     for module in modules:
         owner = sys.modules.get(type(module).__module__)
@@ -155,7 +155,7 @@ def _same(original: Callable, device: torch.device, dtype: torch.dtype, angle_dt
             return False
         return all(
             actual.shape == expected.shape
-            and bool((actual - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
+            and bool((actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
             for actual, expected in zip(rotate(q, k, cos, sin), (rotated_q, rotated_k), strict=True)
         )
     except torch.OutOfMemoryError:

@@ -3,12 +3,10 @@
 What has none, norms and rotary embeddings, is replaced while a pass runs, where a trial finds another function equal.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,23 +15,25 @@ from transformers import PreTrainedModel
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, split_kv
+from decoder.cache.pool import BufferPool
+from decoder.kernels import attention
 from decoder.kernels.attention import TextInPass
-from decoder.kernels.cuda_graphs import CudaGraphs, FixedPass, Recorder, padded_width
-from decoder.kernels.norms import fused_norms
-from decoder.kernels.packed_linear import packed_layers, replaced, under_autocast
-from decoder.kernels.rotary import FusedRotary, fused_rotary, rotary_replaced
+from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
+from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
+from decoder.kernels.packed_linear import replaced, under_autocast
+from decoder.kernels.rotary import rotary_replaced
+from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_unsupported
+from decoder.model.fast_layers import FastLayers, tested_norms, tested_products, tested_rotary
+from decoder.model.probe import LOGITS_TOLERANCE, ProbedCache, runs_flattened
+from decoder.model.recorded_state import RecordedState
+from decoder.model.recording_test import tested_recorder
 from decoder.sampling.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _PREFILL_CHUNK = 512
 _PREFILL_CHUNK_ON_CUDA = 2048
-_WIDEST_RECORDED = 256  # tokens of a pass; the chunks of a prompt are longer, and too few to record
-
-# More than half precision leaves in logits as relative error, less than another function of them would.
-_LOGITS_TOLERANCE = 0.02
 
 
 @dataclass
@@ -56,29 +56,6 @@ class Verification:
         """A copy that no later pass writes over."""
         queries = {layer: query.clone() for layer, query in self.queries.items()}
         return Verification(self.hidden.clone(), self.logits.clone(), queries)
-
-
-class _Faster(NamedTuple):
-    """What takes the place of the model's own functions while it runs, as it suits the device.
-
-    Forwards of its layers and the helpers', those among them that drafters call themselves, and rotary embeddings.
-    """
-
-    layers: dict[nn.Module, Callable]
-    called: dict[nn.Module, Callable]
-    rotary: dict[ModuleType, FusedRotary]
-
-
-class _ProbedCache(FullCache):
-    """Tells which layers use it."""
-
-    def __init__(self, capacity: int):
-        super().__init__(capacity)
-        self.written: set[int] = set()
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        self.written.add(layer_idx)
-        return super().update(key_states, value_states, layer_idx)
 
 
 class Target:
@@ -111,14 +88,30 @@ class Target:
         self._helpers: list[nn.Module] = []
         self.draft_vocabularies: dict[nn.Module, object] = {}
         """By draft heads, what `drafters.draft_vocabulary` keeps for them: generations come and go."""
-        self.refresh_weights()
         self._hidden: torch.Tensor | None = None
+        self.attention_shape: AttentionShape | None = None
+        """Of its layers, as the probe has found it."""
         self.kv_bytes = 0
         """Bytes of a token's keys and values in all layers."""
+        self.paths = FastPaths(self.device)
+        """What is faster here than the model's own functions, and why not."""
+        self.pool = BufferPool(self.device)
+        """Buffers of texts that have ended, where passes are recorded."""
         # Where attention reads the length of the text from device memory, passes are recorded.
-        self.recorder: Recorder | None = CudaGraphs(self.device) if split_kv.available(self.device) else None
+        self.recorder: Recorder | None = None
+        self.refresh_weights()
         self._logit_scale = self._probe()
-        self.flattens = self._probe_flattened()
+        self.flattens = runs_flattened(self)
+        if self.flattens:
+            self.paths.use(FLATTENED, "several texts are verified together")
+        else:
+            self.paths.leave_off(FLATTENED, "the model gives something else then, or cannot run them")
+        self.use(tested_recorder(self, self.attention_shape))
+
+    def use(self, recorder: Recorder | None) -> None:
+        """Record passes with ``recorder``, or none."""
+        self.recorder = recorder
+        self.refresh_weights()
 
     def speed_up(self, module: nn.Module) -> None:
         """Let the layers of ``module`` run as fast as the model's own while the model is patched."""
@@ -135,7 +128,9 @@ class Target:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._modules = list(self.model.modules())
         self._layers: int = self.model.config.num_hidden_layers
-        self._faster: _Faster | None = None
+        self._faster: FastLayers | None = None
+        if self.recorder is not None:
+            self.pool.renew(RecordedState(self.model, self._modules, self.recorder))
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +157,7 @@ class Target:
         tree = TokenTree(0)
         for token in (0, 1 % self.vocab_size):
             tree.add(0, token, "probe")
-        cache = _ProbedCache(self.width(len(tree)))
+        cache = ProbedCache(self.width(len(tree)))
         self._replacements()
         try:
             with self.patched():
@@ -178,54 +173,37 @@ class Target:
                 f"{self.name} does not use transformers' attention interface and cache in all {self._layers} layers"
             )
         self.kv_bytes = cache.nbytes // cache.capacity
+        heads, (key, value) = seen.queries[0].shape[1], (cache.keys, cache.values)
+        self.attention_shape = AttentionShape(heads, key.shape[2], key.shape[4], value.shape[4], key.dtype)
         scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
-        if (raw * scale - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
+        if (raw * scale - logits).norm() > LOGITS_TOLERANCE * logits.norm():
             raise ValueError(
                 f"{self.name} changes its logits behind its language-model head; that cannot be drafted for"
             )
-        return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
+        return scale if abs(scale - 1) > LOGITS_TOLERANCE else 1.0
 
-    @torch.inference_mode()
-    def _probe_flattened(self) -> bool:
-        """Whether the model runs several texts in one pass, each over its own cache, and gives what it gives alone."""
-        trees = [TokenTree(0), TokenTree(1 % self.vocab_size)]
-        trees[0].add(0, 0, "probe")
-        texts = [[0, 0, 0], [0]]
-
-        def verified(together: bool) -> list[torch.Tensor]:
-            caches = [_ProbedCache(len(text) + self.width(2)) for text in texts]
-            for text, cache in zip(texts, caches, strict=True):
-                self.prefill(text, cache)
-            size = len(trees) if together else 1
-            groups = (slice(start, start + size) for start in range(0, len(trees), size))
-            seen = (one for group in groups for one in self._verify(trees[group], caches[group], observe=False))
-            return [verification.logits.double() for verification in seen]
-
-        try:
-            with self.patched():
-                pairs = zip(verified(together=True), verified(together=False), strict=True)
-                return all((a - b).norm() <= _LOGITS_TOLERANCE * b.norm() for a, b in pairs)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError):
-            # Some models look at keys on their way from the cache to attention.
-            return False
-
-    def _replacements(self) -> _Faster:
+    def _replacements(self) -> FastLayers:
         if self._faster is None:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
             modules = [*self._modules, *of_helpers]
-            found = fused_norms(modules)
-            if self.device.type == "cpu":
-                found |= packed_layers(modules)
+            found = tested_norms(modules, self.paths) | tested_products(modules, self.paths)
             called = {self.norm, self.lm_head, *of_helpers}
-            self._faster = _Faster(
+            if self.recorder is None:
+                self.paths.leave_off(ROTARY, f"needs {RECORDED}")
+            self._faster = FastLayers(
                 layers=found,
                 called={module: forward for module, forward in found.items() if module in called},
                 # Passes are recorded where Triton works.
-                rotary=fused_rotary(self._modules, self.device) if self.recorder is not None else {},
+                rotary={} if self.recorder is None else tested_rotary(self._modules, self.attention_shape, self.paths),
             )
         return self._faster
+
+    def fast_paths(self) -> list[FastPath]:
+        """What is faster here than the model's own functions, and what is not, and why."""
+        self._replacements()
+        if self.recorder is not None and self.recorder.fault is not None:
+            self.paths.leave_off(RECORDED, self.recorder.fault)
+        return list(self.paths)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -304,7 +282,7 @@ class Target:
         else:
             ids = torch.tensor([list(tokens), list(positions)])
         # Under autocast a graph would know copies of the weights that go when the user's block ends.
-        if self.recorder is None or count > _WIDEST_RECORDED or under_autocast():
+        if self.recorder is None or count > WIDEST_RECORDED or under_autocast():
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
         kind = (module is self.model, count, mask is None, observed)
         if kind not in cache.passes:
@@ -312,7 +290,7 @@ class Target:
         return cache.passes[kind](run, ids, mask)
 
     def _begin(self, cache: LayeredCache, count: int) -> None:
-        cache.prepare(self._layers, None if self.recorder is None else self.device)
+        cache.prepare(self._layers, None if self.recorder is None else self.pool)
         cache.begin(count)
 
     def prefill(self, tokens: Sequence[int], cache: FullCache, observed: int = 0) -> dict[int, torch.Tensor]:

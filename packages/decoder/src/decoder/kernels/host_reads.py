@@ -1,0 +1,71 @@
+"""Finds what makes the host wait for a device, in the thread that asks and in no other."""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Their results, or the shapes of these, are numbers that the host needs.
+_READING = frozenset(
+    (
+        "_local_scalar_dense",
+        "_unique",
+        "_unique2",
+        "bincount",
+        "equal",
+        "histc",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "unique_dim",
+        "unique_dim_consecutive",
+    )
+)
+_INDEXING = frozenset(("_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "index_put", "index_put_"))
+
+
+class HostReadError(RuntimeError):
+    """The host would have waited for the device."""
+
+
+class HostReadsRefused(TorchDispatchMode):
+    """In this block an operation for which the host waits for a device is a `HostReadError`.
+
+    A pass with such an operation cannot be recorded. PyTorch's own check (`torch.cuda.set_sync_debug_mode`) sees a
+    little more, but is one switch for the whole process: another thread's harmless reads would fail while ours is on.
+    What this one misses makes a recording fail, after which passes run unrecorded.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if _waits(function, args, kwargs):
+            raise HostReadError(f"{function} makes the host wait for the device")
+        return function(*args, **kwargs)
+
+
+def _waits(function, args: tuple, kwargs: dict) -> bool:
+    name = function.overloadpacket.__name__
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if all(tensor.device.type == "cpu" for tensor in tensors) and kwargs.get("device") is None:
+        return False
+    if name in _READING:
+        return True
+    if name in _INDEXING:
+        # A mask stands for the places where it is true, whose number only the device knows.
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None and isinstance(args[-1], Tensor)
+    if name == "copy_":
+        return _crosses(args[1].device, args[0].device) and not _non_blocking(args[2:], kwargs)
+    if name == "_to_copy" and kwargs.get("device") is not None:
+        return _crosses(args[0].device, torch.device(kwargs["device"])) and not _non_blocking((), kwargs)
+    return False
+
+
+def _crosses(source: torch.device, destination: torch.device) -> bool:
+    return (source.type == "cpu") != (destination.type == "cpu")
+
+
+def _non_blocking(args: tuple, kwargs: dict) -> bool:
+    return bool(args[0]) if args else bool(kwargs.get("non_blocking", False))

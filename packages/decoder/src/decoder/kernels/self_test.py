@@ -1,0 +1,177 @@
+"""The tests of the fast paths: each compares one with the obvious function, on the device, at a model's own shapes.
+
+They are for the registry in `fast_paths`, and say in a few words what is wrong, or None. Their inputs are random, and
+what they allow is roundings: a function that is wrong differs by as much as its numbers are large.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from decoder.draft_heads import DraftHead
+from decoder.kernels import attention, norms, rotary, split_kv
+
+# Of the largest number of a result.
+_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-5}
+
+# New tokens of a pass, and whether they are a tree: a draft, a tree, a wide tree, a part of a prompt. Each has tiles of
+# its own, and is compiled when it is first run.
+_PASSES = ((1, False), (8, True), (64, True), (300, False))
+_LENGTHS = (0, 77, 1500)  # cached tokens: none, less than a block, many blocks
+_SPARE = 33  # slots behind them, which hold what is no number
+_ROWS = (1, 2, 16)
+
+
+class AttentionShape(NamedTuple):
+    """Query heads, KV heads and their sizes, as one layer of a model has them."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor, allowed: float) -> str | None:
+    """What is wrong with ``actual``; no number in it is."""
+    if actual.shape != expected.shape:
+        return f"it gives numbers of shape {tuple(actual.shape)} in place of {tuple(expected.shape)}"
+    actual, expected = actual.double(), expected.double()
+    largest = expected.abs().max()
+    error = (actual - expected).abs().max()
+    if error <= allowed * largest:
+        return None
+    return f"its numbers differ from the plain function's by up to {float(error):.2g} (these are up to {largest:.2g})"
+
+
+@torch.inference_mode()
+def split_kv_fault(shape: AttentionShape, device: torch.device) -> str | None:
+    """The split-KV kernel against one softmax in float64, for several widths and lengths."""
+    random = _random(shape.dtype, device)
+    slots = max(_LENGTHS) + max(new for new, _ in _PASSES) + _SPARE
+    whole = [random(1, shape.kv_heads, slots, size) for size in (shape.dim, shape.value_dim)]
+    scaling = shape.dim**-0.5
+    for new, tree in _PASSES:
+        query = random(1, new, shape.heads, shape.dim).transpose(1, 2)
+        mask = _tree_mask(new, device) if tree else None
+        for length in _LENGTHS:
+            end = length + new
+            key, value = (buffer.clone() for buffer in whole)
+            key[:, :, end:] = value[:, :, end:] = torch.nan
+            on_device = torch.tensor([length], device=device)
+            actual = split_kv.split_kv_attention(query, key, value, on_device, mask, scaling)
+            blocked = torch.ones(new, new, dtype=torch.bool, device=device).triu(1) if mask is None else ~mask
+            wide = (x.double() for x in (query, key[:, :, :end], value[:, :, :end]))
+            expected = attention._one_softmax(*wide, blocked, scaling)
+            fault = difference(actual, expected, _ALLOWED[shape.dtype])
+            if fault:
+                return f"{fault} at {new} tokens behind {length}"
+    return None
+
+
+@torch.inference_mode()
+def rotary_fault(shape: AttentionShape, device: torch.device) -> str | None:
+    """The rotary kernel against its formula in float64; angles may be wider than what they turn."""
+    random = _random(shape.dtype, device)
+    dim = shape.dim // 2 * 2
+    for tokens in (1, 24):
+        q, k = (random(1, tokens, heads, dim).transpose(1, 2) for heads in (shape.heads, shape.kv_heads))
+        for dtype in {shape.dtype, torch.float32}:
+            cos, sin = (_random(dtype, device)(1, tokens, dim) for _ in range(2))
+            for actual, x in zip(rotary.rotate(q, k, cos, sin), (q, k), strict=True):
+                fault = difference(actual, _rotated(x, cos, sin), _ALLOWED[shape.dtype])
+                if fault:
+                    return f"{fault} at {tokens} tokens"
+    return None
+
+
+@torch.inference_mode()
+def rms_norm_fault(sizes: frozenset[tuple[int, torch.dtype]], device: torch.device) -> str | None:
+    """PyTorch's kernel against its formula in float64, for each size and dtype of a model's norms."""
+    for size, dtype in sizes:
+        random = _random(dtype, device)
+        x, weight, eps = 3 * random(1, 5, size), random(size), 1e-6
+        wide = x.double()
+        expected = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+        fault = difference(norms.rms_norm(x, weight, eps), expected, _ALLOWED[dtype])
+        if fault:
+            return f"{fault} at size {size} in {_name(dtype)}"
+    return None
+
+
+@torch.inference_mode()
+def packed_fault(packed: Mapping[nn.Module, Callable]) -> str | None:
+    """Packed layers against the modules whose weights they have, one of each shape."""
+    tested = set()
+    for owner, modules in _by_owner(packed).items():
+        shapes = packed_shapes(modules)
+        if shapes in tested:
+            continue
+        tested.add(shapes)
+        for rows in _ROWS:
+            inputs = _inputs(modules[0], rows)
+            for module in modules:
+                # Not the module itself: hooks of the user's own must not see what is only a test.
+                expected = type(module).forward(module, *inputs)
+                fault = difference(packed[module](*inputs), expected, _ALLOWED[inputs[0].dtype])
+                if fault:
+                    return f"{fault} in a {type(owner).__name__} of {rows} rows"
+    return None
+
+
+def packed_shapes(modules: Mapping[nn.Module, Callable] | list[nn.Module]) -> tuple:
+    """What tells the products of ``modules`` apart."""
+    return tuple(
+        (type(module).__name__, *((tuple(tensor.shape), tensor.dtype) for tensor in module.parameters()))
+        for module in modules
+    )
+
+
+def _by_owner(packed: Mapping[nn.Module, Callable]) -> dict[object, list[nn.Module]]:
+    """Layers that are one product stand together: the first that is called computes for all."""
+    owners: dict[object, list[nn.Module]] = {}
+    for module, forward in packed.items():
+        bound = forward.func if isinstance(forward, partial) else forward
+        owners.setdefault(getattr(bound, "__self__", bound), []).append(module)
+    return owners
+
+
+def _inputs(module: nn.Module, rows: int) -> tuple:
+    if isinstance(module, DraftHead):
+        dtype, size = module.input_norm.weight.dtype, len(module.input_norm.weight)
+        random = _random(dtype, module.input_norm.weight.device)
+        conditioned = module.linear.in_features == 2 * size
+        return random(rows, size), random(rows, size) if conditioned else None
+    random = _random(module.weight.dtype, module.weight.device)
+    return (random(1, rows, module.in_features),)
+
+
+def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float32, generator=generator).to(dtype)
+
+    return random
+
+
+def _tree_mask(new: int, device: torch.device) -> torch.Tensor:
+    """A binary tree: each token sees itself and its ancestors."""
+    mask = torch.eye(new, dtype=torch.bool)
+    for node in range(1, new):
+        mask[node] |= mask[(node - 1) // 2]
+    return mask.to(device)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    (first, second), (cos1, cos2), (sin1, sin2) = (
+        part.double().chunk(2, -1) for part in (x, cos[:, None], sin[:, None])
+    )
+    return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), -1)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,78 @@
+"""What takes the place of a model's own functions while a pass runs, as far as its tests on the device allow.
+
+On CUDA, layers that read the same (queries, keys and values; gate and up) stay products of their own. One product would
+need their weights in one buffer, of which the parameters become views: a state dict would then save that buffer with
+each of them, `Module.to`, quantisers and adapters would tear it apart again, and whoever holds a parameter would hold
+three. A copy would double the memory of the layers. Recorded passes launch no kernel one by one, so little is lost.
+"""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from decoder.kernels.fast_paths import NORMS, PACKED, ROTARY, FastPaths, in_words
+from decoder.kernels.norms import fused_norms, looks_like_rms_norm
+from decoder.kernels.packed_linear import packed_layers
+from decoder.kernels.rotary import FusedRotary, fused_rotary
+from decoder.kernels.self_test import AttentionShape, packed_fault, packed_shapes, rms_norm_fault, rotary_fault
+
+
+class FastLayers(NamedTuple):
+    """Forwards of the model's layers and the helpers', those among them that drafters call themselves, and rotary
+    embeddings."""
+
+    layers: dict[nn.Module, Callable]
+    called: dict[nn.Module, Callable]
+    rotary: dict[ModuleType, FusedRotary]
+
+
+def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
+    """`fused_norms` of ``modules``, or nothing where PyTorch's kernel fails its test."""
+    sizes = frozenset((len(module.weight), module.weight.dtype) for module in modules if looks_like_rms_norm(module))
+    if not sizes:
+        paths.leave_off(NORMS, "no root-mean-square norm but of float64, which stays as it is")
+        return {}
+    if not paths.passes(NORMS, sizes, lambda: rms_norm_fault(sizes, paths.device), "root-mean-square norms"):
+        return {}
+    found = fused_norms(modules)
+    if not found:
+        paths.leave_off(NORMS, "the model's norms are another function")
+    return found
+
+
+def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
+    """`packed_layers` of ``modules``, or nothing where the packed products fail their test."""
+    if paths.device.type != "cpu":
+        paths.leave_off(PACKED, "for a CPU only")
+        return {}
+    try:
+        found = packed_layers(modules)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = in_words(error)
+        paths.passes(PACKED, reason, lambda: reason, "")
+        return {}
+    if not found:
+        paths.leave_off(PACKED, "no layer of a dtype that oneDNN packs here, or no memory for a copy")
+        return {}
+    key = frozenset(packed_shapes([module])[0] for module in found)
+    return found if paths.passes(PACKED, key, lambda: packed_fault(found), f"{len(found)} layers") else {}
+
+
+def tested_rotary(
+    modules: Sequence[nn.Module], shape: AttentionShape, paths: FastPaths
+) -> dict[ModuleType, FusedRotary]:
+    """`fused_rotary` of ``modules``, or nothing where the kernel fails its test."""
+    if shape.dtype == torch.float64:
+        paths.leave_off(ROTARY, "float64 stays with the model's own")
+        return {}
+    if not paths.passes(ROTARY, shape, lambda: rotary_fault(shape, paths.device), "in every layer"):
+        return {}
+    found = fused_rotary(modules, paths.device)
+    if not found:
+        paths.leave_off(ROTARY, "the model has none, or another function")
+    return found

@@ -1,0 +1,59 @@
+"""All that a recorded pass has taken from a model and does not look at again when it is replayed."""
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+# What every module has; of these, what matters is looked at by itself.
+_COMMON = frozenset(vars(nn.Module()))
+
+
+class RecordedState:
+    """Compares equal to another one where a pass that was recorded then does now what the model would do.
+
+    Taken into account are where weights and buffers lie (what they hold is read by each replay), hooks, replaced
+    forwards, the attributes of all modules (an adapter that is switched off is one of them) and the configuration. What
+    a hook or a function reads elsewhere cannot be seen.
+    """
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], recorder: object):
+        # References, so that what takes the place of an object is never taken for it.
+        self._objects: list[object] = [recorder]
+        self._numbers: list[object] = [repr(model.config.to_dict())]
+        for module in modules:
+            self._add(module)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RecordedState)
+            and self._numbers == other._numbers
+            and len(self._objects) == len(other._objects)
+            and all(mine is theirs for mine, theirs in zip(self._objects, other._objects, strict=True))
+        )
+
+    __hash__ = None
+
+    def _add(self, module: nn.Module) -> None:
+        owner = sys.modules.get(type(module).__module__)
+        self._objects += [type(module).forward, getattr(owner, "apply_rotary_pos_emb", None)]
+        self._numbers += [type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks)]
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            self._add_value(tensor)
+        for name, value in vars(module).items():
+            if name not in _COMMON:
+                self._numbers.append(name)
+                self._add_value(value)
+
+    def _add_value(self, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            self._numbers.append((value.data_ptr(), value.dtype, value.shape, value.stride()))
+        elif isinstance(value, _PLAIN):
+            self._numbers.append(value)
+        elif isinstance(value, _CONTAINERS):
+            self._numbers.append(repr(value))
+        else:
+            self._objects.append(value)

@@ -1,0 +1,84 @@
+"""The test of recorded passes: a model's own passes, recorded and replayed, against the same passes run as they are."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from decoder.cache.full import FullCache
+from decoder.kernels import split_kv
+from decoder.kernels.cuda_graphs import WIDEST_RECORDED, CudaGraphs, Recorder
+from decoder.kernels.fast_paths import RECORDED, SPLIT_KV
+from decoder.kernels.self_test import AttentionShape, difference, split_kv_fault
+from decoder.sampling.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from decoder.model.target import Target
+
+# Of the largest logit: all kernels round otherwise than the model's own functions do, in all layers.
+_ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.2}
+_PROMPT = 5
+_NODES = (1, 5)  # a chain, and a tree that is padded
+_TIMES = 4  # a pass of a kind is run as it is, recorded, and replayed over a longer text
+
+
+def tested_recorder(target: "Target", shape: AttentionShape) -> Recorder | None:
+    """What records on the target's device, where attention and recording pass their tests there."""
+    device, paths = target.device, target.paths
+    unavailable = split_kv.unavailable(device)
+    if unavailable is not None:
+        for name in (SPLIT_KV, RECORDED):
+            paths.leave_off(name, unavailable)
+        return None
+    if not paths.passes(SPLIT_KV, shape, lambda: split_kv_fault(shape, device), "in every layer"):
+        paths.leave_off(RECORDED, f"needs {SPLIT_KV}")
+        return None
+    recorders: list[Recorder] = []
+
+    def fault() -> str | None:
+        recorders.append(CudaGraphs(device))
+        return recorders[0].fault or recording_fault(target, recorders[0])
+
+    key = type(target.model), target.model.config.to_json_string(), shape
+    if not paths.passes(RECORDED, key, fault, f"passes of up to {WIDEST_RECORDED} tokens"):
+        return None
+    # A model like one that was tested before is not tested again.
+    return recorders[0] if recorders else CudaGraphs(device)
+
+
+@torch.inference_mode()
+def recording_fault(target: "Target", recorder: Recorder) -> str | None:
+    """What is wrong with the passes that ``recorder`` replays; the target has no recorder afterwards.
+
+    The passes use the fast paths that need a recorder, too: whole buffers with a length on the device, and rotary
+    embeddings in one kernel.
+    """
+    try:
+        expected = _logits(target, None)
+        actual = _logits(target, recorder)
+    finally:
+        target.use(None)
+        target.pool.clear()
+    if recorder.fault is not None:
+        return recorder.fault
+    allowed = _ALLOWED.get(expected[0].dtype, 0.2)
+    faults = (difference(*pair, allowed) for pair in zip(actual, expected, strict=True))
+    return next((fault for fault in faults if fault), None)
+
+
+def _logits(target: "Target", recorder: Recorder | None) -> list[torch.Tensor]:
+    target.use(recorder)
+    tokens = iter(range(10_000))
+    size = target.vocab_size
+    cache = FullCache(_PROMPT + sum(_TIMES * target.width(nodes) for nodes in _NODES))
+    found = []
+    with target.patched():
+        target.prefill([next(tokens) % size for _ in range(_PROMPT)], cache)
+        for nodes in _NODES:
+            for _ in range(_TIMES):
+                tree = TokenTree(next(tokens) % size)
+                for node in range(nodes - 1):
+                    tree.add(node // 2, next(tokens) % size, "test")
+                [verification] = target.forward([tree], [cache])
+                found.append(verification.logits.clone())
+                cache.keep([0, 2] if nodes > 2 else [0])
+    return found

@@ -1,0 +1,66 @@
+"""Where a decoder runs and which fast paths it uses there: what belongs into an issue."""
+
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from decoder.kernels.fast_paths import FastPath
+from decoder.model.target import Target
+
+_DISTRIBUTIONS = ("tokenswift-decoder", "torch", "transformers", "triton", "safetensors")
+
+
+def report(targets: Mapping[str, Target], heads: Iterable[str]) -> str:
+    """Versions, the device, and each target's fast paths, in lines.
+
+    Args:
+        targets: by what they are, the model first.
+        heads: kinds of draft heads.
+    """
+    device = next(iter(targets.values())).device
+    lines = [*_versions(), *_device(device)]
+    for role, target in targets.items():
+        config, shape = target.model.config, target.attention_shape
+        sizes = f"{config.num_hidden_layers} layers of {target.hidden_size}, {shape.heads} query and {shape.kv_heads}"
+        dtype = str(target.lm_head.weight.dtype).removeprefix("torch.")
+        lines += ["", f"{role}: {target.name} in {dtype}, {sizes} KV heads of {shape.dim}"]
+        lines += [f"  {_line(path)}" for path in target.fast_paths()]
+    kinds = ", ".join(heads)
+    return "\n".join([*lines, "", f"draft heads: {kinds or 'none'}"])
+
+
+def _line(path: FastPath) -> str:
+    return f"{path.name:<24} {'on ' if path.on else 'off'}  {path.reason}"
+
+
+def _versions() -> list[str]:
+    found = [f"python {platform.python_version()} ({sys.platform}, {platform.machine()})"]
+    for name in _DISTRIBUTIONS:
+        try:
+            found.append(f"{name} {torch.__version__ if name == 'torch' else version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name}: not installed")
+    return found
+
+
+def _device(device: torch.device) -> list[str]:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        size = f"{found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} multiprocessors"
+        return [
+            f"device: {device}, {found.name}, capability {found.major}.{found.minor}, {size}",
+            f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+        ]
+    can = {
+        "oneDNN": torch.backends.mkldnn.is_available(),
+        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+    }
+    capabilities = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in can.items())
+    return [
+        f"device: {device}, {torch.get_num_threads()} threads",
+        f"instructions: {torch.backends.cpu.get_cpu_capability()}, {capabilities}",
+    ]

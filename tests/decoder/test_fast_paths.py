@@ -1,0 +1,275 @@
+"""Fast paths are tested before they are used: whatever fails is left off, told once, and the text stays right."""
+
+import warnings
+
+import pytest
+import torch
+
+import decoder.__main__ as command
+from decoder import Decoder
+from decoder.kernels import fast_paths, norms, packed_linear, rotary, self_test, split_kv
+from decoder.kernels.fast_paths import NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
+from decoder.kernels.self_test import AttentionShape
+from decoder.model import recording_test
+
+from .conftest import random_heads, tiny_llama
+from .tape import TapeRecorder
+from .test_graphs import NARROW, SAMPLING
+from .test_using_it import byte_tokenizer
+
+
+class UnknownToPython(Exception):
+    """Compilers have exceptions of their own."""
+
+
+ERRORS = [RuntimeError, KeyError, AssertionError, OSError, UnknownToPython, NotImplementedError]
+
+
+def wrong(function):
+    """Right by shape and dtype."""
+
+    def changed(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return tuple(x * 1.5 for x in result) if isinstance(result, tuple) else result * 1.5
+
+    return changed
+
+
+def no_number(function):
+    def changed(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return tuple(x * torch.nan for x in result) if isinstance(result, tuple) else result * torch.nan
+
+    return changed
+
+
+def raising(error):
+    def replaced(_):
+        def raises(*args, **kwargs):
+            raise error("the reason\nand more of it")
+
+        return raises
+
+    return replaced
+
+
+FAULTS = {"wrong": wrong, "no number": no_number} | {error.__name__: raising(error) for error in ERRORS}
+
+
+@pytest.fixture
+def on_cuda(as_on_cuda, monkeypatch):
+    """Decoders choose as on CUDA, with stand-ins for the kernels and the recorder; gives the recorders."""
+    recorders = []
+
+    def recorder(device):
+        recorders.append(TapeRecorder())
+        return recorders[-1]
+
+    monkeypatch.setattr(split_kv, "unavailable", lambda device: None)
+    monkeypatch.setattr(recording_test, "CudaGraphs", recorder)
+    return recorders
+
+
+def single(**settings):
+    return tiny_llama(torch.float32, **settings)
+
+
+def told(make):
+    """What ``make`` gives, and the warnings of ours meanwhile."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = make()
+    return result, [str(one.message) for one in found if "left off" in str(one.message)]
+
+
+def state(dec):
+    return {path.name: path.on for path in dec.target.fast_paths()}
+
+
+def text(dec, prompt, method="ar", length=12):
+    return dec.generate(prompt, length, method, SAMPLING, NARROW).token_ids
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """By a decoder of CPU layers, in float64's company: the same weights."""
+    prompt = torch.randint(48, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+    return text(Decoder(single()), prompt)
+
+
+def assert_left_off(make, prompt, expected, name, fault):
+    dec, found = told(lambda: Decoder(make()))
+    again, more = told(lambda: [text(dec, prompt) for _ in range(2)])
+    third, even_more = told(lambda: text(Decoder(make()), prompt))
+    assert again == [expected] * 2 and third == expected
+    warned = found + more
+    assert len(warned) == 1 and not even_more, warned
+    assert warned[0].startswith(f"{name} left off on cpu: ")
+    assert "report this in an issue" in warned[0] and "python -m decoder doctor" in warned[0]
+    if fault not in ("wrong", "no number"):
+        assert f"{fault}: " in warned[0] and "the reason" in warned[0]
+        # What a KeyError says is on one line as it is.
+        assert fault == "KeyError" or "more of it" not in warned[0]
+    assert state(dec)[name] is False
+    [line] = [line for line in dec.report().splitlines() if line.strip().startswith(name)]
+    assert " off " in line and warned[0].split(": ", 1)[1][:15] in line
+    return dec
+
+
+def test_all_are_on_where_all_work(on_cuda, prompt, expected):
+    dec, found = told(lambda: Decoder(single()))
+    assert not found
+    # What the test recorded was replayed in it, and nothing of it is kept.
+    assert on_cuda[0].replayed >= 4 and not dec.target.pool.nbytes
+    assert text(dec, prompt) == expected
+    on = state(dec)
+    assert all(on[name] for name in (SPLIT_KV, RECORDED, ROTARY, NORMS)) and not on[PACKED]
+    # A second decoder of such a model has nothing to test, and a recorder of its own.
+    other = Decoder(single(seed=1))
+    assert len(on_cuda) == 2 and on_cuda[1].rehearsed == 0 and other.target.recorder is on_cuda[1]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_attention_that_fails_is_left_off(on_cuda, prompt, expected, monkeypatch, fault):
+    monkeypatch.setattr(split_kv, "split_kv_attention", FAULTS[fault](split_kv.split_kv_attention))
+    dec = assert_left_off(single, prompt, expected, SPLIT_KV, fault)
+    assert dec.target.recorder is None and not on_cuda
+    assert not state(dec)[RECORDED] and not state(dec)[ROTARY] and state(dec)[NORMS]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rotation_that_fails_is_left_off(on_cuda, prompt, expected, monkeypatch, fault):
+    monkeypatch.setattr(rotary, "rotate", FAULTS[fault](rotary.rotate))
+    dec = assert_left_off(single, prompt, expected, ROTARY, fault)
+    assert state(dec)[SPLIT_KV] and state(dec)[RECORDED] and not dec.target._replacements().rotary
+    assert dec.target.recorder.replayed > 5
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_norms_that_fail_are_left_off(prompt, expected, monkeypatch, fault):
+    """On a CPU as well, and for real but for the fault."""
+    monkeypatch.setattr(norms, "rms_norm", FAULTS[fault](norms.rms_norm))
+    dec = assert_left_off(single, prompt, expected, NORMS, fault)
+    assert state(dec)[PACKED]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["_product", "_packed_weight"])
+def test_products_that_fail_are_left_off(prompt, expected, monkeypatch, fault, name):
+    if name == "_packed_weight" and fault in ("wrong", "no number"):
+        monkeypatch.setattr(
+            packed_linear,
+            "_packed_weight",
+            lambda weight, pack=packed_linear._packed_weight: pack(weight * (1.5 if fault == "wrong" else torch.nan)),
+        )
+    else:
+        monkeypatch.setattr(packed_linear, name, FAULTS[fault](getattr(packed_linear, name)))
+    dec = assert_left_off(single, prompt, expected, PACKED, fault)
+    assert state(dec)[NORMS]
+
+
+@pytest.mark.parametrize("kind", ["gated", "conditioned", "chained"])
+def test_a_head_whose_product_is_wrong_is_found(prompt, expected, monkeypatch, kind):
+    monkeypatch.setattr(packed_linear.PackedHead, "__call__", wrong(packed_linear.PackedHead.__call__))
+    dec = Decoder(single(), heads=random_heads(single(), kind=kind))
+    method = "tokenswift" if kind == "chained" else "tokenswift-fused"
+    tokens, found = told(lambda: text(dec, prompt, method))
+    assert tokens == expected
+    assert len(found) == 1 and "in a PackedHead of 1 rows" in found[0]
+
+
+def test_a_recording_that_replays_something_else_is_left_off(on_cuda, prompt, expected, monkeypatch):
+    class Stale(TapeRecorder):
+        """Replays nothing: its outputs are those of the first time."""
+
+        def record(self, run):
+            outputs = run()
+            return (lambda: None), outputs
+
+    monkeypatch.setattr(recording_test, "CudaGraphs", lambda device: Stale())
+    dec = assert_left_off(single, prompt, expected, RECORDED, "wrong")
+    assert dec.target.recorder is None and state(dec)[SPLIT_KV]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("where", ["__init__", "record", "rehearse"])
+def test_a_recorder_that_raises_anything_is_left_off(on_cuda, prompt, expected, monkeypatch, error, where):
+    class Breaking(TapeRecorder):
+        pass
+
+    def breaks(*_):
+        raise error("the reason\nand more of it")
+
+    setattr(Breaking, where, breaks)
+    monkeypatch.setattr(recording_test, "CudaGraphs", lambda device: Breaking())
+    dec = assert_left_off(single, prompt, expected, RECORDED, error.__name__)
+    assert dec.target.recorder is None
+
+
+@pytest.mark.parametrize("error", [KeyError, UnknownToPython])
+def test_a_recording_that_fails_later_is_told_and_reported(on_cuda, prompt, expected, monkeypatch, error):
+    dec = Decoder(single())
+    recorder = dec.target.recorder
+    monkeypatch.setattr(recorder, "record", raising(error)(None))
+    tokens, found = told(lambda: [text(dec, prompt) for _ in range(2)])
+    assert tokens == [expected] * 2
+    assert len(found) == 1 and found[0].startswith(f"{RECORDED} left off on cpu: {error.__name__}: ")
+    assert not state(dec)[RECORDED] and error.__name__ in dec.report()
+
+
+def test_memory_that_runs_out_in_a_test_is_no_fault(on_cuda, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(split_kv, "split_kv_attention", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Decoder(single())
+    assert not any(name == SPLIT_KV for name, *_ in fast_paths._outcomes)
+
+
+def test_the_real_kernels_pass_their_tests(monkeypatch):
+    """Emulated on a CPU, at small sizes."""
+    pytest.importorskip("triton", reason="Triton is built for Linux only")
+    from .triton_emulation import repair_emulation
+
+    repair_emulation()
+    monkeypatch.setattr(self_test, "_PASSES", ((1, False), (5, True)))
+    monkeypatch.setattr(self_test, "_LENGTHS", (0, 70))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        shape = AttentionShape(4, 2, 16, 24, dtype)
+        assert self_test.split_kv_fault(shape, device) is None
+        assert self_test.rotary_fault(shape, device) is None
+        assert self_test.rms_norm_fault(frozenset([(48, dtype)]), device) is None
+
+
+@pytest.mark.parametrize("change", [lambda x: x + 0.2, lambda x: x[..., :-1], lambda x: x.clone().fill_(torch.nan)])
+def test_differences_are_found_and_roundings_are_none(change):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert self_test.difference(x.bfloat16(), x, 2**-6) is None
+    assert "its numbers differ" in (fault := self_test.difference(change(x), x, 2**-6)) or "shape" in fault
+
+
+def test_a_report_has_versions_device_and_every_path(model):
+    dec = Decoder(single(), heads=random_heads(model), draft_model=single(seed=2, num_hidden_layers=1))
+    report = dec.report()
+    assert f"torch {torch.__version__}" in report and "transformers " in report and "triton" in report
+    assert "device: cpu" in report and "AVX512-BF16" in report and "float32" in report
+    assert report.count(PACKED) == report.count(NORMS) == report.count(ROTARY) == 2
+    assert report.count("for CUDA only") == 4
+    assert "draft heads: chained" in report
+
+
+def test_doctor_prints_the_report_and_refuses_in_a_sentence(tmp_path, capsys):
+    single(vocab_size=256).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert command.main(["doctor", "--model", str(tmp_path), "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    out, err = capsys.readouterr()
+    assert "llama in bfloat16" in out and f"{PACKED} " in out and not err
+    assert command.main(["doctor", "--model", str(tmp_path / "none")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 1 and "Traceback" not in err
+    with pytest.raises(SystemExit) as ended:
+        command.main(["doctor"])
+    assert ended.value.code == 2
