@@ -15,13 +15,13 @@ smollm2: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Installed once: only a change of what is installed runs it again.
 $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-train/pyproject.toml packages/eval/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest hypothesis ruff \
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis ruff \
 		"triton ; platform_system == 'Linux' and platform_machine == 'x86_64'" \
 		-e 'packages/decoder[gguf]' -e packages/heads-train -e packages/eval
 	touch $(INSTALLED)
