@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import decoder
 from decoder.sampling.sampler import NoiseRows
 from ts_eval import compare as experiment
-from ts_eval import defaults, metrics, summary
+from ts_eval import defaults, metrics, rounds, summary
 from ts_eval.cli import main
 from ts_eval.json_lines import whole_lines
+from ts_eval.method_spec import MethodSpec
 from ts_eval.progress import Progress
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
@@ -419,7 +420,7 @@ def test_unknown_methods_and_options_are_refused(data, tmp_path, method):
 
 
 def test_a_method_takes_options_of_every_kind():
-    spec = experiment.MethodSpec.parse("tokenswift:tree=2,2:budget=64:coupled=false:cache=static")
+    spec = MethodSpec.parse("tokenswift:tree=2,2:budget=64:coupled=false:cache=static")
     assert spec.name == "tokenswift"
     assert spec.options == {"tree": (2, 2), "budget": 64, "coupled": False, "cache": "static"}
 
@@ -466,7 +467,7 @@ def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path,
             yield chunk
 
     # Shorter than the cuts, so that these fall into the generation itself.
-    monkeypatch.setattr(experiment, "WARM_UP_NEW_TOKENS", 2)
+    monkeypatch.setattr(rounds, "WARM_UP_NEW_TOKENS", 2)
     monkeypatch.setattr(decoder.Decoder, "stream", stream)
     for steps in (4, 2):
         cut_after = steps
@@ -522,7 +523,7 @@ def test_a_cut_generation_of_other_settings_is_never_continued(data, tmp_path, m
         yield from itertools.islice(chunks, 1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(experiment, "WARM_UP_NEW_TOKENS", 1)
+    monkeypatch.setattr(rounds, "WARM_UP_NEW_TOKENS", 1)
     monkeypatch.setattr(decoder.Decoder, "stream", stream)
     assert compare(data, tmp_path, methods=("ar",)).exit_code == 130
     monkeypatch.undo()
@@ -737,4 +738,9 @@ def test_results_say_where_they_come_from(data, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4
     planned = results["methods"]["ar"]["planned_memory_bytes"]
-    assert planned == weights + 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4
+    caches = 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4
+    assert planned == weights + caches
+    assert results["methods"]["ar"]["planned_memory_above_model_bytes"] == caches
+    assert run["memory_loaded_bytes"] > run["memory_before_bytes"]
+    above = max(0, run["peak_memory_bytes"] - run["memory_loaded_bytes"])
+    assert results["methods"]["ar"]["memory_above_model_bytes"] == above

@@ -69,10 +69,11 @@ def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch):
 
     class Watched(decoder.decoder.Engine):
         def step(self):
-            tokens = super().step()
-            for name, cache in (("full", self.cache), ("partial", self.drafter.partial)):
+            stepped = super().step()
+            [(sequence, _)] = stepped
+            for name, cache in (("full", sequence.cache), ("partial", sequence.drafter.partial)):
                 seen[name] = sum(buffer.nbytes for buffer in (*cache.keys, *cache.values))
-            return tokens
+            return stepped
 
     monkeypatch.setattr(decoder.decoder, "Engine", Watched)
     dec.generate(list(range(100)), 20, method="tokenswift", options=options, ignore_eos=True)

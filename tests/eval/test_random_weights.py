@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import decoder
-from ts_eval import bench, random_weights
+from ts_eval import measurement, random_weights
 from ts_eval.cli import main
 from ts_eval.method_spec import MethodSpec
 from ts_eval.plan import CONFIGS, ModelShape, read_shape
@@ -39,8 +39,8 @@ def config(tmp_path) -> str:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(bench, "COPIED_BYTES", {"cpu": 2**16, "cuda": 2**16})
-    monkeypatch.setattr(bench, "CALLS", 2)
+    monkeypatch.setattr(measurement, "COPIED_BYTES", {"cpu": 2**16, "cuda": 2**16})
+    monkeypatch.setattr(measurement, "CALLS", 2)
 
 
 def run(output: Path, *arguments: str):

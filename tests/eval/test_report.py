@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from ts_eval import metrics
 from ts_eval.cli import main
 from ts_eval.report import html, read_results, texts
+from ts_eval.report.headline import cards, identity_in_words
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,40 @@ def test_the_page_needs_no_network(folder):
 def test_the_page_has_all_plots_in_the_pages_colours(folder):
     text = (folder / "report.html").read_text()
     titles = ["Latency along the length", "Speed-up along the length", "Acceptance by depth", "Distinct-n",
-              "Memory against plan"]  # fmt: skip
+              "Memory above the loaded model"]  # fmt: skip
     assert [title for title in titles if f"<h3>{title}</h3>" in text] == titles
     assert text.count("<svg") == len(titles)
     # No colour of the drawing is left that the theme does not decide.
     assert "#0300" not in text and "#010101" not in text and "var(--s0)" in text
+
+
+def test_the_page_opens_with_each_methods_speed_up_and_identity(folder):
+    results = json.loads((folder / "results.json").read_text())
+    made = cards(results)
+    # The fastest comes first, ar last; what transformers draws is another text.
+    order = sorted(
+        (name for name in results["methods"] if name != "ar"), key=lambda n: -results["methods"][n]["speedup"]
+    )
+    assert [card.method for card in made] == [*order, "ar"]
+    by_name = {card.method: card for card in made}
+    assert by_name["tokenswift"].figure == f"{results['methods']['tokenswift']['speedup']:.2f}x"
+    assert by_name["tokenswift"].verdict == "same" and "all 2 texts the same" in by_name["tokenswift"].identity
+    assert by_name["hf"].verdict == "none"
+    text = (folder / "report.html").read_text()
+    assert text.index('class="cards"') < text.index('class="about"') < text.index("<table")
+    for card in made:
+        assert card.figure in text[text.index('class="cards"') : text.index('class="about"')]
+
+
+def test_a_card_tells_a_tie_from_a_fault(folder):
+    results = read_results(folder)
+    row = results["methods"]["tokenswift"]
+    row["runs"][0]["identical_to_ar"] = row["identical_to_ar"] = False
+    row["first_divergence"], row["divergence_margin"] = 7, 1e-6
+    told = "1 of 2 texts the same as ar's, the first difference at token 7"
+    assert identity_in_words(results, "tokenswift") == (f"{told}, a tie that rounding decides", "tie")
+    row["divergence_margin"] = 0.3
+    assert identity_in_words(results, "tokenswift") == (told, "other")
 
 
 def test_the_tables_hold_the_results(folder):

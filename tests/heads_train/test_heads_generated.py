@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import decoder
+from decoder.engine import Engine
 from heads_train.cli import main
 from heads_train.generated import GeneratedChunks, GeneratedText
 
@@ -47,8 +48,13 @@ def test_ranks_share_the_work_and_a_cut_one_goes_on(chunks, monkeypatch):
     whole, shared = chunks("whole"), chunks("shared")
     whole.make()
     written = []
-    generate = decoder.Decoder.generate
-    monkeypatch.setattr(decoder.Decoder, "generate", lambda *args, **kw: written.append(1) or generate(*args, **kw))
+    stream_batch = decoder.Decoder.stream_batch
+
+    def counted(self, prompts, *arguments, **named):
+        written.extend(prompts)
+        return stream_batch(self, prompts, *arguments, **named)
+
+    monkeypatch.setattr(decoder.Decoder, "stream_batch", counted)
     shared.make(rank=1, ranks=2)
     assert len(written) == 2
     with pytest.raises(OSError, match=r"3 of 5 generated texts are not in .*; all nodes must share --data.cache_dir"):
@@ -62,6 +68,51 @@ def test_ranks_share_the_work_and_a_cut_one_goes_on(chunks, monkeypatch):
     more.make()
     assert len(written) == 7
     assert np.array_equal(more.load()[:5], whole.load())
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_texts_decoded_together_are_those_of_one_at_a_time(chunks, tmp_path, monkeypatch, heads):
+    drafting = {}
+    if heads:
+        decoder.DraftHeads(32).save_pretrained(tmp_path / "heads")
+        drafting = {"heads": str(tmp_path / "heads"), "tree": (1, 2)}
+    most, step = [], Engine.step
+
+    def watched(self):
+        stepped = step(self)
+        most.append(len(stepped))
+        return stepped
+
+    monkeypatch.setattr(Engine, "step", watched)
+    alone, together = chunks("alone", batch=1, **drafting), chunks("together", batch=3, **drafting)
+    alone.make()
+    assert max(most) == 1
+    together.make()
+    assert max(most) == 3
+    assert np.array_equal(alone.load(), together.load())
+
+
+def test_a_batch_cut_in_the_middle_keeps_what_is_finished(chunks, monkeypatch):
+    whole, cut = chunks("whole"), chunks("cut", batch=2)
+    whole.make()
+    save, saved = GeneratedChunks._save, []
+
+    def cut_off(self, n, token_ids):
+        if len(saved) == 3:
+            raise KeyboardInterrupt
+        saved.append(n)
+        save(self, n, token_ids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GeneratedChunks, "_save", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            cut.make()
+    with pytest.raises(OSError, match="2 of 5 generated texts"):
+        cut.load()
+    monkeypatch.setattr(GeneratedChunks, "_save", lambda self, n, ids: saved.append(n) or save(self, n, ids))
+    cut.make()
+    assert sorted(saved) == [0, 1, 2, 3, 4]
+    assert np.array_equal(whole.load(), cut.load())
 
 
 def test_other_settings_give_other_texts(chunks):
@@ -82,6 +133,7 @@ def test_a_run_on_generated_text_trains_and_says_so(flags, books, tmp_path, caps
     for flag, reason in (
         ("--data.generated.prompt_tokens=32", "data.generated.prompt_tokens 32 must be below data.chunk_tokens 32"),
         ("--data.generated.texts=0", "data.generated.texts must be at least 1, got 0"),
+        ("--data.generated.batch=0", "data.generated.batch must be at least 1, got 0"),
         ("--data.generated.min_p=2", "min_p must be between 0 and 1, not 2"),
     ):
         assert main(["fit", *flags, flag]) == 2

@@ -61,7 +61,7 @@ class Engine:
         """
         self._admit()
         stepped = list(self.running)
-        tokens = self._decode([sequence for sequence in stepped if not sequence.done])
+        tokens = self.decode([sequence for sequence in stepped if not sequence.done])
         self.running = [sequence for sequence in self.running if not sequence.done]
         return [(sequence, tokens.get(sequence, [])) for sequence in stepped]
 
@@ -88,7 +88,11 @@ class Engine:
         self.target.wait()
         sequence.statistics.prefill_seconds = time.perf_counter() - start
 
-    def _decode(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+    def decode(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+        """The part of a step that is timed: the new tokens of sequences that have begun.
+
+        Apart from `step`, so that a profiler can wrap what is repeated without the prefill of those that join.
+        """
         start = time.perf_counter()
         with self.target.patched():
             trees = self._propose(sequences)
@@ -107,6 +111,7 @@ class Engine:
         seconds = time.perf_counter() - start
         for sequence in tokens:
             sequence.statistics.decode_seconds += seconds
+            sequence.statistics.shared_seconds += seconds / len(tokens)
         return tokens
 
     def _propose(self, sequences: list[Sequence]) -> dict[Sequence, TokenTree]:

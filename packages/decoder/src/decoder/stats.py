@@ -18,6 +18,8 @@ class Statistics:
             proposed counts for each.
         accepted_by_depth: entry i counts the steps that accepted a drafted token at depth i + 1.
         prefill_seconds, decode_seconds: device-synchronised wall time.
+        shared_seconds: decode_seconds with the time of each step divided among the texts decoded in it; the sum over
+            the texts of a batch is the time that the batch took.
         cache_rebuilds: selections of the partial cache.
     """
 
@@ -30,6 +32,7 @@ class Statistics:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    shared_seconds: float = 0.0
     cache_rebuilds: int = 0
 
     def count_step(self, depth: int, sources: Sequence[Collection[str]], generated: int) -> None:

@@ -16,6 +16,16 @@ from pathlib import Path
 import click
 
 from ts_eval import defaults
+from ts_eval.cli_options import (
+    IntegerList,
+    Tree,
+    books_option,
+    device_options,
+    drafting_options,
+    from_file,
+    model_options,
+    sampling_options,
+)
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -77,80 +87,6 @@ def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-class Tree(click.ParamType):
-    """A token tree: 1,3,3,3 (branching), or "0.0.0 0.1 1" (paths of ranks)."""
-
-    name = "N,N,..."
-
-    def convert(self, value, param, ctx):
-        # Imported here because torch takes seconds, which --help should not cost.
-        from decoder.options import parse_tree
-
-        try:
-            return parse_tree(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class IntegerList(click.ParamType):
-    """Integers with commas between them, such as 1,3,3,3."""
-
-    name = "N,N,..."
-
-    def convert(self, value, param, ctx):
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(number) for number in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of integers such as 100,200.", param, ctx)
-
-
-def sampling_option(flag: str, help: str):
-    """An option for the field of `decoder.SamplingParams` of that name."""
-    default = defaults.SAMPLING[flag.removeprefix("--").replace("-", "_")]
-    return click.option(flag, type=type(default), default=default, show_default=True, help=help)
-
-
-def together(*options):
-    """Several options as one decorator, in their order."""
-
-    def add(command):
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-model_options = together(
-    click.option("--model", help="Model folder or hub id.  [default: the reference model]"),
-    click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated."),
-    click.option("--draft-model", help="Small model that drafts for triforce."),
-)
-device_options = together(
-    click.option("--device", default="auto", show_default=True),
-    click.option(
-        "--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA."
-    ),
-)
-sampling_options = together(
-    sampling_option("--temperature", "0 is greedy."),
-    sampling_option("--top-k", "0 switches off."),
-    sampling_option("--top-p", "1 switches off."),
-    sampling_option("--min-p", "0 switches off."),
-    sampling_option("--eta-cutoff", "0 switches off."),
-    sampling_option("--repetition-penalty", "1 switches off."),
-    sampling_option("--penalty-window", "Last tokens that are penalised."),
-)
-drafting_options = together(
-    click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks (0.0 0.1 1).  [default: 1,3,3,3]"),
-    click.option("--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: 20]"),
-    click.option("--budget", type=int, help="Slots of the partial cache.  [default: the prompt's length]"),
-)
-books_option = click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
-
-
 @click.group(cls=SentenceGroup)
 @click.version_option(package_name="tokenswift-eval", prog_name="ts-eval")
 def main():
@@ -159,6 +95,15 @@ def main():
 
 @main.command()
 @click.argument("methods", nargs=-1, required=True, metavar="METHOD[:OPTION=VALUE]...")
+@click.option(
+    "--config",
+    is_eager=True,
+    expose_value=False,
+    callback=from_file,
+    metavar="FILE",
+    help="YAML file of METHODs (methods: [...]) and flags (max_new_tokens: 512), such as the run.yaml in an output "
+    "folder; what is typed comes first.",
+)
 @model_options
 @click.option(
     "--prompts",
@@ -170,6 +115,9 @@ def main():
 @click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]")
 @click.option("--runs", type=int, default=defaults.RUNS, show_default=True, help="Generations per method and prompt.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
+@click.option(
+    "--batch", type=int, default=1, show_default=True, help="Texts (prompts and runs) that are decoded together."
+)
 @device_options
 @sampling_options
 @drafting_options
@@ -191,8 +139,8 @@ def main():
 def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
     """Decode the same prompts with each METHOD, next to ar, and tell speed, acceptance, diversity and identity.
 
-    A METHOD may carry options of its own: tokenswift:tree=1,3,3,3:ngrams=20. `ts-eval methods` lists the names. Under
-    torchrun its processes share the prompts.
+    A METHOD may carry options and heads of its own: tokenswift:tree=1,3,3,3:ngrams=20, auto:heads=DIR. `ts-eval
+    methods` lists the names. Under torchrun its processes share the prompts.
     """
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
     with told_in_a_sentence():

@@ -96,7 +96,7 @@ def with_ar(methods: Sequence[str]) -> list[MethodSpec]:
 
 
 def _heads_by_method(specs: Sequence[MethodSpec], heads: Sequence[str], own: dict[str, str]) -> dict[str, str]:
-    """Row -> heads checkpoint, for the rows that have one: the method's, the one for all, or the model's own."""
+    """Row -> heads checkpoint, for the rows that have one: the row's, the method's, the one for all, or the model's."""
     pairs, for_all = {}, []
     for entry in heads:
         name, equals, path = entry.partition("=")
@@ -108,6 +108,7 @@ def _heads_by_method(specs: Sequence[MethodSpec], heads: Sequence[str], own: dic
             for_all.append(entry)
     if len(for_all) > 1:
         raise ValueError("--heads takes one checkpoint, or METHOD=CHECKPOINT pairs, not several checkpoints")
-    found = {spec.text: pairs.get(spec.name, for_all[0] if for_all else own.get(spec.name)) for spec in specs}
+    usual = {spec.name: pairs.get(spec.name, for_all[0] if for_all else own.get(spec.name)) for spec in specs}
+    found = {spec.text: spec.heads or usual[spec.name] for spec in specs}
     needing = {spec.text for spec in specs if not spec.is_hf and METHODS[spec.name].heads_kinds}
     return {text: path for text, path in found.items() if path and text in needing}

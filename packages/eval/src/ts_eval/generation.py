@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig
@@ -32,6 +33,34 @@ def continue_with_decoder(
         for chunk in stream:
             if chunk.token_ids:
                 on_step(chunk.token_ids, counts_of(chunk.stats))
+
+
+def continue_batch_with_decoder(
+    dec: "decoder.Decoder",
+    method: str,
+    prompts: Sequence[Sequence[int]],
+    sofar: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: "Sequence[decoder.SamplingParams]",
+    options: "decoder.TokenSwiftOptions",
+    on_step: Callable[[int, Sequence[int], dict], None],
+) -> None:
+    """`continue_with_decoder` for several texts, decoded together; ``on_step`` is also given the text's index.
+
+    Raises BatchError when some of them failed; the others have been generated to their ends.
+    """
+    if options.budget is None and any(sofar):
+        # The default is the prompt's length, which must not grow with the text; all texts share these options.
+        options = replace(options, budget=max(options.budget_for(len(prompt)) for prompt in prompts))
+    contexts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, sofar, strict=True)]
+    lengths = [max_new_tokens - len(tokens) for tokens in sofar]
+    stream = dec.stream_batch(
+        contexts, lengths, method, list(sampling), options, ignore_eos=True, max_batch=len(contexts)
+    )
+    with closing(stream):
+        for index, chunk in stream:
+            if chunk.token_ids:
+                on_step(index, chunk.token_ids, counts_of(chunk.stats))
 
 
 def continue_with_transformers(
@@ -120,9 +149,10 @@ class _Steps(BaseStreamer):
 
     def _step(self, tokens: list[int], seconds: float) -> None:
         if self._counts["steps"] is None:
-            self._counts |= {"steps": 0, "prefill_seconds": seconds, "decode_seconds": 0.0}
+            self._counts |= {"steps": 0, "prefill_seconds": seconds, "decode_seconds": 0.0, "shared_seconds": 0.0}
         else:
             self._counts["decode_seconds"] += seconds
+            self._counts["shared_seconds"] += seconds
         self._counts["steps"] += 1
         self._on_step(tokens, dict(self._counts))
 

@@ -12,6 +12,11 @@ def resident_bytes() -> int | None:
     return _status("VmRSS")
 
 
+def held_bytes(device: torch.device) -> int | None:
+    """What `PeakMemory` counts, now."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
+
+
 class PeakMemory:
     """From its making on: of a CUDA device what tensors held, on a CPU the process's resident memory (Linux only).
 

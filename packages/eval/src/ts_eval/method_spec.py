@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 
 import decoder
-from decoder.drafters import prompt_lookup
+from decoder.drafters import METHODS, prompt_lookup
 from decoder.options import parse_tree
 
 HF = {
@@ -18,15 +18,16 @@ HF = {
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A row of the comparison: a method with options of its own, written ``NAME[:option=value...]``.
+    """A row of the comparison: a method with options and heads of its own, written ``NAME[:option=value...]``.
 
     ``text``, the specification as written, names the row. A tree is written as on the command
-    line: ``tokenswift:tree=1,3,3,3:ngrams=20``.
+    line: ``tokenswift:tree=1,3,3,3:ngrams=20``; ``heads=CHECKPOINT`` is the checkpoint of this row alone.
     """
 
     text: str
     name: str
     options: dict = field(default_factory=dict)
+    heads: str | None = None
 
     @property
     def is_hf(self) -> bool:
@@ -41,16 +42,21 @@ class MethodSpec:
         if name in HF and pairs:
             raise ValueError(f"{name} is transformers' own generate and takes no options, unlike {text!r}")
         defaults = asdict(decoder.TokenSwiftOptions())
-        options = {}
+        options, heads = {}, None
         for pair in pairs:
             option, equals, value = pair.partition("=")
+            if option == "heads" and value:
+                if not METHODS[name].heads_kinds:
+                    raise ValueError(f"{name} drafts without heads: leave out {pair!r} in {text!r}")
+                heads = value
+                continue
             if option not in defaults or not equals:
-                raise ValueError(f"unknown option {pair!r} in {text!r}: options are {', '.join(defaults)}")
+                raise ValueError(f"unknown option {pair!r} in {text!r}: options are heads, {', '.join(defaults)}")
             try:
                 options[option] = _read_like(defaults[option], value)
             except ValueError as error:
                 raise ValueError(f"{value!r} does not fit the option {option} in {text!r}") from error
-        return cls(text, name, options)
+        return cls(text, name, options, heads)
 
 
 def row_names() -> list[str]:

@@ -169,9 +169,37 @@ def plan_method(
     """
     if method not in METHODS:
         raise ValueError(f"no plan is known for {method!r}: choose from {', '.join(METHODS)}")
+    heads_bytes = model.heads_bytes(heads) if heads_bytes is None else heads_bytes
+    nodes, depth, draft_cache, drafter, draft_reads = _drafting(
+        method, model, prompt_tokens, max_new_tokens, options, heads, heads_bytes, draft_model
+    )
+    return MethodPlan(
+        nodes=nodes,
+        depth=depth,
+        weights=model.weight_bytes,
+        full_cache=model.cache_bytes(prompt_tokens + max_new_tokens),
+        draft_cache=draft_cache,
+        drafter=drafter,
+        tree=model.cache_bytes(nodes) + nodes * nodes,
+        logits=nodes * model.vocab_size * model.value_bytes,
+        draft_reads=draft_reads,
+        verify_weights=model.pass_bytes,
+    )
+
+
+def _drafting(
+    method: str,
+    model: ModelShape,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    options: "decoder.TokenSwiftOptions",
+    heads: int,
+    heads_bytes: int,
+    draft_model: ModelShape | None,
+) -> tuple[int, int, int, int, int]:
+    """Nodes and depth of the tree, and the bytes of the draft cache, of the drafter, and read for drafts per step."""
     budget = options.budget_for(prompt_tokens)
     levels = min(options.depth, max(max_new_tokens, 1))
-    heads_bytes = model.heads_bytes(heads) if heads_bytes is None else heads_bytes
     nodes, depth, draft_cache, drafter, draft_reads = 1, 0, 0, 0, 0
     if method == "tokenswift":
         depth, drafter = min(levels, heads + 1), heads_bytes
@@ -197,18 +225,7 @@ def plan_method(
         draft_reads += (levels - 1) * (draft_model.pass_bytes + small_cache)
     elif method == "prompt-lookup":
         depth, nodes = prompt_lookup.CHAIN, 1 + prompt_lookup.CHAIN
-    return MethodPlan(
-        nodes=nodes,
-        depth=depth,
-        weights=model.weight_bytes,
-        full_cache=model.cache_bytes(prompt_tokens + max_new_tokens),
-        draft_cache=draft_cache,
-        drafter=drafter,
-        tree=model.cache_bytes(nodes) + nodes * nodes,
-        logits=nodes * model.vocab_size * model.value_bytes,
-        draft_reads=draft_reads,
-        verify_weights=model.pass_bytes,
-    )
+    return nodes, depth, draft_cache, drafter, draft_reads
 
 
 def plan(

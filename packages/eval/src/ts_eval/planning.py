@@ -35,19 +35,7 @@ def plan_from(
         ValueError: a value out of range, or an unknown GPU.
         OSError: a model configuration that cannot be read.
     """
-    for name, value, least in (
-        ("max_new_tokens", max_new_tokens, 1),
-        ("prompt_tokens", prompt_tokens, 0),
-        ("num_heads", num_heads, 1),
-        ("bandwidth", bandwidth, 1e-9),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be {'above 0' if least < 1 and least else f'at least {least}'}, not {value}")
-    if any(not 0 <= alpha <= 1 for alpha in acceptance):
-        raise ValueError(f"acceptance must be between 0 and 1, not {', '.join(f'{alpha:g}' for alpha in acceptance)}")
-    unknown = [name for name in gpu if name not in GPUS]
-    if unknown:
-        raise ValueError(f"unknown GPU {unknown[0]!r}: use {', '.join(GPUS)}, --bandwidth or --measure")
+    _refuse_out_of_range(max_new_tokens, prompt_tokens, num_heads, bandwidth, acceptance, gpu)
     given = {"tree": tree, "ngrams": ngrams, "budget": budget}
     options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
     if model is None:
@@ -76,6 +64,29 @@ def plan_from(
         "ngrams": options.ngrams,
         **made,
     }
+
+
+def _refuse_out_of_range(
+    max_new_tokens: int,
+    prompt_tokens: int,
+    num_heads: int,
+    bandwidth: float | None,
+    acceptance: Sequence[float],
+    gpu: Sequence[str],
+) -> None:
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 1),
+        ("prompt_tokens", prompt_tokens, 0),
+        ("num_heads", num_heads, 1),
+        ("bandwidth", bandwidth, 1e-9),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be {'above 0' if least < 1 and least else f'at least {least}'}, not {value}")
+    if any(not 0 <= alpha <= 1 for alpha in acceptance):
+        raise ValueError(f"acceptance must be between 0 and 1, not {', '.join(f'{alpha:g}' for alpha in acceptance)}")
+    unknown = [name for name in gpu if name not in GPUS]
+    if unknown:
+        raise ValueError(f"unknown GPU {unknown[0]!r}: use {', '.join(GPUS)}, --bandwidth or --measure")
 
 
 def table(made: dict, width: int) -> str:

@@ -19,6 +19,7 @@ COUNTS = (
     "cache_rebuilds",
     "prefill_seconds",
     "decode_seconds",
+    "shared_seconds",
 )
 """What is read of `decoder.Statistics`; everything else derives from these."""
 _SYNC_SECONDS = 1.0

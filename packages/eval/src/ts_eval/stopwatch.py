@@ -85,7 +85,7 @@ class Stopwatch:
     def watching(self) -> Iterator[None]:
         """Time what is generated in this block."""
         with ExitStack() as stack:
-            stack.enter_context(replaced(Engine, "step", self._stepping(Engine.step, stack)))
+            stack.enter_context(replaced(Engine, "decode", self._stepping(Engine.decode, stack)))
             for owner, name, part in self._watched:
                 stack.enter_context(replaced(owner, name, self._timed(owner.__dict__[name], part)))
             yield
@@ -98,29 +98,29 @@ class Stopwatch:
         self.wait()
         return time.perf_counter()
 
-    def _stepping(self, step: Callable, stack: ExitStack) -> Callable:
+    def _stepping(self, decode: Callable, stack: ExitStack) -> Callable:
         ahead = self.leading
 
-        @wraps(step)
-        def stepped(engine: Engine) -> list[tuple[Sequence, list[int]]]:
+        @wraps(decode)
+        def stepped(engine: Engine, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
             nonlocal ahead
-            if ahead:
-                ahead -= 1
-                return step(engine)
+            if ahead or not sequences:
+                ahead -= bool(sequences)
+                return decode(engine, sequences)
             if not self.steps:
                 self.seconds = {part: 0.0 for _, _, part in self._watched}
                 self._clock()
                 if self.trace is not None:
                     stack.enter_context(self.trace)
                 self._began = self._clock()
-            advanced = step(engine)
-            if not engine.running:
+            tokens = decode(engine, sequences)
+            if all(sequence.done for sequence in sequences):
                 self.wait()
             # What follows the last step, such as freeing its caches, is none.
             self._ended = time.perf_counter()
             self.steps += 1
-            self.tokens += sum(len(tokens) for _, tokens in advanced)
-            return advanced
+            self.tokens += sum(map(len, tokens.values()))
+            return tokens
 
         return stepped
 

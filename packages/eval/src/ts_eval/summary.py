@@ -35,10 +35,13 @@ def summarise(
     """Row per method, from its finished generations: one per prompt and run, each of the full length.
 
     Times are medians over prompts and runs, with their smallest and largest value in the ``..._range`` beside them;
-    ``speedup`` is the median of AR's milliseconds per token over the method's for the same prompt and run. Rates are
-    pooled over all steps. Measures of the text are means over generations. ``first_divergence`` is the smallest index
-    at which a generation differs from ar's and ``divergence_margin`` the largest margin of those that differ: all are
-    ties when it is within the tolerance. Identity is None where transformers samples, or penalises otherwise.
+    ``speedup`` is the median of AR's milliseconds per token over the method's for the same prompt and run.
+    ``throughput`` is the tokens per second of all texts that are decoded together, over all batches, with its range
+    over batches; ``throughput_speedup`` is the method's over AR's, and ``texts_per_step`` the mean number of texts that
+    a step decoded, weighted by time. Rates are pooled over all steps. Measures of the text are means over generations.
+    ``first_divergence`` is the smallest index at which a generation differs from ar's and ``divergence_margin`` the
+    largest margin of those that differ: all are ties when it is within the tolerance. Identity is None where
+    transformers samples, or penalises otherwise.
 
     Args:
         params: the sampling of each run.
@@ -67,6 +70,8 @@ def summarise(
             measures.append(measured[key])
             generations.append(record | measured[key])
         rows[spec.text] = _row(generations, measures, at_marks)
+    for row in rows.values():
+        row["throughput_speedup"] = _quotient(row["throughput"], rows["ar"]["throughput"])
     return rows
 
 
@@ -121,6 +126,26 @@ def _ms(seconds: float, tokens: int) -> float | None:
     return 1000 * seconds / tokens if tokens and seconds else None
 
 
+def _throughput(generations: list[dict]) -> dict:
+    """Tokens per second of all texts together, its range over batches, and how many texts a step decoded."""
+
+    def speed(records: list[dict]) -> float | None:
+        return _quotient(
+            sum(timed_tokens(each)[-1] for each in records), sum(each["shared_seconds"] for each in records)
+        )
+
+    batches: dict[int, list[dict]] = {}
+    for record in generations:
+        batches.setdefault(record["batch_index"], []).append(record)
+    speeds = [found for found in map(speed, batches.values()) if found is not None]
+    texts = [sum(record[name] for record in generations) for name in ("decode_seconds", "shared_seconds")]
+    return {
+        "throughput": speed(generations),
+        "throughput_range": [min(speeds), max(speeds)] if speeds else None,
+        "texts_per_step": _quotient(*texts),
+    }
+
+
 def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict]]) -> dict:
     def total(name: str) -> int | None:
         values = [record[name] for record in generations]
@@ -137,8 +162,10 @@ def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict
         **_median_and_range("tokens_per_second", generations),
         **_median_and_range("ms_per_token", generations),
         **_median_and_range("speedup", generations),
+        **_throughput(generations),
         **_median_and_range("prefill_seconds", generations),
         **_median_and_range("peak_memory_bytes", generations),
+        "memory_above_model_bytes": median_of([_above_model(record) for record in generations]),
         "acceptance_rate": metrics.acceptance_rate(total("accepted"), drafted),
         "ngram_acceptance_rate": metrics.ngram_acceptance_rate(total("ngram_accepted"), drafted),
         "tokens_per_step": metrics.tokens_per_step(total("new_tokens"), steps),
@@ -152,6 +179,12 @@ def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict
         "resumed": sum(bool(record["resumed_at"]) for record in generations),
         "runs": generations,
     }
+
+
+def _above_model(record: dict) -> int | None:
+    """The peak above what was held once the models were loaded and warm."""
+    peak, loaded = record["peak_memory_bytes"], record["memory_loaded_bytes"]
+    return None if peak is None or loaded is None else max(0, peak - loaded)
 
 
 def _sums(columns: list[list[int]]) -> list[int]:

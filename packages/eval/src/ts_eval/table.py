@@ -9,6 +9,7 @@ from ts_eval.summary import differs
 NONE = "-"
 DISTINCT = ("1", "2", "3", "4", "mean")
 DISTINCT_HEADER = ("Dist-1", "Dist-2", "Dist-3", "Dist-4", "mean")
+BATCH_HEADER = ("batch tok/s", "batch x", "texts/step")
 LONG_NAME = 24
 
 
@@ -67,24 +68,32 @@ def comparison(results: dict, width: int) -> str:
     return "\n\n".join(parts)
 
 
-def speed_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: speed, acceptance, identity and Distinct-n per method."""
-    header = ["method", "tokens/s", "speed-up", "range", "alpha", "beta", "tok/step", "identical", *DISTINCT_HEADER]
+def speed_table(results: dict, distinct: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: speed, acceptance, identity and, unless another table has them, Distinct-n per method."""
+    together = results["settings"]["batch"] > 1
+    header = ["method", "tokens/s", "speed-up", "range", *(BATCH_HEADER if together else ()), "alpha", "beta",
+              "tok/step", "identical", *(DISTINCT_HEADER if distinct else ())]  # fmt: skip
     rows = [
         [
             name,
             number(row["tokens_per_second"], 1),
             times(row["speedup"]),
             spread(row["speedup_range"] if len(row["runs"]) > 1 else None),
+            *(_batch_cells(row) if together else ()),
             number(row["acceptance_rate"]),
             number(row["ngram_acceptance_rate"]),
             number(row["tokens_per_step"]),
             identity(results, name),
-            *(number(row["distinct"][order], 3) for order in DISTINCT),
+            *(number(row["distinct"][order], 3) for order in DISTINCT if distinct),
         ]
         for name, row in results["methods"].items()
     ]
     return header, rows
+
+
+def _batch_cells(row: dict) -> list[str]:
+    """The cells of `BATCH_HEADER`."""
+    return [number(row["throughput"], 1), times(row["throughput_speedup"]), number(row["texts_per_step"], 1)]
 
 
 def length_table(results: dict) -> tuple[list[str], list[list[str]]]:
@@ -180,6 +189,7 @@ def describe(results: dict) -> str:
             settings["dtype"],
             f"{count_of(settings['num_prompts'], 'prompt')} of {prompt_tokens} tokens",
             f"{settings['max_new_tokens']:,} new tokens",
+            *([f"{settings['batch']} texts at a time"] if settings["batch"] > 1 else []),
             sampling_in_words(settings["sampling"]),
             f"seed {settings['seed']}",
             f"tree {tree} and k = {ngrams} where the method names no other",
@@ -233,6 +243,11 @@ def notes(results: dict) -> str:
         "share of drafted tokens accepted; beta: the part of alpha that n-grams reached; identical: to ar, token for "
         "token; Dist-n: unique n-grams over all n-grams.",
     ]
+    if settings["batch"] > 1:
+        sentences.append(
+            f"{settings['batch']} texts are decoded together: tokens/s and speed-up are those of one text among them, "
+            "batch tok/s those of all together, batch x over ar's, texts/step how many a step decoded."
+        )
     if any(row["identical_to_ar"] is None for row in methods.values()):
         sentences.append(
             "transformers' own rows penalise the whole text and draw other noise, so their text is another one unless "

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class GeneratedText:
         prompt_tokens: length of a prompt; the rest of the ``chunk_tokens`` is generated.
         heads: draft heads that speed the generation up; the text is the same without.
         tree: the tree that these heads fill.
+        batch: how many texts are decoded together at most, fewer where memory is short; the texts are the same.
     """
 
     prompts: str
@@ -35,6 +37,7 @@ class GeneratedText:
     prompt_tokens: int = 64
     heads: str | None = None
     tree: Sequence[int] = (1, 3, 3, 3)
+    batch: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.1
@@ -42,7 +45,7 @@ class GeneratedText:
     penalty_window: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("texts", "prompt_tokens"):
+        for name in ("texts", "prompt_tokens", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.generated.{name} must be at least 1, got {getattr(self, name)}")
         self.sampling(0)
@@ -66,7 +69,7 @@ class GeneratedChunks:
     """The generated chunks of one split in a folder, one file each: what is there is not generated again.
 
     Text n is a function of model, prompts, settings, seed and n, so that several processes share the work and a cut
-    run goes on.
+    run goes on with the texts that are not finished; who is decoded together does not matter.
 
     Args:
         model: folder or hub id of the model.
@@ -95,8 +98,9 @@ class GeneratedChunks:
         self.model, self.settings, self.prompts = model, settings, prompts
         self.texts, self.chunk_tokens, self.seed = texts, chunk_tokens, seed
         weights = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
-        # Neither heads nor tree nor the number of texts change a text.
-        asked = {k: v for k, v in asdict(settings).items() if k not in ("prompts", "heads", "tree", "texts")}
+        # What speeds the generation up changes no text, and neither does their number.
+        without = ("prompts", "heads", "tree", "batch", "texts")
+        asked = {name: value for name, value in asdict(settings).items() if name not in without}
         digest = hashlib.sha256(np.ascontiguousarray(prompts).tobytes())
         digest.update(json.dumps([model, files_key(weights), asked, chunk_tokens, seed]).encode())
         self.folder = cache_dir / f"generated-{digest.hexdigest()[:24]}"
@@ -112,20 +116,28 @@ class GeneratedChunks:
         self.folder.mkdir(parents=True, exist_ok=True)
         model = decoder.load(self.model, self.settings.heads, device=device)
         order = np.random.default_rng(self.seed).permutation(len(self.prompts))
-        for n in tqdm(missing, desc="generating", unit=" texts", mininterval=1):
-            prompt = self.prompts[order[n % len(order)]].tolist()
-            out = model.generate(
-                prompt,
-                self.chunk_tokens - len(prompt),
-                "tokenswift" if self.settings.heads else "ar",
-                self.settings.sampling((self.seed << 32) + n),
-                self.settings.options(),
-                ignore_eos=True,
-            )
-            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as scratch:
-                part = Path(scratch, "text.npy")
-                np.save(part, np.array(prompt + out.token_ids, dtype=np.uint32))
-                os.replace(part, self._path(n))
+        prompts = [self.prompts[order[n % len(order)]].tolist() for n in missing]
+        stream = model.stream_batch(
+            prompts,
+            self.chunk_tokens - self.settings.prompt_tokens,
+            "tokenswift" if self.settings.heads else "ar",
+            [self.settings.sampling((self.seed << 32) + n) for n in missing],
+            self.settings.options(),
+            ignore_eos=True,
+            max_batch=self.settings.batch,
+        )
+        with tqdm(total=len(missing), desc="generating", unit=" texts", mininterval=1) as bar, closing(stream):
+            for index, chunk in stream:
+                if chunk.output is not None:
+                    self._save(missing[index], prompts[index] + chunk.output.token_ids)
+                    bar.update()
+
+    def _save(self, n: int, token_ids: list[int]) -> None:
+        """Write text ``n`` so that its file is whole or not there."""
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as scratch:
+            part = Path(scratch, "text.npy")
+            np.save(part, np.array(token_ids, dtype=np.uint32))
+            os.replace(part, self._path(n))
 
     def load(self) -> np.ndarray:
         """All chunks [texts, chunk_tokens]. Raises OSError when some are missing."""

@@ -4,17 +4,19 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jinja2
 
 from ts_eval.report import plots
+from ts_eval.report.headline import cards
 from ts_eval.report.texts import coloured_texts
 from ts_eval.results import write_text
 from ts_eval.table import acceptance_table, describe, length_table, notes, speed_table, text_table
 
 TABLES = {
-    "Speed, acceptance, identity": speed_table,
+    "Speed, acceptance, identity": partial(speed_table, distinct=False),
     "Along the length": length_table,
     "Acceptance": acceptance_table,
     "Texts": text_table,
@@ -42,7 +44,7 @@ def read_results(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder} holds no results.json: `ts-eval compare ... --output {folder}` writes it")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        complete = all("along_length" in row and row["runs"] for row in results["methods"].values())
+        complete = all("throughput" in row and row["runs"] for row in results["methods"].values())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result of ts-eval compare") from error
     if not complete:
@@ -56,6 +58,7 @@ def html(results: dict) -> str:
         loader=jinja2.PackageLoader("ts_eval.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template("report.html.j2").render(
+        cards=cards(results),
         about=describe(results),
         notes=notes(results),
         tables={title: make(results) for title, make in TABLES.items()},

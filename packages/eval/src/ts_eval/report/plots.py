@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ts_eval.metrics import DISTINCT_ORDERS
-from ts_eval.summary import along_length, along_rows, median_of
+from ts_eval.summary import along_length, along_rows
 
 POINTS = 40
 MARKERS = "os^Dvp*X"
@@ -113,18 +113,18 @@ def _distinct(axes: Axes, results: dict) -> bool:
 
 
 def _memory(axes: Axes, results: dict) -> bool:
-    rows = {}
-    for name, row in results["methods"].items():
-        if row["peak_memory_bytes"] is not None:
-            over = median_of([record["peak_memory_bytes"] - record["memory_before_bytes"] for record in row["runs"]])
-            rows[name] = (row["planned_memory_bytes"], over)
+    rows = {
+        name: (row["planned_memory_above_model_bytes"], row["memory_above_model_bytes"])
+        for name, row in results["methods"].items()
+        if row["memory_above_model_bytes"] is not None
+    }
     for shift, (label, color, part) in enumerate((("plan", _series(2), 0), ("measured peak", _series(1), 1))):
-        known = [(place, values[part] / 1e9) for place, values in enumerate(rows.values()) if values[part] is not None]
+        known = [(place, values[part] / 1e6) for place, values in enumerate(rows.values()) if values[part] is not None]
         if known:
             places, heights = zip(*known, strict=True)
             axes.bar([place + 0.36 * shift - 0.18 for place in places], heights, 0.33, label=label, color=color)
     axes.set_xticks(range(len(rows)), [name.replace(":", "\n:") for name in rows], rotation=20, ha="right")
-    axes.set_ylabel("GB")
+    axes.set_ylabel("MB")
     return bool(rows)
 
 
@@ -136,10 +136,9 @@ PLOTS = (
     Plot("Acceptance by depth", "How often a step accepted a drafted token that deep in its tree.", _by_depth),
     Plot("Distinct-n", "Over the tokens of the new text, means over generations.", _distinct),
     Plot(
-        "Memory against plan",
-        "Plan: weights, caches, drafter, tree and logits in bytes. Measured: on a GPU the tensors at their peak; on a "
-        "CPU the process's memory above what it was before the model came: all loaded models, activations, and "
-        "what the allocator keeps.",
+        "Memory above the loaded model",
+        "Plan: full cache, draft cache, tree and logits. Measured: the peak above what was held once all models were "
+        "loaded and warm; on a GPU tensors, on a CPU the whole process, with activations and what the allocator keeps.",
         _memory,
     ),
 )

@@ -1,0 +1,114 @@
+"""The options that several commands of `ts-eval` share; free of heavy imports, so that --help is quick."""
+
+import click
+
+from ts_eval import defaults
+
+
+class Tree(click.ParamType):
+    """A token tree: 1,3,3,3 (branching), or "0.0.0 0.1 1" (paths of ranks)."""
+
+    name = "N,N,..."
+
+    def convert(self, value, param, ctx):
+        # Imported here because torch takes seconds, which --help should not cost.
+        from decoder.options import parse_tree
+
+        if isinstance(value, list):
+            # From a file: 1, 3, 3, 3, or the ranks of paths.
+            paths = isinstance(value[0], list) if value else False
+            ranks = [".".join(map(str, path)) for path in value] if paths else value
+            value = (" " if paths else ",").join(map(str, ranks))
+        try:
+            return parse_tree(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class IntegerList(click.ParamType):
+    """Integers with commas between them, such as 1,3,3,3."""
+
+    name = "N,N,..."
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        try:
+            return tuple(int(number) for number in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of integers such as 100,200.", param, ctx)
+
+
+def sampling_option(flag: str, help: str):
+    """An option for the field of `decoder.SamplingParams` of that name."""
+    default = defaults.SAMPLING[flag.removeprefix("--").replace("-", "_")]
+    return click.option(flag, type=type(default), default=default, show_default=True, help=help)
+
+
+def together(*options):
+    """Several options as one decorator, in their order."""
+
+    def add(command):
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def from_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """The callback of --config: what the file holds becomes the default of the flags that are not typed."""
+    if path is None or context.resilient_parsing:
+        return path
+    # Imported here because it brings torch, which --help should not cost.
+    from ts_eval.run_file import read_run_file
+
+    try:
+        given = read_run_file(path)
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    known = {each.name: each for each in context.command.params if each.name != parameter.name}
+    for key, value in given.items():
+        if key not in known:
+            raise click.ClickException(f"{path} has an unknown key {key!r}: keys are {', '.join(known)}")
+        if isinstance(value, str) and (known[key].nargs == -1 or getattr(known[key], "multiple", False)):
+            given[key] = value = [value]
+        try:
+            known[key].type_cast_value(context, value)
+        except (click.BadParameter, TypeError, AttributeError) as error:
+            reason = error.message if isinstance(error, click.BadParameter) else f"{value!r} does not fit"
+            raise click.ClickException(f"{path}: {key}: {reason}") from error
+    context.default_map = given
+    return path
+
+
+model_options = together(
+    click.option("--model", help="Model folder or hub id.  [default: the reference model]"),
+    click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated."),
+    click.option("--draft-model", help="Small model that drafts for triforce."),
+)
+device_options = together(
+    click.option("--device", default="auto", show_default=True),
+    click.option(
+        "--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA."
+    ),
+)
+sampling_options = together(
+    sampling_option("--temperature", "0 is greedy."),
+    sampling_option("--top-k", "0 switches off."),
+    sampling_option("--top-p", "1 switches off."),
+    sampling_option("--min-p", "0 switches off."),
+    sampling_option("--eta-cutoff", "0 switches off."),
+    sampling_option("--repetition-penalty", "1 switches off."),
+    sampling_option("--penalty-window", "Last tokens that are penalised."),
+)
+drafting_options = together(
+    click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks (0.0 0.1 1).  [default: 1,3,3,3]"),
+    click.option("--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: 20]"),
+    click.option("--budget", type=int, help="Slots of the partial cache.  [default: the prompt's length]"),
+)
+books_option = click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")

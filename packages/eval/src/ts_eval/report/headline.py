@@ -1,0 +1,67 @@
+"""What the report opens with: a card per method with its speed-up, its spread, and whether its text is ar's."""
+
+from dataclasses import dataclass
+
+from ts_eval.summary import differs
+from ts_eval.table import count_of, number, spread, times
+
+
+@dataclass(frozen=True)
+class Card:
+    """A method in a few words.
+
+    Attributes:
+        figure: the large one: the speed-up over ar, of ar its tokens per second.
+        beside: what the figure is, with its spread.
+        identity: whether the texts are ar's.
+        verdict: "same", "tie", "other" or "none", by which the page colours ``identity``.
+        facts: further figures.
+    """
+
+    method: str
+    figure: str
+    beside: str
+    identity: str
+    verdict: str
+    facts: list[str]
+
+
+def cards(results: dict) -> list[Card]:
+    """A card per row, the fastest first and ar last."""
+    batch = results["settings"]["batch"] > 1
+    made = []
+    for name, row in results["methods"].items():
+        speed = f"{number(row['tokens_per_second'], 1)} tokens/s"
+        facts = [] if row["tokens_per_step"] is None else [f"{row['tokens_per_step']:.2f} tokens per step"]
+        if batch:
+            facts.append(f"{number(row['throughput'], 1)} tokens/s of all texts together")
+        if name == "ar":
+            runs = count_of(len(row["runs"]), "text")
+            made.append(Card(name, speed, "the reference", f"{runs} of plain decoding", "none", facts))
+            continue
+        identity, verdict = identity_in_words(results, name)
+        made.append(Card(name, times(row["speedup"]), _beside(row), identity, verdict, [speed, *facts]))
+    return sorted(made, key=lambda card: (card.method == "ar", -(results["methods"][card.method]["speedup"] or 0)))
+
+
+def _beside(row: dict) -> str:
+    runs = len(row["runs"])
+    if runs < 2 or row["speedup_range"] is None:
+        return "the speed of ar, one text"
+    return f"the speed of ar, {spread(row['speedup_range'])} over {runs} texts"
+
+
+def identity_in_words(results: dict, name: str) -> tuple[str, str]:
+    """What to say of a row's identity with ar, and the verdict of `Card`."""
+    row = results["methods"][name]
+    compared = [run for run in row["runs"] if run["identical_to_ar"] is not None]
+    if not compared:
+        return "another text than ar's: it draws other noise or penalises otherwise", "none"
+    same = sum(run["identical_to_ar"] for run in compared)
+    if same == len(compared):
+        of = "the text" if same == 1 else f"all {same:,} texts"
+        return f"{of} the same as ar's, token for token", "same"
+    where = f"{same:,} of {count_of(len(compared), 'text')} the same as ar's, the first difference at token"
+    if name in differs(results):
+        return f"{where} {row['first_divergence']:,}", "other"
+    return f"{where} {row['first_divergence']:,}, a tie that rounding decides", "tie"

@@ -1,0 +1,200 @@
+"""An experiment with everything loaded: what was asked for is checked, then read, then loaded."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import decoder
+from ts_eval import checkpoints, defaults, plan
+from ts_eval.data_dir import find_data_dir
+from ts_eval.decoders import Sources, with_ar
+from ts_eval.memory import resident_bytes
+from ts_eval.method_spec import MethodSpec
+from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
+from ts_eval.results import environment
+from ts_eval.summary import audit_of
+
+if TYPE_CHECKING:
+    from ts_eval.compare import Experiment
+
+Pair = tuple[int, int]
+"""(prompt, run), by index: what tells a generation of a row from the others."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A row's turn: the generations that it decodes together, and their place among the experiment's batches."""
+
+    spec: MethodSpec
+    pairs: tuple[Pair, ...]
+    batch: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment with everything loaded; mappings are by the row's name.
+
+    ``memory_before`` is what the process held before the model came, nothing of what a CUDA device counts.
+    """
+
+    specs: list[MethodSpec]
+    params: "list[decoder.SamplingParams]"
+    options: "dict[str, decoder.TokenSwiftOptions]"
+    prompts: list[Prompt]
+    decoders: "dict[str, decoder.Decoder]"
+    settings: dict
+    environment: dict
+    max_new_tokens: int
+    batch: int
+    memory_before: int | None
+
+    @property
+    def model(self):
+        return self.decoders["ar"].model
+
+    def batches(self) -> list[tuple[Pair, ...]]:
+        """The generations of each row, run by run and prompt by prompt, in groups of ``batch``."""
+        pairs = [(prompt, run) for run in range(len(self.params)) for prompt in range(len(self.prompts))]
+        return [tuple(pairs[start : start + self.batch]) for start in range(0, len(pairs), self.batch)]
+
+    def turns(self) -> Iterator[Turn]:
+        """Every row takes its turn at every batch; their order rotates by one from run to run.
+
+        transformers' own rows take the generations of a batch one at a time.
+        """
+        per_run = max(1, len(self.prompts) // self.batch)
+        for batch, pairs in enumerate(self.batches()):
+            shift = batch // per_run % len(self.specs)
+            for spec in self.specs[shift:] + self.specs[:shift]:
+                for group in [(pair,) for pair in pairs] if spec.is_hf else [pairs]:
+                    yield Turn(spec, group, batch)
+
+    def audit(self, record: dict) -> dict:
+        """The audit of a finished generation of ours."""
+        return audit_of(self.model, self.prompts[record["prompt_index"]].token_ids, record, self.params[record["run"]])
+
+    def planned_bytes(self, spec: MethodSpec) -> dict[str, int | None]:
+        """What the row's largest batch should hold by `plan.plan_method`: in all, and above the loaded models.
+
+        None for a method without a plan.
+        """
+        names = ("planned_memory_bytes", "planned_memory_above_model_bytes")
+        if spec.name not in plan.METHODS:
+            return dict.fromkeys(names)
+        dec = self.decoders[spec.text]
+        heads = next(iter(dec.heads.values()), None)
+        longest = max(len(prompt.token_ids) for prompt in self.prompts)
+        made = plan.plan_method(
+            spec.name,
+            plan.ModelShape.of(dec.model),
+            longest,
+            self.max_new_tokens,
+            self.options[spec.text],
+            heads=0 if heads is None else heads.num_heads,
+            heads_bytes=0 if heads is None else sum(weight.nbytes for weight in heads.parameters()),
+            draft_model=plan.ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
+        )
+        above = len(self.batches()[0]) * (made.full_cache + made.draft_cache + made.tree + made.logits)
+        return dict(zip(names, (made.weights + made.drafter + above, above), strict=True))
+
+
+def set_up(experiment: "Experiment") -> Setup:
+    """Check what was asked for, read the prompts and load the model. Raises as `Experiment.run`."""
+    specs = with_ar(experiment.methods)
+    for name in ("max_new_tokens", "runs", "num_prompts", "prompt_tokens", "processes", "batch"):
+        value = getattr(experiment, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    sampling = {**defaults.SAMPLING, **(experiment.sampling or {})}
+    params = [decoder.SamplingParams(**sampling, seed=experiment.seed + run) for run in range(experiment.runs)]
+    for_all = experiment.options or {}
+    options = {spec.text: decoder.TokenSwiftOptions(**{**for_all, **spec.options}) for spec in specs}
+    sources = Sources.find(specs, experiment.model, experiment.heads, experiment.draft_model, experiment.data_dir)
+    prompts, prompt_tokens, num_prompts = _which_prompts(experiment)
+    checkpoints.refuse_missing("embedding model", experiment.embedding_model)
+    refuse_missing_prompts(prompts)
+    sources.refuse_missing(specs)
+
+    memory_before = resident_bytes()
+    decoders = sources.load(_device(experiment), experiment.dtype)
+    backbone = decoders[None].model
+    texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
+    _refuse_too_long(texts, experiment.max_new_tokens, backbone.config.max_position_embeddings)
+    settings = {
+        **_settings_of_rows(specs, sources, options),
+        **_settings_of_prompts(prompts, prompt_tokens, texts),
+        "max_new_tokens": experiment.max_new_tokens,
+        "runs": experiment.runs,
+        "seed": experiment.seed,
+        "batch": experiment.batch,
+        "processes": experiment.processes,
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "sampling": {name: value for name, value in asdict(params[0]).items() if name in defaults.SAMPLING},
+        "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),
+    }
+    return Setup(
+        specs=specs,
+        params=params,
+        options=options,
+        prompts=texts,
+        decoders={spec.text: decoders[sources.heads.get(spec.text)] for spec in specs},
+        settings=json.loads(json.dumps(settings)),
+        environment=environment(backbone.device, experiment.arguments),
+        max_new_tokens=experiment.max_new_tokens,
+        batch=experiment.batch,
+        memory_before=memory_before if backbone.device.type == "cpu" else 0,
+    )
+
+
+def _which_prompts(experiment: "Experiment") -> tuple[str, int | None, int | None]:
+    """The file or dataset of the prompts, how many tokens are taken of each, and of how many."""
+    prompts, prompt_tokens, num_prompts = experiment.prompts, experiment.prompt_tokens, experiment.num_prompts
+    if prompts is None:
+        prompts = str(find_data_dir(experiment.data_dir) / SHIPPED)
+    if experiment.prompts is None or is_hub_dataset(prompts):
+        prompt_tokens, num_prompts = prompt_tokens or defaults.BOOK_TOKENS, num_prompts or 1
+    return prompts, prompt_tokens, num_prompts
+
+
+def _device(experiment: "Experiment") -> str:
+    if experiment.processes > 1 and experiment.device in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{(experiment.rank or 0) % torch.cuda.device_count()}"
+    return experiment.device
+
+
+def _refuse_too_long(prompts: Sequence[Prompt], max_new_tokens: int, positions: int) -> None:
+    for prompt in prompts:
+        if len(prompt.token_ids) + max_new_tokens > positions:
+            raise ValueError(
+                f"the prompt {prompt.name!r} ({len(prompt.token_ids):,} tokens) and {max_new_tokens:,} new "
+                f"tokens are beyond the model's {positions:,} positions"
+            )
+
+
+def _settings_of_rows(
+    specs: Sequence[MethodSpec], sources: Sources, options: "dict[str, decoder.TokenSwiftOptions]"
+) -> dict:
+    return {
+        "methods": [spec.text for spec in specs],
+        "model": sources.model,
+        "heads": {spec.text: sources.heads.get(spec.text) for spec in specs},
+        "draft_model": sources.draft_model,
+        "weights": sources.weights(),
+        "options": {text: asdict(option) for text, option in options.items()},
+    }
+
+
+def _settings_of_prompts(source: str, prompt_tokens: int | None, prompts: Sequence[Prompt]) -> dict:
+    token_ids = [prompt.token_ids for prompt in prompts]
+    return {
+        "prompts": source,
+        "prompt_tokens": prompt_tokens,
+        "prompt_names": [prompt.name for prompt in prompts],
+        "prompt_lengths": list(map(len, token_ids)),
+        "prompt_digest": hashlib.sha256(str(token_ids).encode()).hexdigest()[:16],
+        "num_prompts": len(prompts),
+    }

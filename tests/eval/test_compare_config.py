@@ -1,0 +1,105 @@
+"""A comparison as a YAML file, and rows with heads of their own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from ts_eval.cli import main
+from ts_eval.method_spec import MethodSpec
+
+SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "8", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
+
+
+def run(*arguments: str):
+    return CliRunner(env={"COLUMNS": "120"}).invoke(main, ["compare", *map(str, arguments)])
+
+
+def load(output: Path) -> dict:
+    return json.loads((output / "results.json").read_text())
+
+
+def settings_of(output: Path) -> dict:
+    return load(output)["settings"]
+
+
+def test_every_run_leaves_a_file_that_repeats_it(data, tmp_path):
+    methods = ["tokenswift", "tokenswift:tree=1,1:ngrams=0", "prompt-lookup"]
+    flags = [*SHORT, "--seed", "3", "--min-p", "0.05", "--marks", "4,8", "--batch", "2", "--check-lossless"]
+    heads = f"tokenswift={data / 'heads-chained'}"
+    first = run(*methods, "--data-dir", data, *flags, "--heads", heads, "--output", tmp_path / "a")
+    assert first.exit_code == 0, first.output
+    again = run("--config", tmp_path / "a/run.yaml", "--output", tmp_path / "b")
+    assert again.exit_code == 0, again.output
+    assert settings_of(tmp_path / "a") == settings_of(tmp_path / "b")
+    a, b = load(tmp_path / "a")["methods"], load(tmp_path / "b")["methods"]
+    assert {name: row["runs"][0]["token_ids"] for name, row in a.items()} == {
+        name: row["runs"][0]["token_ids"] for name, row in b.items()
+    }
+    assert "audits" in b["ar"]
+    files = [yaml.safe_load((tmp_path / name / "run.yaml").read_text()) for name in "ab"]
+    assert files[0] == files[1] and files[0]["methods"] == methods and files[0]["tree"] == [1, 2]
+
+
+def test_what_is_typed_comes_before_the_file(data, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"methods: prompt-lookup\nmax-new-tokens: 8\nruns: 1\nprompt_tokens: 30\nseed: 5\ndata_dir: {data}\ntree: 1,2\n"
+    )
+    assert run("--config", config, "--seed", "6", "--output", tmp_path / "out").exit_code == 0
+    settings = settings_of(tmp_path / "out")
+    assert settings["methods"] == ["ar", "prompt-lookup"]
+    assert (settings["seed"], settings["max_new_tokens"], settings["prompt_tokens"]) == (6, 8, 30)
+    assert settings["options_for_all"]["tree"] == [1, 2]
+    assert run("suffix", "--config", config, "--output", tmp_path / "typed").exit_code == 0
+    assert settings_of(tmp_path / "typed")["methods"] == ["ar", "suffix"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("methods: [ar]\nmax_tokens: 8", "has an unknown key 'max_tokens': keys are methods, "),
+        ("methods: [ar]\nruns: many", "runs: 'many' is not a valid integer"),
+        ("methods: [ar]\ntree: [x, y]", "tree: "),
+        ("methods: [ar]\nmarks: {a: 1}", "marks: "),
+        ("- ar", "is no YAML mapping such as methods: [ar, tokenswift]"),
+        ("methods: [ar", "is not YAML: "),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_wrong_file_is_told_with_its_key(tmp_path, content, reason):
+    config = tmp_path / "wrong.yaml"
+    if content is not None:
+        config.write_text(content)
+    result = run("--config", config, "--output", tmp_path / "out")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"ts-eval: {config}") and reason in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_checkpoints_stand_side_by_side(data, tmp_path):
+    shutil.copytree(data / "heads-chained", tmp_path / "mine")
+    rows = [f"tokenswift:heads={tmp_path / 'mine'}", "tokenswift", f"auto:heads={data / 'heads-gated'}"]
+    result = run(*rows, "--data-dir", data, *SHORT, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    results = load(tmp_path / "out")
+    heads = [str(tmp_path / "mine"), str(data / "heads-chained"), str(data / "heads-gated")]
+    assert [results["settings"]["heads"][row] for row in rows] == heads
+    assert all(results["methods"][row]["identical_to_ar"] for row in rows)
+    assert set(heads) < set(results["settings"]["weights"])
+
+
+def test_heads_of_a_row_are_refused_where_there_are_none_to_use(data, tmp_path):
+    assert MethodSpec.parse("auto:heads=a/b:budget=64").heads == "a/b"
+    for row, reason in (
+        ("ar:heads=x", "ar drafts without heads: leave out 'heads=x' in 'ar:heads=x'"),
+        ("auto:heads=", "unknown option 'heads='"),
+        ("hf:heads=x", "takes no options"),
+        ("tokenswift:heads=nowhere", "there is no heads folder nowhere"),
+    ):
+        result = run(row, "--data-dir", data, *SHORT, "--output", tmp_path / "out")
+        assert result.exit_code == 2 and reason in result.stderr, result.stderr
+        assert not (tmp_path / "out").exists()
