@@ -272,7 +272,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     on_meta.recorder = Running()
     cache, partial, recent = FullCache(200), PartialCache(20, sink=4), RecentCache(30, sink=20, room=1)
     with torch.inference_mode(), on_meta.patched():
-        queries = on_meta.prefill(prompt, cache)
+        queries = on_meta.prefill(prompt, cache, observed=1)
         partial.append(cache, queries)
         recent.append(cache)
         recent.observe(cache, queries)

@@ -254,6 +254,10 @@ def test_recorded_passes_rotate_in_one_call_and_give_the_same_text(as_on_cuda, c
     assert not counted
     recorder = TapeRecorder()
     dec = fixed_shapes(rotary_decoder(kind="gated"), recorder)
+    for each in (dec.target, dec.draft_target):
+        each.use(recorder)
+        each.fast_paths()  # tests the kernel
+    counted.clear()
     assert dec.generate(prompt, 80, method, SAMPLING, NARROW).token_ids == expected
     assert recorder.replayed > 5
     # One for each layer of each pass that ran; the trial's queries have three heads.

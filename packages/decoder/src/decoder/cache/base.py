@@ -63,8 +63,9 @@ class LayeredCache(Cache, ABC):
                 self.kv_length = torch.zeros(1, dtype=torch.long, device=pool.device)
 
     def buffers(self) -> Buffers:
-        """The buffers with what was recorded over them."""
-        return Buffers(self.capacity, self.keys, self.values, self.kv_length, self.passes)
+        """The buffers with what was recorded over them; passes that ran once, as those of a prompt do, are left out."""
+        passes = {kind: fixed for kind, fixed in self.passes.items() if fixed.lasting}
+        return Buffers(self.capacity, self.keys, self.values, self.kv_length, passes)
 
     def take_over(self, buffers: Buffers) -> None:
         """Use another cache's buffers in place of new ones."""

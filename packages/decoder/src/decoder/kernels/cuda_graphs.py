@@ -140,6 +140,11 @@ class FixedPass:
         self._replay: Callable[[], None] | None = None
         self._outputs: Any = None
 
+    @property
+    def lasting(self) -> bool:
+        """Whether it is worth keeping for another text: recorded, or known to be none that can be."""
+        return self._replay is not None or not self._recordable
+
     def __call__(self, run: Run, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
         """Outputs of ``run`` on tensors ids [2, T] and mask [T, T]; ``run`` must be the same function every time.
 

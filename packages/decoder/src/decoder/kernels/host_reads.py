@@ -39,6 +39,11 @@ class HostReadsRefused(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # Under inference mode operations come whole that are made of others, of which one may wait.
+        with self:
+            result = function.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         if _waits(function, args, kwargs):
             raise HostReadError(f"{function} makes the host wait for the device")
         return function(*args, **kwargs)
