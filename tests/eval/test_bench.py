@@ -51,8 +51,8 @@ def measured(data, tmp_path_factory):
     """What was printed and written by a bench of all methods."""
     output = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "COPIED_BYTES", {"cpu": 2**16, "cuda": 2**16})
-        patch.setattr(bench, "CALLS", 2)
+        patch.setattr(measurement, "COPIED_BYTES", {"cpu": 2**16, "cuda": 2**16})
+        patch.setattr(measurement, "CALLS", 2)
         result = run(data, output, *all_parts(data))
     assert result.exit_code == 0, result.output
     return result.stdout, load(output), output

@@ -43,13 +43,19 @@ def test_every_grid_is_well_formed(name):
 
 
 def test_the_papers_own_figures_show_the_trends_it_tells():
-    for target in TARGETS.values():
+    untold = []
+    for name, target in TARGETS.items():
         told = {
             row: {figure: list(found.get(figure, [None])) for figure in target.figures}
             for row, found in ((row, target.paper.get(row, {})) for cell in target.cells for row in cell.rows)
         }
         for says, verdict in reproduce.trends(target, told):
-            assert not verdict.startswith("does not"), says
+            if verdict == "not measured":
+                untold.append(name)
+            else:
+                assert verdict.startswith("agrees ("), (name, says, verdict)
+    # Of these the paper shows a plot or pages and tells no numbers.
+    assert untold == ["figure-4", "figure-4", "figure-5"]
 
 
 def test_a_trend_agrees_only_where_the_figures_differ():

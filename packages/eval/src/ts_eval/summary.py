@@ -11,6 +11,7 @@ import decoder
 from decoder.audit import audit_tokens
 from ts_eval import metrics
 from ts_eval.generation import same_sampling_in_transformers
+from ts_eval.intervals import median_interval
 from ts_eval.method_spec import MethodSpec
 from ts_eval.prompts import Prompt
 from ts_eval.results import GenerationLog
@@ -34,11 +35,12 @@ def summarise(
 ) -> dict[str, dict]:
     """Row per method, from its finished generations: one per prompt and run, each of the full length.
 
-    Times are medians over prompts and runs, with their smallest and largest value in the ``..._range`` beside them;
-    ``speedup`` is the median of AR's milliseconds per token over the method's for the same prompt and run.
-    ``throughput`` is the tokens per second of all texts that are decoded together, over all batches, with its range
-    over batches; ``throughput_speedup`` is the method's over AR's, and ``texts_per_step`` the mean number of texts that
-    a step decoded, weighted by time. Rates are pooled over all steps. Measures of the text are means over generations.
+    Times are medians over prompts and runs, with their smallest and largest value in the ``..._range`` beside them and,
+    of speed and speed-up, the confidence interval over prompts in the ``..._interval``. ``speedup`` is the median of
+    AR's milliseconds per token over the method's for the same prompt and run. ``throughput`` is the tokens per second
+    of all texts that are decoded together, over all batches, with its range over batches; ``throughput_speedup`` is the
+    method's over AR's, and ``texts_per_step`` the mean number of texts that a step decoded, weighted by time. Rates are
+    pooled over all steps. Measures of the text are means over generations.
     ``first_divergence`` is the smallest index at which a generation differs from ar's and ``divergence_margin`` the
     largest margin of those that differ: all are ties when it is within the tolerance. Identity is None where
     transformers samples, or penalises otherwise.
@@ -161,7 +163,9 @@ def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict
     return {
         **_median_and_range("tokens_per_second", generations),
         **_median_and_range("ms_per_token", generations),
+        **_interval("tokens_per_second", generations),
         **_median_and_range("speedup", generations),
+        **_interval("speedup", generations),
         **_throughput(generations),
         **_median_and_range("prefill_seconds", generations),
         **_median_and_range("peak_memory_bytes", generations),
@@ -230,6 +234,15 @@ def _mean_measures(values: list[dict]) -> dict:
 def median_of(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def _interval(name: str, generations: list[dict]) -> dict:
+    """The `median_interval` of a figure over prompts."""
+    of_prompts: dict[int, list[float]] = {}
+    for record in generations:
+        if record[name] is not None:
+            of_prompts.setdefault(record["prompt_index"], []).append(record[name])
+    return {f"{name}_interval": median_interval(list(of_prompts.values()))}
 
 
 def _median_and_range(name: str, generations: list[dict]) -> dict:

@@ -9,6 +9,7 @@ from ts_eval.summary import differs
 NONE = "-"
 DISTINCT = ("1", "2", "3", "4", "mean")
 DISTINCT_HEADER = ("Dist-1", "Dist-2", "Dist-3", "Dist-4", "mean")
+INTERVAL_HEADER = "95% CI"
 BATCH_HEADER = ("batch tok/s", "batch x", "texts/step")
 LONG_NAME = 24
 
@@ -71,14 +72,17 @@ def comparison(results: dict, width: int) -> str:
 def speed_table(results: dict, distinct: bool = True) -> tuple[list[str], list[list[str]]]:
     """Header and rows: speed, acceptance, identity and, unless another table has them, Distinct-n per method."""
     together = results["settings"]["batch"] > 1
-    header = ["method", "tokens/s", "speed-up", "range", *(BATCH_HEADER if together else ()), "alpha", "beta",
-              "tok/step", "identical", *(DISTINCT_HEADER if distinct else ())]  # fmt: skip
+    sure = any(row["speedup_interval"] is not None for row in results["methods"].values())
+    header = ["method", "tokens/s", "speed-up", "range", *([INTERVAL_HEADER] if sure else ())]
+    header += [*(BATCH_HEADER if together else ()), "alpha", "beta", "tok/step", "identical"]
+    header += DISTINCT_HEADER if distinct else ()
     rows = [
         [
             name,
             number(row["tokens_per_second"], 1),
             times(row["speedup"]),
             spread(row["speedup_range"] if len(row["runs"]) > 1 else None),
+            *([spread(row["speedup_interval"])] if sure else []),
             *(_batch_cells(row) if together else ()),
             number(row["acceptance_rate"]),
             number(row["ngram_acceptance_rate"]),
@@ -243,6 +247,11 @@ def notes(results: dict) -> str:
         "share of drafted tokens accepted; beta: the part of alpha that n-grams reached; identical: to ar, token for "
         "token; Dist-n: unique n-grams over all n-grams.",
     ]
+    if methods["ar"]["speedup_interval"] is not None:
+        sentences.append(
+            f"{INTERVAL_HEADER}: the bootstrap confidence interval of the median speed-up, prompts drawn again "
+            "with all their runs; of few prompts it is a rough one."
+        )
     if settings["batch"] > 1:
         sentences.append(
             f"{settings['batch']} texts are decoded together: tokens/s and speed-up are those of one text among them, "

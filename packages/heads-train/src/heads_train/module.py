@@ -19,6 +19,7 @@ from heads_train.backbone import LastHidden, final_norm, load_backbone, load_con
 from heads_train.draft_vocabulary import expected_counts, most_expected
 from heads_train.loss import chunked_cross_entropy, log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
+from heads_train.run_identity import describe_run, refuse_other_run
 from heads_train.states import StateCache
 
 TOP_K = 3
@@ -371,40 +372,6 @@ class HeadsModule(L.LightningModule):
         state = super().state_dict(*args, **kwargs)
         return {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
 
-    def describe(self) -> dict:
-        """What the heads are for, by setting; a checkpoint that differs in it holds other heads."""
-        return {
-            "model.model_name_or_path": self.model_name_or_path,
-            "model.num_heads": self.heads.num_heads,
-            "model.kind": self.heads.kind,
-            "model.draft_vocab_size": self.draft_vocab_size,
-        }
-
-    def describe_run(self) -> dict:
-        """What the heads are made by, by setting; a checkpoint that differs in it is another run's.
-
-        The number of steps is none of it, and only the product of devices, batch size and accumulated batches counts.
-        """
-        trainer, data = self.trainer, self.trainer.datamodule
-        return {
-            **self.describe(),
-            "model.heads": self.start_heads,
-            "model.learning_rate": self.learning_rate,
-            "model.weight_decay": self.weight_decay,
-            "model.beta1": self.betas[0],
-            "model.beta2": self.betas[1],
-            "model.warmup_steps": self.warmup_steps,
-            "model.head_weights": self.head_weights,
-            "model.distill": self.distill,
-            "model.backbone_dtype": self.backbone_dtype,
-            **data.describe(),
-            "trainer.precision": str(trainer.precision),
-            "trainer.gradient_clip_val": trainer.gradient_clip_val,
-            "trainer.gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-            "trainer.limit_train_batches": trainer.limit_train_batches,
-            "chunks per step": data.batch_size * trainer.world_size * trainer.accumulate_grad_batches,
-        }
-
     def whole_heads(self) -> DraftHeads | None:
         """The heads on the CPU, put together from all processes, all of which must call it; None but on the first."""
         state = get_model_state_dict(self.heads, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -417,7 +384,7 @@ class HeadsModule(L.LightningModule):
         return heads
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["run"] = self.describe_run()
+        checkpoint["run"] = describe_run(self)
         checkpoint["first_loss"], checkpoint["high_batches"] = self.first_loss, self.high_batches
         checkpoint["val_metrics"], checkpoint["val_step"] = self.val_metrics, self.val_step
 
@@ -427,17 +394,6 @@ class HeadsModule(L.LightningModule):
             self.draft_vocab_size = len(chosen)
             self.heads.set_draft_vocabulary(chosen)
             self.draft_weights = None
-        saved = checkpoint.get("run")
-        if saved is None:
-            raise ValueError(
-                "the checkpoint is not one of heads-train, or an older version's; give another one or another --output"
-            )
-        asked = self.describe_run() if self.trainer.state.fn == "fit" else self.describe()
-        for name, value in asked.items():
-            if saved.get(name) != value:
-                raise ValueError(
-                    f"the checkpoint was made with {name} {saved.get(name)}, this run has {value}; "
-                    "give another --output to start afresh"
-                )
+        refuse_other_run(checkpoint.get("run"), self)
         self.first_loss, self.high_batches = checkpoint["first_loss"], checkpoint["high_batches"]
         self.val_metrics, self.val_step = checkpoint["val_metrics"], checkpoint["val_step"]

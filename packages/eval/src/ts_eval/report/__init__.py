@@ -44,7 +44,7 @@ def read_results(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder} holds no results.json: `ts-eval compare ... --output {folder}` writes it")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        complete = all("throughput" in row and row["runs"] for row in results["methods"].values())
+        complete = all("speedup_interval" in row and row["runs"] for row in results["methods"].values())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result of ts-eval compare") from error
     if not complete:

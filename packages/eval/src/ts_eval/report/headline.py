@@ -48,6 +48,8 @@ def _beside(row: dict) -> str:
     runs = len(row["runs"])
     if runs < 2 or row["speedup_range"] is None:
         return "the speed of ar, one text"
+    if row["speedup_interval"] is not None:
+        return f"the speed of ar, 95% interval over prompts {spread(row['speedup_interval'])}"
     return f"the speed of ar, {spread(row['speedup_range'])} over {runs} texts"
 
 

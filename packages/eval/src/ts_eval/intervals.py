@@ -1,0 +1,31 @@
+"""How sure a median over prompts is: bootstrap confidence intervals."""
+
+from collections.abc import Sequence
+from itertools import chain
+from statistics import median
+
+import numpy as np
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+
+
+def median_interval(values_of_prompts: Sequence[Sequence[float]]) -> list[float] | None:
+    """The percentile bootstrap interval of the median of all values, at `CONFIDENCE`.
+
+    Prompts are drawn again, with all values of a prompt (its runs) together: runs of one prompt resemble each other, so
+    they are no sample of what other prompts would give. The draws are the same every time.
+
+    Args:
+        values_of_prompts: the values of each prompt; prompts without any are left out.
+
+    Returns:
+        The lower and upper end; None for fewer than two prompts, which tell nothing of others.
+    """
+    known = [values for values in values_of_prompts if values]
+    if len(known) < 2:
+        return None
+    drawn = np.random.default_rng(0).integers(len(known), size=(RESAMPLES, len(known)))
+    medians = [median(chain.from_iterable(known[prompt] for prompt in prompts)) for prompts in drawn]
+    tail = (1 - CONFIDENCE) / 2
+    return [float(end) for end in np.quantile(medians, [tail, 1 - tail])]
