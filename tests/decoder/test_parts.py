@@ -90,9 +90,9 @@ def test_ngram_table_equals_counting_anew(text, n, k):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 9))
-def test_suffix_index_equals_searching_the_text(text, longest, count):
-    index = SuffixIndex(longest)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 3), st.integers(1, 9))
+def test_prompt_lookup_equals_searching_the_text(text, longest, count):
+    index = SuffixIndex(longest, places=1)
     index.extend(text)
     expected = []
     for n in range(min(longest, len(text) - 1), 0, -1):
@@ -103,7 +103,7 @@ def test_suffix_index_equals_searching_the_text(text, longest, count):
                 copied.append(copied[places[-1] + i])
             expected = copied[len(text) :]
             break
-    assert index.continuation(count) == expected
+    assert index.chain(count) == expected
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 513])

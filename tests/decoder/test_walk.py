@@ -9,15 +9,13 @@ from torch.utils._pytree import tree_leaves
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.drafters import METHODS
-from decoder.drafters.levels import HeadLevels
-from decoder.drafters.tuning.heads_source import HeadsSource
-from decoder.drafters.tuning.level_worth import LevelWorth
-from decoder.drafters.tuning.odds import Odds
+from decoder.drafters.levels import HeadLevels, ranked_tokens
+from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
-from decoder.model.target import Target, Verification
+from decoder.model.target import Target
 from decoder.sampling.acceptance import exact, walk
 from decoder.sampling.sampler import Sampler, TreeDraws
-from decoder.sampling.token_tree import TokenTree, rank_paths
+from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, random_heads, take, tiny_llama
 
@@ -255,9 +253,9 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
 @pytest.mark.parametrize("method", ["medusa", "tokenswift-fused", "auto", "suffix", "prompt-lookup"])
 def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     """Drafts of heads come with the tokens drawn in the step before them."""
-    # What pays follows the clock, and so does what `auto` asks for by itself when it changes its way.
-    monkeypatch.setattr("decoder.drafters.tuning.tuned._LEVELS", (2, 2, 2))
-    monkeypatch.setattr(LevelWorth, "pays", lambda worth, depth, price, chance=None: True)
+    # What pays follows the clock, and so does what `auto` drafts afterwards, where a suffix had made heads needless.
+    monkeypatch.setattr(LevelPolicy, "gain", lambda policy, levels: 99.0)
+    monkeypatch.setattr(LevelPolicy, "_choose", lambda policy, costs: None)
     step, reads = Engine.step, []
 
     def counted(engine):
@@ -394,33 +392,13 @@ def test_a_proposal_of_heads_reads_once(model, prompt, monkeypatch, method, kind
     assert reads == [int(method == "tokenswift")] + [1] * (len(reads) - 1)
 
 
-@pytest.mark.parametrize("kind", ["chained", "gated"])
-def test_a_level_of_a_grown_tree_reads_once(model, kind):
-    dec = Decoder(model, heads=random_heads(model, kind=kind))
-    source = HeadsSource(dec.target, dec.heads[kind], coupled=True, odds=Odds(), learnt={})
-    hidden = torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    source.commit(Verification(hidden, torch.empty(0), {}), path=[0], tokens=[6])
-    with torch.inference_mode():
-        sampler = Sampler(GENERATIONS["sampled"], VOCAB, CPU, [5, 6])
-        place = source.root(sampler, rate=lambda: 0.0, node_seconds=0.0, levels=8)
-        for _ in range(3):
-            with HostReads() as counter:
-                offers = source.offers(place)
-            assert counter.reads == 1
-            with HostReads() as counter:
-                assert source.offers(place) == offers
-            assert counter.reads == 0
-            place = offers[0].place
-            assert all(type(offer.token) is int and offer.place[-1] == offer.token for offer in offers)
-
-
 @pytest.mark.parametrize("own_level", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 2, 1024])
 def test_levels_drafted_on_the_device_are_those_read_one_by_one(model, own_level, window):
     """Conditioned heads against the obvious loop that reads each token; a level without candidates is the last."""
     dec = Decoder(model, heads=random_heads(model, 4, "conditioned"))
     heads, target = dec.heads["conditioned"], dec.target
-    levels = HeadLevels(target, heads, rank_paths((2, 1, 3, 2), 4), coupled=True)
+    levels = HeadLevels(target, heads, coupled=True, width=3)
     params = SamplingParams(seed=3, min_p=0.05, repetition_penalty=3.0, penalty_window=window)
     generator, head = torch.Generator().manual_seed(5), target.head
     for empty in (None, 0, 2):
@@ -447,7 +425,10 @@ def test_levels_drafted_on_the_device_are_those_read_one_by_one(model, own_level
             calls = iter(range(4))
             target.head = lambda normalised, logits=logits, calls=calls: logits(normalised, next(calls))
             try:
-                assert levels.candidates(first, sampler, own_level) == expected
+                found = ranked_tokens(levels.levels(first[None], sampler, 4, own_level))
+                # What stands behind a level without candidates is never reached.
+                found = [row[:width] for row, width in zip(found, (2, 1, 3, 2), strict=True)][: len(expected)]
+                assert found == expected
             finally:
                 del target.head
         assert len(expected) == (4 if empty is None else empty + 1)
@@ -534,13 +515,13 @@ def test_on_cuda_the_walk_waits_for_its_one_read_only(params, depth, monkeypatch
 def test_on_cuda_a_proposal_waits_for_its_one_read_only(kind, monkeypatch):
     model = tiny_llama().cuda()
     dec = Decoder(model, heads=random_heads(model, kind=kind))
-    levels = HeadLevels(dec.target, dec.heads[kind], rank_paths((2, 2, 3), 3), coupled=True)
+    levels = HeadLevels(dec.target, dec.heads[kind], coupled=True, width=3)
     sampler = Sampler(GENERATIONS["short window"], VOCAB, torch.device("cuda"), [1, 2, 3, 4])
     hidden = torch.randn(32, dtype=torch.float64).cuda()
     with torch.inference_mode():
-        expected = levels.candidates(hidden, sampler, own_level=False)
+        expected = levels.levels(hidden[None], sampler, 3)
         with waiting_refused(monkeypatch, "drafters.levels") as reads:
-            assert levels.candidates(hidden, sampler, own_level=False) == expected
+            assert levels.levels(hidden[None], sampler, 3) == expected
     assert len(reads) == 1
     assert len(expected) == 3
 
@@ -556,7 +537,7 @@ def test_on_cuda_a_step_waits_for_its_one_read_only(prompt, method, monkeypatch)
         if engine.running[0].statistics.steps < 30:
             return step(engine)
         with pytest.MonkeyPatch.context() as patch:
-            modules = ("engine", "sampling.sampler", "drafters.levels", "drafters.tuning.heads_source")
+            modules = ("engine", "sampling.sampler", "drafters.levels")
             with waiting_refused(patch, *modules) as reads:
                 tokens = step(engine)
         counts.append(len(reads))

@@ -3,12 +3,13 @@
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
-from decoder.drafters.retrieval.suffix_automaton import SuffixAutomaton
+from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.model.target import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 
 _LONGEST_CHAIN = 32
+_PLACES = 8  # of the suffix: the chain is what followed most often at the newest of them
 
 
 class Fused(Medusa):
@@ -25,14 +26,15 @@ class Fused(Medusa):
         super().__init__(context)
         self.longest = min(_LONGEST_CHAIN, context.max_new_tokens)
         self.max_nodes += self.longest
-        self.automaton = SuffixAutomaton()
-        self.automaton.extend(context.prompt)
+        self.index = SuffixIndex(_LONGEST_CHAIN, _PLACES)
+        self.index.extend(context.prompt)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = super().propose(cache, sampler, depth)
-        tree.add_path(self.automaton.chain(self.longest), "suffix")
+        length, _ = self.index.match()
+        tree.add_path(self.index.chain(min(self.longest, 2 * length)), "suffix")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         super().commit(cache, verification, path, tokens)
-        self.automaton.extend(tokens)
+        self.index.extend(tokens)

@@ -1,7 +1,8 @@
-"""From a hidden state to the tokens of a full tree, level by level."""
+"""From a hidden state to candidate tokens: the levels that draft heads fill."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -11,96 +12,133 @@ from decoder.kernels.transfers import download
 from decoder.model.target import Target
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
-from decoder.sampling.token_tree import RankPath
 
 
-def ranked(
-    scores: torch.Tensor, count: int, vocabulary: DraftVocabulary | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` best tokens, fewer in a smaller vocabulary, of ``scores`` [..., V], and what to tell the host.
+class Level(NamedTuple):
+    """The best candidates of a level, as the host reads them.
 
-    Both are int64 [..., count], the best first. The host is told -1 where a token was dropped by a filter and is no
-    candidate, so that one read is enough. Scores of a draft ``vocabulary`` give target ids likewise.
+    Attributes:
+        rows: (token, score) behind each branch, the best first; the score is -inf or NaN where there is no candidate.
+        parents: for each row the candidate of the level before that it stands behind, counted row by row; None where
+            there is one row, which may stand behind any of them.
     """
-    values, tokens = scores.topk(min(count, scores.shape[-1]), dim=-1)
-    tokens = tokens if vocabulary is None else vocabulary.token_ids(tokens)
-    return tokens, tokens.masked_fill(~(values > -torch.inf), -1)
+
+    rows: list[list[tuple[int, float]]]
+    parents: list[int] | None
 
 
 class HeadLevels:
-    """Fills the levels of a tree with the best tokens of draft heads.
+    """Fills levels with the best tokens of draft heads.
+
+    Heads that look at no tokens fill all levels at once. Conditioned ones read the token drafted before, with coupling
+    mostly the true one, and run behind the ``beam`` likeliest branches of the level before at once; the last one goes
+    on drafting deeper than it was trained for.
 
     Args:
         target: its final norm, embeddings and language-model head serve the heads.
-        paths: the nodes of the tree, as `token_tree.rank_paths` gives them.
         coupled: rank by log q plus the position's noise.
+        width: candidates behind each branch.
+        beam: branches of a level that the next one goes on from.
     """
 
-    def __init__(self, target: Target, heads: DraftHeads, paths: Sequence[RankPath], coupled: bool):
-        self.target, self.heads, self.paths, self.coupled = target, heads, paths, coupled
+    def __init__(self, target: Target, heads: DraftHeads, coupled: bool, width: int, beam: int = 1):
+        self.target, self.heads, self.coupled = target, heads, coupled
         self.vocabulary = DraftVocabulary.of(target, heads)
-        self.widths = [0] * max((len(path) for path in paths), default=0)
-        for path in paths:
-            self.widths[len(path) - 1] = max(self.widths[len(path) - 1], path[-1] + 1)
+        self.width, self.beam = min(width, self.vocabulary.size), beam
 
-    def candidates(self, hidden: torch.Tensor, sampler: Sampler, own_level: bool) -> list[list[int]]:
-        """Token ids per level from ``hidden`` [d], a state before the final norm (paper equations 1 to 3).
+    def levels(self, hidden: torch.Tensor, sampler: Sampler, count: int, own_level: bool = False) -> list[Level]:
+        """``count`` levels from ``hidden`` [1, d], a state before the final norm (paper equations 1 to 3).
 
         With ``own_level`` the first level is what the state itself predicts (l_0), and head 1 fills the second;
         without it head 1 fills the first.
         """
-        return self.read(download(self.ask(hidden, sampler, sampler.draft_context(), own_level)), own_level)
+        return self.read(download(self.ask(hidden, sampler, sampler.draft_context(), count, own_level)))
 
-    def ask(self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, own_level: bool) -> torch.Tensor:
-        """`candidates` behind ``context``, without waiting for the device: a vector whose values `read` takes."""
+    def ask(
+        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
+    ) -> torch.Tensor:
+        """`levels` behind ``context``, without waiting for the device: a vector whose values `read` takes."""
         fill = self._in_turn if self.heads.conditioned else self._at_once
-        return torch.cat(fill(hidden, sampler, context, own_level))
+        return torch.cat([part.flatten() for part in fill(hidden, sampler, context, count, own_level)])
 
-    def read(self, told: Sequence[float], own_level: bool) -> list[list[int]]:
-        """The candidates that the numbers of `ask` stand for."""
-        numbers, levels = iter(told), []
-        for level, width in enumerate(self.widths):
-            known = self.target.vocab_size if own_level and not level else self.vocabulary.size
-            row = islice(numbers, min(width, known))
-            levels.append([int(token) for token in row if token >= 0])
-            # What follows was drafted behind a token that is no candidate.
-            if self.heads.conditioned and not levels[-1]:
-                break
-        return levels
+    def read(self, numbers: Sequence[float]) -> list[Level]:
+        """The levels that the numbers of `ask` stand for."""
+        levels, left = [], iter(numbers)
+        branches, parents = 1, None
+        while True:
+            if levels and self.heads.conditioned and self.beam > 1:
+                branches = min(self.beam, branches * self.width)
+                parents = [int(place) for place in islice(left, branches)]
+            scores, tokens = (list(islice(left, branches * self.width)) for _ in range(2))
+            if not scores:
+                return levels
+            pairs = iter(zip(map(int, tokens), scores, strict=True))
+            levels.append(Level([list(islice(pairs, self.width)) for _ in range(branches)], parents))
+
+    def _own(self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best scores and tokens, both [1, width], of what the state itself predicts, among all tokens."""
+        logits = self.target.head(self.target.norm(hidden))
+        return tuple(sampler.draft_scores(logits, self.coupled, context).topk(self.width))
+
+    def _best(
+        self,
+        normalised: torch.Tensor,
+        sampler: Sampler,
+        context: DraftContext,
+        skip: int = 0,
+        drafted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best scores of heads and their tokens, both [n, width], from normalised states [n, d].
+
+        Without ``drafted`` these are of n positions one behind the other, the first of them ``skip`` behind the next
+        one, else of the position behind each branch, whose tokens are ``drafted`` int64 [n, depth].
+        """
+        if drafted is None:
+            scores = self.vocabulary.scores(normalised, sampler, self.coupled, context, skip)
+        else:
+            scores = self.vocabulary.branch_scores(normalised, sampler, self.coupled, context, drafted)
+        values, places = scores.topk(self.width)
+        return values, self.vocabulary.token_ids(places)
 
     def _at_once(
-        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, own_level: bool
-    ) -> list[torch.Tensor]:
-        levels, first = [], int(own_level)
+        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
+    ) -> Iterator[torch.Tensor]:
         if own_level:
-            levels.append(self._own_level(hidden, sampler, context)[1])
-        if len(self.widths) > first:
-            states = torch.stack(self.heads(hidden, count=len(self.widths) - first))
-            scores = self.vocabulary.scores(states, sampler, self.coupled, context, skip=first)
-            _, told = ranked(scores, max(self.widths[first:]), self.vocabulary)
-            levels += [row[:width] for width, row in zip(self.widths[first:], told, strict=True)]
-        return levels
-
-    def _own_level(
-        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the state itself predicts, of all tokens: no head guesses there, so none but the model's own counts."""
-        logits = self.target.head(self.target.norm(hidden)[None])
-        return ranked(sampler.draft_scores(logits, self.coupled, context)[0], self.widths[0])
+            yield from self._own(hidden, sampler, context)
+        if count > own_level:
+            states = torch.cat(self.heads(hidden, count=count - own_level))
+            for level in zip(*self._best(states, sampler, context, skip=int(own_level)), strict=True):
+                yield from level
 
     def _in_turn(
-        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, own_level: bool
-    ) -> list[torch.Tensor]:
-        """Conditioned heads: each reads the best token of the level before, with coupling mostly the true one."""
-        levels = []
-        for level, width in enumerate(self.widths):
+        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
+    ) -> Iterator[torch.Tensor]:
+        drafted, likely = None, 0.0
+        for level in range(count):
             if own_level and not level:
-                tokens, told = self._own_level(hidden, sampler, context)
+                scores, tokens = self._own(hidden, sampler, context)
             else:
-                newest = self.target.embed(context.newest()[0])
-                hidden, normalised = self.heads.advance(level - own_level, hidden, newest)
-                scores = self.vocabulary.scores(normalised[None], sampler, self.coupled, context)
-                tokens, told = ranked(scores[0], width, self.vocabulary)
-            levels.append(told)
-            context.push(tokens[:1])
-        return levels
+                newest = context.newest() if drafted is None else drafted[:, -1]
+                head = min(level - own_level, self.heads.num_heads - 1)
+                hidden, normalised = self.heads.advance(head, hidden, self.target.embed(newest))
+                scores, tokens = self._best(normalised, sampler, context, drafted=drafted)
+            yield scores
+            yield tokens
+            if level + 1 == count:
+                return
+            if self.beam == 1:
+                context.push(tokens[0, :1])
+                continue
+            # Among scores with noise in them, too, one far above the others is mostly right.
+            likely = (likely + scores.log_softmax(-1)).flatten()
+            likely, places = likely.topk(min(self.beam, len(likely)))
+            likely, rows = likely[:, None], places // self.width
+            newest = tokens.flatten().index_select(0, places)[:, None]
+            hidden = hidden.index_select(0, rows)
+            drafted = newest if drafted is None else torch.cat((drafted.index_select(0, rows), newest), dim=1)
+            yield places
+
+
+def ranked_tokens(levels: Sequence[Level]) -> list[list[int]]:
+    """The tokens of each level's first row, the best first: for trees whose shape is fixed."""
+    return [[token for token, score in level.rows[0] if score > -torch.inf] for level in levels]

@@ -6,7 +6,7 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
-from decoder.drafters.levels import HeadLevels
+from decoder.drafters.levels import HeadLevels, ranked_tokens
 from decoder.model.target import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
@@ -28,7 +28,8 @@ class Medusa:
     def __init__(self, context: DrafterContext) -> None:
         heads, options = context.heads, context.options
         paths = rank_paths(options.tree, min(heads.num_heads, context.max_new_tokens))
-        self.levels = HeadLevels(context.target, heads, paths, options.coupled)
+        self.paths, self.depth = paths, max(map(len, paths), default=0)
+        self.heads = HeadLevels(context.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
         self.max_nodes = 1 + len(paths)
         self.hidden: torch.Tensor | None = None
         self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
@@ -40,21 +41,21 @@ class Medusa:
         tree = TokenTree(sampler.context[-1])
         candidates, self._candidates = self._candidates, None
         if candidates is None and self.hidden is not None:
-            candidates = self.levels.candidates(self.hidden, sampler, own_level=False)
-        tree.add_ranked(candidates or (), self.levels.paths, "heads")
+            candidates = ranked_tokens(self.heads.levels(self.hidden, sampler, self.depth))
+        tree.add_ranked(candidates or (), self.paths, "heads")
         return tree
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead:
-        hidden = verification.hidden.index_select(0, draws.last_node)[0]
-        numbers = self.levels.ask(hidden, draws.sampler, draws.draft_context, own_level=False)
+        hidden = verification.hidden.index_select(0, draws.last_node)
+        numbers = self.heads.ask(hidden, draws.sampler, draws.draft_context, self.depth)
         return DeferredRead(numbers, self._receive)
 
     def _receive(self, numbers: list[float]) -> None:
-        self._candidates = self.levels.read(numbers, own_level=False)
+        self._candidates = ranked_tokens(self.heads.read(numbers))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         # The next verification may write over its own.
-        self.hidden = verification.hidden[path[-1]].clone()
+        self.hidden = verification.hidden[path[-1] : path[-1] + 1].clone()
 
     def finish(self, statistics: Statistics) -> None:
         pass

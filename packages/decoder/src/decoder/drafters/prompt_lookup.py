@@ -26,7 +26,7 @@ class PromptLookup:
     def __init__(self, context: DrafterContext) -> None:
         self.count = min(CHAIN, context.max_new_tokens)
         self.max_nodes = 1 + self.count
-        self.index = SuffixIndex(LONGEST_SUFFIX)
+        self.index = SuffixIndex(LONGEST_SUFFIX, places=1)
         self.index.extend(context.prompt)
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -34,7 +34,7 @@ class PromptLookup:
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
-        tree.add_path(self.index.continuation(self.count), "lookup")
+        tree.add_path(self.index.chain(self.count), "lookup")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:

@@ -8,7 +8,7 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.drafters.base import DrafterContext
-from decoder.drafters.levels import HeadLevels
+from decoder.drafters.levels import HeadLevels, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.model.target import Verification
 from decoder.sampling.sampler import Sampler
@@ -27,7 +27,8 @@ class TokenSwift:
         self.target, self.options = context.target, context.options
         options, heads, prompt = context.options, context.heads, context.prompt
         paths = rank_paths(options.tree, min(heads.num_heads + 1, context.max_new_tokens))
-        self.levels = HeadLevels(self.target, heads, paths, options.coupled)
+        self.paths, self.depth = paths, max(map(len, paths), default=0)
+        self.heads = HeadLevels(self.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
         gram = heads.num_heads + 1
         # A text has no more n-grams than tokens.
         self.ngrams = min(options.ngrams, context.longest_text)
@@ -49,10 +50,10 @@ class TokenSwift:
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         newest = sampler.context[-1]
         memory = cache if self.partial is None else self.partial
-        hidden = self.target.draft([newest], cache.length, memory)[0]
-        candidates = self.levels.candidates(hidden, sampler, own_level=True)
+        hidden = self.target.draft([newest], cache.length, memory)
+        candidates = ranked_tokens(self.heads.levels(hidden, sampler, self.depth, own_level=True))
         tree = TokenTree(newest)
-        tree.add_ranked(candidates, self.levels.paths, "heads")
+        tree.add_ranked(candidates, self.paths, "heads")
         if candidates[0]:
             for gram in self.table.most_frequent(candidates[0][0], self.ngrams):
                 tree.add_path(gram, "ngrams")

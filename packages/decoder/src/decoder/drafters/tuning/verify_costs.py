@@ -6,12 +6,11 @@ from itertools import accumulate, pairwise
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.drafters.tuning.running_costs import RunningCosts
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
 WIDEST = 64
-_WIDTHS = (1, 4, 16)
+_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_REPEATS = 5
 _RECORDING = 2  # passes of a width before it is replayed: a run as it is, and its recording
 _LONG = 0.05  # seconds after which two repeats of a width are enough
@@ -19,7 +18,7 @@ _SHORTEST = 1024  # below it the length hardly matters
 
 
 class VerifyCosts:
-    """Seconds per forward pass, measured once whenever the text is four times as long, and kept for all generations.
+    """Seconds per forward pass, measured once whenever the text is twice as long, and kept for all generations.
 
     Args:
         target: the model; measuring writes behind the committed tokens of a full cache and commits nothing.
@@ -27,25 +26,29 @@ class VerifyCosts:
 
     def __init__(self, target: Target):
         self.target = target
-        self._costs: dict[tuple, RunningCosts] = {}
+        self._measured: dict[tuple, list[float]] = {}
+        self._shared: dict[tuple, list[float]] = {}
 
-    def at(self, cache: FullCache) -> RunningCosts:
-        """Costs of 1 node up to the widest tree at the cache's length, which may learn from the steps that follow.
+    def at(self, cache: FullCache, texts: int = 1) -> list[float]:
+        """Seconds of verifying n nodes behind the cache's tokens, for n up to the widest tree; entry 0 is unused.
 
-        The model must be borrowed. Costs of 1, 4 and 16 nodes are measured, the others follow their lines.
+        Of ``texts`` that are verified in one pass, with a tree of n nodes each, it is the share of one. The model must
+        be patched.
         """
         weight = self.target.lm_head.weight
-        place = (max(cache.length, _SHORTEST).bit_length() // 2, weight.dtype, weight.device, torch.get_num_threads())
-        if place not in self._costs:
-            self._costs[place] = RunningCosts(self._measure(cache))
-        return self._costs[place]
+        place = (max(cache.length, _SHORTEST).bit_length(), weight.dtype, weight.device, torch.get_num_threads())
+        if (place, texts) not in self._shared:
+            if place not in self._measured:
+                self._measured[place] = self._measure(cache)
+            self._shared[place, texts] = _share(self._measured[place], texts)
+        return self._shared[place, texts]
 
     def _measure(self, cache: FullCache) -> list[float]:
+        """Of 1 to 64 nodes: the powers of two are measured, the others lie between; more nodes never cost less."""
         best = list(accumulate((self._seconds(width, cache) for width in _WIDTHS), max))
         table = [0.0, best[0]]
         for (left, at_left), (right, at_right) in pairwise(zip(_WIDTHS, best, strict=True)):
-            # The last slope goes on to the widest tree.
-            for nodes in range(left + 1, (right if right < _WIDTHS[-1] else WIDEST) + 1):
+            for nodes in range(left + 1, right + 1):
                 # What a tree is padded with costs as much as its nodes.
                 table.append(at_left + (self.target.width(nodes) - left) / (right - left) * (at_right - at_left))
         return table
@@ -70,3 +73,13 @@ class VerifyCosts:
             if repeat and end - began > _LONG:
                 break
         return best
+
+
+def _share(measured: list[float], texts: int) -> list[float]:
+    """The cost of each text's tree where ``texts`` have one of n nodes each; wider passes follow the last slope."""
+    slope = (measured[WIDEST] - measured[WIDEST // 2]) / (WIDEST // 2)
+
+    def seconds(nodes: int) -> float:
+        return measured[min(nodes, WIDEST)] + max(0, nodes - WIDEST) * slope
+
+    return [0.0, *(seconds(texts * nodes) / texts for nodes in range(1, WIDEST + 1))]

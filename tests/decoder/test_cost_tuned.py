@@ -1,0 +1,345 @@
+"""Cost-tuned trees: what candidates are thought to be worth, what is learnt of them; no clock changes a text."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.drafters.levels import HeadLevels
+from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
+from decoder.drafters.tuning.candidate_tree import CandidateTree
+from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.drafters.tuning.level_policy import LevelPolicy
+from decoder.sampling.token_tree import TokenTree
+
+from .conftest import VOCAB, random_heads
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.95])
+def test_an_estimate_begins_with_its_prior_and_comes_to_the_true_rate(rate):
+    estimate, luck = AcceptanceEstimate(), random.Random(1)
+    assert estimate.rate("kind", prior=0.3) == 0.3
+    for _ in range(2000):
+        estimate.observe("kind", luck.random() < rate)
+    assert estimate.rate("kind", prior=0.3) == pytest.approx(rate, abs=0.08)
+    assert estimate.rate("another kind", prior=0.3) == 0.3
+    # A text that changes is followed.
+    for _ in range(1000):
+        estimate.observe("kind", luck.random() < 1 - rate)
+    assert estimate.rate("kind", prior=0.3) == pytest.approx(1 - rate, abs=0.1)
+
+
+def candidates(estimate, *tables, depth=9, floor=0.0, size=99):
+    """What tables of sources offer: (token, kind, prior) behind paths of tokens, the first table first."""
+    found = CandidateTree(TokenTree(1), depth, floor, size, estimate)
+    for name, table in tables:
+        nodes = {(): 0}
+        for path, offers in table.items():
+            for token, kind, prior in offers if path in nodes else ():
+                node = found.offer(nodes[path], token, (name, kind), prior)
+                if node is not None:
+                    nodes[*path, token] = node
+    if len(tables) > 1:
+        found.weigh_agreement()
+    return found
+
+
+def chances(found):
+    """By the tokens on the way to each node."""
+    tree = found.tree
+    return {
+        tuple(tree.tokens[at] for at in tree.path(node)[1:]): pytest.approx(found.chances[node])
+        for node in range(1, len(tree))
+    }
+
+
+def test_a_token_that_two_sources_offer_is_one_node_with_a_rate_of_its_own():
+    estimate = AcceptanceEstimate()
+    first = "first", {(): [(5, "a", 0.5), (6, "a", 0.2)], (5,): [(7, "a", 0.5)], (6,): [(8, "a", 0.5)]}
+    second = "second", {(): [(5, "b", 0.6), (9, "b", 0.1)]}
+    assert chances(candidates(estimate, first)) == {(5,): 0.5, (6,): 0.2, (5, 7): 0.25, (6, 8): 0.1}
+    # At first what both offer is as likely as the surer of them says, and what lies behind it too.
+    both = {(5,): 0.6, (6,): 0.2, (9,): 0.1, (5, 7): 0.3, (6, 8): 0.1}
+    assert chances(candidates(estimate, first, second)) == both
+    # The text: where both offer a token it is always right, and where one is alone it never is.
+    for _ in range(400):
+        candidates(estimate, first, second).observe(0, 5)
+    found = chances(candidates(estimate, first, second))
+    assert found[5,] == pytest.approx(1.0, abs=0.02)
+    assert found[6,] == pytest.approx(0.0, abs=0.01)
+    # The first source by itself is right with one of its two.
+    assert chances(candidates(estimate, first))[5,] == pytest.approx(0.5, abs=0.02)
+
+
+def test_what_is_too_unlikely_to_be_a_node_is_observed_all_the_same():
+    """Else a kind that was unlucky at first would never be drafted again."""
+    estimate, table = AcceptanceEstimate(), ("source", {(): [(5, "a", 0.01)]})
+    assert chances(candidates(estimate, table, floor=0.05)) == {}
+    for _ in range(20):
+        candidates(estimate, table, floor=0.05).observe(0, 5)
+    assert candidates(estimate, table, floor=0.05).chances[1] > 0.8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_likeliest_nodes_are_a_tree_however_many_are_kept(seed):
+    """Whatever two sources offer where, and whatever was learnt of it, certainties and ties among it."""
+    luck, estimate = random.Random(seed), AcceptanceEstimate()
+    tables = []
+    for name in ("first", "second"):
+        table, places = {}, [()]
+        while places and len(table) < 25:
+            place = places.pop(0)
+            tokens = luck.sample(range(5), luck.randrange(4))
+            table[place] = [
+                (token, luck.randrange(3), luck.choice((0.05, 0.5, 1.0, luck.random()))) for token in tokens
+            ]
+            places += [(*place, token) for token in tokens]
+        tables.append((name, table))
+    for _ in range(30):
+        found = candidates(estimate, *tables)
+        for node in range(len(found.tree)):
+            found.observe(node, luck.randrange(5))
+    whole = candidates(estimate, *tables, depth=4)
+    known = chances(whole)
+    assert max(whole.tree.depths) <= 4
+    for size in range(1, len(whole.tree) + 1):
+        found = candidates(estimate, *tables, depth=4)
+        kept = found.likeliest()[:size]
+        tree = found.tree
+        tree.select(kept)
+        assert len(tree) == size
+        assert kept[0] == 0
+        for node in range(1, size):
+            assert tree.parents[node] < node
+            assert tree.depths[node] == len(tree.path(node)) - 1
+            assert tree.child(tree.parents[node], tree.tokens[node]) == node
+            assert known[tuple(tree.tokens[at] for at in tree.path(node)[1:])] == found.chances[kept[node]]
+        dropped = [found.chances[node] for node in range(len(found.chances)) if node not in kept]
+        assert min(found.chances[node] for node in kept) >= max(dropped, default=0.0)
+    assert len(candidates(estimate, *tables, size=3).tree) <= 3
+
+
+def clocked(monkeypatch, node_seconds):
+    """Times of the test's own: 1 for a verification and ``node_seconds`` more for each node."""
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
+    table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
+    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
+    monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
+
+
+def watched(monkeypatch, name, note):
+    method = getattr(CostTuned, name)
+
+    def noted(drafter, *args):
+        result = method(drafter, *args)
+        note(drafter, args, result)
+        return result
+
+    monkeypatch.setattr(CostTuned, name, noted)
+
+
+@pytest.mark.parametrize("method", ["auto", "suffix"])
+@pytest.mark.parametrize("sampling", [SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2), GREEDY])
+def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling):
+    dec = Decoder(model, heads=random_heads(model, kind="gated"))
+    plain = dec.generate(prompt, 120, "ar", sampling).token_ids
+    steps = set()
+    for seed in range(6):
+        luck, clock = random.Random(seed), [0.0]
+
+        def tick(luck=luck, clock=clock):
+            clock[0] += luck.choice((1e-9, 1e-6, 1e-3, luck.expovariate(100)))
+            return clock[0]
+
+        monkeypatch.setattr("time.perf_counter", tick)
+        dec.verify_costs._measured.clear()
+        dec.verify_costs._shared.clear()
+        out = dec.generate(prompt, 120, method, sampling)
+        assert out.token_ids == plain
+        steps.add(out.stats.steps)
+    assert len(steps) > 1, "the clocks were to make a difference"
+
+
+def test_longer_suffixes_are_believed_more(model, monkeypatch):
+    clocked(monkeypatch, 0.0)
+    believed = []
+    watched(monkeypatch, "_offer_suffix", lambda drafter, *_: believed[-1].append(drafter._candidates.chances[1:2]))
+    for length in (1, 2, 8, 30):
+        believed.append([])
+        text = [*range(10, 10 + length)]
+        Decoder(model).generate([*text, 7, 8, 9, *text], 16, "suffix")
+    first = [chances[0][0] for chances in believed]
+    assert first == sorted(first)
+    assert first[0] == pytest.approx(0.5)
+    assert 0.8 < first[-1] < 1
+
+
+def test_heads_are_not_run_where_the_suffix_gives_enough(model, monkeypatch):
+    """A token that is hard to draft is worth a level of heads, however fast the text goes elsewhere."""
+    clocked(monkeypatch, 0.01)
+    monkeypatch.setattr(LevelPolicy, "gain", lambda policy, levels: 0.5 * levels)
+    monkeypatch.setattr(LevelPolicy, "seconds", lambda policy, levels, costs: 1.0 + 0.3 * levels)
+    monkeypatch.setattr(LevelPolicy, "observe", lambda *args: None)
+    runs = []
+
+    def note(drafter, args, levels):
+        runs.append((before[-1], len(levels)))
+
+    before = []
+    watched(monkeypatch, "_offer_suffix", lambda drafter, *_: before.append(drafter._candidates.chances[1:2]))
+    watched(monkeypatch, "_head_levels", note)
+    dec = Decoder(model, heads=random_heads(model))
+    dec.generate([1, 2, 3, 4] * 30, 400, "auto", replace(GREEDY, repetition_penalty=0.01))
+    likely = [levels for chance, levels in runs if chance and chance[0] > 0.9]
+    assert len(likely) > 5 and not any(likely)
+    runs.clear()
+    dec.generate([1, 2, 3, 4] * 30 + [9, 8, 7], 200, "auto", SamplingParams(temperature=3.0, seed=1))
+    hard = [levels for chance, levels in runs[2:] if not chance]
+    assert len(hard) > 5 and all(hard)
+
+
+def test_what_one_text_teaches_serves_the_next_with_the_same_sampling(model, prompt):
+    dec = Decoder(model, heads=random_heads(model))
+    sampling = SamplingParams(seed=3)
+    plain = [dec.generate(prompt, 80, "ar", replace(sampling, seed=seed)).token_ids for seed in (3, 4)]
+    assert dec.generate(prompt, 80, "auto", sampling).token_ids == plain[0]
+    (first,) = (state for (method, *_), state in dec._tuning_states.items() if method == "auto")
+    estimate, policy = first["acceptance"], first["levels", 3, 1]
+    assert estimate._seen and policy._now
+    steps = policy._now
+    assert dec.generate(prompt, 80, "auto", replace(sampling, seed=4)).token_ids == plain[1]
+    assert first["acceptance"] is estimate and first["levels", 3, 1] is policy
+    assert policy._now > steps
+    # Another temperature, another way of drafting: another text altogether.
+    dec.generate(prompt, 80, "auto", replace(sampling, temperature=0.5))
+    dec.generate(prompt, 80, "auto", sampling, TokenSwiftOptions(coupled=False))
+    known = [state["acceptance"] for (method, *_), state in dec._tuning_states.items() if method == "auto"]
+    assert len(known) == len({id(one) for one in known}) == 3
+
+
+def test_the_settings_used_last_are_remembered(model, prompt):
+    dec = Decoder(model)
+    often, settings = SamplingParams(), [SamplingParams(temperature=1 + n / 100) for n in range(1, 60)]
+    for sampling in settings:
+        for one in (often, sampling):
+            dec.generate(prompt, 1, "suffix", one)
+    assert 20 < len(dec._tuning_states) < 40
+    temperatures = {sampling.temperature for _, sampling, _ in dec._tuning_states}
+    assert {often.temperature, settings[-1].temperature} < temperatures
+    assert settings[0].temperature not in temperatures
+
+
+def test_drafts_that_were_never_right_are_not_tried_again_text_after_text(model, monkeypatch):
+    clocked(monkeypatch, 0.2)
+    dec = Decoder(model, heads=random_heads(model))
+    prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    # Heads that know neither the model nor its noise.
+    asked = {"method": "auto", "options": TokenSwiftOptions(coupled=False)}
+    drafted = []
+    for seed in range(8):
+        out = dec.generate(prompt, 60, sampling=SamplingParams(temperature=5.0, seed=seed), **asked)
+        drafted.append(out.stats.drafted)
+    assert drafted[0] >= 5
+    assert sum(drafted[-4:]) <= 1
+
+
+def test_acceptance_is_learnt_where_the_text_went(model, monkeypatch):
+    """Nodes are numbered anew once they are chosen; what was offered behind each goes with it."""
+    clocked(monkeypatch, 0.02)
+    offered, observed, expected, reordered = {}, [], [], []
+    likeliest, commit, observe = CandidateTree.likeliest, CostTuned.commit, AcceptanceEstimate.observe
+
+    def noted(found):
+        offered.clear()
+        for node, offers in enumerate(found._offers):
+            offered[tuple(found.tree.tokens[at] for at in found.tree.path(node)[1:])] = list(offers)
+        return likeliest(found)
+
+    def checked(drafter, cache, verification, path, tokens):
+        observed.clear()
+        commit(drafter, cache, verification, path, tokens)
+        expected.clear()
+        for depth, token in enumerate(tokens):
+            expected.extend((kind, right == token) for kind, right, _ in offered[tuple(tokens[:depth])])
+        assert observed == expected
+        reordered.append(drafter._chosen != sorted(drafter._chosen))
+
+    monkeypatch.setattr(CandidateTree, "likeliest", noted)
+    monkeypatch.setattr(CostTuned, "commit", checked)
+    monkeypatch.setattr(
+        AcceptanceEstimate,
+        "observe",
+        lambda estimate, kind, right: (observed.append((kind, right)), observe(estimate, kind, right)),
+    )
+    dec = Decoder(model, heads=random_heads(model))
+    dec.generate([1, 2, 3, 4, 5] * 12, 80, "auto", SamplingParams(seed=1))
+    assert sum(reordered) > 5
+
+
+def test_a_level_is_credited_for_tokens_of_heads_alone(model, monkeypatch):
+    """A token that the suffix had drafted as well would have come without heads."""
+    clocked(monkeypatch, 0.0)
+    monkeypatch.setattr(LevelPolicy, "gain", lambda policy, levels: 99.0)
+    credited, accepted = [], []
+
+    def note(policy, levels, gained, others, nodes, overhead, costs):
+        credited.append((sum(gained), others))
+
+    monkeypatch.setattr(LevelPolicy, "observe", note)
+
+    def sources(drafter, args, result):
+        _, _, path, tokens = args
+        found = [drafter._tree.sources[node] for node in path[1:]]
+        accepted.append((sum(names == {"heads"} for names in found), len(tokens)))
+        assert all(names <= {"heads", "suffix"} for names in found)
+
+    watched(monkeypatch, "commit", sources)
+    dec = Decoder(model, heads=random_heads(model))
+    dec.generate([1, 2, 3, 4] * 30, 150, "auto", replace(GREEDY, repetition_penalty=0.01))
+    for (gained, others), (heads_alone, tokens) in zip(credited, accepted, strict=True):
+        assert gained <= heads_alone
+        assert gained + others == tokens
+    assert sum(others for _, others in credited) > 100
+
+
+def test_trees_shrink_beside_other_texts(model, monkeypatch):
+    """Where a node costs a text alone little, it costs one of many most of a step: fewer pay."""
+    table = [0.0, *(1.0 + 0.05 * node for node in range(64))]
+    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
+    monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
+    sizes = {1: [], 16: []}
+    for texts, found in sizes.items():
+        with pytest.MonkeyPatch.context() as patch:
+            propose = CostTuned.propose
+
+            def noted(drafter, *args, texts=texts, found=found, propose=propose):
+                object.__setattr__(drafter.context, "running", lambda: texts)
+                found.append(len(propose(drafter, *args)))
+                return drafter._tree
+
+            patch.setattr(CostTuned, "propose", noted)
+            dec = Decoder(model, heads=random_heads(model))
+            out = dec.generate([1, 2, 3, 4] * 30, 60, "auto", SamplingParams(temperature=1.5, seed=1))
+            assert len(out.token_ids) == 60
+    mean = {texts: sum(found) / len(found) for texts, found in sizes.items()}
+    assert mean[16] < 0.7 * mean[1]
+
+
+def test_heads_that_look_at_no_tokens_are_run_at_once_and_no_more_than_there_are(model, monkeypatch):
+    counts, levels = [], HeadLevels.levels
+
+    def counted(heads, hidden, sampler, count):
+        counts.append(count)
+        return levels(heads, hidden, sampler, count)
+
+    monkeypatch.setattr(HeadLevels, "levels", counted)
+    clocked(monkeypatch, 0.0)
+    dec = Decoder(model, heads=random_heads(model, num_heads=2))
+    dec.generate([1, 2, 3], 300, "auto", SamplingParams(seed=2))
+    assert set(counts) == {1, 2}

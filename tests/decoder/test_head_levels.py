@@ -1,0 +1,142 @@
+"""Levels of draft heads run for several branches at once."""
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams
+from decoder.drafters.levels import HeadLevels, ranked_tokens
+from decoder.sampling.draft_context import DraftContext
+from decoder.sampling.sampler import Sampler
+
+from .conftest import VOCAB, random_heads
+from .test_walk import HostReads
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams(seed=3, min_p=0.01, repetition_penalty=1.3)
+KINDS = ["chained", "independent", "conditioned", "gated"]
+
+
+def start(seed):
+    sampler = Sampler(replace(SAMPLING, seed=seed), VOCAB, CPU, [5, 6, 7])
+    return sampler, torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_levels_for_many_branches_are_those_of_each_branch_alone(model, kind):
+    """Conditioned heads draft behind each branch from its own token; deeper than they go, the last one is run again."""
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    heads, deepest = dec.heads[kind], 5 if kind in ("conditioned", "gated") else 3
+    for seed in range(4):
+        sampler, hidden = start(seed)
+        with torch.inference_mode():
+            levels = HeadLevels(dec.target, heads, True, width=6, beam=4).levels(hidden, sampler, deepest)
+            branches = [((), hidden[0])]
+            for depth, level in enumerate(levels):
+                behind = []
+                for row, place in enumerate(level.parents or [0]):
+                    path, before = branches[place]
+                    embedding = dec.target.embed(path[-1] if path else 7) if heads.conditioned else None
+                    before = hidden[0] if kind == "independent" else before
+                    state, normalised = heads.advance(min(depth, 2), before, embedding)
+                    # Heads that look at no tokens see the penalty window of the text alone.
+                    context = sampler.draft_context(path if heads.conditioned else ())
+                    logits = dec.target.head(normalised[None])
+                    scores = sampler.processed(logits.double(), context.in_window())[0]
+                    scores = scores + sampler.draft_context().noise(1, skip=depth)[0]
+                    best = scores.topk(6)
+                    assert [token for token, _ in level.rows[row]] == best.indices.tolist()
+                    found = torch.tensor([score for _, score in level.rows[row]], dtype=torch.float64)
+                    torch.testing.assert_close(found, best.values, rtol=1e-4, atol=1e-4)
+                    behind += [((*path, token), state) for token, _ in level.rows[row]]
+                branches = behind
+        assert [len(level.rows) for level in levels] == ([1, 4, 4, 4, 4] if heads.conditioned else [1, 1, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beam", [1, 4])
+def test_levels_drafted_ahead_are_those_drafted_afterwards(model, kind, beam):
+    """Behind an ending that the device alone knows, with one read, which the engine makes."""
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    heads = HeadLevels(dec.target, dec.heads[kind], True, width=6, beam=beam)
+    for seed in range(4):
+        text, drawn, end = [5, 6, 7], [9, 2, 4, 8], 1 + seed % 3
+        hidden = torch.randn(1, 32, dtype=torch.float64)
+        before, behind = (
+            Sampler(replace(SAMPLING, seed=seed), VOCAB, CPU, tokens) for tokens in (text, text + drawn[:end])
+        )
+        with torch.inference_mode():
+            draws = ended(before, drawn, end)
+            with HostReads() as counter:
+                numbers = heads.ask(hidden, before, draws.draft_context, 3)
+            assert counter.reads == 0
+            with HostReads() as counter:
+                expected = heads.levels(hidden, behind, 3)
+            assert counter.reads == 1
+        assert heads.read(numbers.tolist()) == expected
+        assert len(expected) == 3
+
+
+def ended(sampler, drawn, count):
+    """The draws of a walk that gave the first ``count`` of these tokens."""
+    window = Sampler(sampler.params, VOCAB, CPU, [*sampler.context, *drawn[:count]]).window.counts
+    newest, added = torch.tensor([drawn[count - 1]]), torch.tensor([count])
+    behind = DraftContext.behind_verification(sampler.draft_context(), added, len(drawn), newest, window)
+    return SimpleNamespace(draft_context=behind)
+
+
+@pytest.mark.parametrize("kind", ["conditioned", "gated"])
+def test_a_level_goes_on_from_the_likeliest_branches(model, kind):
+    """Likely by all of their tokens: the sums along a path of what its scores, with noise, come to as logarithms."""
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    different = 0
+    for seed in range(12):
+        sampler, hidden = start(seed)
+        with torch.inference_mode():
+            levels = HeadLevels(dec.target, dec.heads[kind], True, width=6, beam=4).levels(hidden, sampler, 3)
+        likely = [0.0]
+        for level, after in pairwise(levels):
+            rows = [torch.tensor([score for _, score in row]).log_softmax(-1) for row in level.rows]
+            before = likely if level.parents is None else [likely[place] for place in level.parents]
+            alone = torch.cat(rows)
+            likely = torch.cat([row + start for row, start in zip(rows, before, strict=True)]).tolist()
+            best = sorted(range(len(likely)), key=likely.__getitem__)[-4:]
+            assert sorted(after.parents) == sorted(best)
+            different += sorted(alone.topk(4).indices.tolist()) != sorted(best)
+    # Another choice than by the last token alone.
+    assert different > 3
+
+
+def test_tokens_that_a_filter_dropped_are_no_candidates(model):
+    dec = Decoder(model, heads=random_heads(model))
+    sampler = Sampler(SamplingParams(top_k=2), VOCAB, CPU, [5, 6, 7])
+    with torch.inference_mode():
+        levels = HeadLevels(dec.target, dec.heads["chained"], True, width=6).levels(start(0)[1], sampler, 2)
+    assert [len(row) for row in ranked_tokens(levels)] == [2, 2]
+
+
+def test_branch_scores_are_the_draft_scores_of_each_path():
+    sampler = Sampler(SAMPLING, 200, CPU, [9, 9, 4])
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) * 3
+    paths = [(1, 2), (1, 5), (7, 9)]
+    actual = sampler.branch_scores(logits, True, sampler.draft_context(), torch.tensor(paths))
+    expected = [
+        sampler.draft_scores(row[None], True, sampler.draft_context(path))[0]
+        for row, path in zip(logits, paths, strict=True)
+    ]
+    torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_heads_saved_in_bfloat16_stay_so_on_a_cpu_that_multiplies_it(model, prompt, tmp_path, native, monkeypatch):
+    monkeypatch.setattr("decoder.decoder.fast_bfloat16", lambda device: native)
+    random_heads(model, kind="gated").bfloat16().save_pretrained(tmp_path)
+    model = type(model)(model.config).eval()
+    dec = Decoder(model, heads=tmp_path)
+    assert {p.dtype for p in dec.heads["gated"].parameters()} == {torch.bfloat16 if native else torch.float32}
+    sampling = SamplingParams(seed=1)
+    tokens = [dec.generate(prompt, 40, method, sampling, ignore_eos=True).token_ids for method in ("ar", "auto")]
+    assert tokens[0] == tokens[1]
