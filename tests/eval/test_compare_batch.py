@@ -68,7 +68,7 @@ def test_texts_decoded_together_are_those_of_one_at_a_time(compare, tmp_path):
         low, high = row["speedup_interval"]
         assert row["speedup_range"][0] <= low <= row["speedup"] <= high <= row["speedup_range"][1]
     assert (
-        "95% of prompts" in together.stdout
+        "95% CI" in together.stdout
         and "batch tok/s" in together.stdout
         and "4 texts at a time" in together.stdout
     )
