@@ -9,8 +9,8 @@ from decoder.sampling.token_tree import TokenTree
 class CandidateTree:
     """A tree that sources of drafts add candidates to; a token that several of them offer is one node.
 
-    Candidates go below the root of ``tree``, up to ``depth``; those less likely than ``floor`` are left out. ``chances``
-    says how likely the text goes through each node, by the ``estimate`` of how often such candidates are accepted.
+    They go below the root of ``tree``, up to ``depth``; those less likely than ``floor`` are left out. ``chances`` says
+    how likely the text goes through each node, by the ``estimate`` of how often such candidates are accepted.
     """
 
     def __init__(self, tree: TokenTree, depth: int, floor: float, estimate: AcceptanceEstimate):

@@ -53,7 +53,6 @@ class CostTuned:
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._hidden: torch.Tensor | None = None  # of the last accepted node
         self._ahead: list[Level] | None = None  # levels that were drafted ahead of this step
-        # Of this step:
         self._policy, self._costs = LevelPolicy(0), [0.0]
         self._candidates: CandidateTree | None = None
         self._chosen: list[int] = []  # the candidates that are nodes of the tree

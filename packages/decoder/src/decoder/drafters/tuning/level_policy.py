@@ -27,8 +27,8 @@ class LevelPolicy:
         self._overhead = [0.0] * (most + 1)
         self._steps = [0] * (most + 1)  # that were counted
         self._last = [-math.inf] * (most + 1)  # when each number was tried last
-        self._now, self._left = 0, _TRIAL  # steps so far, and those of this period that are still to come
-        self._cold = _COLD
+        # Steps so far, those of this period still to come, and those of them that do not count.
+        self._now, self._left, self._cold = 0, _TRIAL, _COLD
 
     def gain(self, levels: int) -> float:
         """Tokens per step that so many levels add."""
