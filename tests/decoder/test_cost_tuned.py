@@ -34,9 +34,9 @@ def test_an_estimate_begins_with_its_prior_and_comes_to_the_true_rate(rate):
     assert estimate.rate("kind", prior=0.3) == pytest.approx(1 - rate, abs=0.1)
 
 
-def candidates(estimate, *tables, depth=9, floor=0.0, size=99):
+def candidates(estimate, *tables, depth=9, floor=0.0):
     """What tables of sources offer: (token, kind, prior) behind paths of tokens, the first table first."""
-    found = CandidateTree(TokenTree(1), depth, floor, size, estimate)
+    found = CandidateTree(TokenTree(1), depth, floor, estimate)
     for name, table in tables:
         nodes = {(): 0}
         for path, offers in table.items():
@@ -121,7 +121,6 @@ def test_the_likeliest_nodes_are_a_tree_however_many_are_kept(seed):
             assert known[tuple(tree.tokens[at] for at in tree.path(node)[1:])] == found.chances[kept[node]]
         dropped = [found.chances[node] for node in range(len(found.chances)) if node not in kept]
         assert min(found.chances[node] for node in kept) >= max(dropped, default=0.0)
-    assert len(candidates(estimate, *tables, size=3).tree) <= 3
 
 
 def clocked(monkeypatch, node_seconds):
@@ -158,8 +157,7 @@ def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling)
             return clock[0]
 
         monkeypatch.setattr("time.perf_counter", tick)
-        dec.verify_costs._measured.clear()
-        dec.verify_costs._shared.clear()
+        dec.verify_costs._tables.clear()
         out = dec.generate(prompt, 120, method, sampling)
         assert out.token_ids == plain
         steps.add(out.stats.steps)

@@ -9,7 +9,6 @@ from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 
 _LONGEST_CHAIN = 32
-_PLACES = 8  # of the suffix: the chain is what followed most often at the newest of them
 
 
 class Fused(Medusa):
@@ -26,7 +25,7 @@ class Fused(Medusa):
         super().__init__(context)
         self.longest = min(_LONGEST_CHAIN, context.max_new_tokens)
         self.max_nodes += self.longest
-        self.index = SuffixIndex(_LONGEST_CHAIN, _PLACES)
+        self.index = SuffixIndex(_LONGEST_CHAIN)
         self.index.extend(context.prompt)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:

@@ -19,7 +19,7 @@ class SuffixIndex:
         places: of the suffix that are looked at, the newest ones.
     """
 
-    def __init__(self, longest: int, places: int):
+    def __init__(self, longest: int, places: int = 8):
         if longest < 1:
             raise ValueError(f"a suffix needs at least 1 token, not {longest}")
         self.longest, self.places = longest, places

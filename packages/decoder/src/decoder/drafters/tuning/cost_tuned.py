@@ -24,7 +24,6 @@ _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
 _LONGEST = 32  # tokens of a suffix, and of a chain behind it
-_PLACES = 8  # of a suffix
 
 
 class CostTuned:
@@ -49,18 +48,16 @@ class CostTuned:
         if context.heads is not None:
             self.heads = HeadLevels(context.target, context.heads, context.options.coupled, _WIDTH, _BEAM)
             self._most_levels = _DEEPEST if context.heads.conditioned else context.heads.num_heads
-        self.index = SuffixIndex(_LONGEST, _PLACES)
+        self.index = SuffixIndex(_LONGEST)
         self.index.extend(context.prompt)
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._hidden: torch.Tensor | None = None  # of the last accepted node
         self._ahead: list[Level] | None = None  # levels that were drafted ahead of this step
-        # Of this step:
         self._policy, self._costs = LevelPolicy(0), [0.0]
         self._candidates: CandidateTree | None = None
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
-        self._tree: TokenTree | None = None
         self._levels = 0  # of heads that were run
-        self._start = self._drafting = 0.0
+        self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.context.max_new_tokens >= _FEWEST:
@@ -75,9 +72,9 @@ class CostTuned:
         # Heads that pay for one text may not pay for many, whose verification is one pass.
         key = "levels", self._most_levels, texts.bit_length()
         self._policy = self.context.tuning_state.setdefault(key, LevelPolicy(self._most_levels))
-        # A candidate that is half as likely as pays for a node at the lowest rate there is need not be looked at.
+        # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
-        self._candidates = CandidateTree(self._tree, depth, floor, 4 * WIDEST, self._estimate)
+        self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
         self._offer_suffix()
         levels = self._head_levels(sampler) if depth else []
         self._levels = len(levels)
@@ -109,18 +106,15 @@ class CostTuned:
                 # The longer the suffix, the likelier: 1 to 1 behind one token that was followed once.
                 prior = share * (length + 1) / (2 + share * (length - 1))
                 nodes.append(self._candidates.offer(node, token, kind, prior))
-            if nodes[0] is None:
+            if (node := nodes[0]) is None:
                 return
-            node, length = nodes[0], length + 1
+            length += 1
 
     def _head_levels(self, sampler: Sampler) -> list[Level]:
         """What heads offer in this step: what was drafted ahead, else the policy's levels where they pay."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            return ahead
-        policy = self._policy
-        if not policy.levels or self._hidden is None:
-            return []
+        ahead, self._ahead, policy = self._ahead, None, self._policy
+        if ahead is not None or not policy.levels or self._hidden is None:
+            return ahead or []
         tree, chances = self._tree, self._candidates.chances
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
         if covered:
@@ -136,18 +130,16 @@ class CostTuned:
                 known = [node for node in nodes if node is not None]
                 parents = [sorted(known, key=self._candidates.chances.__getitem__, reverse=True)[:_BEAM]]
             else:
-                parents = [[node for node in (nodes[place],) if node is not None] for place in level.parents]
+                parents = [[nodes[place]] for place in level.parents]
             nodes = []
             for row, behind in zip(level.rows, parents, strict=True):
                 for parent in behind:
                     nodes += self._offer_row(parent, depth, row)
-                if not behind:
-                    nodes += [None] * len(row)
 
-    def _offer_row(self, parent: int, depth: int, row: list[tuple[int, float]]) -> list[int | None]:
-        """The tokens of one row, told apart by rank and by the margin to the best of the others."""
+    def _offer_row(self, parent: int | None, depth: int, row: list[tuple[int, float]]) -> list[int | None]:
+        """The tokens of one row, told apart by rank and by the margin to the best of the others; their nodes."""
         nodes: list[int | None] = []
-        for rank, (token, score) in enumerate(row):
+        for rank, (token, score) in enumerate(row if parent is not None else ()):
             # Behind a filter that leaves one token there is no rival.
             margin = min(_FAR, score - row[rank == 0][1]) if len(row) > 1 else _FAR
             if not (score > -torch.inf and margin >= -_FAR):
@@ -160,12 +152,11 @@ class CostTuned:
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
         # The next step is taken to be like this one: where its suffix made heads needless, the next one's does.
-        wanted = self._policy.levels if self._levels or self._hidden is None else 0
-        if not wanted:
+        if not self._policy.levels or (self._hidden is not None and not self._levels):
             return None
         start = time.perf_counter()
         hidden = verification.hidden.index_select(0, draws.last_node)
-        numbers = self.heads.ask(hidden, draws.sampler, draws.draft_context, wanted)
+        numbers = self.heads.ask(hidden, draws.sampler, draws.draft_context, self._policy.levels)
         self._drafting += time.perf_counter() - start
         return DeferredRead(numbers, self._receive)
 
@@ -180,13 +171,12 @@ class CostTuned:
         self.index.extend(tokens)
         # The next verification may write over its own.
         self._hidden = verification.hidden[path[-1] : path[-1] + 1].clone()
-        nodes = len(self._tree)
         # A level is credited for what heads alone had drafted.
         gained = [self._tree.sources[node] == {"heads"} for node in path[1:]][: self._levels]
         gained += [False] * (self._levels - len(gained))
-        # Beside other texts the rest of the step is theirs, too.
-        alone = self.context.running() == 1
-        overhead = time.perf_counter() - self._start - self._costs[nodes] if alone else self._drafting
+        nodes, overhead = len(self._tree), self._drafting
+        if self.context.running() == 1:  # else the rest of the step is other texts', too
+            overhead = time.perf_counter() - self._start - self._costs[nodes]
         self._policy.observe(self._levels, gained, len(tokens) - sum(gained), nodes, overhead, self._costs)
 
     def finish(self, statistics: Statistics) -> None:

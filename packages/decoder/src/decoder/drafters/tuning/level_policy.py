@@ -14,15 +14,9 @@ _DISTURBED = 3.0  # a step that took more than so many times the expected counts
 class LevelPolicy:
     """Chooses the number of levels that gives most tokens per second, and tries its neighbours now and then.
 
-    Expected tokens are those of steps without heads and, for each level, how often a token that heads alone had drafted
-    there was accepted: one average per level serves all numbers of levels that include it. Expected seconds are the
-    verification's and what a step takes beyond it, an average for each number of levels.
-
-    Args:
-        most: levels at most.
-
-    Attributes:
-        levels: to be run now.
+    Expected tokens are those that come without heads and, for each level, how often a token that heads alone had
+    drafted there was accepted. Expected seconds are the verification's and an average of what a step takes beyond it.
+    There are ``most`` levels; ``levels`` of them are to be run now.
     """
 
     def __init__(self, most: int):
@@ -33,18 +27,15 @@ class LevelPolicy:
         self._overhead = [0.0] * (most + 1)
         self._steps = [0] * (most + 1)  # that were counted
         self._last = [-math.inf] * (most + 1)  # when each number was tried last
-        self._now = self._start = 0
-        self._length = _TRIAL  # of this period
+        # Steps so far, those of this period still to come, and those of them that do not count.
+        self._now, self._left, self._cold = 0, _TRIAL, _COLD
 
     def gain(self, levels: int) -> float:
         """Tokens per step that so many levels add."""
         return sum(self._gains[:levels])
 
     def overhead(self, levels: int) -> float:
-        """Seconds of a step with so many levels beyond its verification; where not tried yet, as with the nearest.
-
-        It is below zero where costs were measured in a slow minute.
-        """
+        """Seconds of a step with so many levels beyond its verification; where not tried yet, as with the nearest."""
         tried = [number for number, steps in enumerate(self._steps) if steps]
         return self._overhead[min(tried, key=lambda number: abs(number - levels), default=0)]
 
@@ -55,25 +46,20 @@ class LevelPolicy:
     def observe(
         self, levels: int, gained: Sequence[bool], others: int, nodes: int, overhead: float, costs: Sequence[float]
     ) -> None:
-        """A step is over.
+        """A step with ``levels`` levels and so many ``nodes`` took ``overhead`` seconds beyond verifying them.
 
-        Args:
-            levels: that were run. If these are not those to be run now, the step says nothing: another text that is
-                decoded at the same time has made the next choice, or there was no state for heads to begin with.
-            gained: for each of the levels, whether a token that heads alone had drafted was accepted there.
-            others: all other tokens of the step.
-            nodes: that were verified.
-            overhead: seconds that the step took beyond verifying them.
-            costs: seconds of verifying n nodes.
+        ``gained`` says for each level whether a token that heads alone had drafted was accepted there; ``others`` are
+        all other tokens of the step. A number of levels that is not to be run now says nothing: another text that is
+        decoded at the same time has made the next choice, or there was no state for heads to begin with.
         """
         if levels != self.levels:
             return
-        self._now += 1
         self._last[levels] = self._now
-        if self._now - self._start > _COLD:
+        if self._cold <= 0:
             expected = costs[nodes] + max(0.0, self.overhead(levels))
             self._average(levels, gained, others, nodes, min(overhead, _DISTURBED * expected - costs[nodes]))
-        if self._now - self._start >= self._length:
+        self._now, self._left, self._cold = self._now + 1, self._left - 1, self._cold - 1
+        if not self._left:
             self._choose(costs)
 
     def _average(self, levels: int, gained: Sequence[bool], others: int, nodes: int, overhead: float) -> None:
@@ -85,8 +71,7 @@ class LevelPolicy:
         self._nodes[levels] += weight * (nodes - self._nodes[levels])
         change = weight * (overhead - self._overhead[levels])
         # Once the average has settled, a change is the machine's or the text's, and holds for other numbers, too.
-        like = range(len(self._steps)) if weight == _LEARN else (levels,)
-        for number in like:
+        for number in range(len(self._steps)) if weight == _LEARN else (levels,):
             self._overhead[number] += change
 
     def _weight(self, level: int) -> float:
@@ -98,9 +83,8 @@ class LevelPolicy:
         best = max(tried, key=lambda number: (self._others + self.gain(number)) / self.seconds(number, costs))
         beside = [number for number in (best + 1, best - 1) if 0 <= number < len(self._steps)]
         stale = min(beside, key=self._last.__getitem__, default=best)
-        trial = self._now - self._last[stale] >= _STALE
-        self.levels, self._length = (stale, _TRIAL) if trial else (best, _PERIOD)
-        self._start = self._now
+        trial = self._now - self._last[stale] > _STALE
+        self.levels, self._left, self._cold = (stale, _TRIAL, _COLD) if trial else (best, _PERIOD, _COLD)
 
 
 def step_seconds(cost: float, overhead: float) -> float:

@@ -20,28 +20,26 @@ _SHORTEST = 1024  # below it the length hardly matters
 class VerifyCosts:
     """Seconds per forward pass, measured once whenever the text is twice as long, and kept for all generations.
 
-    Args:
-        target: the model; measuring writes behind the committed tokens of a full cache and commits nothing.
+    Measuring writes behind the committed tokens of a full cache and commits nothing.
     """
 
     def __init__(self, target: Target):
         self.target = target
-        self._measured: dict[tuple, list[float]] = {}
-        self._shared: dict[tuple, list[float]] = {}
+        self._tables: dict[tuple, dict[int, list[float]]] = {}  # by how many texts share a pass
 
     def at(self, cache: FullCache, texts: int = 1) -> list[float]:
-        """Seconds of verifying n nodes behind the cache's tokens, for n up to the widest tree; entry 0 is unused.
+        """Seconds of verifying n nodes, for n up to the widest tree; entry 0 is unused. The model must be patched.
 
-        Of ``texts`` that are verified in one pass, with a tree of n nodes each, it is the share of one. The model must
-        be patched.
+        Of ``texts`` that are verified in one pass, with a tree of n nodes each, it is the share of one.
         """
         weight = self.target.lm_head.weight
         place = (max(cache.length, _SHORTEST).bit_length(), weight.dtype, weight.device, torch.get_num_threads())
-        if (place, texts) not in self._shared:
-            if place not in self._measured:
-                self._measured[place] = self._measure(cache)
-            self._shared[place, texts] = _share(self._measured[place], texts)
-        return self._shared[place, texts]
+        if place not in self._tables:
+            self._tables[place] = {1: self._measure(cache)}
+        tables = self._tables[place]
+        if texts not in tables:
+            tables[texts] = _share(tables[1], texts)
+        return tables[texts]
 
     def _measure(self, cache: FullCache) -> list[float]:
         """Of 1 to 64 nodes: the powers of two are measured, the others lie between; more nodes never cost less."""
@@ -78,8 +76,5 @@ class VerifyCosts:
 def _share(measured: list[float], texts: int) -> list[float]:
     """The cost of each text's tree where ``texts`` have one of n nodes each; wider passes follow the last slope."""
     slope = (measured[WIDEST] - measured[WIDEST // 2]) / (WIDEST // 2)
-
-    def seconds(nodes: int) -> float:
-        return measured[min(nodes, WIDEST)] + max(0, nodes - WIDEST) * slope
-
-    return [0.0, *(seconds(texts * nodes) / texts for nodes in range(1, WIDEST + 1))]
+    totals = (texts * nodes for nodes in range(WIDEST + 1))
+    return [(measured[min(total, WIDEST)] + max(0, total - WIDEST) * slope) / texts for total in totals]
