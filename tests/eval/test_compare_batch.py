@@ -67,11 +67,7 @@ def test_texts_decoded_together_are_those_of_one_at_a_time(compare, tmp_path):
         assert [(run["prompt_index"], run["run"]) for run in row["runs"]] == [(p, r) for r in (0, 1) for p in (0, 1, 2)]
         low, high = row["speedup_interval"]
         assert row["speedup_range"][0] <= low <= row["speedup"] <= high <= row["speedup_range"][1]
-    assert (
-        "95% CI" in together.stdout
-        and "batch tok/s" in together.stdout
-        and "4 texts at a time" in together.stdout
-    )
+    assert "95% CI" in together.stdout and "batch tok/s" in together.stdout and "4 texts at a time" in together.stdout
     assert "batch tok/s" not in alone.stdout
     assert len((tmp_path / "4/generations.jsonl").read_text().splitlines()) == 1 + 12
 
