@@ -423,7 +423,7 @@ def test_levels_drafted_on_the_device_are_those_read_one_by_one(model, own_level
                     break
                 drafted.append(expected[-1][0])
             calls = iter(range(4))
-            target.head = lambda normalised, logits=logits, calls=calls: logits(normalised, next(calls))
+            target.head = lambda normalised, rows=None, logits=logits, calls=calls: logits(normalised, next(calls))
             try:
                 found = ranked_tokens(levels.levels(first[None], sampler, 4, own_level))
                 # What stands behind a level without candidates is never reached.
