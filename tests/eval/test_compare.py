@@ -215,22 +215,17 @@ def test_an_audited_tie_passes_the_check(data, tmp_path, lie, monkeypatch):
     assert load(tmp_path)["methods"]["tokenswift"]["divergence_margin"] == 2e-5
 
 
-class FixedLogits:
+class FixedLogits(torch.nn.Module):
     """A model that gives the same logits after every context."""
 
-    device, config, training = torch.device("cpu"), LlamaConfig(num_hidden_layers=1), False
+    device, config = torch.device("cpu"), LlamaConfig(num_hidden_layers=1)
 
     def __init__(self, logits: list[float]):
+        super().__init__()
         self.logits = torch.tensor(logits)
 
-    def __call__(self, input_ids, logits_to_keep, **_):
+    def forward(self, input_ids, logits_to_keep, **_):
         return type("Output", (), {"logits": self.logits.expand(1, logits_to_keep, -1)})
-
-    def eval(self):
-        return self
-
-    def train(self, mode):
-        return self
 
 
 def test_margin_is_the_gap_of_the_scores():
