@@ -24,7 +24,6 @@ from tqdm import tqdm
 import decoder
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
-from decoder.drafters.levels import ranked
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
 from decoder.sampling.sampler import Sampler
@@ -155,7 +154,8 @@ class Measurement:
 
         def score() -> None:
             for _ in range(POSITIONS):
-                download(ranked(scorer.draft_scores(logits[None], coupled, scorer.draft_context()), width)[1])
+                scores = scorer.draft_scores(logits[None], coupled, scorer.draft_context())
+                download(scores.topk(min(width, scores.shape[-1])).indices)
                 scorer.push(self.prompt[0])
 
         operations: dict[object, Operation] = {
