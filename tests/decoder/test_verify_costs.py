@@ -38,7 +38,7 @@ def test_costs_never_fall_with_the_number_of_nodes(model, monkeypatch):
 def test_they_are_measured_once_until_the_text_is_twice_as_long(model, monkeypatch):
     costs, measured = with_seconds(model, monkeypatch, lambda width: 1.0)
     cache = FullCache(1)
-    for length, times in ((0, 1), (1000, 1), (2000, 1), (2100, 2), (4000, 2), (4100, 3), (1100, 3)):
+    for length, times in ((0, 1), (1000, 1), (2000, 1), (2047, 2), (2048, 2), (4000, 2), (4100, 3), (1100, 3)):
         cache.length = length
         costs.at(cache)
         assert len(measured) == 7 * times

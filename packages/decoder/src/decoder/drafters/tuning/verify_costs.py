@@ -33,7 +33,9 @@ class VerifyCosts:
         Of ``texts`` that are verified in one pass, with a tree of n nodes each, it is the share of one.
         """
         weight = self.target.lm_head.weight
-        place = (max(cache.length, _SHORTEST).bit_length(), weight.dtype, weight.device, torch.get_num_threads())
+        # With the root, which is not committed: a prompt of 2,048 tokens is measured once, and not again a step later.
+        length = max(cache.length + 1, _SHORTEST)
+        place = (length.bit_length(), weight.dtype, weight.device, torch.get_num_threads())
         if place not in self._tables:
             self._tables[place] = {1: self._measure(cache)}
         tables = self._tables[place]
