@@ -693,3 +693,26 @@ def test_the_status_line_keeps_to_the_last_row(monkeypatch):
     with StatusLine(plain) as status:
         status.show("nothing", now=True)
     assert plain.getvalue() == ""
+
+
+def test_another_number_of_threads_is_refused_when_a_bitwise_run_is_resumed(common, folders, tmp_path, capsys):
+    """Products may be summed in another order by another number of threads."""
+    arguments = [
+        *common,
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        "9",
+        "--ignore-eos",
+        "--output",
+        str(tmp_path / "text"),
+    ]
+    threads = torch.get_num_threads()
+    assert command.main(arguments) == 0
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert command.main([*arguments, "--resume"]) == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert f"was begun with threads {threads}, not" in capsys.readouterr().err
+    assert command.main([*arguments, "--resume"]) == 0

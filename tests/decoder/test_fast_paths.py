@@ -141,7 +141,7 @@ def test_attention_that_fails_is_left_off(on_cuda, prompt, expected, monkeypatch
 def test_rotation_that_fails_is_left_off(on_cuda, prompt, expected, monkeypatch, fault):
     monkeypatch.setattr(rotary, "rotate", FAULTS[fault](rotary.rotate))
     dec = assert_left_off(single, prompt, expected, ROTARY, fault)
-    assert state(dec)[SPLIT_KV] and state(dec)[RECORDED] and not dec.target._replacements().rotary
+    assert state(dec)[SPLIT_KV] and state(dec)[RECORDED] and not dec.target.replacements().rotary
     assert dec.target.recorder.replayed > 5
 
 

@@ -18,6 +18,7 @@ from decoder.kernels.cuda_graphs import CudaGraphs, padded_width
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.split_kv import split_kv_attention
 from decoder.model import target
+from decoder.model.probe import Probed
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
@@ -252,12 +253,9 @@ def test_a_finished_generation_frees_its_cache_and_passes_at_once(as_on_cuda, pr
 def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     """On the meta device, which refuses what would mix devices on CUDA or read a number there."""
 
-    def shape_alone(self):
-        self.attention_shape = AttentionShape(4, 2, 8, 8, torch.float64)
-        return 1.0
-
-    monkeypatch.setattr(Target, "_probe", shape_alone)
-    monkeypatch.setattr(Target, "_refuse_devices", lambda self: None)
+    shape = AttentionShape(4, 2, 8, 8, torch.float64)
+    monkeypatch.setattr(target, "probe", lambda self: Probed(1.0, shape, 1))
+    monkeypatch.setattr(target, "refuse_devices", lambda model, device: None)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
     for module in (cuda_graphs, target, full, streaming):
         monkeypatch.setattr(module, "upload", lambda numbers, device: torch.as_tensor(numbers).to(device))

@@ -108,7 +108,7 @@ def test_prompt_lookup_equals_searching_the_text(text, longest, count):
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 513])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, dtype, tolerance):
     torch.manual_seed(0)
     module = torch.nn.Linear(12, 7, bias=bias).to(dtype)
@@ -140,10 +140,21 @@ def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
     assert list(packed_layers([layer])) == [layer]
     monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: 0)
     assert list(packed_layers([layer])) == [layer], "what is packed already takes nothing more"
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert packed_layers([layer.bfloat16()]) == {}
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert packed_layers([layer.float()]) == {}
+
+
+def test_a_cpu_without_products_of_bfloat16_packs_float32(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    layer, x = torch.nn.Linear(12, 7).bfloat16(), torch.randn(3, 12).bfloat16()
+    wide = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    found = packed_layers([layer])[layer](x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wide.bfloat16(), rtol=2**-8, atol=2**-8)
+    memory = 2 * (2 * sum(parameter.nbytes for parameter in layer.parameters()))
+    another = torch.nn.Linear(12, 7).bfloat16()
+    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: memory - 1)
+    assert packed_layers([another]) == {}, "the copy takes twice the bytes"
 
 
 def test_packed_layers_are_shared_renewed_and_freed():
@@ -259,7 +270,7 @@ def test_the_copy_of_layers_that_are_one_product_goes_with_them():
 
 
 @pytest.mark.parametrize("kind", ["chained", "conditioned", "gated"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(kind, dtype, tolerance):
     """Also where the states are wider than the weights."""
     heads = DraftHeads(32, num_heads=2, kind=kind)
@@ -270,9 +281,6 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(ki
     embedding = torch.randn(4, 32) if heads.conditioned else None
     expected = heads.advance(1, hidden, embedding)
     packed = packed_layers(heads.modules())
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        assert not packed, "a CPU that does not multiply bfloat16 has nothing to gain"
-        return
     assert set(packed) == set(heads.heads)
     with torch.inference_mode(), replaced(packed):
         torch.testing.assert_close(heads.advance(1, hidden, embedding), expected, rtol=tolerance, atol=tolerance)

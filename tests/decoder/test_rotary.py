@@ -342,7 +342,7 @@ def test_two_decoders_of_a_family_take_turns_and_one_runs_inside_the_other(as_on
         assert tokens == expected[1]
     assert seen and modeling_llama.apply_rotary_pos_emb is OWN
     # What it found inside of the other is the function itself.
-    assert inner.target._replacements().rotary[modeling_llama].original is OWN
+    assert inner.target.replacements().rotary[modeling_llama].original is OWN
 
 
 def test_a_function_of_the_users_own_stays(as_on_cuda, counted, prompt, monkeypatch):
@@ -365,7 +365,7 @@ def test_a_function_of_the_users_own_stays(as_on_cuda, counted, prompt, monkeypa
 def test_without_recorded_passes_nothing_is_replaced(counted, prompt):
     dec = rotary_decoder()
     dec.generate(prompt, 5, "tokenswift", SAMPLING, NARROW)
-    assert not counted and not dec.target._replacements().rotary
+    assert not counted and not dec.target.replacements().rotary
 
 
 def test_compiled_without_spills_and_in_wide_loads():
@@ -410,7 +410,7 @@ def test_a_pass_on_cuda_launches_one_kernel_per_layer(tokens):
     hidden = []
     for fused in (True, False):
         if not fused:
-            target._faster = target._replacements()._replace(rotary={})
+            target._faster = target.replacements()._replace(rotary={})
         cache = FullCache(1000)
         with torch.inference_mode(), target.patched():
             for run in range(3):

@@ -20,13 +20,12 @@ import transformers
 
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
-from decoder.cli.flags import add_flags, from_flags
+from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Decoder, methods
 from decoder.drafters import METHODS
-from decoder.loader import load
-from decoder.model.loading import check_source, out_of_memory, read_config, read_tokenizer
+from decoder.model.loading import out_of_memory, read_config, read_tokenizer
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import Chunk
 from decoder.sampling.params import SamplingParams
@@ -45,11 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m decoder", description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="M", help="model folder or hub id")
-    parser.add_argument("--heads", metavar="H", help="heads checkpoint folder or hub id")
-    parser.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
-    parser.add_argument("--device", default="auto", metavar="D", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--dtype", default="auto", metavar="T", help="default: float32 on a CPU, else the checkpoint's")
+    add_loading_flags(parser)
     prompts = parser.add_argument_group("prompt", "one of these, or text piped into standard input")
     prompt = prompts.add_mutually_exclusive_group()
     prompt.add_argument("--prompt-file", metavar="F", help="UTF-8 text; - is standard input")
@@ -96,9 +91,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--stop takes text that is not empty")
     if args.max_new_tokens is not None and args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens must be at least 0, not {args.max_new_tokens}")
-    for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
-        if source is not None:
-            check_source(name, source)
+    check_sources(args)
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -169,11 +162,13 @@ class _Run:
             "suppress_tokens": list(sampling.suppress_tokens),
         }
         self._check_request(request)
-        self.decoder: Decoder = load(
-            args.model, args.heads, draft_model=args.draft_model, device=args.device, dtype=args.dtype
-        )
+        self.decoder: Decoder = load_from_flags(args)
         model = self.decoder.model
         request |= {"dtype": str(model.dtype).removeprefix("torch."), "model": {"sha256": fingerprint(model)}}
+        request["bitwise"] = self.decoder.bitwise
+        if self.decoder.bitwise:
+            # Products may be summed in another order by another number of threads.
+            request["threads"] = torch.get_num_threads()
         self._check_request(request)
         token_ids = [] if self.transcript is None else self.transcript.token_ids
         self.prompt_tokens, self.before, self.generated = len(prompt_ids), len(token_ids), len(token_ids)

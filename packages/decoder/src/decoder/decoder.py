@@ -19,6 +19,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
 from decoder.kernels.memory import available_memory
 from decoder.kernels.packed_linear import fast_bfloat16
+from decoder.model.bitwise import Wanted
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
@@ -56,10 +57,13 @@ class Decoder:
         tokenizer: needed for text prompts, texts and stop strings.
         heads: draft heads: a module, a checkpoint folder or hub id, or {kind: any of these}.
         draft_model: a small model with the same vocabulary, for methods that draft with one.
+        bitwise: whether a token's logits are to be the same bits whatever shares its pass, so that no rounding ever
+            turns a text. "auto" does it where tests on this machine, of a second or so, show that it holds: on a CPU,
+            in float32 and half precision.
 
     Raises:
-        ValueError: the architecture cannot be served exactly, or tokenizer, heads or draft model are none or do not
-            fit the model.
+        ValueError: the architecture cannot be served exactly; tokenizer, heads or draft model are none or do not fit
+            the model; or bitwise is True and does not hold.
         OSError: a heads checkpoint cannot be read.
     """
 
@@ -69,6 +73,7 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
         draft_model: PreTrainedModel | None = None,
+        bitwise: Wanted = "auto",
     ):
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}")
@@ -79,6 +84,7 @@ class Decoder:
         if self.draft_target is not None and self.draft_target.vocab_size != self.target.vocab_size:
             sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
+        self.target.make_bitwise(bitwise)
         self.verify_costs = VerifyCosts(self.target)
         self._tuning_states: dict[tuple, dict[Hashable, object]] = {}
         self.heads: dict[str, DraftHeads] = {}
@@ -292,6 +298,11 @@ class Decoder:
                 yield index, chunk
         if errors:
             raise BatchError(outputs, errors)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether the bits of a token's logits depend on the tokens before it alone; `report` tells why not."""
+        return self.target.bitwise.rule is not None
 
     def audit(self, output: GenerationOutput) -> Audit:
         """`decoder.audit`, which tells a floating-point tie from a fault."""

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from decoder.drafters.base import DeferredRead, DraftsAhead
+from decoder.kernels.bitwise_attention import DEPTH
 from decoder.kernels.transfers import download
-from decoder.model.target import Target, Verification
+from decoder.model.target import Target
+from decoder.model.verification import Verification
 from decoder.sampling.acceptance import Walk, walk
 from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
@@ -119,9 +121,9 @@ class Engine:
         for sequence in sequences:
             with _failure_of(sequence):
                 # One more token than is accepted comes anyway, and no position beyond the last one may be looked at.
-                depth = sequence.remaining - 1
+                depth = min(sequence.remaining - 1, DEPTH)
                 tree = sequence.drafter.propose(sequence.cache, sequence.sampler, depth)
-                tree.prune(depth)
+                tree.prune(depth, self.target.most_nodes)
                 trees[sequence] = tree
         return trees
 

@@ -7,6 +7,7 @@ import torch
 
 from decoder.decoder import Decoder, HeadsLike, check_heads
 from decoder.draft_heads import DraftHeads
+from decoder.model.bitwise import Wanted
 from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -19,6 +20,7 @@ def load(
     draft_model: str | os.PathLike | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    bitwise: Wanted = "auto",
     **model_kwargs,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
@@ -28,6 +30,7 @@ def load(
         draft_model: folder or hub id of a small model with the same vocabulary.
         device: "auto" takes CUDA where there is one.
         dtype: "auto" is float32 on a CPU and the checkpoint's own on CUDA; else a torch dtype or its name.
+        bitwise: as `Decoder` takes it.
         model_kwargs: handed to ``AutoModelForCausalLM.from_pretrained``; the hub's arguments among them also go to the
             tokenizer, the heads and the draft model, but ``revision``, which is the model's and its tokenizer's alone.
 
@@ -66,7 +69,7 @@ def load(
     tokenizer = read_tokenizer(model, **from_hub)
     target = read_model(model, device, dtype=dtype, **model_kwargs)
     small = None if draft_model is None else read_model(draft_model, device, dtype=dtype, **of_draft)
-    return Decoder(target, tokenizer, heads, small)
+    return Decoder(target, tokenizer, heads, small, bitwise)
 
 
 def device_named(device: str | torch.device) -> torch.device:

@@ -38,7 +38,8 @@ class Bench:
     Args:
         methods: specifications as in `MethodSpec`, `ar` always with them; none takes all of ours whose parts are at
             hand.
-        model, heads, draft_model, prompts, device, dtype, sampling, options, data_dir: as in `compare.Experiment`.
+        model, heads, draft_model, prompts, device, dtype, bitwise, sampling, options, data_dir: as in
+            `compare.Experiment`.
         prompt_tokens: of the first prompt, from which the generations go on.
         new_tokens: of each generation.
         lengths: tokens of text over which passes are timed.
@@ -68,6 +69,7 @@ class Bench:
     tokens_per_step: Sequence[str] = ()
     device: str = "auto"
     dtype: str = "auto"
+    bitwise: bool | None = None
     sampling: dict | None = None
     options: dict | None = None
     output: str | Path = defaults.BENCH_OUTPUT
@@ -97,7 +99,7 @@ class Bench:
             refuse_missing_prompts(prompts)
         sources.refuse_missing(specs)
 
-        loaded = sources.load(self.device, self.dtype)
+        loaded = sources.load(self.device, self.dtype, self.bitwise)
         if prompts is None:
             prompt = sources.prompt(loaded[None].target.vocab_size, self.prompt_tokens)
         else:

@@ -19,6 +19,7 @@ from ts_eval import defaults
 from ts_eval.cli_options import (
     IntegerList,
     Tree,
+    bitwise_option,
     books_option,
     device_options,
     drafting_options,
@@ -119,6 +120,7 @@ def main():
     "--batch", type=int, default=1, show_default=True, help="Texts (prompts and runs) that are decoded together."
 )
 @device_options
+@bitwise_option
 @sampling_options
 @drafting_options
 @click.option("--output", default=defaults.OUTPUT, show_default=True, help="Folder of results; resumes what is in it.")
@@ -230,6 +232,7 @@ def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
     "step with trees of so many nodes; may be repeated.",
 )
 @device_options
+@bitwise_option
 @sampling_options
 @drafting_options
 @click.option("--output", default=defaults.BENCH_OUTPUT, show_default=True, help="Folder of figures and plot.")

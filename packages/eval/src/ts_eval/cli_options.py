@@ -97,6 +97,11 @@ device_options = together(
         "--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA."
     ),
 )
+bitwise_option = click.option(
+    "--bitwise/--no-bitwise",
+    default=None,
+    help="The same bits for a token's logits whatever shares its pass.  [default: where a test shows that it holds]",
+)
 sampling_options = together(
     sampling_option("--temperature", "0 is greedy."),
     sampling_option("--top-k", "0 switches off."),

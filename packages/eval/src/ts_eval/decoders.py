@@ -70,15 +70,16 @@ class Sources:
         paths = (self.model, self.draft_model, *self.heads.values())
         return {path: _digest(Path(path)) for path in paths if path}
 
-    def load(self, device: str, dtype: str) -> "dict[str | None, decoder.Decoder]":
+    def load(self, device: str, dtype: str, bitwise: bool | None = None) -> "dict[str | None, decoder.Decoder]":
         """Heads checkpoint (or None) -> Decoder; all share the one loaded model. Raises as `decoder.load`."""
+        wanted = "auto" if bitwise is None else bitwise
         with checkpoints.named(self.model):
-            plain = decoder.load(self.model, draft_model=self.draft_model, device=device, dtype=dtype)
+            plain = decoder.load(self.model, draft_model=self.draft_model, device=device, dtype=dtype, bitwise=wanted)
         if plain.tokenizer is None:
             raise ValueError(f"{self.model} has no tokenizer, which the prompts need")
         loaded: dict[str | None, decoder.Decoder] = {None: plain}
         for path in dict.fromkeys(self.heads.values()):
-            loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, heads=path, draft_model=plain.draft_model)
+            loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, path, plain.draft_model, wanted)
         return loaded
 
 

@@ -51,14 +51,14 @@ class RandomSources(Sources):
         """Nothing: the seed tells weights apart."""
         return {}
 
-    def load(self, device: str, dtype: str) -> "dict[str | None, decoder.Decoder]":
+    def load(self, device: str, dtype: str, bitwise: bool | None = None) -> "dict[str | None, decoder.Decoder]":
         """As `Sources.load`, made on the device in the dtype they are held in, without a tokenizer.
 
         Raises:
             ValueError: an unknown device or dtype.
             MemoryError: they do not fit.
         """
-        where = device_named(device)
+        where, wanted = device_named(device), "auto" if bitwise is None else bitwise
         if dtype == "auto" and where.type == "cpu":
             dtype = "float32"
         config = read_config(self.model)
@@ -75,9 +75,10 @@ class RandomSources(Sources):
                 torch.manual_seed(self.seed)
                 with torch.device(where):
                     model = AutoModelForCausalLM.from_config(config, dtype=held).eval()
-                loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model)}
+                loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model, bitwise=wanted)}
                 for kind in kinds:
-                    loaded[kind] = decoder.Decoder(model, heads=_random_heads(kind, shape.hidden_size, where, held))
+                    heads = _random_heads(kind, shape.hidden_size, where, held)
+                    loaded[kind] = decoder.Decoder(model, heads=heads, bitwise=wanted)
         except (RuntimeError, MemoryError) as error:
             raise short_of_memory(error, f"{sentence}, and memory ran out: take a smaller model or dtype") from error
         return loaded

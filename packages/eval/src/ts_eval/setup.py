@@ -120,7 +120,7 @@ def set_up(experiment: "Experiment") -> Setup:
     sources.refuse_missing(specs)
 
     memory_before = resident_bytes()
-    decoders = sources.load(_device(experiment), experiment.dtype)
+    decoders = sources.load(_device(experiment), experiment.dtype, experiment.bitwise)
     backbone = decoders[None].model
     texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
     _refuse_too_long(texts, experiment.max_new_tokens, backbone.config.max_position_embeddings)
@@ -133,6 +133,7 @@ def set_up(experiment: "Experiment") -> Setup:
         "batch": experiment.batch,
         "processes": experiment.processes,
         "dtype": str(backbone.dtype).removeprefix("torch."),
+        "bitwise": decoders[None].bitwise,
         "sampling": {name: value for name, value in asdict(params[0]).items() if name in defaults.SAMPLING},
         "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),
     }

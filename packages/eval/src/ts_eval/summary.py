@@ -288,11 +288,17 @@ def is_tie(margin: float | None, dtype: str) -> bool:
 
 
 def differs(results: dict) -> list[str]:
-    """Rows that differ from ar other than by an audited tie, or whose audit found a fault."""
-    dtype = results["settings"]["dtype"]
+    """Rows that differ from ar other than by an audited tie, or whose audit found a fault.
+
+    Where logits are the same bits in every pass, no tie excuses a row of ours.
+    """
+    dtype, bitwise = results["settings"]["dtype"], results["settings"].get("bitwise", False)
     return [
         name
         for name, row in results["methods"].items()
-        if (row["identical_to_ar"] is False and not is_tie(row["divergence_margin"], dtype))
+        if (
+            row["identical_to_ar"] is False
+            and not (is_tie(row["divergence_margin"], dtype) and not (bitwise and not MethodSpec.parse(name).is_hf))
+        )
         or any(audit["index"] is not None and not is_tie(audit["margin"], dtype) for audit in row.get("audits", ()))
     ]

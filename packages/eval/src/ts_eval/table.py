@@ -190,7 +190,7 @@ def describe(results: dict) -> str:
         [
             settings["model"].rstrip("/").rpartition("/")[2],
             f"{environment['device_name']} ({environment['device']}), {count_of(environment['threads'], 'thread')}",
-            settings["dtype"],
+            settings["dtype"] + (", bitwise" if settings.get("bitwise") else ""),
             f"{count_of(settings['num_prompts'], 'prompt')} of {prompt_tokens} tokens",
             f"{settings['max_new_tokens']:,} new tokens",
             *([f"{settings['batch']} texts at a time"] if settings["batch"] > 1 else []),

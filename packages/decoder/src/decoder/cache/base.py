@@ -10,6 +10,8 @@ from decoder.cache.pool import BufferPool, Buffers
 from decoder.kernels.cuda_graphs import FixedPass
 from decoder.kernels.packed_linear import under_autocast
 
+_ZEROED_AT_ONCE = 1024
+
 
 class LayeredCache(Cache, ABC):
     """Keys and values [layers, batch, KV heads, slots, head size]; a pass writes its pairs behind those that stand.
@@ -18,7 +20,8 @@ class LayeredCache(Cache, ABC):
 
     Where passes have fixed shapes (on CUDA), ``kv_length`` holds the number of pairs that stand, int64 [1] in device
     memory: a recorded pass reads there where to write and how far to look, and is handed whole buffers. Elsewhere it
-    is None, and passes are handed views of what is filled.
+    is None, and passes are handed views of what is filled; or, where attention is by position, whole buffers, with
+    ``spare`` slots of finite numbers behind what is filled.
 
     Attributes:
         keys, values: the buffers, empty before the first pass.
@@ -41,6 +44,8 @@ class LayeredCache(Cache, ABC):
         self.keys = self.values = torch.empty(0)
         self.kv_length: torch.Tensor | None = None
         self.passes: dict[tuple, FixedPass] = {}
+        self.spare = 0
+        self._finite = 0  # slots that hold numbers, with the spare ones
         self._layers = 1
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: torch.Tensor | None = None
@@ -50,12 +55,19 @@ class LayeredCache(Cache, ABC):
         if self.pool is not None:
             self.pool.give_back(self)
 
-    def prepare(self, layers: int, pool: BufferPool | None = None) -> None:
+    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0) -> None:
         """Tell the cache how many layers it is to hold, and whose buffers it may have where passes have fixed shapes.
 
         Under autocast it gets none: it makes its own, of the dtype that autocast chooses.
+
+        Args:
+            spare: slots behind the last one that passes may look at.
         """
         self._layers = layers
+        if spare > self.spare:
+            self.spare = spare
+            if len(self.keys):
+                self.enlarge(self.capacity, self.get_seq_length())
         if pool is not None and self.kv_length is None:
             if not under_autocast() and not len(self.keys):
                 pool.lend(self)
@@ -100,9 +112,19 @@ class LayeredCache(Cache, ABC):
             return key, value
         start = self.get_seq_length()
         end = start + count
+        if self.spare and end + self.spare > self._finite:
+            self._make_finite(end + self.spare)
         key[:, :, start:end] = key_states
         value[:, :, start:end] = value_states
+        if self.spare:
+            return key, value
         return key[:, :, :end], value[:, :, :end]
+
+    def _make_finite(self, end: int) -> None:
+        """Zeros in slots that nothing was ever written to: not in all of them at once, a buffer may be large."""
+        start, self._finite = self._finite, min(end + _ZEROED_AT_ONCE, self.keys.shape[3])
+        self.keys[:, :, :, start : self._finite] = 0
+        self.values[:, :, :, start : self._finite] = 0
 
     def allocate_as(self, other: "LayeredCache") -> None:
         """Make the buffers, unless they are there, for pairs like those of ``other``."""
@@ -117,7 +139,7 @@ class LayeredCache(Cache, ABC):
 
     def enlarge(self, capacity: int, filled: int) -> None:
         """Move the first ``filled`` pairs to buffers of ``capacity`` slots."""
-        self.capacity = capacity
+        self.capacity, self._finite = capacity, filled
         # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
         self.passes.clear()
         self._of_layer.clear()
@@ -131,7 +153,7 @@ class LayeredCache(Cache, ABC):
 
     def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:
         batch, groups, _, dim = like.shape
-        return like.new_empty(layers, batch, groups, self.capacity, dim)
+        return like.new_empty(layers, batch, groups, self.capacity + self.spare, dim)
 
     @abstractmethod
     def _make_room(self, count: int) -> None:

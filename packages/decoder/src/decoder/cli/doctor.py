@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from decoder.loader import load
-from decoder.model.loading import check_source
+from decoder.cli.flags import add_loading_flags, check_sources, load_from_flags
 
 
 def doctor(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> str:
@@ -18,14 +17,7 @@ def doctor(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> s
         description="Tell which fast paths a model uses on this machine, and why not: put it into an issue.",
         allow_abbrev=False,
     )
-    asked.add_argument("--model", required=True, metavar="M", help="model folder or hub id")
-    asked.add_argument("--heads", metavar="H", help="heads checkpoint folder or hub id")
-    asked.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
-    asked.add_argument("--device", default="auto", metavar="D", help="cpu or cuda (default: cuda where there is one)")
-    asked.add_argument("--dtype", default="auto", metavar="T", help="default: float32 on a CPU, else the checkpoint's")
+    add_loading_flags(asked)
     args = asked.parse_args(arguments)
-    for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
-        if source is not None:
-            check_source(name, source)
-    decoder = load(args.model, args.heads, draft_model=args.draft_model, device=args.device, dtype=args.dtype)
-    return decoder.report()
+    check_sources(args)
+    return load_from_flags(args).report()

@@ -6,6 +6,9 @@ import re
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from decoder.decoder import Decoder
+from decoder.loader import load
+from decoder.model.loading import check_source
 from decoder.options import CACHES, DRAFT_CACHES, VERIFICATIONS, parse_tree
 
 Settings = TypeVar("Settings")
@@ -33,6 +36,40 @@ _WORDS = {
     "(1,3,3,3 is the paper's); or paths of ranks, as in '0.0.0 0.1 1'"
 }
 _TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS")}
+
+
+def add_loading_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what is loaded, and how."""
+    parser.add_argument("--model", required=True, metavar="M", help="model folder or hub id")
+    parser.add_argument("--heads", metavar="H", help="heads checkpoint folder or hub id")
+    parser.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
+    parser.add_argument("--device", default="auto", metavar="D", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--dtype", default="auto", metavar="T", help="default: float32 on a CPU, else the checkpoint's")
+    parser.add_argument(
+        "--bitwise",
+        action=argparse.BooleanOptionalAction,
+        default="auto",
+        help="the same bits for a token's logits whatever shares its pass (default: where a test shows that it holds)",
+    )
+
+
+def check_sources(args: argparse.Namespace) -> None:
+    """Refuse what `add_loading_flags` names and is not there. Raises as `decoder.load`."""
+    for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
+        if source is not None:
+            check_source(name, source)
+
+
+def load_from_flags(args: argparse.Namespace) -> Decoder:
+    """What the flags of `add_loading_flags` describe. Raises as `decoder.load`."""
+    return load(
+        args.model,
+        args.heads,
+        draft_model=args.draft_model,
+        device=args.device,
+        dtype=args.dtype,
+        bitwise=args.bitwise,
+    )
 
 
 def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:

@@ -9,7 +9,8 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.tuning.verify_costs import VerifyCosts
-from decoder.model.target import Target, Verification
+from decoder.model.target import Target
+from decoder.model.verification import Verification
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import Sampler, TreeDraws

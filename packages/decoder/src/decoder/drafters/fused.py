@@ -4,7 +4,7 @@ from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
-from decoder.model.target import Verification
+from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 

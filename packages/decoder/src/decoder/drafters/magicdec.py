@@ -8,7 +8,7 @@ from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.base import DrafterContext
 from decoder.kernels.transfers import download
-from decoder.model.target import Verification
+from decoder.model.verification import Verification
 from decoder.sampling.filters import first_argmax
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree

@@ -10,7 +10,7 @@ from decoder.cache.partial import PartialCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import HeadLevels, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
-from decoder.model.target import Verification
+from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics

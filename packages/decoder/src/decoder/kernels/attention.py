@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from decoder.kernels import split_kv
+from decoder.kernels.bitwise_attention import BitwiseText
 
 NAME = "tokenswift"
 
@@ -39,11 +40,13 @@ class TextInPass(NamedTuple):
         mask: which new token sees which, bool [T, T]; None is plain causal.
         kv_length: where given, the cached tokens' number L in device memory, int64 [1]; key and value are then whole
             buffers, whose entries from L on are the new ones, and what lies behind them means nothing.
+        bitwise: where given, attention is by position, over whole buffers likewise, and mask and length are in it.
     """
 
     tokens: int
     mask: torch.Tensor | None = None
     kv_length: torch.Tensor | None = None
+    bitwise: BitwiseText | None = None
 
 
 def tree_attention(
@@ -102,6 +105,8 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, text: TextInPass, scaling: float
 ) -> torch.Tensor:
     """[B, H, T, D]: attention of one text's new tokens."""
+    if text.bitwise is not None:
+        return text.bitwise.attend(query, key, value, scaling)
     if text.kv_length is not None:
         output = split_kv.split_kv_attention(query.to(key.dtype), key, value, text.kv_length, text.mask, scaling)
         return output.to(query.dtype)

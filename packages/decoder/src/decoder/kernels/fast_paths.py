@@ -17,6 +17,7 @@ NORMS = "fused norms"
 PACKED = "packed products"
 RECORDED = "recorded passes"
 FLATTENED = "texts in one pass"
+BITWISE = "bit for bit"
 
 Test = Callable[[], str | None]
 """Compares a fast path with the obvious function: None where they agree, else what is wrong in a few words."""
@@ -55,13 +56,17 @@ class FastPaths:
     def __getitem__(self, name: str) -> FastPath:
         return self._paths[name]
 
+    def enter(self, name: str, on: bool, reason: str) -> None:
+        """Enter a path without a test."""
+        self._paths[name] = FastPath(name, on, reason)
+
     def use(self, name: str, reason: str) -> None:
         """Enter a path as used."""
-        self._paths[name] = FastPath(name, True, reason)
+        self.enter(name, True, reason)
 
     def leave_off(self, name: str, reason: str) -> None:
         """Enter a path as one that is not for this model or device, which is no fault."""
-        self._paths[name] = FastPath(name, False, reason)
+        self.enter(name, False, reason)
 
     def passes(self, name: str, key: Hashable, test: Test, covers: str) -> bool:
         """Whether a path passes its test; the outcome is entered, and a fault is told in a warning.

@@ -1,5 +1,6 @@
 """Which architectures can be decoded exactly: told from the configuration and the model class, before any weights."""
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
@@ -69,3 +70,12 @@ def _refuse_layers(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"{config.model_type} has {kind} layers; only full attention over the whole text can be accelerated"
         )
+
+
+def refuse_devices(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ValueError for a model that is spread over several devices, or on ``device`` that is no CPU or CUDA one."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(f"the model is spread over {', '.join(devices)}; load it on one device")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the model is on device {devices[0]}; only cpu and cuda are supported")

@@ -5,7 +5,6 @@ What has none, norms and rotary embeddings, is replaced while a pass runs, where
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,44 +17,25 @@ from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
 from decoder.kernels import attention
 from decoder.kernels.attention import TextInPass
+from decoder.kernels.bitwise_attention import SPARE, BitwiseText
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
 from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.rotary import rotary_replaced
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
-from decoder.model.architectures import refuse_unsupported
+from decoder.model.architectures import refuse_devices, refuse_unsupported
+from decoder.model.bitwise import Bitwise, PassRule, Wanted
 from decoder.model.fast_layers import FastLayers, tested_norms, tested_products, tested_rotary
-from decoder.model.probe import LOGITS_TOLERANCE, ProbedCache, runs_flattened
+from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
 from decoder.model.recording_test import tested_recorder
+from decoder.model.verification import Verification
 from decoder.sampling.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _PREFILL_CHUNK = 512
 _PREFILL_CHUNK_ON_CUDA = 2048
-
-
-@dataclass
-class Verification:
-    """What one forward pass over a tree gives, per node.
-
-    Where passes are recorded these are their outputs themselves, which any other pass writes over.
-
-    Attributes:
-        hidden: the last decoder layer's output before the final norm, [T, d].
-        logits: [T, V].
-        queries: per layer [1, H, T or more, D]; empty unless asked for.
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor
-    queries: dict[int, torch.Tensor]
-
-    def detached(self) -> "Verification":
-        """A copy that no later pass writes over."""
-        queries = {layer: query.clone() for layer, query in self.queries.items()}
-        return Verification(self.hidden.clone(), self.logits.clone(), queries)
 
 
 class Target:
@@ -84,23 +64,24 @@ class Target:
         self.norm: nn.Module = norm
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.hidden_size: int = self.lm_head.weight.shape[1]
-        self._refuse_devices()
+        refuse_devices(model, self.device)
         self._helpers: list[nn.Module] = []
         self.draft_vocabularies: dict[nn.Module, object] = {}
         """By draft heads, what `drafters.draft_vocabulary` keeps for them: generations come and go."""
         self._hidden: torch.Tensor | None = None
-        self.attention_shape: AttentionShape | None = None
-        """Of its layers, as the probe has found it."""
-        self.kv_bytes = 0
-        """Bytes of a token's keys and values in all layers."""
         self.paths = FastPaths(self.device)
         """What is faster here than the model's own functions, and why not."""
         self.pool = BufferPool(self.device)
         """Buffers of texts that have ended, where passes are recorded."""
+        self.bitwise = Bitwise(self)
         # Where attention reads the length of the text from device memory, passes are recorded.
         self.recorder: Recorder | None = None
         self.refresh_weights()
-        self._logit_scale = self._probe()
+        probed = probe(self)
+        self.attention_shape: AttentionShape = probed.attention_shape
+        self.kv_bytes: int = probed.kv_bytes
+        """Bytes of a token's keys and values in all layers."""
+        self._logit_scale = probed.logit_scale
         self.flattens = runs_flattened(self)
         if self.flattens:
             self.paths.use(FLATTENED, "several texts are verified together")
@@ -127,10 +108,24 @@ class Target:
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._modules = list(self.model.modules())
-        self._layers: int = self.model.config.num_hidden_layers
+        self.layers: int = self.model.config.num_hidden_layers
         self._faster: FastLayers | None = None
         if self.recorder is not None:
             self.pool.renew(RecordedState(self.model, self._modules, self.recorder))
+        self.bitwise.refresh()
+
+    def make_bitwise(self, wanted: Wanted) -> None:
+        """Let logits depend on nothing that shares their pass, as far as the tests of `model.bitwise` allow.
+
+        Raises:
+            ValueError: ``wanted`` is True and cannot be had, or is none of True, False and "auto".
+        """
+        self.bitwise = Bitwise(self, wanted)
+        self.bitwise.refresh()
+
+    @property
+    def _rule(self) -> PassRule | None:
+        return self.bitwise.rule
 
     @property
     def device(self) -> torch.device:
@@ -141,48 +136,8 @@ class Target:
         """Whether the tokens of all nodes are drawn at once, as the host is slow to hear from the device."""
         return self.device.type == "cuda"
 
-    def _refuse_devices(self) -> None:
-        devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
-        if len(devices) > 1:
-            raise ValueError(f"the model is spread over {', '.join(devices)}; load it on one device")
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"the model is on device {devices[0]}; only cpu and cuda are supported")
-
-    @torch.inference_mode()
-    def _probe(self) -> float:
-        """Refuse what the configuration does not tell; the factor from the LM head's output to the model's logits."""
-        experts = getattr(self.model.config, "_experts_implementation", None)
-        if self.lm_head.weight.dtype == torch.float64 and experts == "grouped_mm":
-            raise ValueError(f"{self.name} runs in float64 only with experts_implementation='eager': load it with that")
-        tree = TokenTree(0)
-        for token in (0, 1 % self.vocab_size):
-            tree.add(0, token, "probe")
-        cache = ProbedCache(self.width(len(tree)))
-        self._replacements()
-        try:
-            with self.patched():
-                [seen] = self.forward([tree], [cache], observe=True)
-                raw, logits = self.lm_head(self.norm(seen.hidden)).double(), seen.logits.double()
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{self.name} cannot be run with another attention and cache: {reason}") from error
-        if not len(seen.queries) == len(cache.written) == self._layers:
-            raise ValueError(
-                f"{self.name} does not use transformers' attention interface and cache in all {self._layers} layers"
-            )
-        self.kv_bytes = cache.nbytes // cache.capacity
-        heads, (key, value) = seen.queries[0].shape[1], (cache.keys, cache.values)
-        self.attention_shape = AttentionShape(heads, key.shape[2], key.shape[4], value.shape[4], key.dtype)
-        scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
-        if (raw * scale - logits).norm() > LOGITS_TOLERANCE * logits.norm():
-            raise ValueError(
-                f"{self.name} changes its logits behind its language-model head; that cannot be drafted for"
-            )
-        return scale if abs(scale - 1) > LOGITS_TOLERANCE else 1.0
-
-    def _replacements(self) -> FastLayers:
+    def replacements(self) -> FastLayers:
+        """What takes the place of the model's own functions while a pass runs."""
         if self._faster is None:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
             modules = [*self._modules, *of_helpers]
@@ -200,7 +155,7 @@ class Target:
 
     def fast_paths(self) -> list[FastPath]:
         """What is faster here than the model's own functions, and what is not, and why."""
-        self._replacements()
+        self.replacements()
         if self.recorder is not None and self.recorder.fault is not None:
             self.paths.leave_off(RECORDED, self.recorder.fault)
         return list(self.paths)
@@ -211,7 +166,7 @@ class Target:
 
         Patched for one step at a time, so that between two chunks of a stream the model is the user's own.
         """
-        with replaced(self._replacements().called):
+        with replaced(self.replacements().called):
             yield
 
     @contextmanager
@@ -221,7 +176,7 @@ class Target:
         Around each pass that runs and not around the step: a pass that is replayed needs none of it.
         """
         config, training = self.model.config, [module for module in self._modules if module.training]
-        faster = self._replacements()
+        faster = self.replacements()
         implementation = config._attn_implementation
         hook = self.norm.register_forward_pre_hook(self._record)
         config._attn_implementation = attention.NAME
@@ -271,16 +226,18 @@ class Target:
         observed: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
         """`_run` for one text; recorded where passes are, and replayed."""
+        if isinstance(tokens, torch.Tensor):
+            ids = torch.stack((tokens, upload(positions, self.device)))
+        else:
+            ids = torch.tensor([list(tokens), list(positions)])
+        if self._rule is not None and cache.purpose == "text":
+            return self._bitwise_pass(module, ids, cache, mask, observed)
         count = len(tokens)
 
         def run(ids: torch.Tensor, mask: torch.Tensor | None):
             return self._run(module, ids, cache, [TextInPass(count, mask, cache.kv_length)], observed)
 
         self._begin(cache, count)
-        if isinstance(tokens, torch.Tensor):
-            ids = torch.stack((tokens, upload(positions, self.device)))
-        else:
-            ids = torch.tensor([list(tokens), list(positions)])
         # Under autocast a graph would know copies of the weights that go when the user's block ends.
         if self.recorder is None or count > WIDEST_RECORDED or under_autocast():
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
@@ -289,8 +246,33 @@ class Target:
             cache.passes[kind] = FixedPass(self.recorder, self.device)
         return cache.passes[kind](run, ids, mask)
 
+    def _bitwise_pass(
+        self, module: nn.Module, ids: torch.Tensor, cache: LayeredCache, mask: torch.Tensor | None, observed: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+        """`_run` for one text on ids [2, T] that stand in host memory, as `PassRule` wants it."""
+        count = ids.shape[1]
+        padding = max(0, self._rule.least - count)
+        text = self._text(count + padding, ids[1].tolist(), mask, cache)
+        if not padding:
+            return self._run(module, ids, cache, [text], observed)
+        # The first token once more: nothing looks at it, and no one keeps it.
+        ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
+        hidden, logits, queries = self._run(module, ids, cache, [text], observed and observed + padding)
+        queries = {layer: query[:, :, : query.shape[2] - padding] for layer, query in queries.items()}
+        return hidden[:count], None if logits is None else logits[:count], queries
+
+    def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
+        """A text's share of a pass of ``count`` tokens, for which its cache is made ready."""
+        self._begin(cache, count)
+        if self._rule is None or cache.purpose != "text":
+            return TextInPass(count, mask, cache.kv_length)
+        length = cache.get_seq_length()
+        depths = [position - length for position in positions]
+        return TextInPass(count, bitwise=BitwiseText(length, depths, mask, self._rule.attention))
+
     def _begin(self, cache: LayeredCache, count: int) -> None:
-        cache.prepare(self._layers, None if self.recorder is None else self.pool)
+        spare = SPARE if self._rule is not None and cache.purpose == "text" else 0
+        cache.prepare(self.layers, None if self.recorder is None else self.pool, spare)
         cache.begin(count)
 
     def prefill(self, tokens: Sequence[int], cache: FullCache, observed: int = 0) -> dict[int, torch.Tensor]:
@@ -302,6 +284,8 @@ class Target:
         queries: dict[int, torch.Tensor] = {}
         # The odd chunk comes first, so that the last one is long enough to observe.
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
+        if self._rule is not None and self._rule.most is not None:
+            size = self._rule.most
         starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
         for start, end in pairwise([*starts, len(tokens)] if tokens else []):
             last = observed if end == len(tokens) else 0
@@ -312,7 +296,14 @@ class Target:
 
     def width(self, nodes: int) -> int:
         """Positions that a verification of ``nodes`` nodes writes: more than that where passes have fixed widths."""
+        if self._rule is not None:
+            return max(nodes, self._rule.least)
         return nodes if self.recorder is None else padded_width(nodes)
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Of a tree; None without bound."""
+        return None if self._rule is None else self._rule.most
 
     def forward(
         self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool = False
@@ -327,13 +318,13 @@ class Target:
         """
         if len(trees) == 1:
             return [self._verify_one(trees[0], caches[0], observe)]
-        if not self.flattens:
+        if not self.flattens or self.most_nodes is not None:
             return [self._verify_one(*text, observe).detached() for text in zip(trees, caches, strict=True)]
         return self._verify(trees, caches, observe)
 
     def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
-        padding = self.width(nodes) - nodes
+        padding = 0 if self.recorder is None else self.width(nodes) - nodes
         # Padding sees itself alone, and nothing sees it. One kind of pass serves chains and trees.
         fixed = self.recorder is not None and nodes + padding > 1
         mask = tree.ancestor_mask(nodes + padding if fixed else None)
@@ -346,14 +337,14 @@ class Target:
     def _verify(self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool) -> list[Verification]:
         """All trees in one pass, which is run as it is and not recorded: its shape changes with every step."""
         counts = [len(tree) for tree in trees]
-        texts = []
+        texts, positions = [], []
         for tree, cache in zip(trees, caches, strict=True):
-            self._begin(cache, len(tree))
             mask = tree.ancestor_mask()
             mask = None if mask is None else upload(mask, self.device)
-            texts.append(TextInPass(len(tree), mask, cache.kv_length))
+            own = [cache.length + depth for depth in tree.depths]
+            texts.append(self._text(len(tree), own, mask, cache))
+            positions += own
         tokens = [token for tree in trees for token in tree.tokens]
-        positions = [cache.length + depth for tree, cache in zip(trees, caches, strict=True) for depth in tree.depths]
         ids = upload([tokens, positions], self.device)
         observed = len(tokens) if observe else 0
         cache = FlattenedCaches(caches, counts) if len(caches) > 1 else caches[0]

@@ -83,10 +83,10 @@ class TokenTree:
             if parent is not None and len(path) <= len(candidates) and path[-1] < len(candidates[len(path) - 1]):
                 nodes[path] = self.add(parent, candidates[len(path) - 1][path[-1]], source)
 
-    def prune(self, depth: int) -> None:
-        """Forget the nodes deeper than ``depth``; the others keep their order."""
-        if self.depth > depth:
-            self.select([node for node, at in enumerate(self.depths) if at <= depth])
+    def prune(self, depth: int, most: int | None = None) -> None:
+        """Forget the nodes deeper than ``depth``, and all behind the first ``most``; the others keep their order."""
+        if self.depth > depth or (most is not None and len(self) > most):
+            self.select([node for node, at in enumerate(self.depths) if at <= depth][:most])
 
     def select(self, nodes: Sequence[int]) -> None:
         """Forget all other nodes; these, the root first and each behind its parent, are numbered anew in this order."""

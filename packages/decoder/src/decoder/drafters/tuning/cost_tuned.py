@@ -13,7 +13,7 @@ from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
 from decoder.drafters.tuning.level_policy import LevelPolicy, step_seconds
 from decoder.drafters.tuning.verify_costs import WIDEST
-from decoder.model.target import Verification
+from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics

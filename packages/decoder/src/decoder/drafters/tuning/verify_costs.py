@@ -14,6 +14,7 @@ _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_REPEATS = 5
 _RECORDING = 2  # passes of a width before it is replayed: a run as it is, and its recording
 _LONG = 0.05  # seconds after which two repeats of a width are enough
+_NEVER = 1e6  # seconds of a tree that passes have no room for
 _SHORTEST = 1024  # below it the length hardly matters
 
 
@@ -45,7 +46,8 @@ class VerifyCosts:
 
     def _measure(self, cache: FullCache) -> list[float]:
         """Of 1 to 64 nodes: the powers of two are measured, the others lie between; more nodes never cost less."""
-        best = list(accumulate((self._seconds(width, cache) for width in _WIDTHS), max))
+        most = self.target.most_nodes or WIDEST
+        best = list(accumulate((self._seconds(n, cache) if n <= most else _NEVER for n in _WIDTHS), max))
         table = [0.0, best[0]]
         for (left, at_left), (right, at_right) in pairwise(zip(_WIDTHS, best, strict=True)):
             for nodes in range(left + 1, right + 1):

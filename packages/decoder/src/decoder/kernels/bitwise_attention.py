@@ -1,0 +1,210 @@
+"""Attention that gives a token the same bits whatever else is in its pass.
+
+A sum in floating point depends on its order, so every order here follows from a token's position alone. The keys that a
+token at position p sees are cut at T(p) = STRIDE * floor(max(0, p - DEPTH) / STRIDE):
+
+- its prefix, the keys before T(p), is committed text whatever tree the token stands in, since no tree is deeper than
+  DEPTH; all tokens of a pass with the same T share one product with it, which gives their outputs and log-sum-exps;
+- its tail, the keys from T(p) to p, has its ancestors in the columns where plain decoding has them, COLUMNS in all, and
+  the prefix counts in its softmax as one more key, whose score is the log-sum-exp and whose value is the output.
+
+What remains is that a row of a matrix product may depend on the rows beside it. PyTorch's kernels for a CPU were
+measured to depend on it only where the number of rows is no multiple of a small one, to which rows are padded. Which
+one, and whether that is enough, is found out by a test (`model.bitwise_test`) on each machine and for each model.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+DEPTH = 64
+"""No node of a tree is deeper below its root."""
+STRIDE = 32
+COLUMNS = DEPTH + STRIDE
+"""Keys of a tail, those behind the token included, which it does not see."""
+
+_SHORT = 4096  # keys up to which one softmax over all scores is faster than blocks and their merging
+
+# Slots of a text's cache behind its last token that a tail may reach into.
+SPARE = COLUMNS + STRIDE
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Rule(NamedTuple):
+    """What a machine needs so that rows do not depend on each other.
+
+    Attributes:
+        multiple: of which the number of rows of a product is one.
+        in_order: up to this many columns a product sums in their order, so that columns of weight zero may stand
+            between those of a token's ancestors; the values of a tree with more are gathered.
+    """
+
+    multiple: int
+    in_order: int
+
+
+class _Rows(NamedTuple):
+    """New tokens whose tails begin at one position.
+
+    Attributes:
+        nodes: which of the pass's tokens; consecutive ones as a slice, others int64 [M].
+        count: M.
+        start: T, the first column of their tail.
+        width: columns of the cache from ``start`` on in which all they may see stands.
+        columns: of a tree, which of these is the column of each key of the tail in order, int64 [M, COLUMNS].
+        mask: what is added to their scores: 0 or, for keys they do not see, minus infinity [M, COLUMNS].
+    """
+
+    nodes: slice | torch.Tensor
+    count: int
+    start: int
+    width: int
+    columns: torch.Tensor | None
+    mask: torch.Tensor
+
+
+def tail_start(position: int) -> int:
+    """T(p)."""
+    return STRIDE * (max(0, position - DEPTH) // STRIDE)
+
+
+class BitwiseText:
+    """One text's new tokens, and where each of them looks; made once per pass and used by all its layers.
+
+    Args:
+        length: L, cached tokens.
+        depths: how deep each new token stands below the first, [T]; at most DEPTH, unless there is no mask.
+        mask: which new token sees which, bool [T, T]; None is plain causal.
+        rule: of this machine.
+    """
+
+    def __init__(self, length: int, depths: Sequence[int], mask: torch.Tensor | None, rule: Rule):
+        self.length, self.count, self.rule = length, len(depths), rule
+        self._groups = self._chain(len(depths)) if mask is None else self._tree(depths, mask)
+        self._repeated: dict[tuple, torch.Tensor] = {}
+
+    def _chain(self, count: int) -> list[_Rows]:
+        groups, first = [], 0
+        while first < count:
+            start = tail_start(self.length + first)
+            end = min(count, start + COLUMNS - self.length)
+            mask = _causal_mask(self.length + first - start, end - first)
+            groups.append(_Rows(slice(first, end), end - first, start, COLUMNS, None, mask))
+            first = end
+        return groups
+
+    def _tree(self, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]:
+        starts = [tail_start(self.length + depth) for depth in depths]
+        groups = []
+        for start in sorted(set(starts)):
+            nodes = [node for node, own in enumerate(starts) if own == start]
+            committed = self.length - start
+            # What each sees, in the order of the text: the end of the committed one, then its ancestors and itself.
+            # One column more than can be seen, of which no row has any weight.
+            width = max(COLUMNS, committed + len(depths) + 1)
+            width += -width % STRIDE
+            columns = torch.arange(COLUMNS).repeat(len(nodes), 1)
+            additive = torch.zeros(len(nodes), COLUMNS)
+            for row, node in enumerate(nodes):
+                seen = mask[node].nonzero()[:, 0] + committed
+                end = committed + len(seen)
+                columns[row, committed:end] = seen
+                columns[row, end:] = width - 1
+                additive[row, end:] = -torch.inf
+            where = slice(None) if len(nodes) == len(depths) else torch.tensor(nodes)
+            groups.append(_Rows(where, len(nodes), start, width, columns, additive))
+        return groups
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+        """[1, H, T, Dv] of queries [1, H, T, D] over whole buffers [1, G, slots, D], the new tokens' pairs in them.
+
+        Slots behind the text hold finite numbers. There may be more queries than new tokens: those of padding, to which
+        nothing is attended for.
+        """
+        padding = query.shape[2] - self.count
+        if padding:
+            output = self.attend(query[:, :, : self.count], key, value, scaling)
+            return torch.cat((output, output[:, :, :1].expand(-1, -1, padding, -1)), 2)
+        if len(self._groups) == 1:
+            return self._attend(0, query, key, value, scaling)
+        heads, count = query.shape[1:3]
+        output = query.new_empty(1, heads, count, value.shape[-1])
+        for place, group in enumerate(self._groups):
+            output[:, :, group.nodes] = self._attend(place, query[:, :, group.nodes], key, value, scaling)
+        return output
+
+    def _attend(
+        self, place: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        group, (_, heads, count, dim) = self._groups[place], query.shape
+        kv_heads, dtype = key.shape[1], query.dtype
+        rows = query.reshape(kv_heads, -1, dim)
+        used = rows.shape[1]
+        rows = _padded(rows, self.rule.multiple)
+        # Half precision is too coarse for scores and for sums of many small weights.
+        wide = torch.promote_types(torch.float32, dtype)
+        first = 0 if group.start <= _SHORT and dtype == wide else group.start
+        middle, end = group.start - first, group.start + group.width
+        near_key, near_value = key[0, :, first:end].to(wide), value[0, :, first:end].to(wide)
+        scores = torch.bmm(rows.to(wide), near_key.mT).mul_(scaling)
+        parts = [scores]
+        mask = self._of_rows("mask", place, rows.shape[1], heads // kv_heads, wide)
+        if group.columns is None:
+            scores[..., middle:].add_(mask)
+        else:
+            columns = self._of_rows("columns", place, rows.shape[1], heads // kv_heads, torch.int64)
+            columns = columns.expand(kv_heads, -1, -1)
+            parts = [scores[..., :middle], scores[..., middle:].gather(2, columns).add_(mask)]
+        if first:
+            prefix, log_sum = _flash(rows[None], key[:, :, :first], value[:, :, :first], scale=scaling)
+            parts.append(log_sum[0, :, :, None])
+        weights = (scores if len(parts) == 1 else torch.cat(parts, -1)).softmax(-1)
+        own = weights[..., middle : middle + COLUMNS]
+        tail_value = near_value[:, middle:]
+        if group.columns is None:
+            output = torch.bmm(own, tail_value)
+        elif group.width <= self.rule.in_order:
+            spread = weights.new_zeros(kv_heads, rows.shape[1], group.width)
+            output = torch.bmm(spread.scatter_(2, columns, own), tail_value)
+        else:
+            output = self._gathered(place, own, tail_value, heads // kv_heads)
+        # Multiplied and added one after the other: both at once may be another number in another loop.
+        if middle:
+            output.add_(torch.bmm(weights[..., :middle], near_value[:, :middle]))
+        if first:
+            output.add_(prefix[0].to(wide) * weights[..., -1:])
+        return output[:, :used].reshape(1, heads, count, -1).to(dtype)
+
+    def _gathered(self, place: int, weights: torch.Tensor, value: torch.Tensor, per_group: int) -> torch.Tensor:
+        """[G, rows, Dv]: each node's tail values in order, then its own product of as many rows as a single token's."""
+        group = self._groups[place]
+        kv_heads, dim = len(weights), value.shape[-1]
+        values = value.index_select(1, group.columns.flatten()).view(-1, COLUMNS, dim)
+        own = weights[:, : per_group * group.count].view(kv_heads, per_group, group.count, COLUMNS).transpose(1, 2)
+        own = _padded(own.reshape(-1, per_group, COLUMNS), self.rule.multiple)
+        output = torch.bmm(own, values)[:, :per_group].view(kv_heads, group.count, per_group, dim)
+        return _padded(output.transpose(1, 2).reshape(kv_heads, -1, dim), self.rule.multiple)
+
+    def _of_rows(self, name: str, place: int, rows: int, per_group: int, dtype: torch.dtype) -> torch.Tensor:
+        """[1, rows, COLUMNS]: a group's mask or columns for all rows of a product, one query head behind the other."""
+        kind = (name, place, rows, dtype)
+        if kind not in self._repeated:
+            each = getattr(self._groups[place], name).to(dtype)
+            self._repeated[kind] = _padded(each.repeat(per_group, 1)[None], self.rule.multiple)
+        return self._repeated[kind]
+
+
+def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """[B, rows, n], the first row repeated behind them until their number is a multiple."""
+    missing = -rows.shape[1] % multiple
+    return torch.cat((rows, rows[:, :1].expand(-1, missing, -1)), 1) if missing else rows
+
+
+@lru_cache(maxsize=4 * COLUMNS)
+def _causal_mask(first: int, count: int) -> torch.Tensor:
+    """What tokens in the columns from ``first`` on see of the tail: 0 or minus infinity [count, COLUMNS]."""
+    own = torch.arange(first, first + count)[:, None]
+    return torch.zeros(count, COLUMNS).masked_fill_(torch.arange(COLUMNS) > own, -torch.inf)

@@ -1,0 +1,164 @@
+"""The tests behind `model.bitwise`: rows alone and among others, through attention, products and a whole pass."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from decoder.cache.full import FullCache
+from decoder.draft_heads import DraftHead
+from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, BitwiseText, Rule
+from decoder.kernels.fast_paths import fault_of
+from decoder.kernels.packed_linear import replaced
+from decoder.kernels.self_test import AttentionShape
+from decoder.sampling.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from decoder.model.target import Target
+
+_MULTIPLES = (4, 8, 16)
+_IN_ORDER = 160
+# Cached tokens: around where tails begin to move, and on both sides of where the prefix is cut off.
+_LENGTHS = (1, DEPTH + 31, COLUMNS, 500, 4161, 4200, 6000)
+_NODES = 13
+_CHAIN = 45
+_ROWS = (1, 2, 3, 5, 8, 13, 32, 100)
+_MOST_ROWS = 320
+_ROWS_OF_VOCABULARY = 48
+_TEXT = 44
+_DECODED = 3
+
+_rules: dict[tuple[AttentionShape, int], tuple[Rule | None, str | None]] = {}
+
+
+def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
+    """The cheapest rule under which a token's attention has the same bits alone and with others, or what is wrong.
+
+    It is found once per shape and number of threads.
+    """
+    key = shape, torch.get_num_threads()
+    if key not in _rules:
+        fault = None
+        for multiple in _MULTIPLES:
+            for in_order in (_IN_ORDER, 0):
+                rule = Rule(multiple, in_order)
+                fault = fault_of(lambda rule=rule: attention_fault(shape, rule))
+                if fault is None:
+                    _rules[key] = rule, None
+                    return _rules[key]
+        _rules[key] = None, fault
+    return _rules[key]
+
+
+@torch.inference_mode()
+def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
+    """Trees and chains behind texts of several lengths, against each of their tokens alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(shape.dtype)
+
+    slots = max(_LENGTHS) + _CHAIN + SPARE
+    key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
+    query = random(1, shape.heads, _CHAIN, shape.dim)
+    tree = _tree(_NODES)
+    for length in _LENGTHS:
+        for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
+            together = BitwiseText(length, depths, mask, rule)
+            found = together.attend(query[:, :, : len(depths)], key, value, shape.dim**-0.5)
+            for node in (0, 1, len(depths) // 2, len(depths) - 1):
+                end = length + depths[node] + 1
+                alone = key[:, :, : end + SPARE], value[:, :, : end + SPARE]
+                if mask is not None:
+                    seen = length + mask[node].nonzero()[:, 0]
+                    alone = [buffer.clone() for buffer in alone]
+                    for buffer, whole in zip(alone, (key, value), strict=True):
+                        buffer[:, :, length:end] = whole[:, :, seen]
+                plain = BitwiseText(end - 1, [0], None, rule)
+                own = plain.attend(query[:, :, node : node + 1], *alone, shape.dim**-0.5)
+                if not torch.equal(own[0, :, 0], found[0, :, node]):
+                    kind = "a run" if mask is None else "a tree"
+                    return f"attention gives a token of {kind} of {len(depths)} behind {length} others other bits alone"
+    return None
+
+
+@torch.inference_mode()
+def products_fault(target: "Target", least: int, most: int | None) -> str | None:
+    """Each distinct linear layer, as a pass calls it: rows of a long input against shorter inputs that hold them."""
+    generator = torch.Generator().manual_seed(0)
+    tested = set()
+    with replaced(target.replacements().layers):
+        for name, module in target.model.named_modules():
+            weight = getattr(module, "weight", None)
+            size = getattr(module, "in_features", None)
+            if size is None or weight is None or isinstance(module, DraftHead):
+                continue
+            kind = type(module), getattr(module, "out_features", None), size, weight.dtype, "forward" in module.__dict__
+            if kind in tested:
+                continue
+            tested.add(kind)
+            rows = most or (_ROWS_OF_VOCABULARY if module is target.lm_head else _MOST_ROWS)
+            dtype = target.lm_head.weight.dtype
+            x = torch.randn(1, rows, size, generator=generator).to(dtype)
+            whole = module(x)
+            for count in {max(least, count) for count in _ROWS}:
+                # What comes first in the input, then what comes last.
+                for first in (0, rows - count) if count < rows else ():
+                    part = slice(first, first + count)
+                    if not torch.equal(module(x[:, part].contiguous()), whole[:, part]):
+                        return f"{name} gives a row other bits among {count} rows than among {rows}"
+    return None
+
+
+@torch.inference_mode()
+def model_fault(target: "Target") -> str | None:
+    """A text decoded token by token against the same text verified in a tree, and against it prefilled.
+
+    This meets whatever else the model does to a row: norms, rotary embeddings, activations, the user's own layers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(target.vocab_size, (_TEXT,), generator=generator).tolist()
+    start = _TEXT - _DECODED
+    with target.patched():
+        plain = _cache(target)
+        target.prefill(text[:start], plain)
+        steps = []
+        for token in text[start:]:
+            [seen] = target.forward([TokenTree(token)], [plain])
+            steps.append((seen.hidden[0].clone(), seen.logits[0].clone()))
+            plain.keep([0])
+        # The same tokens under one another, with others between them.
+        tree, path = TokenTree(text[start]), [0]
+        for token in text[start + 1 :]:
+            for other in range(2):
+                tree.add(path[-1], (token + 1 + other) % target.vocab_size, "test")
+            path.append(tree.add(path[-1], token, "test"))
+        verified = _cache(target)
+        target.prefill(text[:start], verified)
+        [seen] = target.forward([tree], [verified])
+        for place, node in enumerate(path):
+            for name, own, other in zip(
+                ("hidden states", "logits"), steps[place], (seen.hidden, seen.logits), strict=True
+            ):
+                if not torch.equal(own, other[node]):
+                    return f"a token's {name} have other bits in a tree of {len(tree)} nodes than alone"
+        verified.keep(path)
+        prefilled = _cache(target)
+        target.prefill(text, prefilled)
+        for other, words in ((verified, "verified"), (prefilled, "prefilled")):
+            for mine, theirs in ((plain.keys, other.keys), (plain.values, other.values)):
+                if not torch.equal(mine[:, :, :, :_TEXT], theirs[:, :, :, :_TEXT]):
+                    return f"a text that is {words} has other keys or values than one that is decoded"
+    return None
+
+
+def _cache(target: "Target") -> FullCache:
+    return FullCache(_TEXT + target.width(3 * _DECODED))
+
+
+def _tree(nodes: int) -> TokenTree:
+    """A root, a chain below it, and siblings all along."""
+    tree, parent = TokenTree(0), 0
+    for token in range(1, nodes):
+        child = tree.add(parent, token, "test")
+        parent = child if token % 2 else parent
+    return tree

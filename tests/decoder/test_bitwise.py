@@ -1,0 +1,325 @@
+"""Bit for bit: a token's logits depend on the tokens before it, and on nothing that shares its pass."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.cache.full import FullCache
+from decoder.kernels import attention, bitwise_attention
+from decoder.kernels.attention import TextInPass
+from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
+from decoder.model import bitwise, bitwise_test, target
+from decoder.sampling.token_tree import TokenTree
+
+from .conftest import VOCAB, random_heads, tiny_llama
+from .test_families import FAMILIES, tiny
+
+DTYPES = [torch.float32, torch.bfloat16]
+SAMPLINGS = [
+    SamplingParams(temperature=0),
+    SamplingParams(seed=3, min_p=0.05, repetition_penalty=1.1, penalty_window=20),
+    SamplingParams(temperature=0.7, seed=5),
+]
+RULE = Rule(4, 160)
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def exact(request):
+    model = tiny_llama(request.param)
+    small = tiny_llama(request.param, seed=2, num_hidden_layers=1, hidden_size=16, num_attention_heads=2)
+    return Decoder(model, heads=random_heads(model), draft_model=small, bitwise=True)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return torch.randint(VOCAB, (70,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+def random_tree(nodes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tree = TokenTree(0)
+    while len(tree) < nodes:
+        parent = int(torch.randint(max(0, len(tree) - 4), len(tree), (), generator=generator))
+        tree.add(parent, len(tree), "test")
+    return tree
+
+
+def random_pairs(length, dtype, heads=6, kv_heads=2, dim=16, nodes=24):
+    generator = torch.Generator().manual_seed(length)
+    sizes = [(kv_heads, length + nodes + SPARE), (kv_heads, length + nodes + SPARE), (heads, nodes)]
+    return [torch.randn(1, *size, dim, generator=generator).to(dtype) for size in sizes]
+
+
+# Around every border of a tail's beginning, and of where blocks take the prefix over.
+BORDERS = [
+    0,
+    1,
+    31,
+    32,
+    63,
+    64,
+    65,
+    COLUMNS - 2,
+    COLUMNS - 1,
+    COLUMNS,
+    COLUMNS + 1,
+    127,
+    128,
+    129,
+    300,
+    4159,
+    4160,
+    4200,
+]
+
+
+@pytest.mark.parametrize("rule", [RULE, Rule(4, 0), Rule(16, 160)], ids=["in order", "gathered", "sixteen rows"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", BORDERS)
+def test_attention_gives_a_node_the_bits_it_has_alone(length, dtype, rule):
+    key, value, query = random_pairs(length, dtype)
+    for tree in (random_tree(24, length), random_tree(5, length + 1)):
+        mask = tree.ancestor_mask()
+        together = BitwiseText(length, tree.depths, mask, rule).attend(query[:, :, : len(tree)], key, value, 0.3)
+        for node, depth in enumerate(tree.depths):
+            # Its own text, as plain decoding has it.
+            path = tree.path(node)
+            own = [pairs.clone() for pairs in (key, value)]
+            for mine, theirs in zip(own, (key, value), strict=True):
+                mine[:, :, length : length + len(path)] = theirs[:, :, [length + at for at in path]]
+            alone = BitwiseText(length + depth, [0], None, rule).attend(query[:, :, node : node + 1], *own, 0.3)
+            assert torch.equal(alone[:, :, 0], together[:, :, node]), (node, depth)
+
+
+@pytest.mark.parametrize("length", BORDERS)
+def test_a_run_of_any_length_gives_the_same_bits_and_those_of_softmax(length):
+    key, value, query = random_pairs(length, torch.float32)
+    whole = BitwiseText(length, range(24), None, RULE).attend(query, key, value, 0.3)
+    for first, end in ((0, 1), (3, 10), (10, 24)):
+        part = BitwiseText(length + first, range(end - first), None, RULE).attend(
+            query[:, :, first:end], key, value, 0.3
+        )
+        assert torch.equal(part, whole[:, :, first:end])
+    blocked = torch.ones(24, 24, dtype=torch.bool).triu(1)
+    wide = (x[:, :, : length + 24].double() for x in (key, value))
+    expected = attention._one_softmax(query.double(), *wide, blocked, 0.3)
+    assert torch.allclose(whole.double(), expected, atol=1e-5)
+
+
+def test_no_tail_begins_behind_the_shallowest_ancestor():
+    for position in range(500):
+        start = tail_start(position)
+        assert start % STRIDE == 0 and (start == 0 or position - start >= DEPTH) and position - start < COLUMNS
+
+
+@pytest.mark.parametrize("tree", [(1, 2, 2), (3, 2), (1,) * 3], ids=str)
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "penalty", "0.7"])
+def test_every_method_gives_the_bits_of_plain_decoding(exact, prompt, method, sampling, tree):
+    plain = exact.generate(prompt, 60, "ar", sampling, return_logprobs=True)
+    options = TokenSwiftOptions(tree=tree, budget=40)
+    out = exact.generate(prompt, 60, method, sampling, options, return_logprobs=True)
+    assert exact.bitwise
+    assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_chunks_of_the_prompt_make_no_difference(exact, prompt, chunk, monkeypatch):
+    plain = exact.generate(prompt, 30, "ar", SAMPLINGS[1], return_logprobs=True)
+    monkeypatch.setattr(target, "_PREFILL_CHUNK", chunk)
+    again = exact.generate(prompt, 30, "suffix", SAMPLINGS[1], return_logprobs=True)
+    assert (again.token_ids, again.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 29])
+def test_a_resumed_text_has_the_bits_of_the_uncut_one(exact, prompt, cut):
+    plain = exact.generate(prompt, 30, "ar", SAMPLINGS[1], return_logprobs=True)
+    rest = exact.generate(prompt + plain.token_ids[:cut], 30 - cut, "auto", SAMPLINGS[1], return_logprobs=True)
+    assert (rest.token_ids, rest.logprobs) == (plain.token_ids[cut:], plain.logprobs[cut:])
+
+
+def test_a_cache_that_grows_makes_no_difference(exact, prompt, monkeypatch):
+    plain = exact.generate(prompt, 200, "ar", SAMPLINGS[1], return_logprobs=True)
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    chunks, tokens = exact.stream(prompt, None, "suffix", SAMPLINGS[1]), []
+    while len(tokens) < 200:
+        tokens += next(chunks).token_ids
+    chunks.close()
+    assert tokens[:200] == plain.token_ids
+
+
+def test_texts_decoded_together_have_the_bits_they_have_alone(exact, prompt):
+    prompts = [prompt[:end] for end in (1, 70, 33, 12)]
+    params = [SAMPLINGS[index % 3] for index in range(4)]
+    alone = [
+        exact.generate(*text, "ar", how, return_logprobs=True)
+        for *text, how in zip(prompts, [40] * 4, params, strict=True)
+    ]
+    for method in ("ar", "suffix", "tokenswift-fused" if "gated" in exact.heads else "tokenswift"):
+        outs = exact.generate_batch(prompts, 40, method, params, return_logprobs=True)
+        assert [(out.token_ids, out.logprobs) for out in outs] == [(out.token_ids, out.logprobs) for out in alone]
+
+
+@pytest.mark.parametrize("widths", [((2, None),), ((16, 16),)], ids=["two or more", "sixteen each"])
+def test_padded_passes_give_the_same_text(prompt, monkeypatch, widths):
+    """The rules of machines whose products depend on the number of rows, held to on one whose do not."""
+    monkeypatch.setattr(bitwise, "_WIDTHS", widths)
+    dec = Decoder(tiny_llama(torch.float32), bitwise=True)
+    counts, forward = [], type(dec.model).forward
+
+    def counted(model, *args, **kwargs):
+        counts.append(kwargs["input_ids"].shape[1])
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setattr(type(dec.model), "forward", counted)
+    plain = dec.generate(prompt, 40, "ar", SAMPLINGS[1], return_logprobs=True)
+    for method, tree in product(("suffix", "prompt-lookup", "magicdec"), ((1, 2, 2), (4, 4, 4))):
+        options = TokenSwiftOptions(tree=tree, budget=40)
+        out = dec.generate(prompt, 40, method, SAMPLINGS[1], options, return_logprobs=True)
+        assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+    outs = dec.generate_batch([prompt, prompt[:5]], 40, "suffix", SAMPLINGS[1], return_logprobs=True)
+    assert outs[0].logprobs == plain.logprobs
+    least, most = widths[0]
+    assert min(counts) == least and (most is None or max(counts) == most)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_hold_it_or_say_why_not(name, dtype):
+    model_type, overrides = FAMILIES[name]
+    try:
+        dec = Decoder(tiny(model_type, dtype, **overrides))
+    except ValueError as error:
+        pytest.skip(str(error))
+    if not dec.bitwise:
+        assert "bit for bit" in dec.report() and dec.target.bitwise.reason
+        with pytest.raises(ValueError, match="bitwise cannot be had here"):
+            Decoder(dec.model, bitwise=True)
+        return
+    prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    plain = dec.generate(prompt, 30, "ar", SAMPLINGS[1], return_logprobs=True)
+    for method in ("suffix", "magicdec"):
+        out = dec.generate(prompt, 30, method, SAMPLINGS[1], TokenSwiftOptions(budget=24), return_logprobs=True)
+        assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def leaning(function):
+    """A function that adds a little to all rows but a lone one, as another order of sums would."""
+
+    def row_dependent(x, *args, **kwargs):
+        y = function(x, *args, **kwargs)
+        return y if x.shape[-2] == 1 else y * (1 + 2**-8)
+
+    return row_dependent
+
+
+@pytest.mark.parametrize("part", ["norm", "activation", "linear", "head", "softmax"])
+def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
+    model = tiny_llama(torch.float32)
+    layer = model.model.layers[1]
+    if part == "norm":
+        layer.input_layernorm.forward = leaning(layer.input_layernorm.forward)
+    elif part == "activation":
+        layer.mlp.act_fn = type("Leaning", (nn.Module,), {"forward": staticmethod(leaning(functional.silu))})()
+    elif part == "linear":
+        layer.mlp.down_proj.forward = leaning(layer.mlp.down_proj.forward)
+    elif part == "head":
+        model.lm_head.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[-2] > 1)))
+    else:
+        monkeypatch.setattr(bitwise_test, "_rules", {})
+        attend = BitwiseText.attend
+        monkeypatch.setattr(
+            BitwiseText, "attend", lambda self, q, *rest: attend(self, q, *rest) * (1 + 2**-8 * (q.shape[2] > 1))
+        )
+    # One width for all passes would hide it, as it is meant to.
+    monkeypatch.setattr(bitwise, "_WIDTHS", ((1, None),))
+    dec = Decoder(model)
+    assert not dec.bitwise and dec.target.bitwise.reason
+    with pytest.raises(ValueError, match=r"bitwise cannot be had here: .*(row|token|text)"):
+        Decoder(model, bitwise=True)
+
+
+def test_passes_of_one_width_make_up_for_such_an_operator(prompt):
+    model = tiny_llama(torch.float32)
+    model.model.layers[1].mlp.down_proj.forward = leaning(model.model.layers[1].mlp.down_proj.forward)
+    dec = Decoder(model, bitwise=True)
+    plain = dec.generate(prompt, 40, "ar", SAMPLINGS[1], return_logprobs=True)
+    out = dec.generate(prompt, 40, "suffix", SAMPLINGS[1], return_logprobs=True)
+    assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_what_changes_after_loading_is_tested_again(prompt):
+    model = tiny_llama(torch.float32)
+    auto, demanded = Decoder(model), Decoder(model, bitwise=True)
+    assert auto.bitwise and demanded.bitwise
+    with torch.autocast("cpu", torch.bfloat16):
+        auto.generate(prompt, 3, "ar")
+        assert not auto.bitwise and "autocast" in auto.report()
+        with pytest.raises(ValueError, match="bitwise cannot be had here: autocast"):
+            demanded.generate(prompt, 3, "ar")
+    auto.generate(prompt, 3, "ar")
+    assert auto.bitwise
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        auto.generate(prompt, 3, "ar")
+        assert auto.bitwise
+    finally:
+        torch.set_num_threads(threads)
+    hook = model.model.layers[0].register_forward_hook(
+        lambda module, args, out: out * (1 + 2**-6 * torch.rand(()).item())
+    )
+    auto.generate(prompt, 3, "ar")
+    assert not auto.bitwise
+    hook.remove()
+    auto.generate(prompt, 3, "ar")
+    assert auto.bitwise
+
+
+def test_float64_and_switching_off(prompt):
+    assert not Decoder(tiny_llama()).bitwise
+    assert not Decoder(tiny_llama(torch.float32), bitwise=False).bitwise
+    with pytest.raises(ValueError, match="bitwise must be True, False or 'auto', not 'yes'"):
+        Decoder(tiny_llama(), bitwise="yes")
+
+
+def test_slots_nobody_wrote_to_are_finite(exact, prompt):
+    """Uninitialised memory may hold anything, and zero times that is no number."""
+    empty = torch.Tensor.new_empty
+
+    def dirty(like, *sizes, **kwargs):
+        made = empty(like, *sizes, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", dirty)
+        out = exact.generate(prompt, 30, "suffix", SAMPLINGS[1], return_logprobs=True)
+    plain = exact.generate(prompt, 30, "ar", SAMPLINGS[1], return_logprobs=True)
+    assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_trees_are_no_deeper_than_tails_reach(exact):
+    """A text that repeats itself would be drafted as deep as is asked for."""
+    out = exact.generate(
+        [1, 2, 3] * 60,
+        100,
+        "magicdec",
+        SAMPLINGS[0],
+        TokenSwiftOptions(tree=(1,) * 100, ngrams=0),
+        return_logprobs=True,
+    )
+    plain = exact.generate([1, 2, 3] * 60, 100, "ar", SAMPLINGS[0], return_logprobs=True)
+    assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_a_cut_cache_takes_the_spare_slots_with_it():
+    cache = FullCache(10)
+    cache.prepare(1, spare=SPARE)
+    key = torch.randn(1, 2, 10, 4)
+    keys, values = cache.update(key, key, 0)
+    assert keys.shape[2] == 10 + SPARE and keys.isfinite().all() and values.isfinite().all()
+    assert bitwise_attention.SPARE >= COLUMNS and TextInPass(1).bitwise is None
