@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 DEPTH = 64
 """No node of a tree is deeper below its root."""
@@ -66,6 +67,28 @@ class _Rows(NamedTuple):
     mask: torch.Tensor
 
 
+class _Near(NamedTuple):
+    """What one softmax covers for a group's rows: all keys of a short text, the tail of a long one.
+
+    Attributes:
+        group: whose rows they are.
+        first: the first of these keys; those before it are the prefix, one more key.
+        middle: keys between ``first`` and the tail.
+        per_head: rows of a token, its query heads of one KV head.
+        mask: what is added to scores, of the whole of a chain, of the tail of a tree, [1, rows, columns].
+        columns: of a tree, where the tail's keys in order stand, [G, rows, COLUMNS].
+        dtype: of scores, weights and sums.
+    """
+
+    group: _Rows
+    first: int
+    middle: int
+    per_head: int
+    mask: torch.Tensor
+    columns: torch.Tensor | None
+    dtype: torch.dtype
+
+
 def tail_start(position: int) -> int:
     """T(p)."""
     return STRIDE * (max(0, position - DEPTH) // STRIDE)
@@ -84,7 +107,7 @@ class BitwiseText:
     def __init__(self, length: int, depths: Sequence[int], mask: torch.Tensor | None, rule: Rule):
         self.length, self.count, self.rule = length, len(depths), rule
         self._groups = self._chain(len(depths)) if mask is None else self._tree(depths, mask)
-        self._repeated: dict[tuple, torch.Tensor] = {}
+        self._made: dict[tuple, _Near] = {}
 
     def _chain(self, count: int) -> list[_Rows]:
         groups, first = [], 0
@@ -139,68 +162,85 @@ class BitwiseText:
     def _attend(
         self, place: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        group, (_, heads, count, dim) = self._groups[place], query.shape
-        kv_heads, dtype = key.shape[1], query.dtype
-        rows = query.reshape(kv_heads, -1, dim)
+        _, heads, count, dim = query.shape
+        rows = query.reshape(key.shape[1], -1, dim)
         used = rows.shape[1]
         rows = _padded(rows, self.rule.multiple)
-        # Half precision is too coarse for scores and for sums of many small weights.
-        wide = torch.promote_types(torch.float32, dtype)
-        first = 0 if group.start <= _SHORT and dtype == wide else group.start
-        middle, end = group.start - first, group.start + group.width
-        near_key, near_value = key[0, :, first:end].to(wide), value[0, :, first:end].to(wide)
-        scores = torch.bmm(rows.to(wide), near_key.mT).mul_(scaling)
-        parts = [scores]
-        mask = self._of_rows("mask", place, rows.shape[1], heads // kv_heads, wide)
-        if group.columns is None:
-            scores[..., middle:].add_(mask)
+        near = self._near(place, rows, heads // key.shape[1])
+        width = near.middle + near.group.width
+        # Narrowing takes a third of an index's time, and a small model's layer is short.
+        near_key, near_value = (pairs[0].narrow(1, near.first, width) for pairs in (key, value))
+        wide_rows = rows
+        if near.dtype != rows.dtype:
+            wide_rows, near_key, near_value = (x.to(near.dtype) for x in (rows, near_key, near_value))
+        if near.columns is None:
+            scores = torch.baddbmm(near.mask, wide_rows, near_key.mT, alpha=scaling)
         else:
-            columns = self._of_rows("columns", place, rows.shape[1], heads // kv_heads, torch.int64)
-            columns = columns.expand(kv_heads, -1, -1)
-            parts = [scores[..., :middle], scores[..., middle:].gather(2, columns).add_(mask)]
-        if first:
-            prefix, log_sum = _flash(rows[None], key[:, :, :first], value[:, :, :first], scale=scaling)
-            parts.append(log_sum[0, :, :, None])
-        weights = (scores if len(parts) == 1 else torch.cat(parts, -1)).softmax(-1)
-        own = weights[..., middle : middle + COLUMNS]
-        tail_value = near_value[:, middle:]
-        if group.columns is None:
-            output = torch.bmm(own, tail_value)
-        elif group.width <= self.rule.in_order:
-            spread = weights.new_zeros(kv_heads, rows.shape[1], group.width)
-            output = torch.bmm(spread.scatter_(2, columns, own), tail_value)
-        else:
-            output = self._gathered(place, own, tail_value, heads // kv_heads)
+            # Scaled as above: a product that scales its own operands rounds otherwise.
+            scores = torch.baddbmm(near.mask.narrow(2, 0, 1), wide_rows, near_key.mT, beta=0, alpha=scaling)
+            tail = scores.narrow(2, near.middle, near.group.width).gather(2, near.columns).add_(near.mask)
+            scores = torch.cat((scores.narrow(2, 0, near.middle), tail), 2) if near.middle else tail
+        if near.first:
+            far_key, far_value = (pairs.narrow(2, 0, near.first) for pairs in (key, value))
+            prefix, log_sum = _flash(rows[None], far_key, far_value, scale=scaling)
+            scores = torch.cat((scores, log_sum[0, :, :, None]), 2)
+        weights = scores.softmax(-1)
+        output = self._of_tail(near, weights.narrow(2, near.middle, COLUMNS), near_value)
         # Multiplied and added one after the other: both at once may be another number in another loop.
-        if middle:
-            output.add_(torch.bmm(weights[..., :middle], near_value[:, :middle]))
-        if first:
-            output.add_(prefix[0].to(wide) * weights[..., -1:])
-        return output[:, :used].reshape(1, heads, count, -1).to(dtype)
+        if near.middle:
+            output.add_(torch.bmm(weights.narrow(2, 0, near.middle), near_value.narrow(1, 0, near.middle)))
+        if near.first:
+            output.add_(prefix[0].to(near.dtype) * weights.narrow(2, near.middle + COLUMNS, 1))
+        return output.narrow(1, 0, used).reshape(1, heads, count, -1).to(query.dtype)
 
-    def _gathered(self, place: int, weights: torch.Tensor, value: torch.Tensor, per_group: int) -> torch.Tensor:
-        """[G, rows, Dv]: each node's tail values in order, then its own product of as many rows as a single token's."""
-        group = self._groups[place]
+    def _of_tail(self, near: _Near, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[G, rows, Dv]: the tail's values by their weights [G, rows, COLUMNS], summed in order."""
+        group = near.group
+        value = value.narrow(1, near.middle, group.width) if near.middle else value
+        if near.columns is None:
+            return torch.bmm(weights, value)
+        if group.width <= self.rule.in_order:
+            spread = weights.new_zeros(*weights.shape[:2], group.width)
+            return torch.bmm(spread.scatter_(2, near.columns, weights), value)
+        return self._gathered(group, near.per_head, weights, value)
+
+    def _gathered(self, group: _Rows, per_head: int, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Each node's tail values in order, then its own product of as many rows as a single token's."""
         kv_heads, dim = len(weights), value.shape[-1]
         values = value.index_select(1, group.columns.flatten()).view(-1, COLUMNS, dim)
-        own = weights[:, : per_group * group.count].view(kv_heads, per_group, group.count, COLUMNS).transpose(1, 2)
-        own = _padded(own.reshape(-1, per_group, COLUMNS), self.rule.multiple)
-        output = torch.bmm(own, values)[:, :per_group].view(kv_heads, group.count, per_group, dim)
+        own = weights[:, : per_head * group.count].view(kv_heads, per_head, group.count, COLUMNS).transpose(1, 2)
+        own = _padded(own.reshape(-1, per_head, COLUMNS), self.rule.multiple)
+        output = torch.bmm(own, values)[:, :per_head].view(kv_heads, group.count, per_head, dim)
         return _padded(output.transpose(1, 2).reshape(kv_heads, -1, dim), self.rule.multiple)
 
-    def _of_rows(self, name: str, place: int, rows: int, per_group: int, dtype: torch.dtype) -> torch.Tensor:
-        """[1, rows, COLUMNS]: a group's mask or columns for all rows of a product, one query head behind the other."""
-        kind = (name, place, rows, dtype)
-        if kind not in self._repeated:
-            each = getattr(self._groups[place], name).to(dtype)
-            self._repeated[kind] = _padded(each.repeat(per_group, 1)[None], self.rule.multiple)
-        return self._repeated[kind]
+    def _near(self, place: int, rows: torch.Tensor, per_head: int) -> _Near:
+        """What all layers of a kind share, made by the first of them."""
+        kind = place, rows.shape[:2], rows.dtype
+        if kind not in self._made:
+            group = self._groups[place]
+            # Half precision is too coarse for scores and for sums of many small weights.
+            wide = torch.promote_types(torch.float32, rows.dtype)
+            first = 0 if group.start <= _SHORT and rows.dtype == wide else group.start
+            middle = group.start - first
+            mask, columns = group.mask.to(wide), None
+            if group.columns is None:
+                mask = functional.pad(mask, (middle, 0))
+            else:
+                columns = _padded(group.columns.repeat(per_head, 1)[None], self.rule.multiple)
+                columns = columns.expand(len(rows), -1, -1)
+            mask = _padded(mask.repeat(per_head, 1)[None], self.rule.multiple)
+            self._made[kind] = _Near(group, first, middle, per_head, mask, columns, wide)
+        return self._made[kind]
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """[B, rows, n], the first row repeated behind them until their number is a multiple."""
-    missing = -rows.shape[1] % multiple
-    return torch.cat((rows, rows[:, :1].expand(-1, missing, -1)), 1) if missing else rows
+    """[B, rows, n], the first rows repeated behind them until their number is a multiple."""
+    count = rows.shape[1]
+    missing = -count % multiple
+    if not missing:
+        return rows
+    more = rows.narrow(1, 0, missing) if missing <= count else rows.narrow(1, 0, 1).expand(-1, missing, -1)
+    return torch.cat((rows, more), 1)
 
 
 @lru_cache(maxsize=4 * COLUMNS)
