@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 _MULTIPLES = (4, 8, 16)
 _IN_ORDER = 160
-# Cached tokens: around where tails begin to move, and on both sides of where the prefix is cut off.
-_LENGTHS = (1, DEPTH + 31, COLUMNS, 500, 4161, 4200, 6000)
-_NODES = 13
+# Cached tokens: around where tails begin to move, all over the lengths at which libraries change their ways, and on
+# both sides of where the prefix is cut off. In float64 every twentieth of them was seen to fail.
+_LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
+_NODES = (5, 13, 30)
 _CHAIN = 45
 _ROWS = (1, 2, 3, 5, 8, 13, 32, 100)
 _MOST_ROWS = 320
@@ -60,21 +61,22 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
     slots = max(_LENGTHS) + _CHAIN + SPARE
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
     query = random(1, shape.heads, _CHAIN, shape.dim)
-    tree = _tree(_NODES)
-    for length in _LENGTHS:
+    trees = [_tree(nodes) for nodes in _NODES]
+    for place, length in enumerate(_LENGTHS):
+        tree = trees[place % len(trees)]
         for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
             together = BitwiseText(length, depths, mask, rule)
             found = together.attend(query[:, :, : len(depths)], key, value, shape.dim**-0.5)
             for node in (0, 1, len(depths) // 2, len(depths) - 1):
+                # Its own text takes the place of the tree for a while, which spares copies of the cache.
                 end = length + depths[node] + 1
-                alone = key[:, :, : end + SPARE], value[:, :, : end + SPARE]
-                if mask is not None:
-                    seen = length + mask[node].nonzero()[:, 0]
-                    alone = [buffer.clone() for buffer in alone]
-                    for buffer, whole in zip(alone, (key, value), strict=True):
-                        buffer[:, :, length:end] = whole[:, :, seen]
+                others = [pairs[:, :, length:end].clone() for pairs in (key, value)]
+                for pairs in (key, value) if mask is not None else ():
+                    pairs[:, :, length:end] = pairs[:, :, length + mask[node].nonzero()[:, 0]]
                 plain = BitwiseText(end - 1, [0], None, rule)
-                own = plain.attend(query[:, :, node : node + 1], *alone, shape.dim**-0.5)
+                own = plain.attend(query[:, :, node : node + 1], key, value, shape.dim**-0.5)
+                for pairs, other in zip((key, value), others, strict=True):
+                    pairs[:, :, length:end] = other
                 if not torch.equal(own[0, :, 0], found[0, :, node]):
                     kind = "a run" if mask is None else "a tree"
                     return f"attention gives a token of {kind} of {len(depths)} behind {length} others other bits alone"
