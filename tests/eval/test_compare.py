@@ -26,7 +26,7 @@ from ts_eval.cli import main
 from ts_eval.json_lines import whole_lines
 from ts_eval.method_spec import MethodSpec
 from ts_eval.progress import Progress
-from ts_eval.table import notes
+from ts_eval.table import describe, notes
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
@@ -190,7 +190,33 @@ def test_a_method_that_differs_is_found_and_fails_the_check(data, tmp_path, lie)
 
     result = compare(data, tmp_path, "--check-lossless")
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "ts-eval: not lossless: tokenswift differs by more than a tie."
+    assert result.stderr.splitlines()[-1] == "ts-eval: not lossless: tokenswift differs where bitwise excuses no tie."
+    loose = compare(data, tmp_path / "loose", "--check-lossless", "--no-bitwise")
+    assert loose.exit_code == 1
+    assert loose.stderr.splitlines()[-1] == "ts-eval: not lossless: tokenswift differs by more than a tie."
+
+
+@pytest.mark.parametrize("bitwise, found", [(True, ["tokenswift"]), (False, [])])
+def test_a_tie_excuses_only_where_bitwise_is_off(data, tmp_path, lie, bitwise, found):
+    lie("tokenswift")
+    assert compare(data, tmp_path, "--bitwise" if bitwise else "--no-bitwise").exit_code == 0
+    results = load(tmp_path)
+    assert results["settings"]["bitwise"] is bitwise
+    assert ("bitwise" in describe(results)) is bitwise
+    results["methods"]["tokenswift"]["divergence_margin"] = 1e-6
+    assert summary.differs(results) == found
+
+
+def test_demanding_bits_where_they_cannot_be_had_is_one_sentence(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("decoder.model.bitwise_test.attention_rule", lambda shape: (None, "its sums are shuffled"))
+    result = compare(data, tmp_path / "demanded", "--bitwise")
+    assert result.exit_code == 2
+    assert result.stderr.strip() == (
+        "ts-eval: bitwise cannot be had here: its sums are shuffled; leave it at 'auto' or switch it off"
+    )
+    assert not (tmp_path / "demanded" / "results.json").exists()
+    assert compare(data, tmp_path / "auto").exit_code == 0
+    assert load(tmp_path / "auto")["settings"]["bitwise"] is False
 
 
 def test_the_check_audits_ar_itself(data, tmp_path, lie):

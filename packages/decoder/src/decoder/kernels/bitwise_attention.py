@@ -144,8 +144,8 @@ class BitwiseText:
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
         """[1, H, T, Dv] of queries [1, H, T, D] over whole buffers [1, G, slots, D], the new tokens' pairs in them.
 
-        Slots behind the text hold finite numbers. There may be more queries than new tokens: those of padding, to which
-        nothing is attended for.
+        Slots behind the text hold finite numbers. There may be more queries than new tokens: those of padding, which
+        get the first token's.
         """
         padding = query.shape[2] - self.count
         if padding:
