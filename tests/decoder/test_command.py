@@ -19,6 +19,7 @@ import torch
 
 import decoder.__main__ as command
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.cli import flags
 from decoder.cli.continuation import stream_on
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript
@@ -381,7 +382,7 @@ def test_wrong_input_ends_in_one_sentence_before_the_model_is_loaded(
     run, common, tmp_path, monkeypatch, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(flags, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     Path("prompt.txt").write_text("Call me")
     Path("latin.txt").write_bytes("naïve".encode("latin-1"))
     Path("empty.txt").touch()

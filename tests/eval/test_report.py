@@ -91,8 +91,12 @@ def test_a_card_tells_a_tie_from_a_fault(folder):
     row = results["methods"]["tokenswift"]
     row["runs"][0]["identical_to_ar"] = row["identical_to_ar"] = False
     row["first_divergence"], row["divergence_margin"] = 7, 1e-6
+    results["settings"]["bitwise"] = False
     told = "1 of 2 texts the same as ar's, the first difference at token 7"
     assert identity_in_words(results, "tokenswift") == (f"{told}, a tie that rounding decides", "tie")
+    results["settings"]["bitwise"] = True
+    assert identity_in_words(results, "tokenswift") == (told, "other"), "no tie can be"
+    results["settings"]["bitwise"] = False
     row["divergence_margin"] = 0.3
     assert identity_in_words(results, "tokenswift") == (told, "other")
 
