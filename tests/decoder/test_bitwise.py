@@ -77,7 +77,7 @@ BORDERS = [
 ]
 
 
-@pytest.mark.parametrize("rule", [RULE, Rule(4, 0), Rule(16, 160)], ids=["in order", "gathered", "sixteen rows"])
+@pytest.mark.parametrize("rule", [RULE, Rule(16, 0)], ids=["in order", "gathered, sixteen rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", BORDERS)
 def test_attention_gives_a_node_the_bits_it_has_alone(length, dtype, rule):
@@ -116,9 +116,8 @@ def test_no_tail_begins_behind_the_shallowest_ancestor():
         assert start % STRIDE == 0 and (start == 0 or position - start >= DEPTH) and position - start < COLUMNS
 
 
-@pytest.mark.parametrize("tree", [(1, 2, 2), (3, 2), (1,) * 3], ids=str)
 @pytest.mark.parametrize("method", methods())
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "penalty", "0.7"])
+@pytest.mark.parametrize("sampling, tree", list(zip(SAMPLINGS, [(1,) * 4, (1, 2, 2), (3, 2)], strict=True)))
 def test_every_method_gives_the_bits_of_plain_decoding(exact, prompt, method, sampling, tree):
     plain = exact.generate(prompt, 60, "ar", sampling, return_logprobs=True)
     options = TokenSwiftOptions(tree=tree, budget=40)
@@ -187,7 +186,7 @@ def test_padded_passes_give_the_same_text(prompt, monkeypatch, widths):
     assert min(counts) == least and (most is None or max(counts) == most)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_hold_it_or_say_why_not(name, dtype):
     model_type, overrides = FAMILIES[name]
