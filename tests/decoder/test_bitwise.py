@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, bitwise_attention
-from decoder.kernels.attention import TextInPass
+from decoder.kernels import attention
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.model import bitwise, bitwise_test, target
 from decoder.sampling.token_tree import TokenTree
@@ -190,10 +189,9 @@ def test_padded_passes_give_the_same_text(prompt, monkeypatch, widths):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_hold_it_or_say_why_not(name, dtype):
     model_type, overrides = FAMILIES[name]
-    try:
-        dec = Decoder(tiny(model_type, dtype, **overrides))
-    except ValueError as error:
-        pytest.skip(str(error))
+    dec = Decoder(tiny(model_type, dtype, **overrides))
+    if "experts" in " ".join(name for name, _ in dec.model.named_modules()):
+        assert not dec.bitwise and "mixture of experts" in dec.target.bitwise.reason
     if not dec.bitwise:
         assert "bit for bit" in dec.report() and dec.target.bitwise.reason
         with pytest.raises(ValueError, match="bitwise cannot be had here"):
@@ -315,10 +313,9 @@ def test_trees_are_no_deeper_than_tails_reach(exact):
     assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 
 
-def test_a_cut_cache_takes_the_spare_slots_with_it():
+def test_a_cache_has_spare_slots_of_finite_numbers():
     cache = FullCache(10)
     cache.prepare(1, spare=SPARE)
     key = torch.randn(1, 2, 10, 4)
     keys, values = cache.update(key, key, 0)
     assert keys.shape[2] == 10 + SPARE and keys.isfinite().all() and values.isfinite().all()
-    assert bitwise_attention.SPARE >= COLUMNS and TextInPass(1).bitwise is None

@@ -1,5 +1,7 @@
 """`ts-eval compare` on a tiny random model: the experiment, what it writes, what it refuses, and how it resumes."""
 
+import ctypes
+import gc
 import itertools
 import json
 import os
@@ -756,6 +758,9 @@ def test_a_hub_dataset_that_cannot_be_read_is_told_in_a_sentence(data, tmp_path,
 
 
 def test_results_say_where_they_come_from(data, tmp_path):
+    # What earlier tests have freed goes back, so that memory grows by what this one takes.
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     assert compare(data, tmp_path, methods=("ar",)).exit_code == 0
     results = load(tmp_path)
     environment = results["environment"]
@@ -763,8 +768,7 @@ def test_results_say_where_they_come_from(data, tmp_path):
     assert set(environment["versions"]) >= {"tokenswift-decoder", "tokenswift-eval", "torch", "transformers"}
     assert environment["device"] == "cpu" and results["settings"]["seed"] == 0
     run = results["methods"]["ar"]["runs"][0]
-    # What earlier tests have left may be freed meanwhile.
-    assert run["peak_memory_bytes"] >= 0.9 * run["memory_before_bytes"] > 0
+    assert run["peak_memory_bytes"] >= run["memory_before_bytes"] > 0
     # Weights, and two of K and V: 2 layers of 2 heads of 8 numbers of 4 bytes, for 52 positions and the root.
     model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4
@@ -772,6 +776,6 @@ def test_results_say_where_they_come_from(data, tmp_path):
     caches = 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4
     assert planned == weights + caches
     assert results["methods"]["ar"]["planned_memory_above_model_bytes"] == caches
-    assert run["memory_loaded_bytes"] > 0.9 * run["memory_before_bytes"]
+    assert run["memory_loaded_bytes"] > run["memory_before_bytes"]
     above = max(0, run["peak_memory_bytes"] - run["memory_loaded_bytes"])
     assert results["methods"]["ar"]["memory_above_model_bytes"] == above

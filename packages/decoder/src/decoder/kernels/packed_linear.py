@@ -45,7 +45,8 @@ class PackedLinears:
         weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
         self._sizes = [len(weight) for weight in weights]
         self._weight = _packed_weight(weights[0] if len(weights) == 1 else torch.cat(weights))
-        self._bias = None if None in biases else torch.cat([bias.detach() for bias in biases])
+        packed_dtype = _packed_dtype(weights[0].dtype)
+        self._bias = None if None in biases else torch.cat([bias.detach() for bias in biases]).to(packed_dtype)
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -133,8 +134,7 @@ def _packed_weight(weight: torch.Tensor) -> torch.Tensor:
 def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if x.dtype == packed.dtype:
         return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    wide_bias = None if bias is None else bias.to(packed.dtype)
-    return torch.ops.mkldnn._linear_pointwise.default(x.to(packed.dtype), packed, wide_bias, "none", [], "").to(x.dtype)
+    return torch.ops.mkldnn._linear_pointwise.default(x.to(packed.dtype), packed, bias, "none", [], "").to(x.dtype)
 
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -93,8 +93,9 @@ class Bitwise:
 
     def _state(self) -> Hashable:
         def of(module: torch.nn.Module) -> Hashable:
-            own = "forward" in module.__dict__, len(module._forward_hooks), len(module._forward_pre_hooks)
-            return id(module), type(module), own
+            weight = getattr(module, "weight", None)
+            hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+            return id(module), type(module), id(module.__dict__.get("forward")), hooks, type(weight)
 
         target = self._target
         around = torch.get_num_threads(), under_autocast(), target.recorder is not None
@@ -107,6 +108,8 @@ class Bitwise:
             return None, "on a CPU only"
         if under_autocast():
             return None, "autocast chooses dtypes by itself"
+        if any(isinstance(module._modules.get("experts"), torch.nn.Module) for module in target.model.modules()):
+            return None, "a mixture of experts gives each of them another number of rows in every pass"
         if target.lm_head.weight.dtype == torch.float64 and self.wanted == "auto":
             return None, "float64 is left as it is: its roundings are too small to meet a tie"
         attention, fault = bitwise_test.attention_rule(target.attention_shape)

@@ -20,7 +20,7 @@ _IN_ORDER = 160
 # Cached tokens: around where tails begin to move, all over the lengths at which libraries change their ways, and on
 # both sides of where the prefix is cut off. In float64 every twentieth of them was seen to fail.
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
-_NODES = (5, 13, 30)
+_NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
 _ROWS = (1, 2, 3, 5, 8, 13, 32, 100)
 _MOST_ROWS = 320
@@ -58,9 +58,9 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator).to(shape.dtype)
 
-    slots = max(_LENGTHS) + _CHAIN + SPARE
+    slots = max(_LENGTHS) + max(_NODES) + SPARE
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
-    query = random(1, shape.heads, _CHAIN, shape.dim)
+    query = random(1, shape.heads, max(_NODES), shape.dim)
     trees = [_tree(nodes) for nodes in _NODES]
     for place, length in enumerate(_LENGTHS):
         tree = trees[place % len(trees)]
