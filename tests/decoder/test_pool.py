@@ -36,7 +36,11 @@ def generate(dec, prompt, method="tokenswift", length=60, options=NARROW):
     return dec.generate(prompt, length, method, SAMPLING, options).token_ids
 
 
-@pytest.mark.parametrize("method", sorted(set(methods()) - {"auto"}))
+# What these two draft depends on measured times, so neither their passes nor what is recorded of them can be counted.
+TIMED = ("auto", "suffix")
+
+
+@pytest.mark.parametrize("method", sorted(set(methods()) - set(TIMED)))
 def test_a_second_text_records_nothing_anew(as_on_cuda, poisoned, prompt, method):
     """Nor does what the first has left in its buffers matter, to a text of another length either."""
     recorder = TapeRecorder()
@@ -52,11 +56,12 @@ def test_a_second_text_records_nothing_anew(as_on_cuda, poisoned, prompt, method
     assert generate(dec, prompt[3:], method) == expected[2]
 
 
-def test_auto_gives_the_same_text_over_what_others_have_left(as_on_cuda, poisoned, prompt):
+@pytest.mark.parametrize("method", TIMED)
+def test_timed_methods_give_the_same_text_over_what_others_have_left(as_on_cuda, poisoned, prompt, method):
     dec = fixed_shapes(decoder_with("gated"), TapeRecorder())
     expected = [generate(decoder_with("gated"), prompt[k:], "ar") for k in range(3)]
-    for method in ("auto", "tokenswift", "auto"):
-        assert [generate(dec, prompt[k:], method) for k in range(3)] == expected
+    for used in (method, "tokenswift", method):
+        assert [generate(dec, prompt[k:], used) for k in range(3)] == expected
 
 
 def test_streams_that_are_closed_or_fail_give_back_and_those_that_interleave_share_nothing(
