@@ -1,7 +1,7 @@
 """One generation of a row, step by step: by the decoder, or by transformers' own generate."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -25,10 +25,11 @@ def continue_with_decoder(
     max_new_tokens: int,
     sampling: "decoder.SamplingParams",
     options: "decoder.TokenSwiftOptions",
+    stop_ids: Collection[int],
     on_step: OnStep,
 ) -> None:
-    """Generate what ``sofar`` lacks of ``max_new_tokens`` tokens, as if there had been no cut."""
-    stream = stream_on(dec, prompt, sofar, max_new_tokens, method, sampling, options, ignore_eos=True)
+    """Generate what ``sofar`` lacks of ``max_new_tokens`` tokens, or up to one of ``stop_ids``, as if never cut."""
+    stream = stream_on(dec, prompt, sofar, max_new_tokens, method, sampling, options, ignore_eos=not stop_ids)
     with closing(stream):
         for chunk in stream:
             if chunk.token_ids:
@@ -43,19 +44,22 @@ def continue_batch_with_decoder(
     max_new_tokens: int,
     sampling: "Sequence[decoder.SamplingParams]",
     options: "decoder.TokenSwiftOptions",
+    stop_ids: Sequence[Collection[int]],
     on_step: Callable[[int, Sequence[int], dict], None],
 ) -> None:
     """`continue_with_decoder` for several texts, decoded together; ``on_step`` is also given the text's index.
 
-    Raises BatchError when some of them failed; the others have been generated to their ends.
+    ``stop_ids`` are each text's own. Raises BatchError when some of them failed; the others have been generated to
+    their ends.
     """
     if options.budget is None and any(sofar):
         # The default is the prompt's length, which must not grow with the text; all texts share these options.
         options = replace(options, budget=max(options.budget_for(len(prompt)) for prompt in prompts))
     contexts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, sofar, strict=True)]
     lengths = [max_new_tokens - len(tokens) for tokens in sofar]
+    stops = [sorted(ids) for ids in stop_ids]
     stream = dec.stream_batch(
-        contexts, lengths, method, list(sampling), options, ignore_eos=True, max_batch=len(contexts)
+        contexts, lengths, method, list(sampling), options, stops, ignore_eos=True, max_batch=len(contexts)
     )
     with closing(stream):
         for index, chunk in stream:
@@ -70,6 +74,7 @@ def continue_with_transformers(
     sofar: Sequence[int],
     max_new_tokens: int,
     sampling: "decoder.SamplingParams",
+    stop_ids: Collection[int],
     on_step: OnStep,
 ) -> None:
     """Generate what ``sofar`` lacks with ``model.generate``; when sampling it must be empty (see `can_continue`).
@@ -85,6 +90,7 @@ def continue_with_transformers(
             attention_mask=torch.ones_like(ids),
             streamer=_Steps(on_step),
             max_new_tokens=max_new_tokens - len(sofar),
+            eos_token_id=sorted(stop_ids) or None,
             **hf_arguments(sampling),
             **HF[method],
         )

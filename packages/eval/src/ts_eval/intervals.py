@@ -1,8 +1,7 @@
-"""How sure a median over prompts is: bootstrap confidence intervals."""
+"""Medians over generations that may differ in length, and how sure they are: bootstrap confidence intervals."""
 
 from collections.abc import Sequence
-from itertools import chain
-from statistics import median
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -10,8 +9,28 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 
 
-def median_interval(values_of_prompts: Sequence[Sequence[float]]) -> list[float] | None:
-    """The percentile bootstrap interval of the median of all values, at `CONFIDENCE`.
+Weighted = tuple[float, float]
+"""A value and its weight, above 0."""
+
+
+def weighted_median(values: Sequence[Weighted]) -> float:
+    """The value below and above which lies half of the weight; between two such values their mean.
+
+    With equal weights it is the median.
+    """
+    ordered = sorted(values)
+    half, reached = sum(weight for _, weight in ordered) / 2, 0.0
+    for (value, weight), (following, _) in pairwise(ordered):
+        reached += weight
+        if reached == half:
+            return (value + following) / 2
+        if reached > half:
+            return value
+    return ordered[-1][0]
+
+
+def median_interval(values_of_prompts: Sequence[Sequence[Weighted]]) -> list[float] | None:
+    """The percentile bootstrap interval of the weighted median of all values, at `CONFIDENCE`.
 
     Prompts are drawn again, with all values of a prompt (its runs) together: runs of one prompt resemble each other, so
     they are no sample of what other prompts would give. The draws are the same every time.
@@ -26,6 +45,6 @@ def median_interval(values_of_prompts: Sequence[Sequence[float]]) -> list[float]
     if len(known) < 2:
         return None
     drawn = np.random.default_rng(0).integers(len(known), size=(RESAMPLES, len(known)))
-    medians = [median(chain.from_iterable(known[prompt] for prompt in prompts)) for prompts in drawn]
+    medians = [weighted_median([*chain.from_iterable(known[prompt] for prompt in prompts)]) for prompts in drawn]
     tail = (1 - CONFIDENCE) / 2
     return [float(end) for end in np.quantile(medians, [tail, 1 - tail])]

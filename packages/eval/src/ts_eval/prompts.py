@@ -8,16 +8,23 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoder.text.prompts import chat_ids, is_chat
+
 SHIPPED = "pg19/test.jsonl.gz"
 HUB_SPLIT = "test"
 
 
+Messages = list[dict[str, str]]
+"""A chat: ``{"role": ..., "content": ...}`` each, the oldest first."""
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's name, for the report, and its token ids."""
+    """A prompt's name, for the report, and its token ids; the answer to a chat ends where the model ends it."""
 
     name: str
     token_ids: tuple[int, ...]
+    chat: bool = False
 
 
 def is_hub_dataset(source: str | Path) -> bool:
@@ -33,28 +40,29 @@ def refuse_missing_prompts(source: str | Path) -> None:
         raise FileNotFoundError(f"the prompt file {source} does not exist, and is no hub dataset (owner/name) either")
 
 
-def read_texts(source: str | Path, limit: int | None = None) -> list[tuple[str, str]]:
-    """(name, text) of the first ``limit`` prompts of a file or hub dataset; all for None or more than there are.
+def read_texts(source: str | Path, limit: int | None = None) -> list[tuple[str, str | Messages]]:
+    """(name, text or chat) of the first ``limit`` prompts of a file or hub dataset; all for None or if there are fewer.
 
-    ``.jsonl`` and ``.jsonl.gz``: one JSON object per line with a ``text``, named by its ``short_book_title`` (PG-19),
-    ``title`` or ``name``, else by its line. Any other file is one UTF-8 text, named as the file. A hub dataset,
-    ``owner/name`` or ``owner/name:split`` (by default its test split), has rows with such fields.
+    ``.jsonl`` and ``.jsonl.gz``: one JSON object per line with a ``text`` or a chat's ``messages``, named by its
+    ``short_book_title`` (PG-19), ``title`` or ``name``, else by its line. Any other file is one UTF-8 text, named as
+    the file. A hub dataset, ``owner/name`` or ``owner/name:split`` (by default its test split), has rows with such
+    fields.
 
     Raises:
         OSError: the file or dataset cannot be read.
-        ValueError: a record has no text, the text is empty, or the file is not UTF-8.
+        ValueError: a record has neither text nor messages, or both; the text is empty, or the file is not UTF-8.
     """
     refuse_missing_prompts(source)
     texts = _hub_texts(str(source), limit) if is_hub_dataset(source) else _file_texts(Path(source), limit)
     if not texts:
         raise ValueError(f"{source} holds no prompt")
     for name, text in texts:
-        if not text.strip():
+        if isinstance(text, str) and not text.strip():
             raise ValueError(f"the prompt {name} of {source} is empty")
     return texts
 
 
-def _file_texts(path: Path, limit: int | None) -> list[tuple[str, str]]:
+def _file_texts(path: Path, limit: int | None) -> list[tuple[str, str | Messages]]:
     try:
         if not path.name.endswith((".jsonl", ".jsonl.gz")):
             return [(path.name, path.read_text(encoding="utf-8"))][:limit]
@@ -70,7 +78,7 @@ def _file_texts(path: Path, limit: int | None) -> list[tuple[str, str]]:
         raise ValueError(f"{path} cannot be read as text: {error}") from error
 
 
-def _record(path: Path, number: int, line: str) -> tuple[str, str]:
+def _record(path: Path, number: int, line: str) -> tuple[str, str | Messages]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -80,14 +88,21 @@ def _record(path: Path, number: int, line: str) -> tuple[str, str]:
     return _named_text(record, path.name, number, f"line {number} of {path}")
 
 
-def _named_text(record: dict, source: str, number: int, where: str) -> tuple[str, str]:
-    if not isinstance(record.get("text"), str):
-        raise ValueError(f"{where} has no field 'text' that is a string")
-    name = record.get("short_book_title") or record.get("title") or record.get("name") or f"{source}:{number}"
-    return str(name), record["text"]
+def _named_text(record: dict, source: str, number: int, where: str) -> tuple[str, str | Messages]:
+    name = str(record.get("short_book_title") or record.get("title") or record.get("name") or f"{source}:{number}")
+    text, messages = record.get("text"), record.get("messages")
+    if messages is None:
+        if not isinstance(text, str):
+            raise ValueError(f"{where} has no field 'text' that is a string, and no 'messages'")
+        return name, text
+    if text is not None:
+        raise ValueError(f"{where} has both 'text' and 'messages': keep one of them")
+    if not is_chat(messages):
+        raise ValueError(f"the 'messages' of {where} are no list of objects with a role and a content")
+    return name, messages
 
 
-def _hub_texts(source: str, limit: int | None) -> list[tuple[str, str]]:
+def _hub_texts(source: str, limit: int | None) -> list[tuple[str, str | Messages]]:
     # Imported here because it takes a second and few comparisons need it.
     import datasets
 
@@ -103,12 +118,19 @@ def _hub_texts(source: str, limit: int | None) -> list[tuple[str, str]]:
 
 
 def read_prompts(source: str | Path, tokenizer, prompt_tokens: int | None, limit: int | None = None) -> list[Prompt]:
-    """The prompts of `read_texts` as the tokenizer reads them, its special tokens included, cut to ``prompt_tokens``.
+    """The prompts of `read_texts` as the tokenizer reads them, its special tokens included.
 
-    A shorter text is taken whole. Raises as `read_texts`.
+    Texts are cut to ``prompt_tokens``; a shorter one, and any chat, is taken whole. Raises as `read_texts`, and
+    ValueError where the tokenizer has no chat template for a chat.
     """
-    return [
+    return [_prompt(name, text, tokenizer, prompt_tokens) for name, text in read_texts(source, limit)]
+
+
+def _prompt(name: str, text: str | Messages, tokenizer, prompt_tokens: int | None) -> Prompt:
+    if isinstance(text, str):
         # Books are longer than any context; the tokenizer's warning about it would mislead.
-        Prompt(name, tuple(tokenizer(text, verbose=False)["input_ids"][:prompt_tokens]))
-        for name, text in read_texts(source, limit)
-    ]
+        return Prompt(name, tuple(tokenizer(text, verbose=False)["input_ids"][:prompt_tokens]))
+    try:
+        return Prompt(name, tuple(chat_ids(text, tokenizer)), chat=True)
+    except ValueError as error:
+        raise ValueError(f"the prompt {name}: {error}") from error

@@ -74,7 +74,7 @@ class Rounds:
                 where = self._where(turn)
                 bar.set_description(where, refresh=False)
                 try:
-                    self._take(turn, bar.update)
+                    self._take(turn, bar)
                 except decoder.BatchError as error:
                     # The others of the batch are kept; this one's own error is what a turn of its own would raise.
                     raise next(iter(error.errors.values())) from error
@@ -109,7 +109,7 @@ class Rounds:
         tokens = min(WARM_UP_NEW_TOKENS, self.setup.max_new_tokens)
         self._continue(turn, pairs, [ids] * len(pairs), [[]] * len(pairs), tokens, lambda *step: None)
 
-    def _take(self, turn: Turn, update: Callable[[int], None]) -> None:
+    def _take(self, turn: Turn, bar: tqdm) -> None:
         """A turn, parts of which may be kept already."""
         # What the turn before has left is not this one's.
         gc.collect()
@@ -118,11 +118,15 @@ class Rounds:
 
         def finish(pair: Pair) -> None:
             kept[pair].close()
+            # Of an answer that ended before.
+            bar.total -= self.setup.max_new_tokens - len(kept[pair].token_ids)
             self.log.append(self._record(turn, pair, kept[pair], memory.bytes()))
             kept[pair].discard()
 
         def lacking(pair: Pair) -> bool:
-            return len(kept[pair].token_ids) < self.setup.max_new_tokens
+            tokens = kept[pair].token_ids
+            ended = tokens and tokens[-1] in self.setup.stop_ids(pair[0])
+            return not ended and len(tokens) < self.setup.max_new_tokens
 
         for pair in turn.pairs:
             if not lacking(pair):
@@ -132,7 +136,7 @@ class Rounds:
         def on_step(place: int, tokens: Sequence[int], counts: dict) -> None:
             pair = pairs[place]
             kept[pair].add(tokens, counts)
-            update(len(tokens))
+            bar.update(len(tokens))
             if _orphaned():
                 raise SystemExit("the process that started this one is gone")
             if not lacking(pair):
@@ -142,6 +146,8 @@ class Rounds:
             prompts = [self.setup.prompts[prompt].token_ids for prompt, _ in pairs]
             sofar = [list(kept[pair].token_ids) for pair in pairs]
             self._continue(turn, pairs, prompts, sofar, self.setup.max_new_tokens, on_step)
+            if any(map(lacking, pairs)):
+                raise RuntimeError(f"a generation of {turn.spec.text} ended before its length and without a stop")
 
     def _continue(
         self,
@@ -155,8 +161,10 @@ class Rounds:
         """Generate what ``sofar`` lacks; ``on_step`` is told which of the generations a step belongs to."""
         spec, dec, options = turn.spec, self.setup.decoders[turn.spec.text], self.setup.options[turn.spec.text]
         params = [self.setup.params[run] for _, run in pairs]
+        stop_ids = [self.setup.stop_ids(prompt) for prompt, _ in pairs]
         if self.setup.batch > 1 and not spec.is_hf:
-            continue_batch_with_decoder(dec, spec.name, prompts, sofar, max_new_tokens, params, options, on_step)
+            texts = (prompts, sofar, max_new_tokens, params, options, stop_ids)
+            continue_batch_with_decoder(dec, spec.name, *texts, on_step)
             return
 
         def on_its_step(tokens: Sequence[int], counts: dict) -> None:
@@ -164,9 +172,9 @@ class Rounds:
 
         given = (prompts[0], sofar[0], max_new_tokens, params[0])
         if spec.is_hf:
-            continue_with_transformers(dec.model, spec.name, *given, on_its_step)
+            continue_with_transformers(dec.model, spec.name, *given, stop_ids[0], on_its_step)
         else:
-            continue_with_decoder(dec, spec.name, *given, options, on_its_step)
+            continue_with_decoder(dec, spec.name, *given, options, stop_ids[0], on_its_step)
 
     def _record(self, turn: Turn, pair: Pair, kept: Progress, peak_memory: int | None) -> dict:
         text, (prompt, run) = turn.spec.text, pair

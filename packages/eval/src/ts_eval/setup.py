@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import decoder
+from decoder.text.stops import eos_ids
 from ts_eval import checkpoints, defaults, plan
 from ts_eval.data_dir import find_data_dir
 from ts_eval.decoders import Sources, with_ar
@@ -51,10 +52,15 @@ class Setup:
     max_new_tokens: int
     batch: int
     memory_before: int | None
+    eos_ids: set[int]
 
     @property
     def model(self):
         return self.decoders["ar"].model
+
+    def stop_ids(self, prompt: int) -> set[int]:
+        """Tokens that end a text behind a prompt, by its index: a chat's answer ends, a book goes on."""
+        return self.eos_ids if self.prompts[prompt].chat else set()
 
     def batches(self) -> list[tuple[Pair, ...]]:
         """The generations of each row, run by run and prompt by prompt, in groups of ``batch``."""
@@ -148,6 +154,7 @@ def set_up(experiment: "Experiment") -> Setup:
         max_new_tokens=experiment.max_new_tokens,
         batch=experiment.batch,
         memory_before=memory_before if backbone.device.type == "cpu" else 0,
+        eos_ids=eos_ids(backbone, decoders[None].tokenizer),
     )
 
 
@@ -196,6 +203,7 @@ def _settings_of_prompts(source: str, prompt_tokens: int | None, prompts: Sequen
         "prompt_tokens": prompt_tokens,
         "prompt_names": [prompt.name for prompt in prompts],
         "prompt_lengths": list(map(len, token_ids)),
+        "prompts_to_end": [prompt.chat for prompt in prompts],
         "prompt_digest": hashlib.sha256(str(token_ids).encode()).hexdigest()[:16],
         "num_prompts": len(prompts),
     }

@@ -11,7 +11,7 @@ import decoder
 from decoder.audit import audit_tokens
 from ts_eval import metrics
 from ts_eval.generation import same_sampling_in_transformers
-from ts_eval.intervals import median_interval
+from ts_eval.intervals import median_interval, weighted_median
 from ts_eval.method_spec import MethodSpec
 from ts_eval.prompts import Prompt
 from ts_eval.results import GenerationLog
@@ -33,10 +33,11 @@ def summarise(
     margin: Margin,
     measure_text: MeasureText,
 ) -> dict[str, dict]:
-    """Row per method, from its finished generations: one per prompt and run, each of the full length.
+    """Row per method, from its finished generations: one per prompt and run.
 
-    Times are medians over prompts and runs, with their smallest and largest value in the ``..._range`` beside them and,
-    of speed and speed-up, the confidence interval over prompts in the ``..._interval``. ``speedup`` is the median of
+    Times are medians over prompts and runs, in which a generation weighs as much as it has tokens, with their smallest
+    and largest value in the ``..._range`` beside them and, of speed and speed-up, the confidence interval over prompts
+    in the ``..._interval``. ``speedup`` is the median of
     AR's milliseconds per token over the method's for the same prompt and run. ``throughput`` is the tokens per second
     of all texts that are decoded together, over all batches, with its range over batches; ``throughput_speedup`` is the
     method's over AR's, and ``texts_per_step`` the mean number of texts that a step decoded, weighted by time. Rates are
@@ -197,21 +198,21 @@ def _sums(columns: list[list[int]]) -> list[int]:
 
 
 def along_rows(generations: list[dict], at_marks: list[list[dict]]) -> list[dict]:
-    """Medians over generations at each mark, ``speedup`` that of pairs with ar's at the same mark.
+    """Medians at each mark over the generations that came so far, ``speedup`` that of pairs with ar's at that mark.
 
     Args:
         generations: records with an ``along_length``.
         at_marks: ar's `along_length` of the same prompts and runs.
     """
+    pairs = [(record["along_length"], reference) for record, reference in zip(generations, at_marks, strict=True)]
     rows = []
-    for place, mark in enumerate(generations[0]["along_length"]):
-        own = [record["along_length"][place] for record in generations]
+    for place, mark in enumerate(max((own for own, _ in pairs), key=len)):
+        reached = [(own[place], ar[place] if place < len(ar) else None) for own, ar in pairs if place < len(own)]
         row = {"tokens": mark["tokens"]}
         for name in list(mark)[1:]:
-            row[name] = median_of([at[name] for at in own])
+            row[name] = median_of([own[name] for own, _ in reached])
         for name in ("ms_per_token", "ms_per_token_since"):
-            pairs = zip(at_marks, own, strict=True)
-            speedups = [_quotient(reference[place][name], at[name]) for reference, at in pairs]
+            speedups = [ar and _quotient(ar[name], own[name]) for own, ar in reached]
             row["speedup" + name.removeprefix("ms_per_token")] = median_of(speedups)
         rows.append(row)
     return rows
@@ -238,16 +239,24 @@ def median_of(values: list[float | None]) -> float | None:
 
 def _interval(name: str, generations: list[dict]) -> dict:
     """The `median_interval` of a figure over prompts."""
-    of_prompts: dict[int, list[float]] = {}
+    of_prompts: dict[int, list[tuple[float, float]]] = {}
     for record in generations:
         if record[name] is not None:
-            of_prompts.setdefault(record["prompt_index"], []).append(record[name])
+            of_prompts.setdefault(record["prompt_index"], []).append((record[name], _weight(record)))
     return {f"{name}_interval": median_interval(list(of_prompts.values()))}
 
 
+def _weight(record: dict) -> float:
+    return max(1, record["new_tokens"])
+
+
 def _median_and_range(name: str, generations: list[dict]) -> dict:
-    known = [record[name] for record in generations if record[name] is not None]
-    return {name: median_of(known), f"{name}_range": [min(known), max(known)] if known else None}
+    known = [(record[name], _weight(record)) for record in generations if record[name] is not None]
+    values = [value for value, _ in known]
+    return {
+        name: weighted_median(known) if known else None,
+        f"{name}_range": [min(values), max(values)] if known else None,
+    }
 
 
 def _quotient(numerator: float | None, denominator: float | None) -> float | None:

@@ -121,24 +121,24 @@ class BitwiseText:
 
     def _tree(self, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]:
         starts = [tail_start(self.length + depth) for depth in depths]
-        groups = []
-        for start in sorted(set(starts)):
-            nodes = [node for node, own in enumerate(starts) if own == start]
+        column, groups, distinct = torch.arange(COLUMNS), [], sorted(set(starts))
+        for start in distinct:
+            where: slice | torch.Tensor = slice(None)
+            if len(distinct) > 1:
+                where = torch.tensor([node for node, own in enumerate(starts) if own == start])
             committed = self.length - start
-            # What each sees, in the order of the text: the end of the committed one, then its ancestors and itself.
             # One column more than can be seen, of which no row has any weight.
             width = max(COLUMNS, committed + len(depths) + 1)
             width += -width % STRIDE
-            columns = torch.arange(COLUMNS).repeat(len(nodes), 1)
-            additive = torch.zeros(len(nodes), COLUMNS)
-            for row, node in enumerate(nodes):
-                seen = mask[node].nonzero()[:, 0] + committed
-                end = committed + len(seen)
-                columns[row, committed:end] = seen
-                columns[row, end:] = width - 1
-                additive[row, end:] = -torch.inf
-            where = slice(None) if len(nodes) == len(depths) else torch.tensor(nodes)
-            groups.append(_Rows(where, len(nodes), start, width, columns, additive))
+            # What each sees, in the order of the text: the end of the committed one, then its ancestors and itself.
+            seen = mask[where]
+            ancestors = seen.cumsum(1)
+            unseen = column >= committed + ancestors[:, -1:]
+            columns = column.where(~unseen, width - 1)
+            rows, nodes = seen.nonzero(as_tuple=True)
+            columns[rows, ancestors[rows, nodes] + (committed - 1)] = nodes + committed
+            additive = torch.zeros(len(seen), COLUMNS).masked_fill_(unseen, -torch.inf)
+            groups.append(_Rows(where, len(seen), start, width, columns, additive))
         return groups
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
