@@ -12,6 +12,7 @@ from decoder.cache.full import FullCache
 from decoder.kernels import attention
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.model import bitwise, bitwise_test, target
+from decoder.model.bitwise_test import OneLayer
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, random_heads, tiny_llama
@@ -83,25 +84,28 @@ def test_attention_gives_a_node_the_bits_it_has_alone(length, dtype, rule):
     key, value, query = random_pairs(length, dtype)
     for tree in (random_tree(24, length), random_tree(5, length + 1)):
         mask = tree.ancestor_mask()
-        together = BitwiseText(length, tree.depths, mask, rule).attend(query[:, :, : len(tree)], key, value, 0.3)
+        together = BitwiseText(OneLayer(key, value), length, tree.depths, mask, rule).attend(
+            query[:, :, : len(tree)], 0, 0.3
+        )
         for node, depth in enumerate(tree.depths):
             # Its own text, as plain decoding has it.
             path = tree.path(node)
             own = [pairs.clone() for pairs in (key, value)]
             for mine, theirs in zip(own, (key, value), strict=True):
                 mine[:, :, length : length + len(path)] = theirs[:, :, [length + at for at in path]]
-            alone = BitwiseText(length + depth, [0], None, rule).attend(query[:, :, node : node + 1], *own, 0.3)
+            alone = BitwiseText(OneLayer(*own), length + depth, [0], None, rule).attend(
+                query[:, :, node : node + 1], 0, 0.3
+            )
             assert torch.equal(alone[:, :, 0], together[:, :, node]), (node, depth)
 
 
 @pytest.mark.parametrize("length", BORDERS)
 def test_a_run_of_any_length_gives_the_same_bits_and_those_of_softmax(length):
     key, value, query = random_pairs(length, torch.float32)
-    whole = BitwiseText(length, range(24), None, RULE).attend(query, key, value, 0.3)
+    whole = BitwiseText(OneLayer(key, value), length, range(24), None, RULE).attend(query, 0, 0.3)
     for first, end in ((0, 1), (3, 10), (10, 24)):
-        part = BitwiseText(length + first, range(end - first), None, RULE).attend(
-            query[:, :, first:end], key, value, 0.3
-        )
+        part = BitwiseText(OneLayer(key, value), length + first, range(end - first), None, RULE)
+        part = part.attend(query[:, :, first:end], 0, 0.3)
         assert torch.equal(part, whole[:, :, first:end])
     blocked = torch.ones(24, 24, dtype=torch.bool).triu(1)
     wide = (x[:, :, : length + 24].double() for x in (key, value))

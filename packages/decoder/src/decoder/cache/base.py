@@ -49,6 +49,9 @@ class LayeredCache(Cache, ABC):
         self._layers = 1
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: torch.Tensor | None = None
+        # Of a pass: its first slot, how many it writes, and these slots of each layer.
+        self._place: tuple[int, int] | None = None
+        self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __del__(self):
         # However a text ends (done, closed, cancelled, failed), its caches go, and at once: nothing refers to them.
@@ -101,23 +104,42 @@ class LayeredCache(Cache, ABC):
         That is [B, G, kv_length + T, D], or with fixed shapes the layer's whole buffers.
         """
         count = key_states.shape[2]
+        for slots, states in zip(
+            self.slots_for(key_states, value_states, layer_idx), (key_states, value_states), strict=True
+        ):
+            if self.kv_length is None:
+                slots.copy_(states)
+            else:
+                slots.index_copy_(2, self._written, states.to(slots.dtype))
+        return self.seen_by(count, layer_idx)
+
+    def slots_for(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a layer's new pairs go, for which room is made: [B, G, T, D], with fixed shapes whole buffers."""
+        count = key_states.shape[2]
         self._make_room(count)
         self._allocate(key_states, value_states)
-        key, value = self._of_layer[layer_idx]
         if self.kv_length is not None:
             if not layer_idx:
                 self._written = self.kv_length + torch.arange(count, device=self.kv_length.device)
-            key.index_copy_(2, self._written, key_states.to(key.dtype))
-            value.index_copy_(2, self._written, value_states.to(value.dtype))
+            return self._of_layer[layer_idx]
+        place = self.get_seq_length(), count
+        if place != self._place:
+            # Of all layers at once: most of a small model's step is calls.
+            end = sum(place)
+            if self.spare and end + self.spare > self._finite:
+                self._make_finite(end + self.spare)
+            slots = (buffer.narrow(3, *place).unbind() for buffer in (self.keys, self.values))
+            self._place, self._slots = place, list(zip(*slots, strict=True))
+        return self._slots[layer_idx]
+
+    def seen_by(self, count: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``count`` new tokens attend to once they are written, as `update` gives it."""
+        key, value = self._of_layer[layer_idx]
+        if self.kv_length is not None or self.spare:
             return key, value
-        start = self.get_seq_length()
-        end = start + count
-        if self.spare and end + self.spare > self._finite:
-            self._make_finite(end + self.spare)
-        key[:, :, start:end] = key_states
-        value[:, :, start:end] = value_states
-        if self.spare:
-            return key, value
+        end = self.get_seq_length() + count
         return key[:, :, :end], value[:, :, :end]
 
     def _make_finite(self, end: int) -> None:
@@ -143,6 +165,7 @@ class LayeredCache(Cache, ABC):
         # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
         self.passes.clear()
         self._of_layer.clear()
+        self._slots, self._place = [], None
         for name in ("keys", "values"):
             old = getattr(self, name)
             if len(old):

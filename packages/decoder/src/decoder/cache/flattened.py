@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from transformers import Cache
 
 from decoder.cache.base import LayeredCache
@@ -25,9 +26,17 @@ class FlattenedCaches(Cache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Write a layer's new pairs [1, G, sum of counts, D]; what each text attends to, as `LayeredCache.update`."""
-        parts = zip(key_states.split(self.counts, 2), value_states.split(self.counts, 2), strict=True)
-        written = (cache.update(*part, layer_idx) for cache, part in zip(self.caches, parts, strict=True))
-        return tuple(zip(*written, strict=True))
+        parts = list(
+            zip(*(states.split_with_sizes(self.counts, 2) for states in (key_states, value_states)), strict=True)
+        )
+        if any(cache.kv_length is not None for cache in self.caches):
+            written = [cache.update(*part, layer_idx) for cache, part in zip(self.caches, parts, strict=True)]
+            return tuple(zip(*written, strict=True))
+        slots = [cache.slots_for(*part, layer_idx) for cache, part in zip(self.caches, parts, strict=True)]
+        # One call for all texts.
+        torch._foreach_copy_([each for pair in slots for each in pair], [each for pair in parts for each in pair])
+        seen = [cache.seen_by(count, layer_idx) for cache, count in zip(self.caches, self.counts, strict=True)]
+        return tuple(zip(*seen, strict=True))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The longest text's; positions are given to the model, which asks for this to size masks it does not make."""

@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from decoder.kernels import split_kv
-from decoder.kernels.bitwise_attention import BitwiseText
+from decoder.kernels.bitwise_attention import BitwiseText, attend_tokens
 
 NAME = "tokenswift"
 
@@ -40,7 +40,7 @@ class TextInPass(NamedTuple):
         mask: which new token sees which, bool [T, T]; None is plain causal.
         kv_length: where given, the cached tokens' number L in device memory, int64 [1]; key and value are then whole
             buffers, whose entries from L on are the new ones, and what lies behind them means nothing.
-        bitwise: where given, attention is by position, over whole buffers likewise, and mask and length are in it.
+        bitwise: where given, attention is by position; it has mask and length, and the cache to look at.
     """
 
     tokens: int
@@ -93,20 +93,26 @@ def tree_attention(
         queries[module.layer_idx] = last if last.shape[2] == query.shape[2] else last.clone()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, tuple):
+        if len(texts) == query.shape[2] and all(text.bitwise is not None for text in texts):
+            return attend_tokens([text.bitwise for text in texts], query, module.layer_idx, scaling), None
         own = query.split([text.tokens for text in texts], 2)
-        outputs = [_attend(*parts, scaling).transpose(1, 2) for parts in zip(own, key, value, texts, strict=True)]
+        outputs = [
+            _attend(*parts, module.layer_idx, scaling).transpose(1, 2)
+            for parts in zip(own, key, value, texts, strict=True)
+        ]
         return torch.cat(outputs, 1), None
-    output = _attend(query, key, value, texts[0] if texts else TextInPass(query.shape[2]), scaling)
+    text = texts[0] if texts else TextInPass(query.shape[2])
+    output = _attend(query, key, value, text, module.layer_idx, scaling)
     # Some models take a view of this, as they may of what transformers' own functions return.
     return output.transpose(1, 2).contiguous(), None
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, text: TextInPass, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, text: TextInPass, layer: int, scaling: float
 ) -> torch.Tensor:
     """[B, H, T, D]: attention of one text's new tokens."""
     if text.bitwise is not None:
-        return text.bitwise.attend(query, key, value, scaling)
+        return text.bitwise.attend(query, layer, scaling)
     if text.kv_length is not None:
         output = split_kv.split_kv_attention(query.to(key.dtype), key, value, text.kv_length, text.mask, scaling)
         return output.to(query.dtype)

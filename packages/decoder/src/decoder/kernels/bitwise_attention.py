@@ -15,7 +15,7 @@ one, and whether that is enough, is found out by a test (`model.bitwise_test`) o
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -70,6 +70,8 @@ class _Rows(NamedTuple):
 class _Near(NamedTuple):
     """What one softmax covers for a group's rows: all keys of a short text, the tail of a long one.
 
+    Views of all layers are made at once, since a small model's layer is short.
+
     Attributes:
         group: whose rows they are.
         first: the first of these keys; those before it are the prefix, one more key.
@@ -78,6 +80,9 @@ class _Near(NamedTuple):
         mask: what is added to scores, of the whole of a chain, of the tail of a tree, [1, rows, columns].
         columns: of a tree, where the tail's keys in order stand, [G, rows, COLUMNS].
         dtype: of scores, weights and sums.
+        keys: per layer, from ``first`` on, [G, D, middle + width].
+        values: per layer those between, [G, middle, Dv], and those of the tail, [G, width, Dv].
+        prefix: per layer, keys and values before ``first``, [1, G, first, D].
     """
 
     group: _Rows
@@ -87,6 +92,16 @@ class _Near(NamedTuple):
     mask: torch.Tensor
     columns: torch.Tensor | None
     dtype: torch.dtype
+    keys: Sequence[torch.Tensor]
+    values: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    prefix: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Pairs(Protocol):
+    """A cache's buffers: keys [layers, 1, G, slots, D] and values [layers, 1, G, slots, Dv]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 def tail_start(position: int) -> int:
@@ -98,13 +113,16 @@ class BitwiseText:
     """One text's new tokens, and where each of them looks; made once per pass and used by all its layers.
 
     Args:
+        pairs: the text's cache. When a layer attends, the new tokens' pairs are in it, and slots behind the text hold
+            finite numbers.
         length: L, cached tokens.
         depths: how deep each new token stands below the first, [T]; at most DEPTH, unless there is no mask.
         mask: which new token sees which, bool [T, T]; None is plain causal.
         rule: of this machine.
     """
 
-    def __init__(self, length: int, depths: Sequence[int], mask: torch.Tensor | None, rule: Rule):
+    def __init__(self, pairs: Pairs, length: int, depths: Sequence[int], mask: torch.Tensor | None, rule: Rule):
+        self.pairs = pairs
         self.length, self.count, self.rule = length, len(depths), rule
         self._groups = self._chain(len(depths)) if mask is None else self._tree(depths, mask)
         self._made: dict[tuple, _Near] = {}
@@ -141,62 +159,63 @@ class BitwiseText:
             groups.append(_Rows(where, len(seen), start, width, columns, additive))
         return groups
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-        """[1, H, T, Dv] of queries [1, H, T, D] over whole buffers [1, G, slots, D], the new tokens' pairs in them.
+    def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+        """[1, H, T, Dv] of a layer's queries [1, H, T, D].
 
-        Slots behind the text hold finite numbers. There may be more queries than new tokens: those of padding, which
-        get the first token's.
+        There may be more queries than new tokens: those of padding, which get the first token's.
         """
         padding = query.shape[2] - self.count
         if padding:
-            output = self.attend(query[:, :, : self.count], key, value, scaling)
+            output = self.attend(query[:, :, : self.count], layer, scaling)
             return torch.cat((output, output[:, :, :1].expand(-1, -1, padding, -1)), 2)
         if len(self._groups) == 1:
-            return self._attend(0, query, key, value, scaling)
+            return self._attend(0, query, layer, scaling)
         heads, count = query.shape[1:3]
-        output = query.new_empty(1, heads, count, value.shape[-1])
+        output = query.new_empty(1, heads, count, self.pairs.values.shape[-1])
         for place, group in enumerate(self._groups):
-            output[:, :, group.nodes] = self._attend(place, query[:, :, group.nodes], key, value, scaling)
+            output[:, :, group.nodes] = self._attend(place, query[:, :, group.nodes], layer, scaling)
         return output
 
-    def _attend(
-        self, place: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def _attend(self, place: int, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
         _, heads, count, dim = query.shape
-        rows = query.reshape(key.shape[1], -1, dim)
+        kv_heads = self.pairs.keys.shape[2]
+        rows = query.reshape(kv_heads, -1, dim)
         used = rows.shape[1]
-        rows = _padded(rows, self.rule.multiple)
-        near = self._near(place, rows, heads // key.shape[1])
-        width = near.middle + near.group.width
-        # Narrowing takes a third of an index's time, and a small model's layer is short.
-        near_key, near_value = (pairs[0].narrow(1, near.first, width) for pairs in (key, value))
-        wide_rows = rows
+        output = self.attend_rows(place, _padded(rows, self.rule.multiple), heads // kv_heads, layer, scaling)
+        return output.narrow(1, 0, used).reshape(1, heads, count, -1).to(query.dtype)
+
+    def attend_rows(self, place: int, rows: torch.Tensor, per_head: int, layer: int, scaling: float) -> torch.Tensor:
+        """[G, rows, Dv], in the dtype of sums, of the padded queries [G, rows, D] of one group of tokens."""
+        near = self._near(place, rows, per_head)
+        wide_rows, near_key, near_value = rows, near.keys[layer], near.values[layer]
         if near.dtype != rows.dtype:
-            wide_rows, near_key, near_value = (x.to(near.dtype) for x in (rows, near_key, near_value))
+            wide_rows, near_key = rows.to(near.dtype), near_key.to(near.dtype)
+            near_value = tuple(part.to(near.dtype) for part in near_value)
         if near.columns is None:
-            scores = torch.baddbmm(near.mask, wide_rows, near_key.mT, alpha=scaling)
+            scores = torch.baddbmm(near.mask, wide_rows, near_key, alpha=scaling)
         else:
             # Scaled as above: a product that scales its own operands rounds otherwise.
-            scores = torch.baddbmm(near.mask.narrow(2, 0, 1), wide_rows, near_key.mT, beta=0, alpha=scaling)
+            scores = torch.baddbmm(near.mask.narrow(2, 0, 1), wide_rows, near_key, beta=0, alpha=scaling)
             tail = scores.narrow(2, near.middle, near.group.width).gather(2, near.columns).add_(near.mask)
             scores = torch.cat((scores.narrow(2, 0, near.middle), tail), 2) if near.middle else tail
         if near.first:
-            far_key, far_value = (pairs.narrow(2, 0, near.first) for pairs in (key, value))
-            prefix, log_sum = _flash(rows[None], far_key, far_value, scale=scaling)
+            prefix, log_sum = _flash(rows[None], *near.prefix[layer], scale=scaling)
             scores = torch.cat((scores, log_sum[0, :, :, None]), 2)
         weights = scores.softmax(-1)
-        output = self._of_tail(near, weights.narrow(2, near.middle, COLUMNS), near_value)
+        between, in_tail, of_prefix = weights.split_with_sizes(
+            (near.middle, COLUMNS, weights.shape[2] - near.middle - COLUMNS), 2
+        )
+        output = self._of_tail(near, in_tail, near_value[1])
         # Multiplied and added one after the other: both at once may be another number in another loop.
         if near.middle:
-            output.add_(torch.bmm(weights.narrow(2, 0, near.middle), near_value.narrow(1, 0, near.middle)))
+            output.add_(torch.bmm(between, near_value[0]))
         if near.first:
-            output.add_(prefix[0].to(near.dtype) * weights.narrow(2, near.middle + COLUMNS, 1))
-        return output.narrow(1, 0, used).reshape(1, heads, count, -1).to(query.dtype)
+            output.add_(prefix[0].to(near.dtype) * of_prefix)
+        return output
 
     def _of_tail(self, near: _Near, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[G, rows, Dv]: the tail's values by their weights [G, rows, COLUMNS], summed in order."""
         group = near.group
-        value = value.narrow(1, near.middle, group.width) if near.middle else value
         if near.columns is None:
             return torch.bmm(weights, value)
         if group.width <= self.rule.in_order:
@@ -229,8 +248,34 @@ class BitwiseText:
                 columns = _padded(group.columns.repeat(per_head, 1)[None], self.rule.multiple)
                 columns = columns.expand(len(rows), -1, -1)
             mask = _padded(mask.repeat(per_head, 1)[None], self.rule.multiple)
-            self._made[kind] = _Near(group, first, middle, per_head, mask, columns, wide)
+            self._made[kind] = _Near(group, first, middle, per_head, mask, columns, wide, *self._views(group, first))
         return self._made[kind]
+
+    def _views(self, group: _Rows, first: int) -> tuple[Sequence, Sequence, Sequence]:
+        """The last three parts of a `_Near`."""
+        keys, values, middle = self.pairs.keys, self.pairs.values, group.start - first
+        near = keys[:, 0].narrow(2, first, middle + group.width).mT.unbind()
+        between, tail = (
+            values[:, 0].narrow(2, start, count).unbind()
+            for start, count in ((first, middle), (group.start, group.width))
+        )
+        prefix = (pairs.narrow(3, 0, first).unbind() for pairs in (keys, values))
+        return near, list(zip(between, tail, strict=True)), list(zip(*prefix, strict=True))
+
+
+def attend_tokens(texts: Sequence[BitwiseText], query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    """[1, T, H, Dv]: `BitwiseText.attend` of T texts with one new token each, whose queries are [1, H, T, D].
+
+    What can be done for all texts at once is: most of a batch's step is calls.
+    """
+    heads, count, dim = query.shape[1:]
+    kv_heads = texts[0].pairs.keys.shape[2]
+    per_head, multiple = heads // kv_heads, texts[0].rule.multiple
+    rows = query.view(kv_heads, per_head, count, dim).permute(2, 0, 1, 3)
+    rows = _padded(rows.reshape(count * kv_heads, per_head, dim), multiple).split(kv_heads)
+    outputs = [text.attend_rows(0, own, per_head, layer, scaling) for text, own in zip(texts, rows, strict=True)]
+    output = torch.stack(outputs).narrow(2, 0, per_head)
+    return output.reshape(1, count, heads, -1).to(query.dtype)
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

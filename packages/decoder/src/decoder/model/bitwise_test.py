@@ -28,6 +28,14 @@ _ROWS_OF_VOCABULARY = 48
 _TEXT = 44
 _DECODED = 3
 
+
+class OneLayer:
+    """A cache of one layer, from its keys [1, G, slots, D] and values [1, G, slots, Dv]."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor):
+        self.keys, self.values = key[None], value[None]
+
+
 _rules: dict[tuple[AttentionShape, int], tuple[Rule | None, str | None]] = {}
 
 
@@ -60,23 +68,23 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
 
     slots = max(_LENGTHS) + max(_NODES) + SPARE
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
-    query = random(1, shape.heads, max(_NODES), shape.dim)
+    query, pairs = random(1, shape.heads, max(_NODES), shape.dim), OneLayer(key, value)
     trees = [_tree(nodes) for nodes in _NODES]
     for place, length in enumerate(_LENGTHS):
         tree = trees[place % len(trees)]
         for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
-            together = BitwiseText(length, depths, mask, rule)
-            found = together.attend(query[:, :, : len(depths)], key, value, shape.dim**-0.5)
+            together = BitwiseText(pairs, length, depths, mask, rule)
+            found = together.attend(query[:, :, : len(depths)], 0, shape.dim**-0.5)
             for node in (0, 1, len(depths) // 2, len(depths) - 1):
                 # Its own text takes the place of the tree for a while, which spares copies of the cache.
                 end = length + depths[node] + 1
-                others = [pairs[:, :, length:end].clone() for pairs in (key, value)]
-                for pairs in (key, value) if mask is not None else ():
-                    pairs[:, :, length:end] = pairs[:, :, length + mask[node].nonzero()[:, 0]]
-                plain = BitwiseText(end - 1, [0], None, rule)
-                own = plain.attend(query[:, :, node : node + 1], key, value, shape.dim**-0.5)
-                for pairs, other in zip((key, value), others, strict=True):
-                    pairs[:, :, length:end] = other
+                others = [states[:, :, length:end].clone() for states in (key, value)]
+                for states in (key, value) if mask is not None else ():
+                    states[:, :, length:end] = states[:, :, length + mask[node].nonzero()[:, 0]]
+                plain = BitwiseText(pairs, end - 1, [0], None, rule)
+                own = plain.attend(query[:, :, node : node + 1], 0, shape.dim**-0.5)
+                for states, other in zip((key, value), others, strict=True):
+                    states[:, :, length:end] = other
                 if not torch.equal(own[0, :, 0], found[0, :, node]):
                     kind = "a run" if mask is None else "a tree"
                     return f"attention gives a token of {kind} of {len(depths)} behind {length} others other bits alone"

@@ -268,7 +268,7 @@ class Target:
             return TextInPass(count, mask, cache.kv_length)
         length = cache.get_seq_length()
         depths = [position - length for position in positions]
-        return TextInPass(count, bitwise=BitwiseText(length, depths, mask, self._rule.attention))
+        return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, self._rule.attention))
 
     def _begin(self, cache: LayeredCache, count: int) -> None:
         spare = SPARE if self._rule is not None and cache.purpose == "text" else 0
