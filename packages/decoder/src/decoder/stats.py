@@ -10,6 +10,7 @@ class Statistics:
 
     Attributes:
         steps: forward passes over the full cache.
+        nodes: nodes of all verified trees, their roots included.
         generated: new tokens.
         drafted: sum over steps of the tree's depth (the paper's gamma + 1 for its fixed tree).
         accepted: drafted tokens accepted.
@@ -24,6 +25,7 @@ class Statistics:
     """
 
     steps: int = 0
+    nodes: int = 0
     generated: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -35,13 +37,14 @@ class Statistics:
     shared_seconds: float = 0.0
     cache_rebuilds: int = 0
 
-    def count_step(self, depth: int, sources: Sequence[Collection[str]], generated: int) -> None:
-        """One step: of a tree of ``depth`` one path was accepted, and with it ``generated`` tokens in all.
+    def count_step(self, nodes: int, depth: int, sources: Sequence[Collection[str]], generated: int) -> None:
+        """One step: of a tree of so many nodes and ``depth`` one path was accepted, ``generated`` tokens in all.
 
         ``sources`` has an entry per accepted drafted token: who proposed it.
         """
         accepted = len(sources)
         self.steps += 1
+        self.nodes += nodes
         self.generated += generated
         self.drafted += depth
         self.accepted += accepted

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from ts_eval.report.plots import MARKERS, PALETTE
 from ts_eval.stopwatch import FORWARDS, PARTS
-from ts_eval.table import NONE, count_of, format_table, number, sampling_in_words, times, tree_in_words
+from ts_eval.table import NONE, count_of, drafts_in_words, format_table, number, sampling_in_words, times
 
 COLOURS = PALETTE["light"]
 
@@ -59,7 +59,7 @@ def describe(results: dict) -> str:
             f"{environment['device_name']} ({environment['device']}), {count_of(environment['threads'], 'thread')}",
             settings["dtype"],
             sampling_in_words(settings["sampling"]),
-            f"tree {tree_in_words(options['tree'])} and k = {options['ngrams']} where the method names no other",
+            f"{drafts_in_words(options)} where the method names no other",
             f"medians of {count_of(settings['repeats'], 'interleaved round')}",
         ]
     )

@@ -25,6 +25,7 @@ from ts_eval.cli_options import (
     drafting_options,
     from_file,
     model_options,
+    options_of,
     sampling_options,
 )
 
@@ -108,7 +109,8 @@ def main():
 @model_options
 @click.option(
     "--prompts",
-    help="Text file (one prompt), .jsonl[.gz] or hub dataset (owner/name[:split]) with a field text.  "
+    help="Text file (one prompt), .jsonl[.gz] or hub dataset (owner/name[:split]) with a field text, or messages of "
+    "a chat, whose answer ends where the model ends it.  "
     "[default: PG-19 test books]",
 )
 @click.option("--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a book]")
@@ -138,7 +140,7 @@ def main():
 )
 @books_option
 @click.pass_obj
-def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
+def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **arguments):
     """Decode the same prompts with each METHOD, next to ar, and tell speed, acceptance, diversity and identity.
 
     A METHOD may carry options and heads of its own: tokenswift:tree=1,3,3,3:ngrams=20, auto:heads=DIR. `ts-eval
@@ -154,12 +156,11 @@ def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
-        options = {"tree": tree, "ngrams": ngrams, "budget": budget}
         try:
             results = experiment.compare(
                 methods,
                 sampling=sampling,
-                options={name: value for name, value in options.items() if value is not None},
+                options=options_of(preset, tree=tree, ngrams=ngrams, budget=budget),
                 audit=check_lossless,
                 arguments=typed,
                 say=lambda sentence: click.echo(sentence, err=True),
@@ -240,7 +241,7 @@ def compare(typed, methods, tree, ngrams, budget, check_lossless, **arguments):
 @click.option("--overwrite", is_flag=True, help="Measure again, whatever the output folder holds.")
 @books_option
 @click.pass_obj
-def bench(typed, methods, tree, ngrams, budget, **arguments):
+def bench(typed, methods, preset, tree, ngrams, budget, **arguments):
     """Measure what steps cost here: memory, plain decoding, verifications, drafts, and the parts of a step.
 
     METHODs as for compare; without any, all of ours whose heads and draft model are at hand.
@@ -251,11 +252,10 @@ def bench(typed, methods, tree, ngrams, budget, **arguments):
 
         _quiet_libraries()
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
-        options = {"tree": tree, "ngrams": ngrams, "budget": budget}
         results = measure.bench(
             methods,
             sampling=sampling,
-            options={name: value for name, value in options.items() if value is not None},
+            options=options_of(preset, tree=tree, ngrams=ngrams, budget=budget),
             arguments=typed,
             say=lambda sentence: click.echo(sentence, err=True),
             **arguments,

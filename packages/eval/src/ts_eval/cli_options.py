@@ -86,9 +86,23 @@ def from_file(context: click.Context, parameter: click.Parameter, path: str | No
     return path
 
 
+def options_of(preset: str | None, **given: object) -> dict:
+    """Fields of `decoder.TokenSwiftOptions`: those given, and for what is None the preset's."""
+    # Imported here because it brings torch, which --help should not cost.
+    from decoder.options import PAPER_NGRAMS, PAPER_TREE
+
+    paper = {"tree": PAPER_TREE, "ngrams": PAPER_NGRAMS} if preset == "paper" else {}
+    return paper | {name: value for name, value in given.items() if value is not None}
+
+
 model_options = together(
     click.option("--model", help="Model folder or hub id.  [default: the reference model]"),
-    click.option("--heads", multiple=True, help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated."),
+    click.option(
+        "--heads",
+        multiple=True,
+        help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.  "
+        "[default: the folder heads-NAME beside the model's folder NAME]",
+    ),
     click.option("--draft-model", help="Small model that drafts for triforce."),
 )
 device_options = together(
@@ -112,8 +126,19 @@ sampling_options = together(
     sampling_option("--penalty-window", "Last tokens that are penalised."),
 )
 drafting_options = together(
-    click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks (0.0 0.1 1).  [default: 1,3,3,3]"),
-    click.option("--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: 20]"),
+    click.option(
+        "--preset",
+        type=click.Choice(["paper"]),
+        help="paper: the paper's tree 1,3,3,3 and k = 20, where --tree and --ngrams say nothing else.",
+    ),
+    click.option(
+        "--tree",
+        type=Tree(),
+        help="Branching per depth, or paths of ranks (0.0 0.1 1).  [default: chosen step by step by what pays here]",
+    ),
+    click.option(
+        "--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: those of 20 that pay here]"
+    ),
     click.option("--budget", type=int, help="Slots of the partial cache.  [default: the prompt's length]"),
 )
 books_option = click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")

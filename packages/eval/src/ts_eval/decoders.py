@@ -40,6 +40,8 @@ class Sources:
     ) -> "Sources":
         """What ``specs`` run with; without a ``model`` the reference model, with its heads and draft model.
 
+        Where no heads are named for a model folder, they are those in the folder heads-NAME beside it, if there is one.
+
         Raises:
             ValueError: ``heads`` are several checkpoints, or pairs with what is no method.
             FileNotFoundError: there is no data folder.
@@ -51,6 +53,8 @@ class Sources:
             own_heads = {name: str(data / f"heads-{kind}") for name, kind in DEFAULT_KINDS.items()}
             if draft_model is None and any(spec.name == "triforce" for spec in specs):
                 draft_model = str(data / DRAFT_MODEL)
+        elif (beside := Path(model).parent / f"heads-{Path(model).name}").is_dir():
+            own_heads = {name: str(beside) for name, drafter in METHODS.items() if drafter.heads_kinds}
         return cls(model, draft_model, _heads_by_method(specs, heads, own_heads))
 
     def refuse_missing(self, specs: Sequence[MethodSpec]) -> None:

@@ -178,7 +178,7 @@ class Measurement:
 
     def _widths(self) -> list[int]:
         """Candidates per level of the tree."""
-        tree = self.options_for_all.tree
+        tree = self.options_for_all.fixed_tree
         return [width if isinstance(width, int) else max(width) + 1 for width in tree]
 
     def _sampler(self, context: Sequence[int]) -> Sampler:

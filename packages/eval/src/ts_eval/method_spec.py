@@ -53,7 +53,7 @@ class MethodSpec:
             if option not in defaults or not equals:
                 raise ValueError(f"unknown option {pair!r} in {text!r}: options are heads, {', '.join(defaults)}")
             try:
-                options[option] = _read_like(defaults[option], value)
+                options[option] = parse_tree(value) if option == "tree" else _read_like(defaults[option], value)
             except ValueError as error:
                 raise ValueError(f"{value!r} does not fit the option {option} in {text!r}") from error
         return cls(text, name, options, heads)
@@ -66,8 +66,6 @@ def row_names() -> list[str]:
 
 def _read_like(default: object, value: str) -> object:
     """``value`` read as what ``default`` is; None stands for a number that has no default."""
-    if isinstance(default, tuple):
-        return parse_tree(value)
     if isinstance(default, bool):
         if value not in ("true", "false"):
             raise ValueError(f"{value!r} is neither true nor false")

@@ -203,14 +203,14 @@ def _drafting(
     nodes, depth, draft_cache, drafter, draft_reads = 1, 0, 0, 0, 0
     if method == "tokenswift":
         depth, drafter = min(levels, heads + 1), heads_bytes
-        nodes = 1 + len(rank_paths(options.tree, depth)) + options.ngrams * (heads + 1)
+        nodes = 1 + len(rank_paths(options.fixed_tree, depth)) + options.retrieved_ngrams * (heads + 1)
         draft_cache = 0 if options.cache == "full" else model.cache_bytes(budget + 1)
         # With cache="full" the draft pass reads the whole text's pairs: at least those of the prompt.
         read = model.cache_bytes(prompt_tokens) if options.cache == "full" else draft_cache
         draft_reads = model.pass_bytes + drafter + read
     elif method in ("medusa", "tokenswift-fused"):
         depth, drafter = min(levels, heads), heads_bytes
-        nodes = 1 + len(rank_paths(options.tree, depth)) + (CHAIN if method == "tokenswift-fused" else 0)
+        nodes = 1 + len(rank_paths(options.fixed_tree, depth)) + (CHAIN if method == "tokenswift-fused" else 0)
         draft_reads = drafter + model.lm_head_parameters * model.value_bytes
     elif method == "magicdec":
         depth, nodes, draft_cache = levels, 1 + levels, model.cache_bytes(budget + levels)

@@ -60,8 +60,8 @@ def plan_from(
     )
     return {
         "model": model,
-        "tree": tree_in_words(options.tree),
-        "ngrams": options.ngrams,
+        "tree": tree_in_words(options.fixed_tree),
+        "ngrams": options.retrieved_ngrams,
         **made,
     }
 

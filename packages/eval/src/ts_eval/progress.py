@@ -11,6 +11,7 @@ from ts_eval.json_lines import named, to_line, whole_lines, write_whole
 
 COUNTS = (
     "steps",
+    "nodes",
     "drafted",
     "accepted",
     "ngram_accepted",

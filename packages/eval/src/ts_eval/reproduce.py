@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from decoder.options import PAPER_NGRAMS, PAPER_TREE
 from ts_eval import defaults
 from ts_eval.compare import compare
 from ts_eval.paper import TARGETS, Cell, Target
@@ -69,6 +70,7 @@ def _scaled(target: Target, cell: Cell, scale: float) -> dict:
         "max_new_tokens": new,
         "marks": [min(length(mark), new) for mark in target.at] or [new],
         "sampling": {**defaults.SAMPLING, **cell.sampling},
+        "options": {"tree": PAPER_TREE, "ngrams": PAPER_NGRAMS},
     }
 
 

@@ -174,6 +174,7 @@ def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict
         "acceptance_rate": metrics.acceptance_rate(total("accepted"), drafted),
         "ngram_acceptance_rate": metrics.ngram_acceptance_rate(total("ngram_accepted"), drafted),
         "tokens_per_step": metrics.tokens_per_step(total("new_tokens"), steps),
+        "nodes_per_step": _quotient(total("nodes"), steps),
         "acceptance_by_depth": metrics.acceptance_by_depth(by_depth, steps),
         "acceptance_by_source": metrics.acceptance_by_source(by_source, drafted),
         "along_length": along_rows(generations, at_marks),

@@ -3,6 +3,8 @@
 import textwrap
 from collections.abc import Sequence
 
+from decoder.drafters import TUNED
+from ts_eval.method_spec import MethodSpec
 from ts_eval.metrics import BLEU_ORDERS
 from ts_eval.summary import differs
 
@@ -183,7 +185,6 @@ def gigabytes(value: int | None) -> str:
 def describe(results: dict) -> str:
     """What was measured, where and how, in one sentence of parts."""
     settings, environment = results["settings"], results["environment"]
-    tree, ngrams = tree_in_words(settings["options_for_all"]["tree"]), settings["options_for_all"]["ngrams"]
     lengths = sorted(set(settings["prompt_lengths"]))
     prompt_tokens = " to ".join(f"{length:,}" for length in dict.fromkeys((lengths[0], lengths[-1])))
     return "; ".join(
@@ -196,9 +197,23 @@ def describe(results: dict) -> str:
             *([f"{settings['batch']} texts at a time"] if settings["batch"] > 1 else []),
             sampling_in_words(settings["sampling"]),
             f"seed {settings['seed']}",
-            f"tree {tree} and k = {ngrams} where the method names no other",
+            f"{drafts_in_words(settings['options_for_all'])} where the method names no other",
         ]
     )
+
+
+def drafts_in_words(options: dict) -> str:
+    """The tree and the paper's k that some options ask for."""
+    k = "" if options["ngrams"] is None else f" and k = {options['ngrams']}"
+    return ("tree by what pays here" if options["tree"] is None else f"tree {tree_in_words(options['tree'])}") + k
+
+
+def by_cost(name: str, options: dict) -> bool:
+    """Whether a row's trees are chosen step by step by what they cost."""
+    method = MethodSpec.parse(name).name
+    if options["verification"] != "exact":
+        return False
+    return method in ("auto", "suffix") or (options["tree"] is None and method in TUNED)
 
 
 def tree_in_words(tree: Sequence) -> str:
@@ -268,10 +283,20 @@ def notes(results: dict) -> str:
             f"Cut and resumed: a generation of {', '.join(resumed)}; its time is the sum of its parts, which other "
             "methods' turns do not surround."
         )
+    chosen = [
+        f"{name} {methods[name]['nodes_per_step']:.1f}"
+        for name, options in settings["options"].items()
+        if by_cost(name, options) and methods[name].get("nodes_per_step")
+    ]
+    if chosen:
+        sentences.append(
+            "Trees that are chosen step by step by measured costs and acceptance had, with the newest token, so many "
+            f"nodes on average: {', '.join(chosen)} (--preset paper takes the paper's)."
+        )
     papers = [name for name, options in settings["options"].items() if options["tree"] == [1, 3, 3, 3]]
     slow = [name for name in papers if name.startswith("tokenswift") and (methods[name]["speedup"] or 1) < 1]
     if slow and results["environment"]["device"] == "cpu":
-        sentences.append("The paper's tree is a wide one for a CPU: try --tree 1,2 --ngrams 0, and a smaller --budget.")
+        sentences.append("The paper's tree is a wide one for a CPU: without --tree and --ngrams what pays is chosen.")
     return " ".join(sentences)
 
 

@@ -33,7 +33,8 @@ _CHOICES = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFI
 # The docstring writes trees as Python does.
 _WORDS = {
     "tree": "branching per depth: candidates for the next token, then those of each head under every parent "
-    "(1,3,3,3 is the paper's); or paths of ranks, as in '0.0.0 0.1 1'"
+    "(1,3,3,3 is the paper's); or paths of ranks, as in '0.0.0 0.1 1' (default: chosen step by step from what "
+    "verifications cost here and what was accepted)"
 }
 _TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS")}
 
@@ -77,9 +78,9 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
     hints, words = get_type_hints(settings), _documented(settings)
     for field in fields(settings):
         default = field.default
-        if isinstance(default, tuple):
+        if field.name in _TUPLES:
             kind, metavar = _TUPLES[field.name]
-            default = ",".join(map(str, default)) or None
+            default = ",".join(map(str, default or ())) or None
         else:
             hint = hints[field.name]
             kind, metavar = next((k, m) for k, m in _METAVARS.items() if k is hint or k in get_args(hint))

@@ -3,13 +3,14 @@
 from decoder.drafters.ar import Autoregressive
 from decoder.drafters.auto import Auto
 from decoder.drafters.base import Drafter, DrafterContext, DraftsAhead
-from decoder.drafters.fused import Fused
+from decoder.drafters.fused import Fused, TunedFused
 from decoder.drafters.magicdec import MagicDec
-from decoder.drafters.medusa import Medusa
+from decoder.drafters.medusa import Medusa, TunedMedusa
 from decoder.drafters.prompt_lookup import PromptLookup
 from decoder.drafters.suffix import Suffix
-from decoder.drafters.tokenswift import TokenSwift
+from decoder.drafters.tokenswift import TokenSwift, TunedTokenSwift
 from decoder.drafters.triforce import TriForce
+from decoder.options import TokenSwiftOptions
 
 METHODS: dict[str, type[Drafter]] = {
     "ar": Autoregressive,
@@ -23,8 +24,20 @@ METHODS: dict[str, type[Drafter]] = {
     "auto": Auto,
 }
 
+TUNED: dict[str, type[Drafter]] = {"tokenswift": TunedTokenSwift, "medusa": TunedMedusa, "tokenswift-fused": TunedFused}
+"""What takes the place of a method with a fixed tree where the user gives none."""
+
+
+def drafter_class(method: str, options: TokenSwiftOptions) -> type[Drafter]:
+    """The drafter of a method: a tuned one where no tree is given, unless the text would follow the clock with it."""
+    if options.tree is None and options.verification == "exact":
+        return TUNED.get(method, METHODS[method])
+    return METHODS[method]
+
+
 __all__ = [
     "METHODS",
+    "TUNED",
     "Auto",
     "Autoregressive",
     "Drafter",
@@ -37,4 +50,5 @@ __all__ = [
     "Suffix",
     "TokenSwift",
     "TriForce",
+    "drafter_class",
 ]

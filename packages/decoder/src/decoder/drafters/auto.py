@@ -1,9 +1,38 @@
 """The fastest lossless choice, step by step: heads and suffixes where they pay, plain decoding where nothing does."""
 
+from decoder.drafters.base import DrafterContext
+from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.cost_tuned import CostTuned
+
+_LONGEST = 32  # tokens of a suffix, and of a chain behind it
 
 
 class Auto(CostTuned):
-    """Cost-tuned trees from the text's own suffixes, and from draft heads where there are any."""
+    """Cost-tuned trees from the text's own suffixes, and from draft heads where there are any.
+
+    A suffix of the text tells what followed it where it stood before (compare SuffixDecoding, arXiv 2411.04975).
+    """
 
     heads_kinds = ("gated", "conditioned", "chained", "independent")
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.index = SuffixIndex(_LONGEST)
+        self.index.extend(context.prompt)
+
+    def _offer_before_levels(self) -> None:
+        """The chain that most often followed the longest suffix seen before, and what else followed on its way."""
+        node, (length, _) = 0, self.index.match()
+        for level in self.index.continuations(_LONGEST):
+            nodes = []
+            for token, share in level:
+                kind = "suffix", min(length, _LONGEST).bit_length(), int(5 * share)
+                # The longer the suffix, the likelier: 1 to 1 behind one token that was followed once.
+                prior = share * (length + 1) / (2 + share * (length - 1))
+                nodes.append(self._candidates.offer(node, token, kind, prior))
+            if (node := nodes[0]) is None:
+                return
+            length += 1
+
+    def _learn(self, tokens: list[int]) -> None:
+        self.index.extend(tokens)

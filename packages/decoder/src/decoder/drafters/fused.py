@@ -1,6 +1,7 @@
 """Fused drafting: TokenSwift without its draft pass, one pass over the weights per step."""
 
 from decoder.cache.full import FullCache
+from decoder.drafters.auto import Auto
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
@@ -12,7 +13,7 @@ _LONGEST_CHAIN = 32
 
 
 class Fused(Medusa):
-    """The tree of `options.tree` from heads on the verification's hidden state, and a chain of the text's own.
+    """A fixed tree from heads on the verification's hidden state, and a chain of the text's own.
 
     Conditioned heads suit it best: each level reads the token drafted before it, with coupling mostly the true one.
     The chain is what followed the longest suffix seen before, twice as long as that suffix.
@@ -37,3 +38,9 @@ class Fused(Medusa):
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         super().commit(cache, verification, path, tokens)
         self.index.extend(tokens)
+
+
+class TunedFused(Auto):
+    """`Fused` where no tree is given: `Auto`, but never without heads."""
+
+    needs_heads = True

@@ -7,6 +7,7 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.levels import HeadLevels, ranked_tokens
+from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
@@ -27,7 +28,7 @@ class Medusa:
 
     def __init__(self, context: DrafterContext) -> None:
         heads, options = context.heads, context.options
-        paths = rank_paths(options.tree, min(heads.num_heads, context.max_new_tokens))
+        paths = rank_paths(options.fixed_tree, min(heads.num_heads, context.max_new_tokens))
         self.paths, self.depth = paths, max(map(len, paths), default=0)
         self.heads = HeadLevels(context.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
         self.max_nodes = 1 + len(paths)
@@ -59,3 +60,10 @@ class Medusa:
 
     def finish(self, statistics: Statistics) -> None:
         pass
+
+
+class TunedMedusa(CostTuned):
+    """`Medusa` where no tree is given: of its heads' candidates those that pay on this machine."""
+
+    heads_kinds = Medusa.heads_kinds
+    needs_heads = True

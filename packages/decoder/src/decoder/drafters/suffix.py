@@ -1,9 +1,9 @@
 """Suffix retrieval: what followed the end of the text where it stood before (compare SuffixDecoding, 2411.04975)."""
 
-from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.drafters.auto import Auto
 
 
-class Suffix(CostTuned):
+class Suffix(Auto):
     """Cost-tuned trees from prompt and output alone; costs no pass over any weights."""
 
     heads_kinds = ()

@@ -1,69 +1,145 @@
 """TokenSwift (paper section 3): one draft pass with a partial cache and a few heads, plus n-grams of the text."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.drafters.base import DrafterContext
-from decoder.drafters.levels import HeadLevels, ranked_tokens
+from decoder.drafters.levels import HeadLevels, Level, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
+from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.model.verification import Verification
-from decoder.sampling.sampler import Sampler
+from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
 
 
+class _Grams:
+    """The n-grams of a text, gamma + 1 tokens each; ``k`` of them are retrieved per step."""
+
+    def __init__(self, context: DrafterContext):
+        gram = context.heads.num_heads + 1
+        # A text has no more n-grams than tokens.
+        self.k = min(context.options.retrieved_ngrams, context.longest_text)
+        self.nodes = self.k * gram
+        self._table = NgramTable(gram)
+        self._table.extend(context.prompt)
+        self._delay = context.sampling.window if context.options.ngram_delay else 0
+        self._waiting: deque[int] = deque()
+
+    def behind(self, candidates: Sequence[int]) -> list[tuple[int, ...]]:
+        """The most frequent ones that begin with the best candidate for the next token."""
+        return self._table.most_frequent(candidates[0], self.k) if candidates else []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._waiting += tokens
+        self._table.extend([self._waiting.popleft() for _ in range(len(self._waiting) - self._delay)])
+
+
+class _DraftPass:
+    """The first of a step's two passes: the target itself over the newest token, with its partial cache."""
+
+    def __init__(self, context: DrafterContext):
+        self._target, options = context.target, context.options
+        self._partial = (
+            None
+            if options.cache == "full"
+            else PartialCache(context.budget, options.sink, dynamic=options.cache == "dynamic")
+        )
+
+    def hidden(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
+        """The newest token's state before the final norm, [1, d]."""
+        memory = cache if self._partial is None else self._partial
+        return self._target.draft([sampler.context[-1]], cache.length, memory)
+
+    def commit(self, cache: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
+        """Take in what ``cache`` has committed; ``queries`` as for `PartialCache.append`."""
+        if self._partial is not None and cache.length:
+            self._partial.append(cache, queries, newest)
+
+    @property
+    def rebuilds(self) -> int:
+        return 0 if self._partial is None else self._partial.rebuilds
+
+
 class TokenSwift:
-    """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens."""
+    """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens.
+
+    The tree is fixed, as the paper has it; `TunedTokenSwift` chooses one in each step.
+    """
 
     heads_kinds = ("gated", "conditioned", "chained", "independent")
     needs_heads = True
     observed_queries = 1  # the importance of a pair is for the newest token
 
     def __init__(self, context: DrafterContext) -> None:
-        self.target, self.options = context.target, context.options
-        options, heads, prompt = context.options, context.heads, context.prompt
-        paths = rank_paths(options.tree, min(heads.num_heads + 1, context.max_new_tokens))
+        options, heads = context.options, context.heads
+        paths = rank_paths(options.fixed_tree, min(heads.num_heads + 1, context.max_new_tokens))
         self.paths, self.depth = paths, max(map(len, paths), default=0)
-        self.heads = HeadLevels(self.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
-        gram = heads.num_heads + 1
-        # A text has no more n-grams than tokens.
-        self.ngrams = min(options.ngrams, context.longest_text)
-        self.max_nodes = 1 + len(paths) + self.ngrams * gram
-        self.table = NgramTable(gram)
-        self.table.extend(prompt)
-        self.delay = context.sampling.window if options.ngram_delay else 0
-        self.waiting: deque[int] = deque()
-        self.partial = (
-            None
-            if options.cache == "full"
-            else PartialCache(context.budget, options.sink, dynamic=options.cache == "dynamic")
-        )
+        self.heads = HeadLevels(context.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
+        self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
+        self.max_nodes = 1 + len(paths) + self.grams.nodes
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        if self.partial is not None and cache.length:
-            self.partial.append(cache, queries)
+        self.draft_pass.commit(cache, queries)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        newest = sampler.context[-1]
-        memory = cache if self.partial is None else self.partial
-        hidden = self.target.draft([newest], cache.length, memory)
+        hidden = self.draft_pass.hidden(cache, sampler)
         candidates = ranked_tokens(self.heads.levels(hidden, sampler, self.depth, own_level=True))
-        tree = TokenTree(newest)
+        tree = TokenTree(sampler.context[-1])
         tree.add_ranked(candidates, self.paths, "heads")
-        if candidates[0]:
-            for gram in self.table.most_frequent(candidates[0][0], self.ngrams):
-                tree.add_path(gram, "ngrams")
+        for gram in self.grams.behind(candidates[0]):
+            tree.add_path(gram, "ngrams")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        self.waiting += tokens
-        self.table.extend([self.waiting.popleft() for _ in range(len(self.waiting) - self.delay)])
-        if self.partial is not None:
-            self.partial.append(cache, verification.queries, path[-1])
+        self.grams.extend(tokens)
+        self.draft_pass.commit(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:
-        statistics.cache_rebuilds = 0 if self.partial is None else self.partial.rebuilds
+        statistics.cache_rebuilds = self.draft_pass.rebuilds
+
+
+class TunedTokenSwift(CostTuned):
+    """`TokenSwift` where no tree is given: of its candidates those that pay here, and no draft pass where none does."""
+
+    heads_kinds = TokenSwift.heads_kinds
+    needs_heads = True
+    observed_queries = 1
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context, own_level=True)
+        self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        super().start(cache, queries)
+        self.draft_pass.commit(cache, queries)
+
+    def _run_levels(self, cache: FullCache, sampler: Sampler, count: int) -> list[Level]:
+        hidden = self.draft_pass.hidden(cache, sampler)
+        return self.heads.levels(hidden, sampler, count, own_level=True)
+
+    def _offer_levels(self, levels: list[Level]) -> None:
+        super()._offer_levels(levels)
+        for rank, gram in enumerate(self.grams.behind([token for token, _ in levels[0].rows[0]])):
+            self._offer_path(gram, "ngrams", rank)
+
+    def _needed_levels(self, node: int) -> bool:
+        # An n-gram is retrieved by the token that the draft pass gave.
+        return True
+
+    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> None:
+        """Nothing: where the draft pass stands, the host must know."""
+
+    def _learn(self, tokens: list[int]) -> None:
+        self.grams.extend(tokens)
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        super().commit(cache, verification, path, tokens)
+        self.draft_pass.commit(cache, verification.queries, path[-1])
+
+    def finish(self, statistics: Statistics) -> None:
+        statistics.cache_rebuilds = self.draft_pass.rebuilds

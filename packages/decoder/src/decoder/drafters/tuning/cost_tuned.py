@@ -1,14 +1,13 @@
-"""Trees that earn their cost: from what the text's suffixes and heads offer, the nodes that raise tokens per second."""
+"""Trees that earn their cost: of all that a method's sources offer, the nodes that raise tokens per second."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.levels import HeadLevels, Level
-from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
 from decoder.drafters.tuning.level_policy import LevelPolicy, step_seconds
@@ -22,23 +21,25 @@ _FEWEST = 16  # new tokens from which on it pays to measure costs
 _DEEPEST = 8  # levels of conditioned heads at most
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
+_FIRST_GUESS = 0.3  # how likely the best of what a text has repeated is right, before any was seen
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
-_LONGEST = 32  # tokens of a suffix, and of a chain behind it
 
 
 class CostTuned:
     """Verifies, of all candidates of a step, as many of the likeliest as make its tokens per second highest.
 
     The text is given, so what counts is how long each place of it takes: a token that is hard to draft is worth a step
-    of plain decoding, however fast other places go by. Candidates come from suffixes of the text, for nothing, and from
-    draft heads, of which a `LevelPolicy` says how many levels to run. What one text teaches serves the next.
+    of plain decoding, however fast other places go by. Candidates come from draft heads, of which a `LevelPolicy` says
+    how many levels to run, none included; a method may add what it finds without them (`_offer_before_levels`) or
+    behind them (`_offer_levels`). What one text teaches serves the next.
     """
 
     needs_heads = False
     observed_queries = 0
     max_nodes = WIDEST
 
-    def __init__(self, context: DrafterContext) -> None:
+    def __init__(self, context: DrafterContext, own_level: bool = False) -> None:
+        """With ``own_level`` the first level is what the hidden state itself predicts, as for `HeadLevels.levels`."""
         if context.options.verification != "exact":
             raise ValueError(
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
@@ -47,9 +48,7 @@ class CostTuned:
         self.context, self.heads, self._most_levels = context, None, 0
         if context.heads is not None:
             self.heads = HeadLevels(context.target, context.heads, context.options.coupled, _WIDTH, _BEAM)
-            self._most_levels = _DEEPEST if context.heads.conditioned else context.heads.num_heads
-        self.index = SuffixIndex(_LONGEST)
-        self.index.extend(context.prompt)
+            self._most_levels = _DEEPEST if context.heads.conditioned else context.heads.num_heads + own_level
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._hidden: torch.Tensor | None = None  # of the last accepted node
         self._ahead: list[Level] | None = None  # levels that were drafted ahead of this step
@@ -75,8 +74,8 @@ class CostTuned:
         # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
         self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
-        self._offer_suffix()
-        levels = self._head_levels(sampler) if depth else []
+        self._offer_before_levels()
+        levels = self._head_levels(cache, sampler) if depth else []
         self._levels = len(levels)
         if levels:
             self._offer_levels(levels)
@@ -96,24 +95,13 @@ class CostTuned:
                 best = nodes, rate
         return best
 
-    def _offer_suffix(self) -> None:
-        """The chain that most often followed the longest suffix seen before, and what else followed on its way."""
-        node, (length, _) = 0, self.index.match()
-        for level in self.index.continuations(_LONGEST):
-            nodes = []
-            for token, share in level:
-                kind = "suffix", min(length, _LONGEST).bit_length(), int(5 * share)
-                # The longer the suffix, the likelier: 1 to 1 behind one token that was followed once.
-                prior = share * (length + 1) / (2 + share * (length - 1))
-                nodes.append(self._candidates.offer(node, token, kind, prior))
-            if (node := nodes[0]) is None:
-                return
-            length += 1
+    def _offer_before_levels(self) -> None:
+        """Offer candidates that cost no pass over any weights."""
 
-    def _head_levels(self, sampler: Sampler) -> list[Level]:
+    def _head_levels(self, cache: FullCache, sampler: Sampler) -> list[Level]:
         """What heads offer in this step: what was drafted ahead, else the policy's levels where they pay."""
         ahead, self._ahead, policy = self._ahead, None, self._policy
-        if ahead is not None or not policy.levels or self._hidden is None:
+        if ahead is not None or not policy.levels:
             return ahead or []
         tree, chances = self._tree, self._candidates.chances
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
@@ -121,7 +109,11 @@ class CostTuned:
             seconds = policy.seconds(policy.levels, self._costs) - policy.seconds(0, self._costs)
             if (1 - covered) * policy.gain(policy.levels) < self._best(0)[1] * seconds:
                 return []
-        return self.heads.levels(self._hidden, sampler, policy.levels)
+        return self._run_levels(cache, sampler, policy.levels)
+
+    def _run_levels(self, cache: FullCache, sampler: Sampler, count: int) -> list[Level]:
+        """The levels of heads on the verification's own hidden state; none before the first step has given one."""
+        return [] if self._hidden is None else self.heads.levels(self._hidden, sampler, count)
 
     def _offer_levels(self, levels: list[Level]) -> None:
         nodes: list[int | None] = [0]
@@ -135,6 +127,14 @@ class CostTuned:
             for row, behind in zip(level.rows, parents, strict=True):
                 for parent in behind:
                     nodes += self._offer_row(parent, depth, row)
+
+    def _offer_path(self, tokens: Sequence[int], source: str, rank: int) -> None:
+        """Tokens behind each other from the root on, of the path that ``source`` holds ``rank``-th best."""
+        node: int | None = 0
+        for depth, token in enumerate(tokens):
+            node = self._candidates.offer(node, token, (source, depth, rank), _FIRST_GUESS / (1 + rank))
+            if node is None:
+                return
 
     def _offer_row(self, parent: int | None, depth: int, row: list[tuple[int, float]]) -> list[int | None]:
         """The tokens of one row, told apart by rank and by the margin to the best of the others; their nodes."""
@@ -168,16 +168,22 @@ class CostTuned:
             return
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
-        self.index.extend(tokens)
+        self._learn(tokens)
         # The next verification may write over its own.
         self._hidden = verification.hidden[path[-1] : path[-1] + 1].clone()
-        # A level is credited for what heads alone had drafted.
-        gained = [self._tree.sources[node] == {"heads"} for node in path[1:]][: self._levels]
+        gained = [self._needed_levels(node) for node in path[1:]][: self._levels]
         gained += [False] * (self._levels - len(gained))
         nodes, overhead = len(self._tree), self._drafting
         if self.context.running() == 1:  # else the rest of the step is other texts', too
             overhead = time.perf_counter() - self._start - self._costs[nodes]
         self._policy.observe(self._levels, gained, len(tokens) - sum(gained), nodes, overhead, self._costs)
+
+    def _learn(self, tokens: list[int]) -> None:
+        """Take in the newest tokens of the text."""
+
+    def _needed_levels(self, node: int) -> bool:
+        """Whether an accepted node would not have been there without levels: these are credited with it."""
+        return self._tree.sources[node] == {"heads"}
 
     def finish(self, statistics: Statistics) -> None:
         pass
