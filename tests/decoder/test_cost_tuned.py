@@ -1,6 +1,5 @@
 """Cost-tuned trees: what candidates are thought to be worth, what is learnt of them; no clock changes a text."""
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, random_heads
+from .conftest import VOCAB, clocked, random_heads
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -121,15 +120,6 @@ def test_the_likeliest_nodes_are_a_tree_however_many_are_kept(seed):
             assert known[tuple(tree.tokens[at] for at in tree.path(node)[1:])] == found.chances[kept[node]]
         dropped = [found.chances[node] for node in range(len(found.chances)) if node not in kept]
         assert min(found.chances[node] for node in kept) >= max(dropped, default=0.0)
-
-
-def clocked(monkeypatch, node_seconds):
-    """Times of the test's own: 1 for a verification and ``node_seconds`` more for each node."""
-    ticks = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
-    table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
-    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
-    monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
 
 
 def watched(monkeypatch, name, note):
@@ -308,9 +298,7 @@ def test_a_level_is_credited_for_tokens_of_heads_alone(model, monkeypatch):
 
 def test_trees_shrink_beside_other_texts(model, monkeypatch):
     """Where a node costs a text alone little, it costs one of many most of a step: fewer pay."""
-    table = [0.0, *(1.0 + 0.05 * node for node in range(64))]
-    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
-    monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
+    clocked(monkeypatch, 0.05)
     sizes = {1: [], 16: []}
     for texts, found in sizes.items():
         with pytest.MonkeyPatch.context() as patch:
