@@ -144,16 +144,20 @@ def test_any_gamma_and_kind(model, prompt, num_heads, kind):
         assert len(out.stats.accepted_by_depth) >= levels
 
 
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_the_first_three_sampled_tokens_follow_transformers_distribution(method):
-    """Chi-square of each position's marginal over 2,000 seeds; a false alarm once in 10^6 per position.
+def test_the_first_three_sampled_tokens_follow_transformers_distribution():
+    """Chi-square of each position's marginal over 1,000 seeds; a false alarm once in 10^6 per position.
 
     The referee walks the whole tree of two tokens with transformers' processors: the marginal of the third token is
-    the sum over all that may stand before it. The texts are decoded together, which takes a tenth of the time; some of
-    them alone as well.
+    the sum over all that may stand before it. A penalty that is left out is found with a probability of 0.96 at the
+    first position alone. A temperature that is left out, 0.95 in its place, or filters that come before it let tokens
+    appear that cannot: some 8 among the draws of the first position.
+
+    The texts are decoded together; some of them alone, and by drafts, as well.
     """
-    vocab, prompt, draws = 12, [3, 1, 4, 1, 5], 2000
+    vocab, prompt, draws = 12, [3, 1, 4, 1, 5], 1000
     model = tiny_llama(vocab_size=vocab)
+    # Logits as it gives them differ too little for penalty and filters to count.
+    model.lm_head.weight.data.mul_(3)
     dec = Decoder(model, heads=random_heads(model))
     processors = LogitsProcessorList(
         [
@@ -173,8 +177,9 @@ def test_the_first_three_sampled_tokens_follow_transformers_distribution(method)
         texts, chances = texts[joint.flatten() > 0], joint.flatten()[joint.flatten() > 0]
     sampling = SamplingParams(temperature=0.9, top_k=8, min_p=0.02, repetition_penalty=1.3)
     seeded = [replace(sampling, seed=seed) for seed in range(draws)]
-    drawn = [out.token_ids for out in dec.generate_batch([prompt] * draws, 3, method, seeded)]
-    assert drawn[:40] == [dec.generate(prompt, 3, method, one).token_ids for one in seeded[:40]]
+    drawn = [out.token_ids for out in dec.generate_batch([prompt] * draws, 3, "ar", seeded)]
+    assert drawn[:40] == [dec.generate(prompt, 3, "ar", one).token_ids for one in seeded[:40]]
+    assert drawn[:200] == [out.token_ids for out in dec.generate_batch([prompt] * 200, 3, "tokenswift", seeded[:200])]
     counts = torch.zeros(3, vocab)
     for position, tokens in enumerate(zip(*drawn, strict=True)):
         counts[position] += torch.tensor(tokens).bincount(minlength=vocab)
