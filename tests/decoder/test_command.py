@@ -552,7 +552,7 @@ def test_a_closed_standard_stream_is_no_traceback(run, common, monkeypatch, clos
 def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):
     """kill -9 amid the reference model's generation."""
     arguments = ["--model", DATA / "reference-model", "--heads", DATA / "heads-chained", "--prompt", "Call me Ishmael."]
-    arguments += ["--max-new-tokens", 150, "--ignore-eos", "--dtype", "float64", "--method", "tokenswift"]
+    arguments += ["--max-new-tokens", 90, "--ignore-eos", "--dtype", "float64", "--method", "tokenswift"]
     arguments += ["--tree", 1, "--ngrams", 0, "--output"]
     file = tmp_path / "cut.txt"
     process = spawn(*arguments, file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
