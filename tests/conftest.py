@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import signal
 
@@ -14,3 +15,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Without a GPU, Triton emulates its kernels. It looks when it is first imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_setup():
+    """Collecting garbage looks at what the test itself has made.
+
+    ts-eval collects before every generation, and to go through all that PyTorch and transformers have imported takes
+    half a second each time.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,8 +1,7 @@
 """Compiles kernels for a GPU that need not be there, and prints what they take of it, as JSON lines.
 
-Run as a script, outside the process of the tests, in which Triton may be emulating: arguments are a device, its compute
-capability included, and a list of calls, as JSON. A call names its function, and what this file's function of that name
-takes.
+Run as a script, outside the process of the tests, in which Triton may be emulating: its argument is a list of calls, as
+JSON. A call names one of the `GPUS`, its function, and what this file's function of that name takes.
 """
 
 import json
@@ -23,12 +22,10 @@ GPUS = {  # capability, multiprocessors, shared memory of a program
 }
 
 
-def compiled(gpu, *calls):
-    """Per call, what each of its kernels takes of a GPU."""
-    capability, multiprocessors, shared = GPUS[gpu]
-    device = dict(capability=capability, multiprocessors=multiprocessors, shared_memory=shared)
+def compiled(*calls):
+    """Per call, what each of its kernels takes of its GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__)), json.dumps(device), json.dumps(calls)]
+    command = [sys.executable, str(Path(__file__)), json.dumps(calls)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -83,18 +80,22 @@ def main():
 
     from decoder.kernels import split_kv
 
-    device, calls = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-    capability = device.pop("capability")
-    target = GPUTarget("cuda", capability, 32)
+    gpu = ""
+    # What was compiled for one device is not taken for another.
     driver.set_active(
-        SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target)
+        SimpleNamespace(
+            get_current_device=lambda: list(GPUS).index(gpu),
+            get_current_stream=lambda _: 0,
+            get_current_target=lambda: GPUTarget("cuda", GPUS[gpu][0], 32),
+        )
     )
-    split_kv.device_properties = lambda _: split_kv.Device(hopper=capability == 90, **device)
+    split_kv.device_properties = lambda _: split_kv.Device(*GPUS[gpu][1:], hopper=GPUS[gpu][0] == 90)
     kernels, run = [], JITFunction.run
     # Compiled instead of launched.
     JITFunction.run = lambda *args, **named: kernels.append(run(*args, **{**named, "warmup": True}))
-    for call in calls:
+    for call in json.loads(sys.argv[1]):
         kernels.clear()
+        gpu = call.pop("gpu")
         function = {"attention": attention, "rotary": rotary}[call.pop("function")]
         function(getattr(torch, call.pop("dtype")), **call)
         print(json.dumps([usage(kernel) for kernel in kernels]), flush=True)

@@ -1,11 +1,15 @@
 """Tiny random models: small enough for float64, sharp enough that drafts are right often."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoder import Decoder, DraftHeads
 from decoder.cache.base import LayeredCache
+from decoder.drafters.tuning.level_policy import LevelPolicy
+from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.kernels import attention, fast_paths, rotary
 from decoder.model import fast_layers, target
 
@@ -76,6 +80,18 @@ def as_on_cuda(monkeypatch):
 @pytest.fixture(scope="session")
 def prompt():
     return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def clocked(monkeypatch, node_seconds):
+    """Times of the test's own: 1 for a verification and ``node_seconds`` more for each node.
+
+    What methods that follow the clock draft, and so how many steps they take, is then the same on every machine.
+    """
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
+    table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
+    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
+    monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
 
 
 def take(rule, tree, logits, sampler, ends=lambda token: False):

@@ -122,9 +122,9 @@ def test_no_tail_begins_behind_the_shallowest_ancestor():
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("sampling, tree", list(zip(SAMPLINGS, [(1,) * 4, (1, 2, 2), (3, 2)], strict=True)))
 def test_every_method_gives_the_bits_of_plain_decoding(exact, prompt, method, sampling, tree):
-    plain = exact.generate(prompt, 60, "ar", sampling, return_logprobs=True)
+    plain = exact.generate(prompt, 40, "ar", sampling, return_logprobs=True)
     options = TokenSwiftOptions(tree=tree, budget=40)
-    out = exact.generate(prompt, 60, method, sampling, options, return_logprobs=True)
+    out = exact.generate(prompt, 40, method, sampling, options, return_logprobs=True)
     assert exact.bitwise
     assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 
@@ -202,9 +202,9 @@ def test_families_hold_it_or_say_why_not(name, dtype):
             Decoder(dec.model, bitwise=True)
         return
     prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    plain = dec.generate(prompt, 30, "ar", SAMPLINGS[1], return_logprobs=True)
+    plain = dec.generate(prompt, 16, "ar", SAMPLINGS[1], return_logprobs=True)
     for method in ("suffix", "magicdec"):
-        out = dec.generate(prompt, 30, method, SAMPLINGS[1], TokenSwiftOptions(budget=24), return_logprobs=True)
+        out = dec.generate(prompt, 16, method, SAMPLINGS[1], TokenSwiftOptions(budget=24), return_logprobs=True)
         assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 
 

@@ -1,6 +1,5 @@
 """Cost-tuned trees: what candidates are thought to be worth, what is learnt of them; no clock changes a text."""
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, random_heads
+from .conftest import VOCAB, clocked, random_heads
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -123,15 +122,6 @@ def test_the_likeliest_nodes_are_a_tree_however_many_are_kept(seed):
         assert min(found.chances[node] for node in kept) >= max(dropped, default=0.0)
 
 
-def clocked(monkeypatch, node_seconds):
-    """Times of the test's own: 1 for a verification and ``node_seconds`` more for each node."""
-    ticks = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
-    table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
-    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
-    monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
-
-
 def watched(monkeypatch, name, note):
     method = getattr(CostTuned, name)
 
@@ -147,7 +137,7 @@ def watched(monkeypatch, name, note):
 @pytest.mark.parametrize("sampling", [SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2), GREEDY])
 def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling):
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
-    plain = dec.generate(prompt, 120, "ar", sampling).token_ids
+    plain = dec.generate(prompt, 70, "ar", sampling).token_ids
     steps = set()
     for seed in range(6):
         luck, clock = random.Random(seed), [0.0]
@@ -158,7 +148,7 @@ def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling)
 
         monkeypatch.setattr("time.perf_counter", tick)
         dec.verify_costs._tables.clear()
-        out = dec.generate(prompt, 120, method, sampling)
+        out = dec.generate(prompt, 70, method, sampling)
         assert out.token_ids == plain
         steps.add(out.stats.steps)
     assert len(steps) > 1, "the clocks were to make a difference"
@@ -308,9 +298,7 @@ def test_a_level_is_credited_for_tokens_of_heads_alone(model, monkeypatch):
 
 def test_trees_shrink_beside_other_texts(model, monkeypatch):
     """Where a node costs a text alone little, it costs one of many most of a step: fewer pay."""
-    table = [0.0, *(1.0 + 0.05 * node for node in range(64))]
-    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
-    monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
+    clocked(monkeypatch, 0.05)
     sizes = {1: [], 16: []}
     for texts, found in sizes.items():
         with pytest.MonkeyPatch.context() as patch:

@@ -1,13 +1,11 @@
 """What each drafter proposes: right where it can know the answer, in as few passes as it promises."""
 
-import itertools
-
 import pytest
 import torch
 
 from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
 
-from .conftest import VOCAB, random_heads, tiny_llama
+from .conftest import VOCAB, clocked, random_heads, tiny_llama
 
 
 def markov_llama():
@@ -60,10 +58,7 @@ def test_heads_that_know_the_text_are_accepted_whole(method, levels, kind):
 @pytest.mark.parametrize("method", ["auto", "suffix"])
 def test_cost_tuned_trees_draft_where_it_pays_and_only_there(dec, method, width_costs, monkeypatch):
     """With a clock and costs of the test's own: nodes for nothing are taken, nodes dearer than steps never."""
-    ticks = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
-    table = [0.0, *(1.0 + width_costs * node for node in range(64))]
-    monkeypatch.setattr("decoder.drafters.tuning.verify_costs.VerifyCosts._measure", lambda self, cache: table)
+    clocked(monkeypatch, width_costs)
     tuned = Decoder(dec.model, heads=random_heads(dec.model))
     out = tuned.generate([1, 2, 3, 4] * 20, 100, method, SamplingParams(temperature=0))
     assert out.token_ids == tuned.generate([1, 2, 3, 4] * 20, 100, "ar", SamplingParams(temperature=0)).token_ids

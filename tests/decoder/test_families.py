@@ -119,11 +119,11 @@ def family(request):
     return tiny(model_type, **overrides)
 
 
-LENGTH = 30
+LENGTH = 20
 NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
 def test_greedy_is_transformers_own(family, prompt, penalty):
     ids = torch.tensor([prompt])
     settings = dict(do_sample=False, max_new_tokens=LENGTH, repetition_penalty=penalty, pad_token_id=0)
@@ -161,8 +161,8 @@ def test_every_dtype_runs_and_the_audit_explains_what_differs(model_type, dtype,
     overrides = {"qwen3_moe": EXPERTS, "granite": {"logits_scaling": 2.0}}.get(model_type, {})
     dec = Decoder(tiny(model_type, dtype, **overrides), heads=random_heads(tiny(model_type, **overrides)))
     for method in ("ar", "tokenswift", "magicdec"):
-        out = dec.generate(prompt, 60, method, SamplingParams(seed=2, repetition_penalty=1.2), NARROW)
-        assert len(out.token_ids) == 60
+        out = dec.generate(prompt, 30, method, SamplingParams(seed=2, repetition_penalty=1.2), NARROW)
+        assert len(out.token_ids) == 30
         audit = dec.audit(out)
         assert audit.equal or audit.margin < tie * (10 if overrides is EXPERTS else 1), str(audit)
 

@@ -1,5 +1,7 @@
 """The product: whatever drafts, the same seed gives the same tokens as AR, and AR is transformers' own decoding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -47,11 +49,16 @@ CASES = [("tokenswift", name) for name in OPTIONS]
 CASES += [(method, name) for method in DRAFTING if method != "tokenswift" for name in ("paper", "narrow", "paths")]
 
 
+@pytest.fixture(scope="module", params=SAMPLERS.values(), ids=SAMPLERS)
+def plain(request, dec, prompt):
+    """Plain decoding under each of the samplers."""
+    return request.param, dec.generate(prompt, 80, "ar", request.param)
+
+
 @pytest.mark.parametrize("method, options", CASES)
-@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS)
-def test_every_method_equals_ar(dec, prompt, sampling, method, options):
-    expected = dec.generate(prompt, 150, "ar", sampling)
-    drafted = dec.generate(prompt, 150, method, sampling, OPTIONS[options])
+def test_every_method_equals_ar(dec, prompt, plain, method, options):
+    sampling, expected = plain
+    drafted = dec.generate(prompt, 80, method, sampling, OPTIONS[options])
     assert drafted.token_ids == expected.token_ids
     # Trees that follow the clock may not pay on a busy machine.
     if method not in ("auto", "suffix"):
@@ -68,8 +75,8 @@ def test_single_precision_differs_in_ties_only(prompt, kind, autocast):
     sampling = SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2)
     for method in methods():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = dec.generate(prompt, 150, method, sampling)
-        assert len(out.token_ids) == 150
+            out = dec.generate(prompt, 80, method, sampling)
+        assert len(out.token_ids) == 80
         if not autocast:
             assert (dec.audit(out).margin or 0) < 1e-4
 
@@ -84,7 +91,7 @@ def decoders(dec):
     return found
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_method_equals_ar_whatever_the_settings(decoders, data, monkeypatch):
     draw = data.draw
@@ -137,15 +144,20 @@ def test_any_gamma_and_kind(model, prompt, num_heads, kind):
         assert len(out.stats.accepted_by_depth) >= levels
 
 
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_the_first_three_sampled_tokens_follow_transformers_distribution(method):
-    """Chi-square of each position's marginal over 2,000 seeds; a false alarm once in 10^6 per position.
+def test_the_first_three_sampled_tokens_follow_transformers_distribution():
+    """Chi-square of each position's marginal over 1,000 seeds; a false alarm once in 10^6 per position.
 
     The referee walks the whole tree of two tokens with transformers' processors: the marginal of the third token is
-    the sum over all that may stand before it.
+    the sum over all that may stand before it. A penalty that is left out is found with a probability of 0.96 at the
+    first position alone. A temperature that is left out, 0.95 in its place, or filters that come before it let tokens
+    appear that cannot: some 8 among the draws of the first position.
+
+    The texts are decoded together; some of them alone, and by drafts, as well.
     """
-    vocab, prompt, draws = 12, [3, 1, 4, 1, 5], 2000
+    vocab, prompt, draws = 12, [3, 1, 4, 1, 5], 1000
     model = tiny_llama(vocab_size=vocab)
+    # Logits as it gives them differ too little for penalty and filters to count.
+    model.lm_head.weight.data.mul_(3)
     dec = Decoder(model, heads=random_heads(model))
     processors = LogitsProcessorList(
         [
@@ -163,11 +175,14 @@ def test_the_first_three_sampled_tokens_follow_transformers_distribution(method)
         marginals.append(joint.sum(0))
         texts = torch.cat((texts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(texts))[:, None]), dim=1)
         texts, chances = texts[joint.flatten() > 0], joint.flatten()[joint.flatten() > 0]
+    sampling = SamplingParams(temperature=0.9, top_k=8, min_p=0.02, repetition_penalty=1.3)
+    seeded = [replace(sampling, seed=seed) for seed in range(draws)]
+    drawn = [out.token_ids for out in dec.generate_batch([prompt] * draws, 3, "ar", seeded)]
+    assert drawn[:40] == [dec.generate(prompt, 3, "ar", one).token_ids for one in seeded[:40]]
+    assert drawn[:200] == [out.token_ids for out in dec.generate_batch([prompt] * 200, 3, "tokenswift", seeded[:200])]
     counts = torch.zeros(3, vocab)
-    for seed in range(draws):
-        sampling = SamplingParams(temperature=0.9, top_k=8, min_p=0.02, repetition_penalty=1.3, seed=seed)
-        for position, token in enumerate(dec.generate(prompt, 3, method, sampling).token_ids):
-            counts[position, token] += 1
+    for position, tokens in enumerate(zip(*drawn, strict=True)):
+        counts[position] += torch.tensor(tokens).bincount(minlength=vocab)
     for count, expected in zip(counts, marginals, strict=True):
         possible = expected > 0
         assert count[~possible].sum() == 0

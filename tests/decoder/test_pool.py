@@ -13,7 +13,7 @@ from decoder.cache.pool import BufferPool, rounded
 from decoder.kernels import cuda_graphs
 from decoder.kernels.host_reads import HostReadError, HostReadsRefused
 
-from .conftest import tiny_llama
+from .conftest import VOCAB, tiny_llama
 from .tape import TapeRecorder
 from .test_graphs import NARROW, SAMPLING, decoder_with, fixed_shapes
 
@@ -101,7 +101,8 @@ def test_streams_that_are_closed_or_fail_give_back_and_those_that_interleave_sha
 def test_what_waits_is_one_text_of_the_last_ones_size(as_on_cuda, prompt):
     dec = fixed_shapes(decoder_with("chained"), TapeRecorder())
     waiting = dec.target.pool
-    generate(dec, prompt, "ar", length=3000)
+    # Buffers are as large as the text may become, however early it stops.
+    assert len(dec.generate(prompt, 3000, "ar", SAMPLING, stop=list(range(VOCAB))).token_ids) == 1
     large = waiting.nbytes
     assert large == dec.target.kv_bytes * rounded(len(prompt) + 3000 + 1)
     stream = dec.stream(prompt, 20, "ar", SAMPLING)

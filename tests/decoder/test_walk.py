@@ -17,7 +17,7 @@ from decoder.sampling.acceptance import exact, walk
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, random_heads, take, tiny_llama
+from .conftest import VOCAB, clocked, random_heads, take, tiny_llama
 
 CPU = torch.device("cpu")
 WORDS = 20
@@ -230,21 +230,22 @@ GENERATIONS = {
 @pytest.mark.parametrize("sampling", GENERATIONS.values(), ids=GENERATIONS)
 @pytest.mark.parametrize("kind", ["chained", "gated"])
 def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, request, sampling, kind):
-    dec = Decoder(model, heads=random_heads(model, kind=kind), draft_model=tiny_llama(seed=2, num_hidden_layers=1))
-    plain = dec.generate(prompt, 90, "ar", sampling, return_logprobs=True)
-    stop = plain.token_ids[60]
+    heads = random_heads(model, kind=kind, seed=2)
+    dec = Decoder(model, heads=heads, draft_model=tiny_llama(seed=2, num_hidden_layers=1))
+    plain = dec.generate(prompt, 45, "ar", sampling, return_logprobs=True)
+    stop = plain.token_ids[30]
     stopped = plain.token_ids[: plain.token_ids.index(stop) + 1]
     reads = request.getfixturevalue("on_device")
     for method in ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "prompt-lookup", "auto"):
         reads.clear()
-        out = dec.generate(prompt, 90, method, sampling, return_logprobs=True)
+        out = dec.generate(prompt, 45, method, sampling, return_logprobs=True)
         assert (out.token_ids, out.finish_reason) == (plain.token_ids, "length")
         assert out.logprobs == pytest.approx(plain.logprobs)
         assert len(reads) == out.stats.steps
         if method in ("tokenswift", "medusa"):
             assert out.stats.accepted > 0
             assert set(reads) == {1}
-        out = dec.generate(prompt, 90, method, sampling, stop=[stop])
+        out = dec.generate(prompt, 45, method, sampling, stop=[stop])
         assert (out.token_ids, out.finish_reason) == (stopped, "stop")
 
 
@@ -253,7 +254,8 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
 @pytest.mark.parametrize("method", ["medusa", "tokenswift-fused", "auto", "suffix", "prompt-lookup"])
 def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     """Drafts of heads come with the tokens drawn in the step before them."""
-    # What pays follows the clock, and so does what `auto` drafts afterwards, where a suffix had made heads needless.
+    # By the machine's clock heads may not pay, and `auto` would not ask for them ahead.
+    clocked(monkeypatch, 0.02)
     monkeypatch.setattr(LevelPolicy, "gain", lambda policy, levels: 99.0)
     monkeypatch.setattr(LevelPolicy, "_choose", lambda policy, costs: None)
     step, reads = Engine.step, []
@@ -267,10 +269,10 @@ def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     monkeypatch.setattr(Target, "draws_whole_trees", True)
     monkeypatch.setattr(Engine, "step", counted)
     dec = Decoder(model, heads=random_heads(model, kind=kind))
-    plain = dec.generate(prompt, 90, "ar", sampling)
-    assert reads == [1] * 90
+    plain = dec.generate(prompt, 40, "ar", sampling)
+    assert reads == [1] * 40
     reads.clear()
-    out = dec.generate(prompt, 90, method, sampling)
+    out = dec.generate(prompt, 40, method, sampling)
     assert out.token_ids == plain.token_ids
     assert len(reads) == out.stats.steps
     if method == "auto":

@@ -10,6 +10,7 @@ from tiny_reference import BOOKS, byte_tokenizer, save_model
 from transformers import BertConfig, BertModel
 
 from decoder import DraftHeads
+from ts_eval import rounds
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +37,14 @@ def embedding_model(tmp_path_factory) -> Path:
     BertModel(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_warm_up():
+    """A comparison's warm-up is for its times, and takes as long as the little texts of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "WARM_UP_NEW_TOKENS", 2)
+        yield
 
 
 @pytest.fixture

@@ -332,14 +332,14 @@ def test_a_line_cut_short_is_generated_again(data, tmp_path):
 
 
 def test_killed_in_the_middle_and_resumed_gives_the_same_tokens_and_metrics(data, tmp_path):
-    arguments = ["--runs", "3", "--max-new-tokens", "120"]
+    arguments = ["--runs", "2", "--max-new-tokens", "60"]
     command = [sys.executable, "-m", "ts_eval.cli", "compare", "ar", "tokenswift", "--data-dir", str(data), *SHORT,
                *arguments, "--output", str(tmp_path / "cut")]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     log, parts = tmp_path / "cut/generations.jsonl", tmp_path / "cut/in-progress"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
 
     def under_way() -> bool:
         """Two generations are finished, and of another one there are some steps."""
@@ -356,7 +356,7 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_tokens_and_metrics(data
     process.send_signal(signal.SIGKILL)
     process.wait()
     finished = log.read_bytes().count(b"\n") - 1
-    assert 2 <= finished < 6 and not (tmp_path / "cut/results.json").exists()
+    assert 2 <= finished < 4 and not (tmp_path / "cut/results.json").exists()
 
     resumed = compare(data, tmp_path / "cut", *arguments)
     assert resumed.exit_code == 0, resumed.output
@@ -486,7 +486,7 @@ def with_every_part(data: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("method", decoder.methods())
 def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path, monkeypatch, method):
-    flags = ("--max-new-tokens", "100", *with_every_part(data))
+    flags = ("--max-new-tokens", "60", *with_every_part(data))
     methods = ("ar",) if method == "ar" else ("ar", method)
     assert compare(data, tmp_path / "whole", *flags, methods=methods).exit_code == 0
     honest = decoder.Decoder.stream
@@ -518,7 +518,7 @@ def test_a_generation_cut_in_the_middle_goes_on_to_the_same_text(data, tmp_path,
     assert row["resumed"] == 1 and "Cut and resumed" in result.stdout
     assert run["resumed_at"] == [sum(run["step_tokens"][:4]), sum(run["step_tokens"][:6])]
     # Counts and times are the sums of the three parts.
-    assert sum(run["step_tokens"]) == 100 and len(run["step_tokens"]) == run["steps"]
+    assert sum(run["step_tokens"]) == 60 and len(run["step_tokens"]) == run["steps"]
     assert (run["drafted"], run["accepted"]) == (run["step_drafted"][-1], run["step_accepted"][-1])
     assert sum(run["accepted_by_depth"]) == run["accepted"]
     assert run["decode_seconds"] == pytest.approx(run["step_seconds"][-1], abs=1e-6)
@@ -704,8 +704,6 @@ def test_processes_share_the_prompts(data, tmp_path):
     one = compare(data, tmp_path / "one", *arguments)
     assert one.exit_code == 0
     assert tokens(load(tmp_path / "two")) == tokens(load(tmp_path / "one"))
-    again = compare(data, tmp_path / "two", *arguments, "--processes", "2", "--check-lossless")
-    assert "8 finished generations taken over" in again.stderr
 
 
 def test_a_launchers_processes_share_the_prompts(data, tmp_path, monkeypatch):
@@ -716,6 +714,7 @@ def test_a_launchers_processes_share_the_prompts(data, tmp_path, monkeypatch):
     assert other.exit_code == 0 and other.stdout == "" and not (tmp_path / "two/results.json").exists()
     monkeypatch.setenv("RANK", "0")
     assert compare(data, tmp_path / "two", *arguments).exit_code == 0
+    assert "4 finished generations taken over" in compare(data, tmp_path / "two", *arguments).stderr
     monkeypatch.delenv("WORLD_SIZE")
     assert compare(data, tmp_path / "one", *arguments).exit_code == 0
     assert tokens(load(tmp_path / "two")) == tokens(load(tmp_path / "one"))

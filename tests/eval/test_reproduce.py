@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
@@ -86,9 +86,11 @@ def test_a_table_is_run_beside_the_papers_and_taken_over(data, tmp_path):
     assert again.stdout == result.stdout
 
 
-def test_a_pages_figures_are_those_of_the_results(data, tmp_path):
+def test_a_pages_figures_are_those_of_the_results(data, tmp_path, monkeypatch):
+    # Two of the six cells are told apart as well.
+    target = replace(TARGETS["table-8"], cells=TARGETS["table-8"].cells[0:3:2])
+    monkeypatch.setitem(TARGETS, "table-8", target)
     page = reproduce.reproduce("table-8", 0.0004, tmp_path, data_dir=data)
-    target = TARGETS["table-8"]
     for cell in target.cells:
         results = read_results(tmp_path / "table-8" / cell.name)
         assert results["settings"]["sampling"]["repetition_penalty"] == cell.sampling["repetition_penalty"]

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from heads_train import chunked_cross_entropy
+from heads_train import chunked_cross_entropy, loss
 from heads_train.draft_vocabulary import expected_counts, most_expected
 from heads_train.loss import log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
@@ -119,40 +119,40 @@ def test_tokens_per_step_count_the_heads_in_a_row_that_are_right():
         assert found == pytest.approx(sum(steps) / len(steps))
 
 
-# Not ru_maxrss, which a process takes over from the one that started it.
+# Not ru_maxrss, which a process takes over from the one that started it. The package would import what trains, too.
 PEAK = """
-import re, sys, torch
-from heads_train import chunked_cross_entropy
-from heads_train.draft_vocabulary import expected_counts, most_expected
-from heads_train.loss import log_sum_exp
+import re, runpy, sys, torch
+chunked_cross_entropy = runpy.run_path(sys.argv.pop(1))["chunked_cross_entropy"]
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
-tokens, vocabulary, hidden_size = map(int, sys.argv[1:])
+tokens, vocabulary, hidden_size, chunk_tokens = map(int, sys.argv[1:])
 weight = torch.empty(vocabulary, hidden_size, dtype=torch.bfloat16).normal_()
 targets = torch.randint(vocabulary, (tokens,))
 before = memory("VmRSS")
 heads = [torch.randn(tokens, hidden_size, requires_grad=True) for _ in range(3)]
-sum(chunked_cross_entropy(hidden, weight, targets)[0] for hidden in heads).backward()
+sum(chunked_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens)[0] for hidden in heads).backward()
 assert all(hidden.grad is not None for hidden in heads)
 print(memory("VmHWM") - before)
 """
 
 
+def peak_bytes(*sizes: int) -> int:
+    command = [sys.executable, "-c", PEAK, loss.__file__, *map(str, sizes)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 @pytest.mark.slow
 def test_three_heads_of_a_long_text_need_less_than_2_gib_on_top_of_the_weights():
     """8,192 tokens, Llama-3.1-8B's vocabulary and hidden size: the inputs, all logits in flight and the gradients."""
-    command = [sys.executable, "-c", PEAK, "8192", "128256", "4096"]
-    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    peak = peak_bytes(8192, 128256, 4096, 512)
     print(f"peak {peak / 2**30:.2f} GiB")
     # One float32 matrix of all logits would be 3.9 GiB.
     assert 0.5 * 2**30 < peak < 2 * 2**30
 
 
 def test_memory_does_not_grow_with_the_whole_matrix_of_logits():
-    """The same at a size for every day: all logits in float32 would be 512 MiB."""
-    command = [sys.executable, "-c", PEAK, "4096", "32768", "64"]
-    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert peak < 400 * 2**20
+    """The same at a size for every day: all logits in float32 would be 128 MiB, those of a chunk are 8."""
+    assert peak_bytes(1024, 32768, 8, 64) < 80 * 2**20
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 512])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_books import short_run
 from transformers import AutoModelForCausalLM
 
 from decoder import DraftHeads
@@ -19,15 +20,15 @@ from heads_train.cli import main
 SHARED = {"ddp": 1, "fsdp": 2}
 
 
-def launch(flags: list[str]) -> subprocess.CompletedProcess:
-    """``torchrun`` the command in two processes of one thread each."""
+def launch(*module: str) -> subprocess.CompletedProcess:
+    """``torchrun`` a module with its arguments in two processes of one thread each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, *torchrun, "-m", "heads_train", "fit", *flags],
+        [sys.executable, *torchrun, "-m", *module],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -42,25 +43,34 @@ def assert_same_heads(one: Path, two: Path) -> None:
         assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name
 
 
-@pytest.fixture
-def two_processes(flags, tmp_path) -> dict[str, list[str]]:
-    """Flags of one process with a batch of four chunks, and per strategy of two processes with two each."""
-    flags = [*flags, "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
+def fits(flags: list[str], folder: Path) -> dict[str, list[str]]:
+    """The command of one process with a batch of four chunks, and per strategy of two processes with two each."""
+    flags = ["fit", *flags, "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
     both = [*flags, "--trainer.devices=2", "--data.batch_size=2", "--trainer.callbacks=probes.Shares"]
-    both.append(f"--trainer.callbacks.folder={tmp_path}")
-    return {"one": [*flags, f"--output={tmp_path / 'one'}"]} | {
-        name: [*both, f"--trainer.strategy={name}", f"--output={tmp_path / name}"] for name in SHARED
-    }
+    commands = {"one": [*flags, f"--output={folder / 'one'}"]}
+    for name in SHARED:
+        (folder / f"held-{name}").mkdir()
+        held = f"--trainer.callbacks.folder={folder / f'held-{name}'}"
+        commands[name] = [*both, held, f"--trainer.strategy={name}", f"--output={folder / name}"]
+    return commands
+
+
+@pytest.fixture(scope="module")
+def trained(model, books, tmp_path_factory) -> Path:
+    """A folder with the runs of one process, and of two by each strategy, which are launched once for both."""
+    folder = tmp_path_factory.mktemp("scale")
+    commands = fits(short_run(model, books, folder), folder)
+    assert main(commands["one"]) == 0
+    done = launch("commands", *(json.dumps(commands[strategy]) for strategy in SHARED))
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.mark.parametrize("strategy", SHARED)
-def test_two_processes_train_the_heads_of_one_with_the_doubled_batch(two_processes, model, tmp_path, strategy):
-    assert main(["fit", *two_processes["one"]]) == 0
-    done = launch(two_processes[strategy])
-    assert done.returncode == 0, done.stderr
-    assert_same_heads(tmp_path / "one" / "last", tmp_path / strategy / "last")
+def test_two_processes_train_the_heads_of_one_with_the_doubled_batch(trained, model, strategy):
+    assert_same_heads(trained / "one" / "last", trained / strategy / "last")
     trainings = [
-        json.loads((tmp_path / run / "last" / "config.json").read_text())["training"] for run in ("one", strategy)
+        json.loads((trained / run / "last" / "config.json").read_text())["training"] for run in ("one", strategy)
     ]
     assert trainings[0]["chunks_per_step"] == trainings[1]["chunks_per_step"] == 8
     # The little books give one process and two the same chunks to measure on.
@@ -68,19 +78,20 @@ def test_two_processes_train_the_heads_of_one_with_the_doubled_batch(two_process
     # FSDP shards what is large: every process holds its share of the frozen layers and of the heads.
     whole = {
         "layers": sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).model.layers.parameters()),
-        "heads": sum(p.numel() for p in DraftHeads.from_pretrained(tmp_path / "one" / "last").parameters()),
+        "heads": sum(p.numel() for p in DraftHeads.from_pretrained(trained / "one" / "last").parameters()),
     }
     for rank in range(2):
-        held = json.loads((tmp_path / f"{rank}.json").read_text())
+        held = json.loads((trained / f"held-{strategy}" / f"{rank}.json").read_text())
         assert held == {name: count // SHARED[strategy] for name, count in whole.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", SHARED)
-def test_a_cut_run_of_two_processes_goes_on_with_two_or_one(two_processes, tmp_path, strategy):
-    assert main(["fit", *two_processes["one"]]) == 0
-    flags = [*two_processes[strategy], "--save_every=1"]
-    done = launch([*flags, "--trainer.callbacks+=probes.Cut", "--trainer.callbacks.step=4"])
+def test_a_cut_run_of_two_processes_goes_on_with_two_or_one(flags, tmp_path, strategy):
+    commands = fits(flags, tmp_path)
+    assert main(commands["one"]) == 0
+    command = ["heads_train", *commands[strategy], "--save_every=1"]
+    done = launch(*command, "--trainer.callbacks+=probes.Cut", "--trainer.callbacks.step=4")
     assert done.returncode != 0 and "heads-train: power cut" in done.stderr
     saved = torch.load(tmp_path / strategy / "checkpoints" / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 4
@@ -88,8 +99,8 @@ def test_a_cut_run_of_two_processes_goes_on_with_two_or_one(two_processes, tmp_p
     shapes = {f"heads.{name}": tensor.shape for name, tensor in DraftHeads(32).state_dict().items()}
     assert {name: tensor.shape for name, tensor in saved["state_dict"].items()} == shapes
     shutil.copytree(tmp_path / strategy, tmp_path / "alone")
-    done = launch(flags)
+    done = launch(*command)
     assert done.returncode == 0, done.stderr
     assert_same_heads(tmp_path / "one" / "last", tmp_path / strategy / "last")
-    assert main(["fit", *two_processes["one"], f"--output={tmp_path / 'alone'}"]) == 0
+    assert main([*commands["one"], f"--output={tmp_path / 'alone'}"]) == 0
     assert_same_heads(tmp_path / "one" / "last", tmp_path / "alone" / "last")

@@ -1,4 +1,4 @@
-"""Tiny random models with their own tokenizers, and a folder of little books."""
+"""Tiny random models with their own tokenizers, a folder of little books, and a short run on them."""
 
 import gzip
 import json
@@ -78,3 +78,26 @@ def make_books(folder: Path) -> Path:
                 text = " ".join(WORDS[(begin + i) % len(WORDS)] for i in range(length))
                 file.write(json.dumps({"short_book_title": "A Book", "text": text}) + "\n")
     return folder
+
+
+def short_run(model: Path, books: Path, folder: Path) -> list[str]:
+    """Everything a short run on the tiny model needs but the subcommand; results land in ``folder/out``."""
+    settings = {
+        "model.model_name_or_path": model,
+        "model.learning_rate": 1e-2,
+        "model.warmup_steps": 2,
+        "data.source": books,
+        "data.chunk_tokens": 32,
+        "data.chunks_per_book": 2,
+        "data.batch_size": 4,
+        "data.cache_dir": folder / "cache",
+        "output": folder / "out",
+        "trainer.accelerator": "cpu",
+        "trainer.max_steps": 12,
+        "trainer.log_every_n_steps": 1,
+        "trainer.val_check_interval": 6,
+        "trainer.check_val_every_n_epoch": "null",
+        "trainer.enable_progress_bar": "false",
+        "trainer.enable_model_summary": "false",
+    }
+    return [f"--{name}={value}" for name, value in settings.items()]
