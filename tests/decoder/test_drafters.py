@@ -55,7 +55,7 @@ def test_heads_that_know_the_text_are_accepted_whole(method, levels, kind):
 
 
 @pytest.mark.parametrize("width_costs", [0.0, 100.0])
-@pytest.mark.parametrize("method", ["auto", "suffix"])
+@pytest.mark.parametrize("method", ["auto", "suffix", "tokenswift", "tokenswift-fused"])
 def test_cost_tuned_trees_draft_where_it_pays_and_only_there(dec, method, width_costs, monkeypatch):
     """With a clock and costs of the test's own: nodes for nothing are taken, nodes dearer than steps never."""
     clocked(monkeypatch, width_costs)
@@ -64,6 +64,36 @@ def test_cost_tuned_trees_draft_where_it_pays_and_only_there(dec, method, width_
     assert out.token_ids == tuned.generate([1, 2, 3, 4] * 20, 100, "ar", SamplingParams(temperature=0)).token_ids
     assert (out.stats.steps < 60) is (width_costs == 0)
     assert (out.stats.accepted == 0) is (width_costs > 0)
+
+
+@pytest.mark.parametrize("node_seconds, nodes", [(0.0, 4), (0.3, 4), (100.0, 1)])
+def test_medusa_without_a_tree_drafts_what_pays(node_seconds, nodes, monkeypatch):
+    """Heads that know the text: once that is seen, all three levels or none, and nothing beside the right token."""
+    clocked(monkeypatch, node_seconds)
+    dec = Decoder(markov_llama(), heads=shifting_heads(3, "independent"))
+    for _ in range(3):
+        out = dec.generate([5], 120, "medusa", GREEDY)
+        assert out.token_ids == [(6 + i) % VOCAB for i in range(120)]
+    assert out.stats.generated / out.stats.steps > 0.8 * nodes
+    if node_seconds:
+        assert out.stats.nodes / out.stats.steps < nodes + 0.5
+
+
+def test_draws_that_follow_the_tree_are_not_steered_by_the_clock(dec, prompt):
+    """Where a text follows from its trees, as in the paper's own verification, these are the paper's."""
+    given = TokenSwiftOptions(verification="independent", tree=(1, 3, 3, 3), ngrams=20)
+    for method in ("tokenswift", "medusa", "tokenswift-fused"):
+        outs = [dec.generate(prompt, 30, method, options=options) for options in
+                (given, TokenSwiftOptions(verification="independent"))]  # fmt: skip
+        assert outs[0].token_ids == outs[1].token_ids and outs[0].stats.nodes == outs[1].stats.nodes
+
+
+def test_nodes_of_all_trees_are_counted(dec, prompt):
+    sampling = SamplingParams(seed=8)
+    plain = dec.generate(prompt, 20, "ar", sampling)
+    assert plain.stats.nodes == plain.stats.steps == 20
+    chain = dec.generate(prompt, 20, "magicdec", sampling, TokenSwiftOptions(tree=(1,), budget=100))
+    assert chain.stats.nodes == 2 * chain.stats.steps == 20
 
 
 @pytest.mark.parametrize("penalty_window", [5, 1024])

@@ -103,3 +103,38 @@ def test_heads_of_a_row_are_refused_where_there_are_none_to_use(data, tmp_path):
         result = run(row, "--data-dir", data, *SHORT, "--output", tmp_path / "out")
         assert result.exit_code == 2 and reason in result.stderr, result.stderr
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "tree", "ngrams"),
+    [
+        ((), None, None),
+        (("--preset", "paper"), [1, 3, 3, 3], 20),
+        (("--preset", "paper", "--tree", "1,2"), [1, 2], 20),
+        (("--ngrams", "0"), None, 0),
+    ],
+)
+def test_the_papers_tree_is_a_preset_and_none_is_chosen_by_cost(data, tmp_path, flags, tree, ngrams):
+    brief = ("--prompt-tokens", "20", "--max-new-tokens", "4", "--runs", "1", "--data-dir", data)
+    done = run("tokenswift", *brief, *flags, "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    options = settings_of(tmp_path)["options"]["tokenswift"]
+    assert (options["tree"], options["ngrams"]) == (tree, ngrams)
+    row = load(tmp_path)["methods"]["tokenswift"]
+    assert row["nodes_per_step"] == sum(each["nodes"] for each in row["runs"]) / sum(e["steps"] for e in row["runs"])
+    words = " ".join(done.output.split())
+    assert (f"tokenswift {row['nodes_per_step']:.1f} (--preset paper takes the paper's)" in words) is (tree is None)
+    assert ("tree by what pays here" in words) is (tree is None)
+
+
+def test_heads_beside_the_models_folder_are_its_own(data, tmp_path):
+    shutil.copytree(data / "reference-model", tmp_path / "models/tiny")
+    brief = ("--prompt-tokens", "20", "--max-new-tokens", "4", "--runs", "1", "--data-dir", data)
+    command = ("tokenswift", "--model", tmp_path / "models/tiny", *brief)
+    refused = run(*command, "--output", tmp_path / "a")
+    assert refused.exit_code == 2 and "tokenswift needs draft heads" in refused.stderr
+    shutil.copytree(data / "heads-gated", tmp_path / "models/heads-tiny")
+    assert run(*command, "--output", tmp_path / "b").exit_code == 0
+    assert settings_of(tmp_path / "b")["heads"]["tokenswift"] == str(tmp_path / "models/heads-tiny")
+    assert run(*command, "--heads", data / "heads-chained", "--output", tmp_path / "c").exit_code == 0
+    assert settings_of(tmp_path / "c")["heads"]["tokenswift"] == str(data / "heads-chained")

@@ -1,12 +1,15 @@
 """The command as installed, the demo, and the data folder's whereabouts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tiny_reference import save_model
+from transformers import AutoTokenizer
 
 import decoder
 from ts_eval import data_dir, demo
@@ -40,10 +43,32 @@ def test_demo_writes_both_comparisons_and_runs_twice(data, tmp_path, monkeypatch
     for name, temperature in (("demo", 1.0), ("demo-greedy", 0.0)):
         results = json.loads(Path(f"runs/{name}/results.json").read_text())
         assert results["settings"]["sampling"]["temperature"] == temperature
-        assert list(results["methods"]) == ["ar", demo.PAPER, "tokenswift", "auto"]
+        assert list(results["methods"]) == ["ar", "auto", "tokenswift", demo.PAPER]
         assert all(row["identical_to_ar"] for row in results["methods"].values())
     assert demo.main(arguments) == 0
-    assert "4 finished generations taken over" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "4 finished generations taken over" in shown.err
+    assert "make smollm2" in shown.out and "-- " not in shown.out
+
+
+def test_demo_shows_what_the_chat_model_answers(data, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "data"
+    save_model(folder / "smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(folder / "smollm2")
+    shutil.copytree(data / "heads-gated", folder / "heads-smollm2")
+    shutil.copytree(Path(__file__).parents[2] / "data/prompts", folder / "prompts")
+    monkeypatch.chdir(tmp_path)
+    assert demo.main(["--data-dir", str(folder), "--max-new-tokens", "12"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("demo", "demo-greedy"):
+        results = json.loads(Path(f"runs/{name}/results.json").read_text())
+        assert list(results["methods"]) == ["ar", "auto", "tokenswift", demo.PAPER]
+        assert all(row["identical_to_ar"] for row in results["methods"].values())
+        assert [run["prompt"] for run in results["methods"]["ar"]["runs"]] == ["a question", "a story"]
+    assert shown.count("-- a question\n") == shown.count("-- a story\n") == 2
+    assert shown.count(demo.ABOUT_PAPER) == 2
 
 
 class Record:
