@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.drafters.auto import Auto
 from decoder.drafters.levels import HeadLevels
 from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
@@ -122,15 +123,20 @@ def test_the_likeliest_nodes_are_a_tree_however_many_are_kept(seed):
         assert min(found.chances[node] for node in kept) >= max(dropped, default=0.0)
 
 
+def first_chance(drafter):
+    """Of the first candidate, in a list; empty without any."""
+    return drafter._candidates.chances[1:2]
+
+
 def watched(monkeypatch, name, note):
-    method = getattr(CostTuned, name)
+    method = getattr(Auto, name)
 
     def noted(drafter, *args):
         result = method(drafter, *args)
         note(drafter, args, result)
         return result
 
-    monkeypatch.setattr(CostTuned, name, noted)
+    monkeypatch.setattr(Auto, name, noted)
 
 
 @pytest.mark.parametrize("method", ["auto", "suffix"])
@@ -157,7 +163,7 @@ def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling)
 def test_longer_suffixes_are_believed_more(model, monkeypatch):
     clocked(monkeypatch, 0.0)
     believed = []
-    watched(monkeypatch, "_offer_suffix", lambda drafter, *_: believed[-1].append(drafter._candidates.chances[1:2]))
+    watched(monkeypatch, "_offer_before_levels", lambda drafter, *_: believed[-1].append(first_chance(drafter)))
     for length in (1, 2, 8, 30):
         believed.append([])
         text = [*range(10, 10 + length)]
@@ -176,12 +182,14 @@ def test_heads_are_not_run_where_the_suffix_gives_enough(model, monkeypatch):
     monkeypatch.setattr(LevelPolicy, "observe", lambda *args: None)
     runs = []
 
-    def note(drafter, args, levels):
-        runs.append((before[-1], len(levels)))
+    def note(drafter, args, wanted):
+        depth = args[-1]  # none is left for the last token
+        if depth:
+            runs.append((before[-1], wanted is not None and wanted.count))
 
     before = []
-    watched(monkeypatch, "_offer_suffix", lambda drafter, *_: before.append(drafter._candidates.chances[1:2]))
-    watched(monkeypatch, "_head_levels", note)
+    watched(monkeypatch, "_offer_before_levels", lambda drafter, *_: before.append(first_chance(drafter)))
+    watched(monkeypatch, "_wanted", note)
     dec = Decoder(model, heads=random_heads(model))
     dec.generate([1, 2, 3, 4] * 30, 400, "auto", replace(GREEDY, repetition_penalty=0.01))
     likely = [levels for chance, levels in runs if chance and chance[0] > 0.9]
@@ -320,9 +328,9 @@ def test_trees_shrink_beside_other_texts(model, monkeypatch):
 def test_heads_that_look_at_no_tokens_are_run_at_once_and_no_more_than_there_are(model, monkeypatch):
     counts, levels = [], HeadLevels.levels
 
-    def counted(heads, hidden, sampler, count):
+    def counted(heads, hidden, sampler, count, own_level=False):
         counts.append(count)
-        return levels(heads, hidden, sampler, count)
+        return levels(heads, hidden, sampler, count, own_level)
 
     monkeypatch.setattr(HeadLevels, "levels", counted)
     clocked(monkeypatch, 0.0)

@@ -54,12 +54,13 @@ def test_scores_are_the_whole_vocabularys_of_these_tokens(dec, model, sampling, 
     part, whole = DraftVocabulary(dec.target, DRAFTED), DraftVocabulary(dec.target, None)
     states = torch.randn(3, model.config.hidden_size, dtype=torch.float64)
     context = sampler.draft_context([7])
-    scores = part.scores(states, sampler, coupled, context, skip=1)
-    torch.testing.assert_close(scores, whole.scores(states, sampler, coupled, context, skip=1)[:, DRAFTED])
+    few, all_of_them = part.logits(states), whole.logits(states)
+    scores = part.scores(few, sampler, coupled, context, skip=1)
+    torch.testing.assert_close(scores, whole.scores(all_of_them, sampler, coupled, context, skip=1)[:, DRAFTED])
     behind = torch.randint(VOCAB, (3, 2))
     torch.testing.assert_close(
-        part.branch_scores(states, sampler, coupled, context, behind),
-        whole.branch_scores(states, sampler, coupled, context, behind)[:, DRAFTED],
+        part.branch_scores(few, sampler, coupled, context, behind),
+        whole.branch_scores(all_of_them, sampler, coupled, context, behind)[:, DRAFTED],
     )
     assert part.token_ids(scores.argmax(-1)).tolist() == DRAFTED[scores.argmax(-1)].tolist()
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from decoder import Decoder, SamplingParams
-from decoder.drafters.levels import HeadLevels, ranked_tokens
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together, ranked_tokens
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 
@@ -140,3 +140,49 @@ def test_heads_saved_in_bfloat16_stay_so_on_a_cpu_that_multiplies_it(model, prom
     sampling = SamplingParams(seed=1)
     tokens = [dec.generate(prompt, 40, method, sampling, ignore_eos=True).token_ids for method in ("ar", "auto")]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("own_level", [False, True])
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_levels_of_many_texts_are_those_of_each_alone_from_one_run_of_each_head(model, kind, beam, own_level):
+    dec = Decoder(model, heads=random_heads(model, kind=kind))
+    counts, received, runs = (1, 3, 2, 3), {}, []
+    texts = [(HeadLevels(dec.target, dec.heads[kind], True, width=6, beam=beam), *start(seed)) for seed in range(4)]
+    with torch.inference_mode():
+        alone = [heads.levels(hidden, sampler, count, own_level) for (heads, sampler, hidden), count in
+                 zip(texts, counts, strict=True)]  # fmt: skip
+        for head in dec.heads[kind].heads:
+            head.register_forward_hook(lambda head, args, output: runs.append(len(args[0])))
+        fill_together([
+            LevelsWanted(heads, hidden, sampler, count, own_level,
+                         lambda levels, seconds, text=text: received.update({text: (levels, seconds)}))
+            for text, ((heads, sampler, hidden), count) in enumerate(zip(texts, counts, strict=True))
+        ])  # fmt: skip
+    assert len({seconds for _, seconds in received.values()}) == 1
+    for text, expected in enumerate(alone):
+        levels, _ = received[text]
+        assert [level.parents for level in levels] == [level.parents for level in expected]
+        for own, other in zip(levels, expected, strict=True):
+            for mine, theirs in zip(own.rows, other.rows, strict=True):
+                assert [token for token, _ in mine] == [token for token, _ in theirs]
+                assert [score for _, score in mine] == pytest.approx([score for _, score in theirs], abs=1e-5)
+    if kind in ("conditioned", "gated"):
+        # Each head once for all that still want levels, however many branches they have.
+        wanting = [sum(count > level for count in counts) for level in range(int(own_level), 3)]
+        assert runs == [texts * (1 if level + own_level == 0 else beam) for level, texts in enumerate(wanting)]
+
+
+def test_the_heads_of_a_batch_are_run_once_a_step(model):
+    dec, runs = Decoder(model, heads=random_heads(model, kind="gated")), []
+    prompts = [[text, 5, 6, 7] for text in range(4)]
+    alone = [dec.generate(text, 20, "ar", SAMPLING).token_ids for text in prompts]
+    dec.heads["gated"].heads[0].register_forward_hook(lambda head, args, output: runs.append(len(args[0])))
+    for method in ("tokenswift", "tokenswift-fused", "medusa"):
+        for options in (TokenSwiftOptions(tree=(1, 2)), TokenSwiftOptions()):
+            runs.clear()
+            outs = dec.generate_batch(prompts, 20, method, SAMPLING, options)
+            assert [out.token_ids for out in outs] == alone
+            assert len(runs) <= max(out.stats.steps for out in outs)
+            if options.tree is not None:
+                assert max(runs) == len(prompts)

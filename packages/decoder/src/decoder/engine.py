@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from decoder.drafters.base import DeferredRead, DraftsAhead
+from decoder.drafters.base import DeferredRead, DraftsAhead, WantsLevels
+from decoder.drafters.levels import fill_together
 from decoder.kernels.bitwise_attention import DEPTH
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
@@ -117,15 +118,28 @@ class Engine:
         return tokens
 
     def _propose(self, sequences: list[Sequence]) -> dict[Sequence, TokenTree]:
+        # One more token than is accepted comes anyway, and no position beyond the last one may be looked at.
+        depths = {sequence: min(sequence.remaining - 1, DEPTH) for sequence in sequences}
+        if len(sequences) > 1:
+            self._fill_levels(depths)
         trees = {}
-        for sequence in sequences:
-            with _failure_of(sequence):
-                # One more token than is accepted comes anyway, and no position beyond the last one may be looked at.
-                depth = min(sequence.remaining - 1, DEPTH)
-                tree = sequence.drafter.propose(sequence.cache, sequence.sampler, depth)
-                tree.prune(depth, self.target.most_nodes)
-                trees[sequence] = tree
+        for sequence, depth in depths.items():
+            if sequence.error is None:
+                with _failure_of(sequence):
+                    tree = sequence.drafter.propose(sequence.cache, sequence.sampler, depth)
+                    tree.prune(depth, self.target.most_nodes)
+                    trees[sequence] = tree
         return trees
+
+    def _fill_levels(self, depths: dict[Sequence, int]) -> None:
+        """Run the draft heads of all sequences as one, before these propose."""
+        wanted = []
+        for sequence, depth in depths.items():
+            if isinstance(sequence.drafter, WantsLevels):
+                with _failure_of(sequence):
+                    wanted.append(sequence.drafter.wants_levels(sequence.cache, sequence.sampler, depth))
+        if any(wanted):
+            fill_together([one for one in wanted if one is not None])
 
     def _launch(self, steps: list[tuple[Sequence, TokenTree, Verification]]) -> dict[Sequence, Walk]:
         """The walk of each sequence along what the target chose.

@@ -8,6 +8,7 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
+from decoder.drafters.levels import LevelsWanted
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target
 from decoder.model.verification import Verification
@@ -115,6 +116,15 @@ class DeferredRead(NamedTuple):
 
     numbers: torch.Tensor
     receive: Callable[[list[float]], None]
+
+
+@runtime_checkable
+class WantsLevels(Protocol):
+    """A `Drafter` whose levels of heads may be filled with those of other texts; `propose` fills them where they were
+    not."""
+
+    def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        """Called with the arguments of `propose` and right before it; None where no levels are wanted in this step."""
 
 
 @runtime_checkable

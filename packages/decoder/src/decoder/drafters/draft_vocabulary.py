@@ -68,16 +68,16 @@ class DraftVocabulary:
         return self.target.head(normalised, self._rows)
 
     def scores(
-        self, normalised: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, skip: int = 0
+        self, logits: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, skip: int = 0
     ) -> torch.Tensor:
-        """`Sampler.draft_scores` of the tokens drafted, float64 [n, v], for normalised states [n, d]."""
-        return sampler.draft_scores(self.logits(normalised), coupled, context, self._ids, skip)
+        """`Sampler.draft_scores` of the tokens drafted, float64 [n, v], for their logits [n, v]."""
+        return sampler.draft_scores(logits, coupled, context, self._ids, skip)
 
     def branch_scores(
-        self, normalised: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, drafted: torch.Tensor
+        self, logits: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, drafted: torch.Tensor
     ) -> torch.Tensor:
         """`Sampler.branch_scores` of the tokens drafted, float32 [n, v]; ``drafted`` [n, length] are target ids."""
-        return sampler.branch_scores(self.logits(normalised), coupled, context, drafted, self._ids)
+        return sampler.branch_scores(logits, coupled, context, drafted, self._ids)
 
     def token_ids(self, places: torch.Tensor) -> torch.Tensor:
         """The target ids, int64 of the same shape, of tokens counted among those drafted."""

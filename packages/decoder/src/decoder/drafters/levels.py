@@ -1,6 +1,7 @@
-"""From a hidden state to candidate tokens: the levels that draft heads fill."""
+"""From a hidden state to candidate tokens: the levels that draft heads fill, of one text or of many together."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Hashable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -25,6 +26,24 @@ class Level(NamedTuple):
 
     rows: list[list[tuple[int, float]]]
     parents: list[int] | None
+
+
+class _Product(NamedTuple):
+    """What a level needs of the weights; texts that need the same send their rows through them together.
+
+    Attributes:
+        key: equal where the same is needed.
+        run: takes tensors of n rows each and gives such tensors.
+        inputs: what this text gives it.
+    """
+
+    key: Hashable
+    run: Callable[..., tuple[torch.Tensor, ...]]
+    inputs: tuple[torch.Tensor, ...]
+
+
+_Filling = Generator[_Product, tuple[torch.Tensor, ...], list[torch.Tensor]]
+"""Asks for products and is sent their results; returns the tensors that `HeadLevels.read` takes, flattened."""
 
 
 class HeadLevels:
@@ -58,8 +77,20 @@ class HeadLevels:
         self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
     ) -> torch.Tensor:
         """`levels` behind ``context``, without waiting for the device: a vector whose values `read` takes."""
+        filling = self.filling(hidden, sampler, context, count, own_level)
+        product = next(filling)
+        while True:
+            try:
+                product = filling.send(product.run(*product.inputs))
+            except StopIteration as done:
+                return _flat(done.value)
+
+    def filling(
+        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
+    ) -> _Filling:
+        """`ask`, which leaves the products to the caller."""
         fill = self._in_turn if self.heads.conditioned else self._at_once
-        return torch.cat([part.flatten() for part in fill(hidden, sampler, context, count, own_level)])
+        return fill(hidden, sampler, context, count, own_level)
 
     def read(self, numbers: Sequence[float]) -> list[Level]:
         """The levels that the numbers of `ask` stand for."""
@@ -75,57 +106,45 @@ class HeadLevels:
             pairs = iter(zip(map(int, tokens), scores, strict=True))
             levels.append(Level([list(islice(pairs, self.width)) for _ in range(branches)], parents))
 
-    def _own(self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def _own(self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext) -> _Filling:
         """The best scores and tokens, both [1, width], of what the state itself predicts, among all tokens."""
-        logits = self.target.head(self.target.norm(hidden))
-        return tuple(sampler.draft_scores(logits, self.coupled, context).topk(self.width))
+        key = self.target, "own"
+        (logits,) = yield _Product(key, lambda hidden: (self.target.head(self.target.norm(hidden)),), (hidden,))
+        return list(sampler.draft_scores(logits, self.coupled, context).topk(self.width))
 
-    def _best(
-        self,
-        normalised: torch.Tensor,
-        sampler: Sampler,
-        context: DraftContext,
-        skip: int = 0,
-        drafted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best scores of heads and their tokens, both [n, width], from normalised states [n, d].
-
-        Without ``drafted`` these are of n positions one behind the other, the first of them ``skip`` behind the next
-        one, else of the position behind each branch, whose tokens are ``drafted`` int64 [n, depth].
-        """
-        if drafted is None:
-            scores = self.vocabulary.scores(normalised, sampler, self.coupled, context, skip)
-        else:
-            scores = self.vocabulary.branch_scores(normalised, sampler, self.coupled, context, drafted)
+    def _best(self, scores: torch.Tensor) -> list[torch.Tensor]:
+        """The best scores of heads and their tokens, both [n, width], from all scores [n, v]."""
         values, places = scores.topk(self.width)
-        return values, self.vocabulary.token_ids(places)
+        return [values, self.vocabulary.token_ids(places)]
 
     def _at_once(
         self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
-    ) -> Iterator[torch.Tensor]:
-        if own_level:
-            yield from self._own(hidden, sampler, context)
-        if count > own_level:
-            states = torch.cat(self.heads(hidden, count=count - own_level))
-            for level in zip(*self._best(states, sampler, context, skip=int(own_level)), strict=True):
-                yield from level
+    ) -> _Filling:
+        parts = (yield from self._own(hidden, sampler, context)) if own_level else []
+        if (heads := count - own_level) > 0:
+
+            def run(hidden: torch.Tensor) -> tuple[torch.Tensor]:
+                return (self.vocabulary.logits(torch.stack(self.heads(hidden, count=heads), 1)),)
+
+            (logits,) = yield _Product((self.heads, "all", heads), run, (hidden,))
+            scores = self.vocabulary.scores(logits[0], sampler, self.coupled, context, skip=int(own_level))
+            for level in zip(*self._best(scores), strict=True):
+                parts += level
+        return parts
 
     def _in_turn(
         self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
-    ) -> Iterator[torch.Tensor]:
-        drafted, likely = None, 0.0
+    ) -> _Filling:
+        parts, drafted, likely = [], None, 0.0
         for level in range(count):
             if own_level and not level:
-                scores, tokens = self._own(hidden, sampler, context)
+                scores, tokens = yield from self._own(hidden, sampler, context)
             else:
-                newest = context.newest() if drafted is None else drafted[:, -1]
-                head = min(level - own_level, self.heads.num_heads - 1)
-                hidden, normalised = self.heads.advance(head, hidden, self.target.embed(newest))
-                scores, tokens = self._best(normalised, sampler, context, drafted=drafted)
-            yield scores
-            yield tokens
+                hidden, logits = yield self._advance(level - own_level, hidden, context, drafted)
+                scores, tokens = self._best(self._conditioned_scores(logits, sampler, context, drafted))
+            parts += [scores, tokens]
             if level + 1 == count:
-                return
+                break
             if self.beam == 1:
                 context.push(tokens[0, :1])
                 continue
@@ -136,7 +155,81 @@ class HeadLevels:
             newest = tokens.flatten().index_select(0, places)[:, None]
             hidden = hidden.index_select(0, rows)
             drafted = newest if drafted is None else torch.cat((drafted.index_select(0, rows), newest), dim=1)
-            yield places
+            parts.append(places)
+        return parts
+
+    def _advance(
+        self, head: int, hidden: torch.Tensor, context: DraftContext, drafted: torch.Tensor | None
+    ) -> _Product:
+        """The next states [n, d] and logits [n, v] of a head behind each branch; the last head serves deeper levels."""
+        head = min(head, self.heads.num_heads - 1)
+
+        def run(hidden: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            state, normalised = self.heads.advance(head, hidden, self.target.embed(newest))
+            return state, self.vocabulary.logits(normalised)
+
+        newest = context.newest() if drafted is None else drafted[:, -1]
+        return _Product((self.heads, head), run, (hidden, newest))
+
+    def _conditioned_scores(
+        self, logits: torch.Tensor, sampler: Sampler, context: DraftContext, drafted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[n, v] of the position behind each branch, whose tokens are ``drafted`` int64 [n, depth]."""
+        if drafted is None:
+            return self.vocabulary.scores(logits, sampler, self.coupled, context)
+        return self.vocabulary.branch_scores(logits, sampler, self.coupled, context, drafted)
+
+
+class LevelsWanted(NamedTuple):
+    """What a drafter needs before it can propose; the arguments of `HeadLevels.levels`.
+
+    Attributes:
+        receive: called with the levels, and with this text's share of the seconds that they took.
+    """
+
+    heads: HeadLevels
+    hidden: torch.Tensor
+    sampler: Sampler
+    count: int
+    own_level: bool
+    receive: Callable[[list[Level], float], None]
+
+
+def fill_together(wanted: Sequence[LevelsWanted]) -> None:
+    """Fill the levels that several texts want: the weights are read once for all and not once for each."""
+    start = time.perf_counter()
+    running: dict[int, tuple[_Filling, _Product]] = {}
+    parts: dict[int, list[torch.Tensor]] = {}
+    for text, one in enumerate(wanted):
+        filling = one.heads.filling(one.hidden, one.sampler, one.sampler.draft_context(), one.count, one.own_level)
+        running[text] = filling, next(filling)
+    while running:
+        groups: dict[Hashable, list[int]] = {}
+        for text, (_, product) in running.items():
+            groups.setdefault(product.key, []).append(text)
+        for group in groups.values():
+            for text, results in zip(group, _run([running[text][1] for text in group]), strict=True):
+                filling = running[text][0]
+                try:
+                    running[text] = filling, filling.send(results)
+                except StopIteration as done:
+                    parts[text] = done.value
+                    del running[text]
+    levels = [one.heads.read(download(_flat(parts[text]))) for text, one in enumerate(wanted)]
+    seconds = time.perf_counter() - start
+    for one, own in zip(wanted, levels, strict=True):
+        one.receive(own, seconds / len(wanted))
+
+
+def _run(products: Sequence[_Product]) -> list[tuple[torch.Tensor, ...]]:
+    """The results of products of one key, run as one."""
+    inputs = [torch.cat(parts) for parts in zip(*(product.inputs for product in products), strict=True)]
+    rows = [len(product.inputs[0]) for product in products]
+    return list(zip(*(output.split(rows) for output in products[0].run(*inputs)), strict=True))
+
+
+def _flat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in parts])
 
 
 def ranked_tokens(levels: Sequence[Level]) -> list[list[int]]:

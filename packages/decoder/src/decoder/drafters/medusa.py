@@ -6,7 +6,7 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
-from decoder.drafters.levels import HeadLevels, ranked_tokens
+from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -37,6 +37,14 @@ class Medusa:
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass
+
+    def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        if self._candidates is not None or self.hidden is None:
+            return None
+        return LevelsWanted(self.heads, self.hidden, sampler, self.depth, False, self._take_levels)
+
+    def _take_levels(self, levels: list[Level], seconds: float) -> None:
+        self._candidates = ranked_tokens(levels)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])

@@ -8,7 +8,7 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.drafters.base import DrafterContext
-from decoder.drafters.levels import HeadLevels, Level, ranked_tokens
+from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.model.verification import Verification
@@ -82,13 +82,23 @@ class TokenSwift:
         self.heads = HeadLevels(context.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
         self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
         self.max_nodes = 1 + len(paths) + self.grams.nodes
+        self._candidates: list[list[int]] | None = None  # of this step's tree, where they are known already
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         self.draft_pass.commit(cache, queries)
 
-    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+    def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted:
         hidden = self.draft_pass.hidden(cache, sampler)
-        candidates = ranked_tokens(self.heads.levels(hidden, sampler, self.depth, own_level=True))
+        return LevelsWanted(self.heads, hidden, sampler, self.depth, True, self._take_levels)
+
+    def _take_levels(self, levels: list[Level], seconds: float = 0.0) -> None:
+        self._candidates = ranked_tokens(levels)
+
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        if self._candidates is None:
+            hidden = self.draft_pass.hidden(cache, sampler)
+            self._take_levels(self.heads.levels(hidden, sampler, self.depth, own_level=True))
+        candidates, self._candidates = self._candidates, None
         tree = TokenTree(sampler.context[-1])
         tree.add_ranked(candidates, self.paths, "heads")
         for gram in self.grams.behind(candidates[0]):
@@ -118,9 +128,8 @@ class TunedTokenSwift(CostTuned):
         super().start(cache, queries)
         self.draft_pass.commit(cache, queries)
 
-    def _run_levels(self, cache: FullCache, sampler: Sampler, count: int) -> list[Level]:
-        hidden = self.draft_pass.hidden(cache, sampler)
-        return self.heads.levels(hidden, sampler, count, own_level=True)
+    def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
+        return self.draft_pass.hidden(cache, sampler)
 
     def _offer_levels(self, levels: list[Level]) -> None:
         super()._offer_levels(levels)

@@ -7,7 +7,7 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
-from decoder.drafters.levels import HeadLevels, Level
+from decoder.drafters.levels import HeadLevels, Level, LevelsWanted
 from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
 from decoder.drafters.tuning.level_policy import LevelPolicy, step_seconds
@@ -48,6 +48,7 @@ class CostTuned:
         self.context, self.heads, self._most_levels = context, None, 0
         if context.heads is not None:
             self.heads = HeadLevels(context.target, context.heads, context.options.coupled, _WIDTH, _BEAM)
+            self._own_level = own_level
             self._most_levels = _DEEPEST if context.heads.conditioned else context.heads.num_heads + own_level
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._hidden: torch.Tensor | None = None  # of the last accepted node
@@ -55,6 +56,7 @@ class CostTuned:
         self._policy, self._costs = LevelPolicy(0), [0.0]
         self._candidates: CandidateTree | None = None
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
+        self._began = False  # whether this step's candidates without levels are there
         self._levels = 0  # of heads that were run
         self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
@@ -62,10 +64,37 @@ class CostTuned:
         if self.context.max_new_tokens >= _FEWEST:
             self.context.costs.at(cache)
 
+    def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        self._begin(cache, sampler, depth)
+        self._began = True
+        return self._wanted(cache, sampler, depth)
+
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        began, self._began = self._began, False
+        if not began:
+            self._begin(cache, sampler, depth)
+        if self._candidates is None:
+            return self._tree
+        if not began and (wanted := self._wanted(cache, sampler, depth)) is not None:
+            start = time.perf_counter()
+            levels = wanted.heads.levels(wanted.hidden, sampler, wanted.count, wanted.own_level)
+            self._take_levels(levels, time.perf_counter() - start)
+        start = time.perf_counter()
+        levels, self._ahead = self._ahead or [], None
+        self._levels = len(levels)
+        if levels:
+            self._offer_levels(levels)
+            self._candidates.weigh_agreement()
+        self._chosen = self._candidates.likeliest()[: self._best(self._levels)[0]]
+        self._tree.select(self._chosen)
+        self._drafting += time.perf_counter() - start
+        return self._tree
+
+    def _begin(self, cache: FullCache, sampler: Sampler, depth: int) -> None:
+        """Begin a step: its costs, the policy of its levels, and the candidates that need none."""
         self._tree = TokenTree(sampler.context[-1])
         if self.context.max_new_tokens < _FEWEST:
-            return self._tree
+            return
         self._start, texts = time.perf_counter(), self.context.running()
         self._costs = costs = self.context.costs.at(cache, texts)
         # Heads that pay for one text may not pay for many, whose verification is one pass.
@@ -75,15 +104,7 @@ class CostTuned:
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
         self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
         self._offer_before_levels()
-        levels = self._head_levels(cache, sampler) if depth else []
-        self._levels = len(levels)
-        if levels:
-            self._offer_levels(levels)
-            self._candidates.weigh_agreement()
-        self._chosen = self._candidates.likeliest()[: self._best(self._levels)[0]]
-        self._tree.select(self._chosen)
         self._drafting = time.perf_counter() - self._start
-        return self._tree
 
     def _best(self, levels: int) -> tuple[int, float]:
         """How many candidates to verify where so many levels were run, and the tokens per second that this gives."""
@@ -98,22 +119,30 @@ class CostTuned:
     def _offer_before_levels(self) -> None:
         """Offer candidates that cost no pass over any weights."""
 
-    def _head_levels(self, cache: FullCache, sampler: Sampler) -> list[Level]:
-        """What heads offer in this step: what was drafted ahead, else the policy's levels where they pay."""
-        ahead, self._ahead, policy = self._ahead, None, self._policy
-        if ahead is not None or not policy.levels:
-            return ahead or []
-        tree, chances = self._tree, self._candidates.chances
+    def _wanted(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        """The policy's levels, where they pay in this step and were not drafted ahead."""
+        if self._candidates is None or not depth or self._ahead is not None or not self._policy.levels:
+            return None
+        policy, tree, chances = self._policy, self._tree, self._candidates.chances
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
         if covered:
             seconds = policy.seconds(policy.levels, self._costs) - policy.seconds(0, self._costs)
             if (1 - covered) * policy.gain(policy.levels) < self._best(0)[1] * seconds:
-                return []
-        return self._run_levels(cache, sampler, policy.levels)
+                return None
+        start = time.perf_counter()
+        hidden = self._state(cache, sampler)
+        self._drafting += time.perf_counter() - start
+        if hidden is None:
+            return None
+        return LevelsWanted(self.heads, hidden, sampler, policy.levels, self._own_level, self._take_levels)
 
-    def _run_levels(self, cache: FullCache, sampler: Sampler, count: int) -> list[Level]:
-        """The levels of heads on the verification's own hidden state; none before the first step has given one."""
-        return [] if self._hidden is None else self.heads.levels(self._hidden, sampler, count)
+    def _take_levels(self, levels: list[Level], seconds: float) -> None:
+        self._ahead = levels
+        self._drafting += seconds
+
+    def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor | None:
+        """What levels are drafted from: the verification's own hidden state; None before the first step."""
+        return self._hidden
 
     def _offer_levels(self, levels: list[Level]) -> None:
         nodes: list[int | None] = [0]
