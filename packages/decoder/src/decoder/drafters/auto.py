@@ -1,9 +1,9 @@
-"""The fastest lossless choice, step by step: heads and suffixes where they pay, plain decoding where nothing does."""
+"""The default method: drafts from suffixes and heads in each step where they pay, plain decoding where they do not."""
 
 from decoder.drafters.tuning.cost_tuned import CostTuned
 
 
 class Auto(CostTuned):
-    """Cost-tuned trees from the text's own suffixes, and from draft heads where there are any."""
+    """Cost-tuned trees from suffixes of the text, and from draft heads if there are any."""
 
     heads_kinds = ("gated", "conditioned", "chained", "independent")
