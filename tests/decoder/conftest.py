@@ -61,7 +61,7 @@ def dec(model):
 def untested(monkeypatch):
     """What a stand-in has passed or failed is not what the next test finds."""
     monkeypatch.setattr(fast_paths, "_outcomes", {})
-    monkeypatch.setattr(fast_paths, "_told", set())
+    monkeypatch.setattr(fast_paths, "_warned", set())
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_independent_verification_ends_where_it_is_told():
     for node, token in enumerate(tree.tokens):
         logits[tree.parents[node] if node else 0, token if node else 1] = 0.0
     logits[tree.leaves(), 7] = 0.0
-    sampler = Sampler(SamplingParams(seed=1), 8, CPU, [0], keep_logprobs=True)
+    sampler = Sampler(SamplingParams(seed=1), 8, CPU, [0], collect_logprobs=True)
     path, tokens = take(Independent(1, CPU), tree, logits, sampler, lambda token: len(sampler.context) == 3)
     assert len(path) == len(tokens) == 2
     assert sampler.context == [0, *tokens]

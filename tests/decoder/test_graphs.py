@@ -275,7 +275,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
         queries = on_meta.prefill(prompt, cache, observed=1)
         partial.append(cache, queries)
         recent.append(cache)
-        recent.observe(cache, queries)
+        recent.select(cache, queries)
         for _ in range(8):
             tree = TokenTree(1)
             for node in range(5):

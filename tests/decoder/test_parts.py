@@ -92,7 +92,7 @@ def test_ngram_table_equals_counting_anew(text, n, k):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 3), st.integers(1, 9))
 def test_prompt_lookup_equals_searching_the_text(text, longest, count):
-    index = SuffixIndex(longest, places=1)
+    index = SuffixIndex(longest, occurrences=1)
     index.extend(text)
     expected = []
     for n in range(min(longest, len(text) - 1), 0, -1):
@@ -506,7 +506,7 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_attends_to():
     }
     snap = RecentCache(budget=20, sink=10, room=2)
     snap.append(full)
-    snap.observe(full, queries)
+    snap.select(full, queries)
     for layer in range(2):
         for group in range(2):
             keys = full.keys[layer][0, group, :50]
@@ -530,7 +530,7 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_attends_to():
     torch.testing.assert_close(snap.keys[0][:, :, :10], chosen)
     short = RecentCache(budget=80, sink=40, room=2)
     short.append(full)
-    short.observe(full, queries)
+    short.select(full, queries)
     torch.testing.assert_close(short.keys[0][:, :, :63], full.keys[0][:, :, :63])
 
 

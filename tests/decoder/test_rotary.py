@@ -256,7 +256,7 @@ def test_recorded_passes_rotate_in_one_call_and_give_the_same_text(as_on_cuda, c
     recorder = TapeRecorder()
     dec = fixed_shapes(rotary_decoder(kind="gated"), recorder)
     for each in (dec.target, dec.draft_target):
-        each.use(recorder)
+        each.set_recorder(recorder)
         each.fast_paths()  # tests the kernel
     counted.clear()
     assert dec.generate(prompt, 60, method, SAMPLING, NARROW).token_ids == expected

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from decoder import SamplingParams
-from decoder.sampling.filters import first_argmax, keep_eta, keep_min_p, keep_top_k, keep_top_p, penalise
+from decoder.sampling.filters import filter_eta, filter_min_p, filter_top_k, filter_top_p, first_argmax, penalise
 from decoder.sampling.sampler import Sampler
 
 LOGITS = torch.randn(6, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
@@ -22,14 +22,14 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "ours, theirs",
     [
-        (lambda x: keep_top_k(x, 7), TopKLogitsWarper(7)),
-        (lambda x: keep_top_k(x, 1000), TopKLogitsWarper(1000)),
-        (lambda x: keep_top_p(x, 0.8), TopPLogitsWarper(0.8)),
-        (lambda x: keep_top_p(x, 0.05), TopPLogitsWarper(0.05)),
-        (lambda x: keep_min_p(x, 0.1), MinPLogitsWarper(0.1)),
-        (lambda x: keep_min_p(x, 1.0), MinPLogitsWarper(1.0)),
-        (lambda x: keep_eta(x, 3e-2), EtaLogitsWarper(3e-2)),
-        (lambda x: keep_eta(x, 2e-4), EtaLogitsWarper(2e-4)),
+        (lambda x: filter_top_k(x, 7), TopKLogitsWarper(7)),
+        (lambda x: filter_top_k(x, 1000), TopKLogitsWarper(1000)),
+        (lambda x: filter_top_p(x, 0.8), TopPLogitsWarper(0.8)),
+        (lambda x: filter_top_p(x, 0.05), TopPLogitsWarper(0.05)),
+        (lambda x: filter_min_p(x, 0.1), MinPLogitsWarper(0.1)),
+        (lambda x: filter_min_p(x, 1.0), MinPLogitsWarper(1.0)),
+        (lambda x: filter_eta(x, 3e-2), EtaLogitsWarper(3e-2)),
+        (lambda x: filter_eta(x, 2e-4), EtaLogitsWarper(2e-4)),
     ],
 )
 def test_filters_equal_transformers(ours, theirs):
@@ -38,7 +38,7 @@ def test_filters_equal_transformers(ours, theirs):
 
 def test_filters_run_on_what_the_one_before_left():
     chain = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(20)(None, LOGITS.clone()))
-    torch.testing.assert_close(keep_top_p(keep_top_k(LOGITS, 20), 0.9), chain, rtol=0, atol=0)
+    torch.testing.assert_close(filter_top_p(filter_top_k(LOGITS, 20), 0.9), chain, rtol=0, atol=0)
 
 
 def test_penalty_equals_transformers():
@@ -52,10 +52,10 @@ def test_penalty_equals_transformers():
 
 def test_ties_go_to_the_smaller_token_id():
     equal = torch.zeros(1, 10, dtype=torch.float64)
-    assert torch.isfinite(keep_top_k(equal, 3))[0].nonzero().flatten().tolist() == [0, 1, 2]
-    assert torch.isfinite(keep_top_p(equal, 0.35))[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
-    assert torch.isfinite(keep_min_p(equal, 0.5)).all()
-    assert torch.isfinite(keep_eta(equal, 0.5)).all()
+    assert torch.isfinite(filter_top_k(equal, 3))[0].nonzero().flatten().tolist() == [0, 1, 2]
+    assert torch.isfinite(filter_top_p(equal, 0.35))[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert torch.isfinite(filter_min_p(equal, 0.5)).all()
+    assert torch.isfinite(filter_eta(equal, 0.5)).all()
     assert first_argmax(torch.tensor([1.0, 5.0, 5.0, 2.0])) == 1
     assert first_argmax(torch.tensor([1.0, torch.nan, 5.0, 2.0])) == 3
 
@@ -69,15 +69,15 @@ def test_with_ties_the_filters_keep_as_many_as_transformers(spread):
         return torch.isfinite(logits).sum(-1)
 
     for p in (0.103, 0.503, 0.933):
-        assert (kept(keep_top_p(tied, p)) == kept(TopPLogitsWarper(p)(None, tied.clone()))).all()
+        assert (kept(filter_top_p(tied, p)) == kept(TopPLogitsWarper(p)(None, tied.clone()))).all()
     for p in (0.05, 0.3, 1.0):
-        assert (kept(keep_min_p(tied, p)) == kept(MinPLogitsWarper(p)(None, tied.clone()))).all()
+        assert (kept(filter_min_p(tied, p)) == kept(MinPLogitsWarper(p)(None, tied.clone()))).all()
     for epsilon in (2e-4, 4e-3, 0.1):
-        assert (kept(keep_eta(tied, epsilon)) == kept(EtaLogitsWarper(epsilon)(None, tied.clone()))).all()
+        assert (kept(filter_eta(tied, epsilon)) == kept(EtaLogitsWarper(epsilon)(None, tied.clone()))).all()
     for k in (1, 10, 150):
         theirs = TopKLogitsWarper(k)(None, tied.clone())
-        assert (kept(keep_top_k(tied, k)) == k).all()
-        assert (torch.isfinite(theirs) | ~torch.isfinite(keep_top_k(tied, k))).all()
+        assert (kept(filter_top_k(tied, k)) == k).all()
+        assert (torch.isfinite(theirs) | ~torch.isfinite(filter_top_k(tied, k))).all()
 
 
 def test_suppressed_tokens_equal_transformers_and_leave_the_others_chances():
@@ -118,9 +118,9 @@ def test_the_window_slides_with_the_text():
 
 
 def test_logprobs_are_of_the_filtered_distribution():
-    sampler = Sampler(SamplingParams(temperature=0.7, top_k=5, seed=4), 200, CPU, [3], keep_logprobs=True)
+    sampler = Sampler(SamplingParams(temperature=0.7, top_k=5, seed=4), 200, CPU, [3], collect_logprobs=True)
     token = sampler.take(sampler.draw(LOGITS[0]))
-    expected = keep_top_k(LOGITS[:1] / 0.7, 5).log_softmax(-1)[0, token].item()
+    expected = filter_top_k(LOGITS[:1] / 0.7, 5).log_softmax(-1)[0, token].item()
     assert sampler.logprobs == [expected]
     assert expected < 0
 

@@ -64,7 +64,7 @@ def test_counts_and_ties():
         (4, round(1 / 7, 9)),
         (3, round(1 / 7, 9)),
     ]
-    assert SuffixIndex(3, places=1).match() == (0, [])
+    assert SuffixIndex(3, occurrences=1).match() == (0, [])
     assert indexed([1, 2, 3]).chain(5) == []
 
 
@@ -74,12 +74,12 @@ def test_a_text_in_a_loop_is_continued_around_the_loop():
 
 def test_a_suffix_needs_a_token():
     with pytest.raises(ValueError, match="at least 1 token"):
-        SuffixIndex(0, places=1)
+        SuffixIndex(0, occurrences=1)
 
 
 def test_time_does_not_grow_with_the_text():
     """A periodic text, whose match is as long as itself, and medians of blocks 50 times apart in length."""
-    index, text, times = SuffixIndex(32, places=8), [i * i % 97 for i in range(60_000)], []
+    index, text, times = SuffixIndex(32, occurrences=8), [i * i % 97 for i in range(60_000)], []
     for start in range(0, len(text), 200):
         begin = time.perf_counter()
         index.extend(text[start : start + 200])

@@ -83,7 +83,7 @@ def test_the_devices_walk_is_the_hosts(params):
         context = torch.randint(WORDS, (1 + case % 6 * 3,), generator=generator).tolist()
         logits = random_logits(4 + 3 * depth, generator, ties=case % 2)
         tree = grown_tree(params, context, depth, logits, generator)
-        samplers = [Sampler(params, WORDS, CPU, context, keep_logprobs=True) for _ in range(2)]
+        samplers = [Sampler(params, WORDS, CPU, context, collect_logprobs=True) for _ in range(2)]
         expected = take(exact, tree, logits, samplers[0])
         assert len(expected[0]) > depth
         # Rows behind those of the nodes are of no interest.
@@ -104,7 +104,7 @@ def test_an_end_in_the_middle_takes_no_more_tokens(name):
     for last in range(1, 13):
         results = []
         for rule in (exact, drawn_whole):
-            sampler, seen = Sampler(params, WORDS, CPU, context, keep_logprobs=True), []
+            sampler, seen = Sampler(params, WORDS, CPU, context, collect_logprobs=True), []
 
             def ends(token, seen=seen, sampler=sampler, last=last):
                 # The token is in the text when it is told.
@@ -458,7 +458,7 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
     tree = TokenTree(3)
     tree.add_path([4, 5, 6, 7, 8], "draft")
     with OneDevice():
-        sampler = Sampler(params, WORDS, torch.device("meta"), [1, 2, 3], keep_logprobs=True)
+        sampler = Sampler(params, WORDS, torch.device("meta"), [1, 2, 3], collect_logprobs=True)
         logits = torch.empty(9, WORDS, dtype=torch.bfloat16, device="meta")
         draws = TreeDraws(tree, logits, sampler)
         numbers = draws.numbers
@@ -502,7 +502,7 @@ def test_on_cuda_the_walk_waits_for_its_one_read_only(params, depth, monkeypatch
     logits = random_logits(40, generator, ties=True)
     tree = grown_tree(params, [1, 2, 3, 1], depth, logits, generator) if depth else TokenTree(1)
     device, logits = torch.device("cuda"), logits.cuda()
-    samplers = [Sampler(params, WORDS, device, [1, 2, 3, 1], keep_logprobs=True) for _ in range(2)]
+    samplers = [Sampler(params, WORDS, device, [1, 2, 3, 1], collect_logprobs=True) for _ in range(2)]
     expected = take(exact, tree, logits, samplers[0])
     assert len(expected[0]) > depth
     with waiting_refused(monkeypatch):

@@ -212,7 +212,7 @@ class _Run:
         audit = f"; {self.decoder.audit(chunk.output)}" if self.args.audit else ""
         print(f"{self.generated} tokens{before}{rates}{audit}", file=sys.stderr)
 
-    def kept(self) -> str:
+    def left_behind(self) -> str:
         """What a run that broke off leaves behind, in words."""
         tokens = f"after {self.generated} tokens"
         if self.transcript is None:
@@ -302,17 +302,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             run.stream()
         except KeyboardInterrupt:
-            _say(f"interrupted {run.kept()}")
+            _say(f"interrupted {run.left_behind()}")
             return INTERRUPTED
         except BrokenPipeError:
             # Nobody reads any more; what is still in the buffer must not fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            _say(f"standard output was closed {run.kept()}")
+            _say(f"standard output was closed {run.left_behind()}")
             return BROKE_OFF
         except Exception as error:
             if not _expected(error):
                 raise
-            _say(f"{_sentence(error)} {run.kept()}")
+            _say(f"{_sentence(error)} {run.left_behind()}")
             return BROKE_OFF
     return 0
 

@@ -1,4 +1,4 @@
-"""What users hold: a model with its tokenizer and heads, ready to generate."""
+"""The class that users work with: a model with its tokenizer and draft heads, ready to generate."""
 
 import os
 from collections import abc
@@ -19,7 +19,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
 from decoder.kernels.memory import available_memory
 from decoder.kernels.packed_linear import fast_bfloat16
-from decoder.model.bitwise import Wanted
+from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
@@ -34,36 +34,36 @@ from decoder.text.stream import TextStream
 
 HeadsLike = DraftHeads | str | os.PathLike
 
-_REMEMBERED = 32  # settings for which it is kept what tuning has learnt
-_MOST_TEXTS = 256  # decoded together, where memory sets no lower bound
-_CACHE_SHARE = 0.6  # of the memory that is free, for the caches of a batch
+_MOST_TUNING_STATES = 32  # tuning states that are remembered, one for each combination of settings
+_MOST_TEXTS = 256  # texts that are decoded together at most; memory may set a lower bound
+_CACHE_SHARE = 0.6  # the share of free memory that the caches of a batch may take
 
 
 def methods() -> list[str]:
-    """Names that ``method`` takes, `ar` first."""
+    """The names that the argument ``method`` takes, `ar` first."""
     return list(METHODS)
 
 
 class Decoder:
     """Lossless decoding with a Hugging Face causal model.
 
-    The model is used as it is and left as it was. One decoder runs several generations one after another or
-    interleaved, and several decoders may share a model; but since a step patches the model, and on CUDA a function of
-    its modelling file, nothing of one family of models is to be used from two threads at once. Closing a stream ends it
-    and frees its caches.
+    The model is used as it is and left as it was. One decoder can run several generations one after another or
+    interleaved, and several decoders can share a model. But a step patches the model while it runs, and on CUDA also a
+    function of its modelling file, so two threads must not use models of the same family at once. Closing a stream ends
+    its generation and frees its caches.
 
     Args:
         model: a decoder-only model with standard attention.
-        tokenizer: needed for text prompts, texts and stop strings.
+        tokenizer: needed for prompts that are text, for text output and for stop strings.
         heads: draft heads: a module, a checkpoint folder or hub id, or {kind: any of these}.
         draft_model: a small model with the same vocabulary, for methods that draft with one.
-        bitwise: whether a token's logits are to be the same bits whatever shares its pass, so that no rounding ever
-            turns a text. "auto" does it where tests on this machine, of a second or so, show that it holds: on a CPU,
-            in float32 and half precision.
+        bitwise: whether a token's logits must have the same bits whatever else is in its pass, so that no rounding can
+            ever change a text. "auto" switches this on where tests of about a second show that it holds, which can be
+            on a CPU, in float32 and half precision.
 
     Raises:
-        ValueError: the architecture cannot be served exactly; tokenizer, heads or draft model are none or do not fit
-            the model; or bitwise is True and does not hold.
+        ValueError: the architecture cannot be decoded exactly; tokenizer, heads or draft model have a wrong type or do
+            not fit the model; or bitwise is True and does not hold here.
         OSError: a heads checkpoint cannot be read.
     """
 
@@ -73,7 +73,7 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
         draft_model: PreTrainedModel | None = None,
-        bitwise: Wanted = "auto",
+        bitwise: BitwiseSetting = "auto",
     ):
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}")
@@ -96,7 +96,7 @@ class Decoder:
             self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
             module.check_finite()
             self.target.speed_up(module)
-            # Copied here, and not in the first step.
+            # Its copy of rows of the language-model head is made now, and not in the first step.
             DraftVocabulary.of(self.target, module)
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
             raise ValueError(
@@ -104,7 +104,7 @@ class Decoder:
             )
 
     def _heads_dtype(self, heads: DraftHeads) -> torch.dtype:
-        """The model's own, but on a CPU bfloat16 as it was saved: reading the weights is most of a head's time."""
+        """The model's dtype; but heads saved in bfloat16 stay so on a CPU that multiplies it, to read fewer bytes."""
         wanted = self.target.lm_head.weight.dtype
         saved = {parameter.dtype for parameter in heads.parameters()}
         if saved == {torch.bfloat16} and wanted == torch.float32 and fast_bfloat16(self.target.device):
@@ -128,16 +128,17 @@ class Decoder:
         Args:
             prompt: text, token ids, a LongTensor [n] or [1, n], or chat messages ({"role": ..., "content": ...} each)
                 for the tokenizer's chat template.
-            max_new_tokens: exact, unless a stop ends the text before; None goes on until a stop or the model's last
-                position, in a cache that grows with the text.
-            method: one of `decoder.methods()`; None takes `auto`, and where the text would follow the method
-                (`options.verification`) `tokenswift`, or `prompt-lookup` without heads.
+            max_new_tokens: how many tokens to generate, exactly, unless a stop ends the text earlier. None goes on
+                until a stop or the model's last position, in a cache that grows with the text.
+            method: one of `decoder.methods()`. None takes `auto`; with independent verification, where the text depends
+                on the method, it takes `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
-            options: how to draft, defaults to `TokenSwiftOptions()`; changes the speed only (but see ``verification``).
+            options: how to draft, defaults to `TokenSwiftOptions()`. They change the speed only, except for
+                ``verification``.
             stop: stop strings and/or token ids that end the text.
             ignore_eos: do not end at the end-of-sequence ids of the generation config or the tokenizer.
-            return_logprobs: give each token's log-probability under the filtered distribution.
-            logits_hook: ``hook(context_ids, logits [V]) -> logits [V]`` per position, before the penalty.
+            return_logprobs: return each token's log-probability under the filtered distribution.
+            logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, called for every position, before the penalty.
 
         Raises:
             ValueError: an unusable prompt, length, method or stop; the message says what to change.
@@ -160,9 +161,9 @@ class Decoder:
         return_logprobs: bool = False,
         logits_hook: LogitsHook | None = None,
     ) -> Iterator[Chunk]:
-        """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first one.
+        """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first chunk.
 
-        Weights that are changed between two chunks count from the next generation on.
+        Weights that are changed between two chunks take effect in the next generation.
         """
         asked = check_arguments(
             self, prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook
@@ -201,8 +202,8 @@ class Decoder:
         Args:
             prompts: in any of the forms that `generate` takes.
             max_new_tokens, sampling, logits_hook: one for all, or a list with one per prompt.
-            stop: one for all, as in `generate`; or a list with one of these or None per prompt, of which at least one
-                is None or a list.
+            stop: one for all, as in `generate`; or a list with a value per prompt, at least one of which is None or a
+                list, since a list of strings and ids alone is one value for all.
             max_batch: how many texts are decoded together at most; None takes as many as memory has room for, up to
                 256.
 
@@ -250,7 +251,7 @@ class Decoder:
             strict=True,
         )
         asked = []
-        # A batch has caches of its own.
+        # Buffers that wait for a single text would take memory from the caches of the batch.
         self.target.pool.clear()
         memory = available_memory(self.target.device)
         for index, (prompt, length, params, stops, hook) in enumerate(columns):
@@ -282,7 +283,7 @@ class Decoder:
         errors: dict[int, Exception] = {}
         pending = list(enumerate(asked))[::-1]
         while pending or engine.running or engine.waiting:
-            # Not all at once: a sequence that waits holds its noise and its drafter's index already.
+            # Sequences are made when they may soon run: one that waits already holds noise and its drafter's index.
             while pending and len(engine.running) + len(engine.waiting) < max_batch:
                 index, one = pending.pop()
                 text = self._sequence(engine, one)
@@ -301,25 +302,30 @@ class Decoder:
 
     @property
     def bitwise(self) -> bool:
-        """Whether the bits of a token's logits depend on the tokens before it alone; `report` tells why not."""
+        """Whether the bits of a token's logits depend only on the tokens before it; if not, `report` says why."""
         return self.target.bitwise.rule is not None
 
     def audit(self, output: GenerationOutput) -> Audit:
-        """`decoder.audit`, which tells a floating-point tie from a fault."""
+        """Score a finished generation again, to tell a floating-point tie from a fault; see `decoder.audit`."""
         return audit(output)
 
     def report(self) -> str:
-        """Versions, the device, and which fast paths are used on it and why not: what belongs into an issue."""
+        """What belongs into an issue: versions, the device, which fast paths it uses, and why not the others."""
         targets = {"model": self.target}
         if self.draft_target is not None:
             targets["draft model"] = self.draft_target
         return report(targets, self.heads)
 
     def _sequence(self, engine: Engine, asked: Arguments) -> Sequence:
-        """A text that is to be decoded by ``engine``."""
+        """The sequence, to be decoded by ``engine``, that the arguments ask for."""
         target, options, hook = self.target, asked.options, asked.logits_hook
         sampler = Sampler(
-            asked.sampling, target.vocab_size, target.device, asked.context, hook, keep_logprobs=asked.return_logprobs
+            asked.sampling,
+            target.vocab_size,
+            target.device,
+            asked.context,
+            hook,
+            collect_logprobs=asked.return_logprobs,
         )
         drafter = drafter_class(asked.method, options)(
             DrafterContext(
@@ -346,25 +352,28 @@ class Decoder:
             asked.stop_ids,
             None if self.tokenizer is None else TextStream(self.tokenizer, asked.stop_strings),
             exact if exactly else Independent(asked.sampling.seed, target.device),
-            # The host is slow to hear from a GPU; a hook runs on the host, along the path that is taken.
+            # Reading from a GPU takes long, so all is read at once; but a hook needs each logits vector on the host.
             draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
         )
 
     def _cache_bytes(self, asked: Arguments) -> int:
-        """Bytes of the full cache at its longest, and of a draft cache of the usual budget beside it."""
+        """Bytes of the full cache at its longest plus a draft cache of the default budget."""
         return self.target.kv_bytes * (len(asked.context) + asked.limit + asked.options.budget_for(len(asked.context)))
 
     def _tuning_state(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, object]:
-        """What a method has learnt from earlier texts with this sampling; the settings used last are kept."""
+        """The state that a method's tuning has collected from earlier texts with these settings, empty at first.
+
+        The states of the settings that were used last are remembered.
+        """
         key = method, replace(sampling, seed=0), coupled
         state = self._tuning_states.pop(key, {})
-        kept = [(other, what) for other, what in self._tuning_states.items() if what][1 - _REMEMBERED :]
-        self._tuning_states = {**dict(kept), key: state}
+        others = [(other, earlier) for other, earlier in self._tuning_states.items() if earlier]
+        self._tuning_states = {**dict(others[1 - _MOST_TUNING_STATES :]), key: state}
         return state
 
 
 def check_heads(heads: object) -> None:
-    """Raise ValueError for what can be no draft heads."""
+    """Raise ValueError for a value that cannot stand for draft heads."""
     for one in heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]:
         if not isinstance(one, DraftHeads | str | os.PathLike):
             raise ValueError(

@@ -1,4 +1,7 @@
-"""The step that reads as the pipeline, for all texts that are being decoded."""
+"""The engine decodes all running texts together, step by step: propose, verify, accept, commit.
+
+Callers run `Engine.step`. The pipeline itself is `Engine.decode`.
+"""
 
 import time
 from collections import deque
@@ -19,21 +22,23 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
 
 Fits = Callable[[list[Sequence], Sequence], bool]
-"""Whether a sequence may join those that are running."""
+"""Tells whether a waiting sequence (the second argument) may join those that are running."""
 
 
 class Engine:
     """Decodes sequences together: a finished one leaves, a waiting one joins.
 
-    Accepted exactly, a text depends on target and sampler alone: neither on its drafter nor on who runs beside it.
+    With exact acceptance a text follows from the target and its sampler alone. It depends neither on its drafter nor on
+    the texts that run beside it.
 
     Args:
         target: the model.
-        fits: whether a sequence may join those running now; one that runs alone is never asked for. None lets all join.
+        fits: tells whether a waiting sequence may join. It is not asked while nothing runs, so that any text can run
+            alone. None lets every sequence join at once.
 
     Attributes:
         running: the sequences that steps decode.
-        waiting: those that have not begun.
+        waiting: the sequences that have not begun, in the order in which they will.
     """
 
     def __init__(self, target: Target, fits: Fits | None = None):
@@ -42,11 +47,11 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence join as soon as there is room for it."""
+        """Queue a sequence; it joins in the first step that has room for it."""
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Forget a sequence, running or waiting; the others go on."""
+        """Remove a sequence, whether it is running or waiting; the others go on."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -54,13 +59,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, list[int]]]:
-        """Draft, verify, accept, commit: the next one or more tokens of every running sequence.
+        """Give every running sequence its next tokens, one or more.
 
-        Sequences that are done have left, and those that found room have joined and begun. One whose own hook, drafter
-        or logits fail leaves with its `Sequence.error`, and the others go on.
+        At first, waiting sequences join as long as there is room, and their prompts are prefilled; in the end, those
+        that are done leave. A sequence whose own hook, drafter or logits raise an exception leaves with that as its
+        `Sequence.error`, and the others go on.
 
         Returns:
-            Each sequence that ran with its new tokens, the finished ones included.
+            Each sequence that ran in this step with its new tokens, the finished ones included.
         """
         self._admit()
         stepped = list(self.running)
@@ -69,6 +75,7 @@ class Engine:
         return [(sequence, tokens.get(sequence, [])) for sequence in stepped]
 
     def _admit(self) -> None:
+        """Let waiting sequences join as long as there is room, and prefill their prompts."""
         while self.waiting:
             if self.running and self.fits is not None and not self.fits(self.running, self.waiting[0]):
                 return
@@ -79,7 +86,7 @@ class Engine:
                     self._prefill(sequence)
 
     def _prefill(self, sequence: Sequence) -> None:
-        """Commit the prompt but its last token."""
+        """Commit the prompt to the cache, except for its last token, which is the root of the first tree."""
         start = time.perf_counter()
         if self.running == [sequence]:
             self.target.refresh_weights()
@@ -92,9 +99,9 @@ class Engine:
         sequence.statistics.prefill_seconds = time.perf_counter() - start
 
     def decode(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-        """The part of a step that is timed: the new tokens of sequences that have begun.
+        """The pipeline of a step, for sequences whose prompts are prefilled: the new tokens of each.
 
-        Apart from `step`, so that a profiler can wrap what is repeated without the prefill of those that join.
+        It is separate from `step` so that it can be timed and profiled without the prefill of sequences that join.
         """
         start = time.perf_counter()
         with self.target.patched():
@@ -110,7 +117,7 @@ class Engine:
         for sequence, tree, verification in steps:
             with _failure_of(sequence):
                 tokens[sequence] = self._accept(sequence, tree, verification, walks[sequence])
-        # The tokens have come from the device, so no more waiting is needed to know the time.
+        # The tokens have been read from the device, so the clock needs no further synchronisation.
         seconds = time.perf_counter() - start
         for sequence in tokens:
             sequence.statistics.decode_seconds += seconds
@@ -118,7 +125,8 @@ class Engine:
         return tokens
 
     def _propose(self, sequences: list[Sequence]) -> dict[Sequence, TokenTree]:
-        # One more token than is accepted comes anyway, and no position beyond the last one may be looked at.
+        """The tree that each sequence's drafter proposes; a sequence whose drafter fails is left out."""
+        # A step gives one token more than it accepts, and no pass may read beyond the model's last position.
         depths = {sequence: min(sequence.remaining - 1, DEPTH) for sequence in sequences}
         if len(sequences) > 1:
             self._fill_levels(depths)
@@ -142,10 +150,10 @@ class Engine:
             fill_together([one for one in wanted if one is not None])
 
     def _launch(self, steps: list[tuple[Sequence, TokenTree, Verification]]) -> dict[Sequence, Walk]:
-        """The walk of each sequence along what the target chose.
+        """The walk of each sequence along the tokens that the target chooses; see `sampling.acceptance`.
 
-        Where whole trees are drawn on the device, all of it and what drafters need next is asked for before the host
-        waits, once, for all of it.
+        For sequences with `Sequence.draws_whole_trees`, the draws of all nodes and what drafters need for the next step
+        are launched on the device first. The host then waits once and reads the results of all of them together.
         """
         walks: dict[Sequence, Walk] = {}
         reads: list[DeferredRead] = []
@@ -156,19 +164,20 @@ class Engine:
             draws = TreeDraws(tree, verification.logits, sequence.sampler)
             reads.append(DeferredRead(draws.numbers, draws.read))
             if isinstance(sequence.drafter, DraftsAhead):
-                ahead = sequence.drafter.draft_ahead(verification, draws)
-                reads += [] if ahead is None else [ahead]
+                drafts = sequence.drafter.draft_ahead(verification, draws)
+                reads += [] if drafts is None else [drafts]
             walks[sequence] = walk(tree, draws)
         if reads:
             _read(reads)
         return walks
 
     def _accept(self, sequence: Sequence, tree: TokenTree, verification: Verification, walked: Walk) -> list[int]:
+        """Append the walk's tokens to the text, until it ends, and commit the path to the cache and the drafter."""
         path, tokens = [], []
         for node, drawn in walked:
             path.append(node)
             tokens.append(sequence.sampler.take(drawn))
-            if sequence.took(tokens[-1]):
+            if sequence.advance(tokens[-1]):
                 break
         sequence.cache.keep(path)
         sequence.drafter.commit(sequence.cache, verification, path, tokens)
@@ -180,7 +189,7 @@ class Engine:
 
 
 def _read(reads: list[DeferredRead]) -> None:
-    """Wait for the device once, and hand each its numbers."""
+    """Wait for the device once, and hand each deferred read its values."""
     numbers = download(torch.cat([read.numbers.double() for read in reads]))
     start = 0
     for read in reads:
@@ -191,7 +200,7 @@ def _read(reads: list[DeferredRead]) -> None:
 
 @contextmanager
 def _failure_of(sequence: Sequence) -> Iterator[None]:
-    """An exception in this block is this sequence's own and ends it; memory that runs out is everybody's."""
+    """An exception in this block ends this sequence alone, except that memory has run out, which is raised."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -7,7 +7,7 @@ import torch
 
 from decoder.decoder import Decoder, HeadsLike, check_heads
 from decoder.draft_heads import DraftHeads
-from decoder.model.bitwise import Wanted
+from decoder.model.bitwise import BitwiseSetting
 from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -20,7 +20,7 @@ def load(
     draft_model: str | os.PathLike | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
-    bitwise: Wanted = "auto",
+    bitwise: BitwiseSetting = "auto",
     **model_kwargs,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.

@@ -1,4 +1,4 @@
-"""A sequence: all that belongs to one text while it is generated."""
+"""A sequence: everything that belongs to one text while it is generated."""
 
 from collections.abc import Collection
 
@@ -17,19 +17,21 @@ class Sequence:
     All committed tokens but the newest are in the full cache; the newest is the root of the next tree.
 
     Args:
-        request: what the text was asked for.
-        sampler: holds the text so far, the prompt, and chooses its continuation.
+        request: the model, prompt and sampling settings, as `GenerationOutput` reports them.
+        sampler: holds the tokens so far, at first the prompt's, and draws those that follow.
         drafter: proposes the tree of each step.
-        cache: for all committed tokens.
-        max_new_tokens: exact number of tokens, unless a stop ends the text before.
+        cache: holds keys and values of the committed tokens.
+        max_new_tokens: how many tokens to generate, exactly, unless a stop ends the text earlier.
         stop_ids: tokens that end the text.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
-        rule: by which a verified tree gives tokens.
-        draws_whole_trees: draw the tokens of all nodes on the device at once; else those of visited nodes, one by one.
+        rule: chooses the accepted path of a verified tree.
+        draws_whole_trees: whether the tokens of all nodes are drawn on the device at once. Otherwise ``rule`` draws
+            them one by one, at the nodes that the walk visits.
 
     Attributes:
+        remaining: how many tokens may still be generated.
         finish_reason: "length" or "stop" once the text has ended.
-        error: what ended it where that was neither; `Engine.step` leaves it here.
+        error: the exception that ended the text, if one did.
     """
 
     def __init__(
@@ -58,11 +60,11 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        """Whether no step is to follow."""
+        """Whether the text has ended, so that no step follows."""
         return self.finish_reason is not None or self.error is not None
 
-    def took(self, token: int) -> bool:
-        """Count a token that was appended to the text; True when it is the last one."""
+    def advance(self, token: int) -> bool:
+        """Count a token that the sampler has appended, and look for stops; returns whether the text ends with it."""
         self.remaining -= 1
         if self.text is not None:
             self.text.push(token)
@@ -73,11 +75,11 @@ class Sequence:
         return self.finish_reason is not None
 
     def chunk(self, tokens: list[int]) -> Chunk:
-        """What a step that added ``tokens`` gives to a stream."""
+        """The `Chunk` that a step which added ``tokens`` gives to a stream."""
         done = self.finish_reason is not None
         piece = "" if self.text is None else self.text.take(final=done)
         if done and self.text is not None and self.text.stopped:
-            # Text that waited for its end may complete a stop string with it.
+            # The text held back until now may have completed a stop string.
             self.finish_reason = "stop"
         return Chunk(tokens, piece, self.statistics, self.output() if done else None)
 

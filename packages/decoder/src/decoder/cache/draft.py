@@ -1,18 +1,18 @@
-"""What the caches of draft passes share: a fixed number of slots, and room behind them for drafted tokens."""
+"""The base class of the caches that draft passes use: fixed slots for the text, and room behind for drafted tokens."""
 
 from decoder.cache.base import LayeredCache
 
 
 class DraftCache(LayeredCache):
-    """At most ``budget`` pairs of committed tokens per KV head, and ``room`` slots behind them.
+    """At most ``budget`` pairs of committed tokens per KV head, and ``room`` slots behind them for drafted tokens.
 
-    Subclasses say which pairs these are. A draft pass writes its tokens behind them; the next pass writes over them,
-    but for the first ones that `hold` was told to hold. Keys carry their own rotary positions, so the order of the
-    slots means nothing to attention.
+    Subclasses choose the committed pairs. A draft pass writes the pairs of its tokens behind them, and the next draft
+    pass writes over these, except for the first ones, as many as `hold` has set. Keys carry their own rotary positions,
+    so attention does not depend on the order of the slots.
 
     Args:
         budget: slots for committed tokens.
-        room: drafted tokens behind them, held ones included.
+        room: slots for drafted tokens.
     """
 
     purpose = "draft"
@@ -28,7 +28,7 @@ class DraftCache(LayeredCache):
             raise ValueError(f"the draft cache has room for {self.room} drafted tokens; {self._held + count} came")
 
     def hold(self, count: int) -> None:
-        """Of the drafted tokens, the first ``count`` stay for the passes to come; commits let go of all."""
+        """Protect the first ``count`` drafted tokens from the next draft pass; a commit releases all of them."""
         self._held = count
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""The target's memory: prompt, output and the tree under verification."""
+"""The full KV cache: keys and values of prompt, output and the tree under verification."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,17 @@ _SMALLEST_GROWTH = 1024
 class FullCache(LayeredCache):
     """Keys and values of all committed tokens.
 
-    A forward pass writes its T tokens behind the committed ones (transformers calls `update`); `keep` then commits
-    the accepted nodes and forgets the rest. Nothing is ever concatenated.
+    A forward pass writes the pairs of its T tokens behind the committed ones (transformers calls
+    `LayeredCache.update`). `keep` then commits those of the accepted nodes, and the next pass writes over the rest.
+    Nothing is ever concatenated.
 
     Args:
-        capacity: positions to hold: prompt + output + the widest tree.
-        growable: the length is open-ended: a full buffer is replaced by one half as long again, so that a text of any
-            length copies each pair twice on average. Otherwise more positions are an error.
+        capacity: how many positions it holds: those of prompt, output and the widest tree.
+        growable: whether a full buffer is replaced by one half as long again, for texts whose length is open. A text
+            of any length then copies each pair twice on average. Otherwise more positions are an error.
+
+    Attributes:
+        length: how many tokens are committed.
     """
 
     def __init__(self, capacity: int, growable: bool = False):
@@ -34,9 +38,9 @@ class FullCache(LayeredCache):
         self.enlarge(max(end, self.capacity + max(_SMALLEST_GROWTH, self.capacity // 2)), self.length)
 
     def keep(self, path: Sequence[int]) -> None:
-        """Commit the nodes ``path`` (ascending) of the tokens written last; their pairs close up in place."""
-        # Those that stand where they belong need not move.
-        still = next((place for place, node in enumerate(path) if node != place), len(path))
+        """Commit the nodes ``path`` (ascending) of the last pass: their pairs move up behind the committed ones."""
+        # The first nodes of the path may be where they belong already, and need not move.
+        still = next((index for index, node in enumerate(path) if node != index), len(path))
         if still < len(path):
             index = upload(path[still:], self.keys.device) + self.length
             start, end = self.length + still, self.length + len(path)

@@ -1,4 +1,4 @@
-"""The draft pass's memory: attention sinks plus the most important pairs of the full cache (paper section 3.4)."""
+"""TokenSwift's partial KV cache: attention sinks and the most important pairs of the full one (paper section 3.4)."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,14 @@ class PartialCache(DraftCache):
     as the whole text fits, the cache simply holds all of it.
 
     Args:
-        budget: slots, |B| in the paper.
-        sink: sink positions among them, |S|.
-        dynamic: False never selects a second time; replacement then starts again from the end.
-        room: drafted tokens behind them; one is what a single draft pass takes.
+        budget: slots for committed tokens, |B| in the paper.
+        sink: how many of them are for sink positions, |S|.
+        dynamic: whether to select again when accepted tokens have replaced all pairs but the sink's. If False,
+            replacement starts again from the end instead.
+        room: slots for drafted tokens; a single draft pass needs one.
+
+    Attributes:
+        rebuilds: how often pairs were selected.
     """
 
     def __init__(self, budget: int, sink: int, dynamic: bool = True, room: int = 1):
@@ -30,11 +34,11 @@ class PartialCache(DraftCache):
         self._cursor = 0
 
     def append(self, full: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
-        """Take in what ``full`` committed since the last call.
+        """Add the tokens that ``full`` has committed since the last call.
 
         Args:
-            queries: per layer [B, H, T, D] of some tokens; read only when a rebuild is due.
-            newest: which of them is the newest committed one.
+            queries: by layer, queries [B, H, T, D] of some tokens; they are read only when a rebuild is due.
+            newest: index, among these tokens, of the newest committed one.
         """
         new = full.length - self._seen
         if self._filled == self._seen and full.length <= self.budget:
@@ -54,8 +58,8 @@ class PartialCache(DraftCache):
     def rebuild(self, full: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
         """Select anew: the sink, then the pairs of highest importance in decreasing order.
 
-        The importance of key i for a KV head is the sum over the query heads of its group of q . K_i. The sum moves
-        inside: one product of the summed query with the keys, and no key is replicated.
+        The importance of key i for a KV head is q . K_i, summed over the query heads q of its group. Since the product
+        is linear, the queries are summed first: one product with the keys suffices, and no key is replicated.
         """
         wanted = self.budget - self.sink
         self.allocate_as(full)
@@ -73,7 +77,7 @@ class PartialCache(DraftCache):
         self.rebuilds += 1
 
     def _copy(self, full: FullCache, slot: int, count: int) -> None:
-        """The newest ``count`` pairs of ``full`` into the slots from ``slot`` on."""
+        """Copy the newest ``count`` pairs of ``full`` to the slots from ``slot`` on."""
         self.allocate_as(full)
         for mine, theirs in ((self.keys, full.keys), (self.values, full.values)):
             mine[:, :, :, slot : slot + count] = theirs[:, :, :, full.length - count : full.length]

@@ -1,4 +1,4 @@
-"""Buffers of finished texts, kept with the passes that were recorded over them, for the texts that follow."""
+"""Reuse of cache buffers: those of a finished text serve the next one, with the passes that were recorded over them."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,13 +9,14 @@ from decoder.kernels.cuda_graphs import FixedPass
 if TYPE_CHECKING:
     from decoder.cache.base import LayeredCache
 
+# Capacities are rounded to multiples of 256 slots, or to 16 steps from one power of two to the next.
 _SMALLEST_STEP = 256
-_STEPS = 16  # from one power of two to the next
+_STEPS = 16
 _MOST_TIMES_LARGER = 2
 
 
 class Buffers(NamedTuple):
-    """What recorded passes know of a cache."""
+    """The part of a cache that recorded passes refer to, so that it can be handed on to another cache."""
 
     capacity: int
     keys: torch.Tensor
@@ -25,16 +26,16 @@ class Buffers(NamedTuple):
 
 
 class BufferPool:
-    """Lends caches the buffers of one that has gone, so that a text replays what an earlier one has recorded.
+    """Lends a new cache the buffers of one that is gone, so that a text replays what an earlier one has recorded.
 
-    To record the passes of all widths takes seconds, as long as some hundred tokens. Recorded passes read a text's
-    length from device memory and nothing of the buffers behind it, so larger buffers serve as well, and what earlier
-    texts have left in them means nothing. At most one text's buffers wait, those of the text that has ended last, and
-    one draft cache's. Buffers that are more than twice as
-    large as the next text needs are freed before it begins.
+    Recording the passes of all widths takes seconds, as long as generating some hundred tokens. A recorded pass reads
+    the text's length from device memory and ignores what lies behind it in the buffers, so buffers may be larger than
+    needed and may hold remains of earlier texts. The pool keeps one set of buffers for full caches, of the text that
+    ended last, and one for draft caches. Buffers more than twice as large as the next text needs are freed before it
+    begins.
 
     Args:
-        device: where the buffers are.
+        device: the device of the buffers.
     """
 
     def __init__(self, device: torch.device):
@@ -44,7 +45,7 @@ class BufferPool:
         self._generation = 0
 
     def lend(self, cache: "LayeredCache") -> None:
-        """Give a cache that has no buffers yet those that wait, or round its capacity so that others may have them."""
+        """Give a cache that has no buffers the waiting ones if they fit, else round its capacity so that others fit."""
         waiting = self._waiting.pop(cache.purpose, None)
         cache.pool, cache.pool_generation = self, self._generation
         if waiting is not None and cache.capacity <= waiting.capacity <= _MOST_TIMES_LARGER * rounded(cache.capacity):
@@ -53,14 +54,14 @@ class BufferPool:
             cache.capacity = rounded(cache.capacity)
 
     def give_back(self, cache: "LayeredCache") -> None:
-        """Keep the buffers of a cache that nobody needs any more, unless the model has changed since it got them."""
+        """Take the buffers of a cache that is no longer needed, unless the model has changed since they were lent."""
         if len(cache.keys) and cache.pool_generation == self._generation:
             self._waiting[cache.purpose] = cache.buffers()
 
     def renew(self, state: object) -> None:
-        """Forget all buffers if ``state``, all that recorded passes have taken from the model, is another than before.
+        """Free all buffers if ``state``, what recorded passes have taken from the model, differs from the last one.
 
-        What is still lent will not come back, either.
+        Buffers that are still lent are then not taken back, either.
         """
         if state != self._state:
             self._state = state
@@ -68,16 +69,16 @@ class BufferPool:
             self.clear()
 
     def clear(self) -> None:
-        """Free the buffers that wait."""
+        """Free the buffers that are not lent."""
         self._waiting.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that wait."""
+        """Bytes of the buffers that are not lent."""
         return sum(waiting.keys.nbytes + waiting.values.nbytes for waiting in self._waiting.values())
 
 
 def rounded(capacity: int) -> int:
-    """The next of a few capacities, at most a sixteenth (or 256 slots) larger, that texts of like length share."""
+    """``capacity`` rounded up by at most a sixteenth (or 256 slots), so that texts of similar length share buffers."""
     step = max(_SMALLEST_STEP, (1 << capacity.bit_length()) // (2 * _STEPS))
     return -(-capacity // step) * step

@@ -1,4 +1,4 @@
-"""StreamingLLM's memory (arXiv 2309.17453): attention sinks and a window of the newest pairs; SnapKV's beside it."""
+"""StreamingLLM's KV cache (arXiv 2309.17453), sinks and a window of the newest pairs, and SnapKV's selection for it."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from decoder.cache.draft import DraftCache
 from decoder.cache.full import FullCache
 from decoder.kernels.transfers import upload
 
-_NEIGHBOURS = 7
+_NEIGHBOURS = 7  # width of the maximum that smooths attention weights (SnapKV)
 
 
 class RecentCache(DraftCache):
@@ -19,9 +19,12 @@ class RecentCache(DraftCache):
     Keys keep their original rotary positions, as in the partial cache, so a pair is copied once and never touched.
 
     Args:
-        budget: slots in all.
-        sink: sink positions among them.
-        room: drafted tokens behind them.
+        budget: slots for committed tokens.
+        sink: how many of them are for sink positions.
+        room: slots for drafted tokens.
+
+    Attributes:
+        seen: how many tokens of the text were added so far, whether their pairs are still here or not.
     """
 
     def __init__(self, budget: int, sink: int, room: int):
@@ -30,18 +33,19 @@ class RecentCache(DraftCache):
         self.seen = 0
 
     def append(self, full: FullCache) -> None:
-        """Take in what ``full`` committed since the last call."""
+        """Add the tokens that ``full`` has committed since the last call."""
         self._commit(full, start=self.seen, count=full.length - self.seen)
 
-    def observe(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        """Put the pairs that the end of the text attends to most in the place of the sink (SnapKV, arXiv 2404.14469).
+    def select(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        """Replace the sink by the pairs that the end of the prompt attends to most (SnapKV, arXiv 2404.14469).
 
-        Called once, after the prompt was appended; a text that the cache holds whole stays as it is. Each KV head
-        chooses its own among the pairs outside the window: the attention of the last queries of its group, summed,
-        smoothed over neighbours by a maximum of 7, so that what stands around an important pair comes along.
+        It is called once, after the prompt was appended, and does nothing if the cache holds the whole prompt. Each KV
+        head selects among the pairs outside the window. The score of a pair is the attention that it gets from the
+        given queries of the head's group, summed, and then the maximum over 7 neighbours, so that the pairs around an
+        important one are selected with it.
 
         Args:
-            queries: per layer, [B, H, T, D], those of the T newest tokens.
+            queries: by layer, the queries [B, H, T, D] of the T newest tokens.
         """
         if full.length <= self.budget:
             return
@@ -57,11 +61,11 @@ class RecentCache(DraftCache):
                 mine[:, :, : self.sink] = theirs.gather(2, index.expand(-1, -1, -1, theirs.shape[3]))
 
     def commit(self, count: int) -> None:
-        """Commit the first ``count`` drafted tokens: they were no guesses but the text itself."""
+        """Commit the first ``count`` tokens of a draft pass, which was run over the text itself, not over guesses."""
         self._commit(self, start=self._filled, count=count)
 
     def _commit(self, source: LayeredCache, start: int, count: int) -> None:
-        """Copy ``count`` pairs from slot ``start`` on in ``source``, the positions from ``seen`` on."""
+        """Copy the pairs of the text's next ``count`` tokens, which are in ``source`` from slot ``start`` on."""
         end = self.seen + count
         window = self.budget - self.sink
         first = max(self.seen, end - window)

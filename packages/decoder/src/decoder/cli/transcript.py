@@ -45,7 +45,7 @@ class Transcript:
         self.request: dict[str, Any] | None = None
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self._kept_bytes = 0
+        self._valid_bytes = 0
         self._text_file: BinaryIO | None = None
         self._tokens_file: BinaryIO | None = None
         if not path.parent.is_dir():
@@ -87,7 +87,7 @@ class Transcript:
         header = _parse(lines[0])
         if header.get("format_version") != FORMAT_VERSION or not isinstance(header.get("request"), dict):
             raise ValueError(f"{self.tokens_path} is not a record of format version {FORMAT_VERSION}")
-        self.request, self._kept_bytes = header["request"], len(lines[0])
+        self.request, self._valid_bytes = header["request"], len(lines[0])
         for line in lines[1:]:
             step = _parse(line) if line.endswith(b"\n") else {}
             tokens = step.get("tokens")
@@ -97,7 +97,7 @@ class Transcript:
                 break
             self.token_ids += tokens
             self.finish_reason = step.get("finish_reason")
-            self._kept_bytes += len(line)
+            self._valid_bytes += len(line)
 
     def check(self, request: Mapping[str, Any]) -> None:
         """Compare with the recorded request, as far as ``request`` goes.
@@ -133,8 +133,8 @@ class Transcript:
                 words = "another run has begun it meanwhile: choose another --output"
                 raise FileExistsError(f"{self.path}: {words}") from None
             self._lock()
-        self._tokens_file.truncate(self._kept_bytes)
-        self._tokens_file.seek(self._kept_bytes)
+        self._tokens_file.truncate(self._valid_bytes)
+        self._tokens_file.seek(self._valid_bytes)
         if self.request is None:
             _write(self._tokens_file, _line({"format_version": FORMAT_VERSION, "request": request}))
         encoded = text.encode()
@@ -145,10 +145,10 @@ class Transcript:
                 f"and --resume writes it again from {self.tokens_path.name}"
             )
         self._text_file = self.path.open("r+b" if written else "wb", buffering=0)
-        kept = min(len(written), len(encoded))
-        self._text_file.truncate(kept)
-        self._text_file.seek(kept)
-        _write(self._text_file, encoded[kept:])
+        common = min(len(written), len(encoded))
+        self._text_file.truncate(common)
+        self._text_file.seek(common)
+        _write(self._text_file, encoded[common:])
 
     def append(self, tokens: Sequence[int], text: str, finish_reason: str | None) -> None:
         """Write one step."""

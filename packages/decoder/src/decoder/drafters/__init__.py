@@ -1,4 +1,4 @@
-"""The methods: every drafter under the name that users give."""
+"""The methods: every drafter by the name that users give as ``method``."""
 
 from decoder.drafters.ar import Autoregressive
 from decoder.drafters.auto import Auto

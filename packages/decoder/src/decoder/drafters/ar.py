@@ -1,4 +1,4 @@
-"""No drafter: plain autoregressive decoding, the referee of all others."""
+"""Plain autoregressive decoding, which drafts nothing: the reference that all other methods are compared with."""
 
 from collections.abc import Mapping
 

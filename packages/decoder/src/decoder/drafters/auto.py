@@ -1,4 +1,4 @@
-"""The fastest lossless choice, step by step: heads and suffixes where they pay, plain decoding where nothing does."""
+"""The default method: drafts from suffixes and heads in each step where they pay, plain decoding where they do not."""
 
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex

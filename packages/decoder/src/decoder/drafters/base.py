@@ -1,4 +1,4 @@
-"""What a drafter is: anything that proposes a tree. Nothing it does can change the text."""
+"""What a drafter is: an object that proposes token trees. Nothing that it does can change the text."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ from decoder.stats import Statistics
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may draw on for one generation.
+    """What a drafter is given for one text: the models, the settings, and state that outlives the text.
 
     Attributes:
-        target: the model itself, patched by the engine whenever the drafter proposes or starts.
-        heads: draft heads of the first of its `Drafter.heads_kinds` at hand; None when there are none.
-        draft_model: the small model, which the drafter patches itself; None when the user gave none.
+        target: the model that is decoded. The engine has patched it whenever it calls `start` or `propose`.
+        heads: the draft heads of the first of the drafter's `heads_kinds` that the user gave; None if there are none.
+        draft_model: the small model, which the drafter has to patch itself; None if the user gave none.
         sampling: how the target's tokens are chosen.
-        options: the user's settings of the drafters.
-        prompt: its token ids.
-        costs: what verifications cost here, measured when first asked for.
-        max_new_tokens: tokens to generate at most; a deeper tree is of no use.
-        tuning_state: what earlier generations with the same method and sampling have taught it, by names of the
-            drafter's own, and where it leaves what this one teaches; empty at first.
-        running: how many texts are decoded together at the moment, this one among them.
+        options: the user's settings for drafters.
+        prompt: the prompt's token ids.
+        costs: how long verifications take on this machine, measured when first asked for.
+        max_new_tokens: how many tokens are generated at most, so that a deeper tree is of no use.
+        tuning_state: a dictionary that is shared by all texts with the same method and sampling, one after another or
+            at once. A drafter finds there, by keys of its own, what it has stored for earlier texts.
+        running: returns how many texts are decoded together at the moment, this one included.
     """
 
     target: Target
@@ -50,68 +50,70 @@ class DrafterContext:
 
     @property
     def longest_text(self) -> int:
+        """How many tokens prompt and output have at most."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def budget(self) -> int:
-        """Slots of the partial cache, no more than the text can fill."""
+        """How many slots the partial cache gets: `TokenSwiftOptions.budget`, but no more than the text can fill."""
         wanted = self.options.budget_for(len(self.prompt))
         return min(wanted, max(self.longest_text, self.options.sink + 1))
 
     @property
     def draft_budget(self) -> int:
-        """Slots of the small model's cache, no more than the text can fill."""
+        """How many slots the small model's cache gets: `TokenSwiftOptions.draft_budget`, limited likewise."""
         wanted = self.options.draft_budget
         return self.budget if wanted is None else min(wanted, max(self.longest_text, self.options.sink + 1))
 
 
 class Drafter(Protocol):
-    """Proposes candidates, and learns what became of them.
+    """Where drafts come from: it proposes a tree of candidates for each step, and is told which were accepted.
 
     A new method is a class with these members in a file of its own, and a line in `decoder.drafters.METHODS`.
     """
 
     heads_kinds: ClassVar[tuple[str, ...]]
-    """Kinds of draft heads it can run with, the preferred one first; empty when it uses none."""
+    """Kinds of draft heads that it can run with, the preferred one first; empty if it uses none."""
 
     needs_heads: ClassVar[bool]
-    """Whether it is of no use without them."""
+    """Whether it cannot run without heads."""
 
     observed_queries: int
-    """How many of the prompt's last queries `start` reads; where any, `commit` finds the verification's. 0 for none."""
+    """How many of the prompt's last queries `start` needs. If any, `commit` also finds those of the verification."""
 
     max_nodes: int
-    """The widest tree it may propose, root included; the full cache keeps that much room."""
+    """How many nodes its trees have at most, root included; the full cache reserves that much room."""
 
     def __init__(self, context: DrafterContext) -> None:
-        """Raises ValueError, in one sentence, when ``context`` lacks what the method needs."""
+        """Raises ValueError, in one sentence, if ``context`` lacks what the method needs."""
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        """The prompt but its last token is committed.
+        """Called once, when the prompt except for its last token has been committed to ``cache``.
 
-        ``queries`` are those of its last tokens, per layer [1, H, T, D]: T of them, up to `observed_queries`; without
-        any committed token the mapping is empty.
+        ``queries`` are, by layer, the queries [1, H, T, D] of the last T committed tokens, with T up to
+        `observed_queries`; the mapping is empty if no token is committed.
         """
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        """Candidates below the newest committed token, ``sampler.context[-1]``, which ``cache`` does not hold yet.
+        """A tree of candidates for what follows the text.
 
-        What lies deeper than ``depth`` tokens is cut off by the engine; a draft pass must not look further either.
+        Its root is the text's newest token, ``sampler.context[-1]``, whose pairs are not in ``cache`` yet. The engine
+        removes nodes deeper than ``depth``, and no draft pass may read positions beyond that depth, either.
         """
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        """``path`` (the root first) is now in ``cache``; ``tokens`` were added to the text."""
+        """Called after each step: ``path`` (root first) is now in ``cache``, and ``tokens`` were added to the text."""
 
     def finish(self, statistics: Statistics) -> None:
-        """Add what only the drafter knows."""
+        """Called once, at the end of the text: add to the statistics what only the drafter has counted."""
 
 
 class DeferredRead(NamedTuple):
-    """Numbers that the device was asked for, to be read together with others, so that the host waits once.
+    """Results on the device that the host will read later, together with others, so that it waits only once.
 
     Attributes:
         numbers: a vector on the device.
-        receive: called with their values once the host has them.
+        receive: called with the values of ``numbers`` when the host has read them.
     """
 
     numbers: torch.Tensor
@@ -129,11 +131,14 @@ class WantsLevels(Protocol):
 
 @runtime_checkable
 class DraftsAhead(Protocol):
-    """A `Drafter` that need not know how a step ended to draft for the next: on CUDA it then saves a read per step."""
+    """A `Drafter` that can draft ahead: for the next step, before the host has read how this one ended.
+
+    On CUDA the host then waits once in a step, for this step's tokens and the next step's drafts together.
+    """
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
-        """Ask the device for what `propose` needs next, behind the end of the walk, which only the device knows.
+        """Launch what the next `propose` needs, behind the end of the walk (``draws``), which only the device knows.
 
-        The host should not wait for the device here. The text may turn out to have ended before. What is read is
-        received before `commit`; `propose` must do without where this was not called.
+        The host must not wait for the device here. The deferred read is received before `commit`, and it may turn out
+        that the text has ended earlier. If this was not called, on a CPU for instance, `propose` must do without it.
         """

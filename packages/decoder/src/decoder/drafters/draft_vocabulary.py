@@ -1,4 +1,4 @@
-"""The tokens that heads draft, all or some, and the part of the language-model head that tells them apart."""
+"""The tokens that heads draft, all of the vocabulary or some, and the rows of the language-model head for them."""
 
 import torch
 from torch import nn
@@ -10,25 +10,25 @@ from decoder.sampling.sampler import Sampler
 
 
 class DraftVocabulary:
-    """Scores of the v tokens that heads draft, and whose ids they are.
+    """Computes scores for the v tokens that heads draft, and maps their indices to token ids.
 
-    Of a part of the vocabulary a level reads v rows of the language-model head, of which this is a contiguous copy,
-    and the penalty window, the suppressed tokens and the noise are looked up by the tokens' ids: a score is what the
-    whole vocabulary's would be there.
+    If these are a part of the vocabulary, a level of heads reads only their v rows of the language-model head, of which
+    this holds a contiguous copy. Penalty window, suppressed tokens and noise are looked up by token id, so a token's
+    score is the same as if the whole vocabulary were drafted.
 
     Args:
-        target: the model the heads are for.
-        draft_to_target: ids of the tokens drafted, int64 [v], ascending; None drafts all.
+        target: the model that the heads are for.
+        draft_to_target: the ids of the drafted tokens, int64 [v], ascending; None drafts all tokens.
 
     Attributes:
-        size: v.
+        size: v, the number of drafted tokens.
     """
 
     def __init__(self, target: Target, draft_to_target: torch.Tensor | None):
         self.target, self._ids = target, draft_to_target
         self.size = target.vocab_size if draft_to_target is None else len(draft_to_target)
         self._rows: nn.Linear | None = None
-        self._copied: tuple[int, int] | None = None  # of which weights the rows are a copy
+        self._copied: tuple[int, int] | None = None  # the `_state` of the weights that the rows were copied from
         if draft_to_target is not None:
             biased = getattr(target.lm_head, "bias", None) is not None
             self._rows = nn.Linear(target.hidden_size, self.size, biased, device="meta")
@@ -37,7 +37,7 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, target: Target, heads: DraftHeads) -> "DraftVocabulary":
-        """The one of ``heads``, made the first time; its rows are as the model's weights are now."""
+        """The draft vocabulary of ``heads``, made when first asked for and brought up to date with the weights."""
         found = target.draft_vocabularies.get(heads)
         if found is None or found._ids is not heads.draft_to_target:
             found = target.draft_vocabularies[heads] = cls(target, heads.draft_to_target)
@@ -45,13 +45,13 @@ class DraftVocabulary:
         return found
 
     def refresh(self) -> None:
-        """Take in what the user has changed in the language-model head."""
+        """Copy the rows again if the user has changed the language-model head."""
         if self._rows is not None and self._copied != self._state():
             self._copy()
             self.target.refresh_weights()
 
     def _state(self) -> tuple[int, int]:
-        """Changes whenever the language-model head's weights do, where PyTorch keeps count of it."""
+        """A value that changes with the weights of the language-model head, as far as PyTorch counts their versions."""
         weight = self.target.lm_head.weight
         return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
@@ -64,7 +64,7 @@ class DraftVocabulary:
             self._rows.bias = nn.Parameter(bias[self._ids], requires_grad=False)
 
     def logits(self, normalised: torch.Tensor) -> torch.Tensor:
-        """Logits [..., v] of the tokens drafted, of normalised hidden states [..., d]."""
+        """Logits [..., v] of the drafted tokens, from normalised hidden states [..., d]."""
         return self.target.head(normalised, self._rows)
 
     def scores(
@@ -79,6 +79,6 @@ class DraftVocabulary:
         """`Sampler.branch_scores` of the tokens drafted, float32 [n, v]; ``drafted`` [n, length] are target ids."""
         return sampler.branch_scores(logits, coupled, context, drafted, self._ids)
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
-        """The target ids, int64 of the same shape, of tokens counted among those drafted."""
-        return places if self._ids is None else self._ids[places]
+    def token_ids(self, indices: torch.Tensor) -> torch.Tensor:
+        """The token ids, int64 of the same shape, of ``indices`` into the drafted tokens."""
+        return indices if self._ids is None else self._ids[indices]

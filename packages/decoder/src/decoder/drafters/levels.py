@@ -16,12 +16,15 @@ from decoder.sampling.sampler import Sampler
 
 
 class Level(NamedTuple):
-    """The best candidates of a level, as the host reads them.
+    """The best candidates for one position.
+
+    A level has a row of candidates for each branch, a sequence of candidates from the levels before.
 
     Attributes:
-        rows: (token, score) behind each branch, the best first; the score is -inf or NaN where there is no candidate.
-        parents: for each row the candidate of the level before that it stands behind, counted row by row; None where
-            there is one row, which may stand behind any of them.
+        rows: the candidates of each branch as (token, score), the best first. The score is -inf or NaN if there is no
+            candidate.
+        parents: for each row, the last candidate of its branch, as an index into the candidates of the level before,
+            counted row by row. None if there is only one row, which may follow any of them.
     """
 
     rows: list[list[tuple[int, float]]]
@@ -47,17 +50,17 @@ _Filling = Generator[_Product, tuple[torch.Tensor, ...], list[torch.Tensor]]
 
 
 class HeadLevels:
-    """Fills levels with the best tokens of draft heads.
+    """Gives levels of the best tokens of draft heads.
 
-    Heads that look at no tokens fill all levels at once. Conditioned ones read the token drafted before, with coupling
-    mostly the true one, and run behind the ``beam`` likeliest branches of the level before at once; the last one goes
-    on drafting deeper than it was trained for.
+    Heads that are not conditioned give all levels at once. A conditioned head also reads the token drafted before it,
+    so levels are made one after the other; each head is run once for the ``beam`` likeliest branches so far. Below the
+    last head's own level it is applied again, deeper than it was trained for.
 
     Args:
-        target: its final norm, embeddings and language-model head serve the heads.
-        coupled: rank by log q plus the position's noise.
-        width: candidates behind each branch.
-        beam: branches of a level that the next one goes on from.
+        target: the model, whose final norm, embeddings and language-model head the heads share.
+        coupled: whether to rank by log q plus the position's noise instead of log q.
+        width: how many candidates a branch gets.
+        beam: how many branches of a level the next one continues.
     """
 
     def __init__(self, target: Target, heads: DraftHeads, coupled: bool, width: int, beam: int = 1):
@@ -66,17 +69,17 @@ class HeadLevels:
         self.width, self.beam = min(width, self.vocabulary.size), beam
 
     def levels(self, hidden: torch.Tensor, sampler: Sampler, count: int, own_level: bool = False) -> list[Level]:
-        """``count`` levels from ``hidden`` [1, d], a state before the final norm (paper equations 1 to 3).
+        """``count`` levels from ``hidden`` [1, d], a hidden state before the final norm (paper equations 1 to 3).
 
-        With ``own_level`` the first level is what the state itself predicts (l_0), and head 1 fills the second;
-        without it head 1 fills the first.
+        With ``own_level`` the first level is what the hidden state itself predicts (l_0 in the paper) and head 1 gives
+        the second one. Without it head 1 gives the first.
         """
         return self.read(download(self.ask(hidden, sampler, sampler.draft_context(), count, own_level)))
 
     def ask(
         self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
     ) -> torch.Tensor:
-        """`levels` behind ``context``, without waiting for the device: a vector whose values `read` takes."""
+        """Launch `levels` behind ``context`` without waiting: returns the vector on the device that `read` decodes."""
         filling = self.filling(hidden, sampler, context, count, own_level)
         product = next(filling)
         while True:
@@ -93,13 +96,13 @@ class HeadLevels:
         return fill(hidden, sampler, context, count, own_level)
 
     def read(self, numbers: Sequence[float]) -> list[Level]:
-        """The levels that the numbers of `ask` stand for."""
+        """The levels from the values of the vector that `ask` has returned."""
         levels, left = [], iter(numbers)
         branches, parents = 1, None
         while True:
             if levels and self.heads.conditioned and self.beam > 1:
                 branches = min(self.beam, branches * self.width)
-                parents = [int(place) for place in islice(left, branches)]
+                parents = [int(index) for index in islice(left, branches)]
             scores, tokens = (list(islice(left, branches * self.width)) for _ in range(2))
             if not scores:
                 return levels
@@ -114,8 +117,8 @@ class HeadLevels:
 
     def _best(self, scores: torch.Tensor) -> list[torch.Tensor]:
         """The best scores of heads and their tokens, both [n, width], from all scores [n, v]."""
-        values, places = scores.topk(self.width)
-        return [values, self.vocabulary.token_ids(places)]
+        values, indices = scores.topk(self.width)
+        return [values, self.vocabulary.token_ids(indices)]
 
     def _at_once(
         self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
@@ -148,14 +151,14 @@ class HeadLevels:
             if self.beam == 1:
                 context.push(tokens[0, :1])
                 continue
-            # Among scores with noise in them, too, one far above the others is mostly right.
+            # Scores that hold noise can be compared like this, too: one far above the others is mostly right.
             likely = (likely + scores.log_softmax(-1)).flatten()
-            likely, places = likely.topk(min(self.beam, len(likely)))
-            likely, rows = likely[:, None], places // self.width
-            newest = tokens.flatten().index_select(0, places)[:, None]
+            likely, indices = likely.topk(min(self.beam, len(likely)))
+            likely, rows = likely[:, None], indices // self.width
+            newest = tokens.flatten().index_select(0, indices)[:, None]
             hidden = hidden.index_select(0, rows)
             drafted = newest if drafted is None else torch.cat((drafted.index_select(0, rows), newest), dim=1)
-            parts.append(places)
+            parts.append(indices)
         return parts
 
     def _advance(
@@ -233,5 +236,5 @@ def _flat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def ranked_tokens(levels: Sequence[Level]) -> list[list[int]]:
-    """The tokens of each level's first row, the best first: for trees whose shape is fixed."""
+    """The tokens of each level's first row, the best first, as `TokenTree.add_ranked` takes them."""
     return [[token for token, score in level.rows[0] if score > -torch.inf] for level in levels]

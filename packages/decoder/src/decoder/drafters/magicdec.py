@@ -1,4 +1,4 @@
-"""MagicDec (arXiv 2408.11049): the model drafts for itself, over a cache that does not grow."""
+"""MagicDec (arXiv 2408.11049): the model drafts for itself, with a KV cache of fixed size."""
 
 from collections.abc import Mapping
 
@@ -15,14 +15,14 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
 OBSERVATION_WINDOW = 32
-"""Queries at the end of the prompt that SnapKV ranks pairs by (arXiv 2404.14469)."""
+"""How many queries at the end of the prompt SnapKV ranks pairs by (arXiv 2404.14469)."""
 
 
 class MagicDec:
     """Drafts a chain as deep as ``options.tree`` in as many autoregressive steps of the target itself.
 
-    Each step reads all weights but few pairs, so it pays where the full cache outweighs the model. The cache is
-    StreamingLLM's, or SnapKV's with newest pairs beside it, as ``options.draft_cache`` says.
+    Each draft step reads all weights but few pairs, so it pays where the full cache is larger than the model. The draft
+    cache is StreamingLLM's, or SnapKV's with the newest pairs beside it, as ``options.draft_cache`` says.
     """
 
     heads_kinds = ()
@@ -40,7 +40,7 @@ class MagicDec:
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         self.recent.append(cache)
         if self.snapkv:
-            self.recent.observe(cache, queries)
+            self.recent.select(cache, queries)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree, drafted, chain = TokenTree(sampler.context[-1]), sampler.draft_context(), []

@@ -1,4 +1,4 @@
-"""Prompt lookup: copy what followed the end of the text when it last occurred (A. Saxena, 2023)."""
+"""Prompt lookup (A. Saxena, 2023): draft what followed the last occurrence of the text's end."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,11 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
 LONGEST_SUFFIX = 3
-CHAIN = 10  # transformers' default for prompt_lookup_num_tokens
+CHAIN = 10  # tokens, transformers' default for prompt_lookup_num_tokens
 
 
 class PromptLookup:
-    """Drafts a chain from prompt and output alone; costs no pass over any weights."""
+    """Drafts a chain of tokens from prompt and output alone, without a pass over any weights."""
 
     heads_kinds = ()
     needs_heads = False
@@ -26,7 +26,7 @@ class PromptLookup:
     def __init__(self, context: DrafterContext) -> None:
         self.count = min(CHAIN, context.max_new_tokens)
         self.max_nodes = 1 + self.count
-        self.index = SuffixIndex(LONGEST_SUFFIX, places=1)
+        self.index = SuffixIndex(LONGEST_SUFFIX, occurrences=1)
         self.index.extend(context.prompt)
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:

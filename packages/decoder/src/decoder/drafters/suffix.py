@@ -1,4 +1,4 @@
-"""Suffix retrieval: what followed the end of the text where it stood before (compare SuffixDecoding, 2411.04975)."""
+"""Suffix retrieval: draft what followed earlier occurrences of the text's end (compare SuffixDecoding, 2411.04975)."""
 
 from decoder.drafters.auto import Auto
 

@@ -1,5 +1,7 @@
-"""TriForce* (arXiv 2404.11912; paper, Table 3): a small model drafts for the target over a partial cache, and that for
-the target over the full one."""
+"""TriForce* (arXiv 2404.11912; paper, Table 3): drafting in two stages.
+
+A small model drafts for the target over a partial cache, and that drafts for the target over the full cache.
+"""
 
 from collections.abc import Mapping
 
@@ -14,15 +16,16 @@ from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
-_CHUNK = 256
+_CHUNK = 256  # tokens of the text that the small model reads in a pass
 
 
 class TriForce:
     """Drafts a chain as deep as ``options.tree``, chosen by the target over its partial cache.
 
-    That chain is itself drafted: round by round a small model with a StreamingLLM cache guesses the tokens still
-    missing, and one pass of the target over the partial cache takes the guesses as far as they equal its own choices,
-    and one choice more. The partial cache follows the text as TokenSwift's does ("*": the original chose it once).
+    That chain is drafted in turn, in rounds. In each round a small model with a StreamingLLM cache guesses the tokens
+    that are missing. One pass of the target over the partial cache then accepts the guesses as far as they equal its
+    own choices, and adds one choice more. The partial cache follows the text as TokenSwift's does. The star stands for
+    this: the original selects the cache once.
     """
 
     heads_kinds = ()
@@ -45,7 +48,7 @@ class TriForce:
         budget, sink = context.budget, self.options.sink
         self.partial = PartialCache(budget, sink, dynamic=self.options.cache != "static", room=self.count)
         self.recent = RecentCache(context.draft_budget, sink, room=max(_CHUNK, self.count))
-        self.read: list[int] = []  # tokens whose pairs stand behind those of the text in `recent`
+        self.read: list[int] = []  # drafted tokens whose pairs are in `recent`, behind those of the text
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if cache.length:
@@ -73,7 +76,7 @@ class TriForce:
         return tree
 
     def _guess(self, sampler: Sampler, chain: list[int], count: int) -> list[int]:
-        """The small model's ``count`` tokens after ``chain``, one pass each; before that it catches up with both."""
+        """The ``count`` tokens that the small model expects after ``chain``; it reads what it has not read first."""
         if not count:
             return []
         if chain:
@@ -93,7 +96,7 @@ class TriForce:
             hidden = self._read_ahead(guesses[-1:])
 
     def _read_text(self, tokens: list[int]) -> torch.Tensor | None:
-        """Let the small model take in committed tokens; the hidden states of the last chunk."""
+        """Let the small model read committed tokens; returns the hidden states of the last chunk."""
         self.read, hidden = [], None
         self.recent.hold(0)
         for start in range(0, len(tokens), _CHUNK):
@@ -103,7 +106,7 @@ class TriForce:
         return hidden
 
     def _read_ahead(self, tokens: list[int]) -> torch.Tensor:
-        """Let the small model take in tokens behind those in ``read``, for this step; their hidden states."""
+        """Let the small model read drafted tokens behind those in ``self.read``; returns their hidden states."""
         self.recent.hold(len(self.read))
         hidden = self.small.draft(tokens, self.recent.seen + len(self.read), self.recent)
         self.read += tokens

@@ -1,4 +1,4 @@
-"""Passes of fixed shape: recorded as CUDA graphs and replayed, so that a step is a few launches and not thousands."""
+"""Recorded passes: forward passes of fixed shape as CUDA graphs, so that a step is a few launches and not thousands."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,69 +8,70 @@ from weakref import WeakSet
 
 import torch
 
-from decoder.kernels.fast_paths import RECORDED, in_words, tell_fault
+from decoder.kernels.fast_paths import RECORDED, in_words, warn_of_fault
 from decoder.kernels.host_reads import HostReadsRefused
 from decoder.kernels.transfers import overwrite, upload
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
-"""A pass: from ids [2, T] (tokens, positions) and a mask [T, T] or None, both in device memory, to its outputs."""
+"""A forward pass: takes ids [2, T] (tokens, positions) and a mask [T, T] or None on the device; returns its outputs."""
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-_BEYOND = 32
-WIDEST_RECORDED = 256  # tokens of a pass; the chunks of a prompt are longer, and too few to record
+_BEYOND = 32  # wider passes have a multiple of this width
+WIDEST_RECORDED = 256  # tokens of the widest pass that is recorded; chunks of a prompt are longer, and too few
 
 
 def padded_width(nodes: int) -> int:
-    """The width at which a tree of ``nodes`` is verified where passes are recorded: a few widths serve all trees."""
+    """The width to which a tree of ``nodes`` nodes is padded if passes are recorded: a few widths serve all trees."""
     return next((width for width in _WIDTHS if width >= nodes), -(-nodes // _BEYOND) * _BEYOND)
 
 
 class Recorder(Protocol):
-    """Records what a device is asked to do, to ask for it again all at once."""
+    """Records the work that a function launches on a device, so that it can be launched again in one call."""
 
     fault: str | None
-    """Why a recording has failed, after which none is tried: CUDA leaves a memory pool that cannot be recorded into."""
+    """Why a recording has failed. None is tried afterwards, since CUDA then leaves an unusable memory pool."""
 
     def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Run it as it is; whether it could be recorded, and its outputs."""
+        """Call ``run`` without recording it; returns whether it could be recorded, and its outputs."""
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record it without running it: a function that replays it, and the outputs that each replay writes anew."""
+        """Record ``run`` without executing it; returns a function that replays it, and the outputs it fills."""
 
 
-# Those that are alive, of all devices.
+# All recorders that are alive, on all devices.
 _recorders: "WeakSet[CudaGraphs]" = WeakSet()
 
 
 class CudaGraphs:
-    """Records on one CUDA device.
+    """Records CUDA graphs on one device.
 
-    Each has a memory pool and a stream of its own, and shares neither with another one that is alive. One recorder for
-    all models of a device would let two threads that run different models write over each other's outputs.
+    Each recorder has a memory pool and a stream of its own. If all models of a device shared one recorder, two threads
+    that run different models would write over each other's outputs.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.fault = device, None
-        # Graphs are replayed one after the other, so they share what memory they need in between.
+        # Graphs of one recorder are replayed one after the other, so they can share memory for intermediate results.
         self._pool = torch.cuda.graph_pool_handle()
-        # Without a stream of our own, PyTorch takes one for the whole process: on the device that was the first to
-        # record, and with a workspace of cuBLAS that goes when any graph of it does (pytorch issue 193402).
+        # Without a stream of our own PyTorch uses one for the whole process. It is on the device that recorded first,
+        # and its cuBLAS workspace is freed with any graph that was recorded on it (pytorch issue 193402).
         self._stream = _unused_stream(device)
         _recorders.add(self)
-        # A pool that its last graph has left while anything lives in it cannot be recorded into again: one stays. The
-        # state that PyTorch makes with a first graph must serve those that users record outside of inference mode too.
-        with torch.inference_mode(False), _failure_told(self, device):
+        # A pool whose last graph is gone while a tensor still lives in it cannot be recorded into again, so one graph
+        # stays. PyTorch creates lasting state with a process's first graph; made outside of inference mode, it also
+        # serves graphs that users record.
+        with torch.inference_mode(False), _failure_reported(self, device):
             self._first, _ = self._graph(lambda: torch.zeros(1, device=device))
 
     def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """A pass in which the host reads from the device (some mixtures of experts) cannot be recorded."""
+        """See `Recorder.rehearse`; a pass in which the host reads from the device (some MoEs) cannot be recorded."""
         try:
             with HostReadsRefused():
                 return True, run()
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            # Triton raises many types. What was no read of the host fails again below, outside of any check.
+            # Triton raises many types. An error that was not a host read is raised again by the second run below.
             pass
         return False, run()
 
@@ -80,21 +81,21 @@ class CudaGraphs:
 
     def _graph(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may do what they like meanwhile.
+        # Other threads may use CUDA freely meanwhile.
         recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        # A recording that fails does not go back to the stream it came from.
+        # A recording that fails does not restore the current stream, so that is done here.
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)), recording:
             outputs = run()
         return graph, outputs
 
 
 def _unused_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which no other recorder that is alive records: PyTorch hands out a few dozen in turn.
+    """A stream that no living recorder uses; PyTorch hands out a few dozen streams in turn.
 
-    The workspace of cuBLAS belongs to a stream, and lies in the memory pool of the recorder that was first to use it.
+    Streams must not be shared: a stream's cuBLAS workspace lies in the memory pool of the first recorder to use it.
     """
     used = {recorder._stream.cuda_stream for recorder in _recorders if recorder.device == device}
-    # At most one round, through those that are in use and one more.
+    # One try more than there are streams in use must find another, unless PyTorch has no more of them.
     for _ in range(len(used) + 1):
         stream = torch.cuda.Stream(device)
         if stream.cuda_stream not in used:
@@ -103,33 +104,33 @@ def _unused_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def _failure_told(recorder: Recorder, device: torch.device) -> Iterator[None]:
-    """A recording that fails in this block is the recorder's last, and is told in a warning."""
+def _failure_reported(recorder: Recorder, device: torch.device) -> Iterator[None]:
+    """A recording that fails in this block sets the recorder's ``fault`` and is reported in a warning."""
     before = sys.exception()
     try:
         yield
     except Exception as error:
-        # What went wrong first here: ending a broken recording fails, too.
+        # The first error is the cause: ending a broken recording raises another one.
         cause: BaseException = error
         while cause.__context__ not in (None, before):
             cause = cause.__context__
         if isinstance(cause, torch.OutOfMemoryError):
             raise cause from None
         recorder.fault = in_words(cause)
-        tell_fault(RECORDED, device, recorder.fault)
+        warn_of_fault(RECORDED, device, recorder.fault)
 
 
 class FixedPass:
-    """One kind of pass at one width over one cache: run as it is at first, recorded the second time, then replayed.
+    """One kind of pass at one width over one cache: the first call runs it, the second records it, others replay it.
 
-    One that cannot be recorded is run as it is every time, and so are all that come after a recording that failed.
+    A pass that cannot be recorded is run every time, and so is every pass once a recording has failed.
 
-    Its outputs are the same tensors every time, and hold until any pass of the same recorder is run: what one graph
-    needs in between may lie where another has its outputs.
+    The outputs are the same tensors every time. They are valid until any other pass of the same recorder runs, since
+    graphs share memory: one may keep intermediate results where another has its outputs.
 
     Args:
-        recorder: of the device.
-        device: where the inputs are.
+        recorder: the recorder of the device.
+        device: the device of the inputs.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device):
@@ -142,26 +143,27 @@ class FixedPass:
 
     @property
     def lasting(self) -> bool:
-        """Whether it is worth keeping for another text: recorded, or known to be none that can be."""
+        """Whether it is worth passing on to another text: it is recorded, or known not to be recordable."""
         return self._replay is not None or not self._recordable
 
     def __call__(self, run: Run, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        """Outputs of ``run`` on tensors ids [2, T] and mask [T, T]; ``run`` must be the same function every time.
+        """The outputs of ``run`` for the tensors ids [2, T] and mask [T, T] or None.
 
-        It may be recorded, so all that changes from one call to the next must be in the inputs or in device memory.
+        Since ``run`` may be recorded, it must do the same in every call, and whatever changes between calls must be in
+        the inputs or in device memory.
         """
         if self._ids is None:
             own_ids = upload(ids, self.device).clone()
             self._mask = None if mask is None else upload(mask, self.device).clone()
             self._recordable, outputs = self.recorder.rehearse(lambda: run(own_ids, self._mask))
-            # A rehearsal that failed has prepared nothing, and the next call is the first one again.
+            # Set last: if the rehearsal fails, the next call must be a rehearsal again.
             self._ids = own_ids
             return outputs
         overwrite(self._ids, ids)
         if mask is not None:
             overwrite(self._mask, mask)
         if self._replay is None and self._recordable and self.recorder.fault is None:
-            with _failure_told(self.recorder, self.device):
+            with _failure_reported(self.recorder, self.device):
                 self._replay, self._outputs = self.recorder.record(lambda: run(self._ids, self._mask))
         if self._replay is None:
             return run(self._ids, self._mask)

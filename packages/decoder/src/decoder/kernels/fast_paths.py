@@ -1,8 +1,8 @@
-"""The registry of fast paths: what takes the place of the obvious functions on this device, and why not.
+"""The registry of fast paths: which of them a model uses on its device, and why not the others.
 
-A fast path is a kernel, a library call or a recording that gives the numbers of an obvious function sooner. Each is
-tested once per device, dtype and shape before it is used, since a card, a driver or a version of a library that nobody
-has tried may compute something else, or fail in any way.
+A fast path is a kernel, a library call or a recording that computes the same as a plain function in less time. Each is
+tested once per device, dtype and shape before it is used, since on a card or with a driver or library version that
+nobody has tried it may give wrong numbers or fail in any way.
 """
 
 import warnings
@@ -20,7 +20,7 @@ FLATTENED = "texts in one pass"
 BITWISE = "bit for bit"
 
 Test = Callable[[], str | None]
-"""Compares a fast path with the obvious function: None where they agree, else what is wrong in a few words."""
+"""Compares a fast path with the plain function: None if they agree, otherwise what is wrong, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FastPath:
     Attributes:
         name: one of the names above.
         on: whether it is used.
-        reason: why it is not used, or what it covers.
+        reason: what it is used for, or why it is not used.
     """
 
     name: str
@@ -38,9 +38,9 @@ class FastPath:
     reason: str
 
 
-# Libraries and drivers stay the same while a process runs, so device, dtype and shapes say which test it was.
+# Outcomes of tests, which are made once in a process: libraries and drivers do not change while it runs.
 _outcomes: dict[Hashable, str | None] = {}
-_told: set[tuple[str, torch.device]] = set()
+_warned: set[tuple[str, torch.device]] = set()
 
 
 class FastPaths:
@@ -57,36 +57,39 @@ class FastPaths:
         return self._paths[name]
 
     def enter(self, name: str, on: bool, reason: str) -> None:
-        """Enter a path without a test."""
+        """Register a path as used or not, without a test."""
         self._paths[name] = FastPath(name, on, reason)
 
     def use(self, name: str, reason: str) -> None:
-        """Enter a path as used."""
+        """Register a path as used."""
         self.enter(name, True, reason)
 
     def leave_off(self, name: str, reason: str) -> None:
-        """Enter a path as one that is not for this model or device, which is no fault."""
+        """Register a path as not used because it is not for this model or device, which is no fault."""
         self.enter(name, False, reason)
 
     def passes(self, name: str, key: Hashable, test: Test, covers: str) -> bool:
-        """Whether a path passes its test; the outcome is entered, and a fault is told in a warning.
+        """Test a path and register the outcome; returns whether it passed. A fault is reported in a warning.
 
         Args:
-            key: what the outcome depends on besides the path and the device: dtypes and shapes. It is tested once.
-            covers: what to enter as the reason of a path that is used.
+            name: the path.
+            key: what the outcome depends on besides path and device, such as dtypes and shapes. Each key is tested
+                once in a process.
+            test: the test.
+            covers: what the path is used for if it passes, the ``reason`` of its entry.
         """
         key = (name, self.device, torch.get_num_threads() if self.device.type == "cpu" else None, key)
         if key not in _outcomes:
             _outcomes[key] = fault_of(test)
             if _outcomes[key] is not None:
-                tell_fault(name, self.device, _outcomes[key])
+                warn_of_fault(name, self.device, _outcomes[key])
         fault = _outcomes[key]
         self._paths[name] = FastPath(name, fault is None, covers if fault is None else fault)
         return fault is None
 
 
 def fault_of(test: Test) -> str | None:
-    """The outcome of a test; an exception of any type is a fault, but for memory that runs out."""
+    """The outcome of a test. An exception of any type counts as a fault, except that memory has run out."""
     try:
         return test()
     except torch.OutOfMemoryError:
@@ -97,16 +100,16 @@ def fault_of(test: Test) -> str | None:
 
 
 def in_words(error: BaseException) -> str:
-    """The type of an exception and the first line of what it says."""
+    """The type of an exception and the first line of its message."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def tell_fault(name: str, device: torch.device, fault: str) -> None:
-    """Warn, once for each path and device of this process, that a path has failed."""
-    if (name, device) in _told:
+def warn_of_fault(name: str, device: torch.device, fault: str) -> None:
+    """Warn that a path has failed, once in a process for each path and device."""
+    if (name, device) in _warned:
         return
-    _told.add((name, device))
+    _warned.add((name, device))
     warnings.warn(
         f"{name} left off on {device}: {fault}. Decoding stays right but is slower. Please report this in an issue, "
         f"with what `python -m decoder doctor --model M` prints for your model",

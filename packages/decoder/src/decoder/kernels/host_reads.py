@@ -1,11 +1,11 @@
-"""Finds what makes the host wait for a device, in the thread that asks and in no other."""
+"""A check that fails when an operation makes the host wait for a device; it covers the calling thread only."""
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Their results, or the shapes of these, are numbers that the host needs.
+# Operations of which the host needs the result, or its shape.
 _READING = frozenset(
     (
         "_local_scalar_dense",
@@ -26,20 +26,20 @@ _INDEXING = frozenset(("_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
 
 
 class HostReadError(RuntimeError):
-    """The host would have waited for the device."""
+    """An operation would have made the host wait for the device."""
 
 
 class HostReadsRefused(TorchDispatchMode):
-    """In this block an operation for which the host waits for a device is a `HostReadError`.
+    """A block in which every operation that makes the host wait for a device raises `HostReadError`.
 
-    A pass with such an operation cannot be recorded. PyTorch's own check (`torch.cuda.set_sync_debug_mode`) sees a
-    little more, but is one switch for the whole process: another thread's harmless reads would fail while ours is on.
-    What this one misses makes a recording fail, after which passes run unrecorded.
+    A pass with such an operation cannot be recorded. PyTorch's own check (`torch.cuda.set_sync_debug_mode`) finds a
+    little more, but it is one switch for the whole process, so harmless reads in other threads would fail meanwhile.
+    An operation that this check misses makes the recording fail, and then passes run unrecorded.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # Under inference mode operations come whole that are made of others, of which one may wait.
+        # Under inference mode composite operations arrive whole; one of those that they are made of may wait.
         with self:
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -57,7 +57,7 @@ def _waits(function, args: tuple, kwargs: dict) -> bool:
     if name in _READING:
         return True
     if name in _INDEXING:
-        # A mask stands for the places where it is true, whose number only the device knows.
+        # A mask selects the positions where it is true, and only the device knows how many these are.
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None and isinstance(args[-1], Tensor)

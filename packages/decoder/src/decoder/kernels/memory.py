@@ -1,4 +1,4 @@
-"""How much memory is free."""
+"""How much memory is available."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ def available_memory(device: torch.device) -> int | None:
     """Bytes that this process may still take on ``device``; None where the system does not tell."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What PyTorch holds and does not use is free as well.
+        # Memory that PyTorch has reserved but does not use is available as well.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return _available_on_host()
 
@@ -22,7 +22,7 @@ def _available_on_host() -> int | None:
     except (OSError, StopIteration):
         return None
     try:
-        # A container may have less than the machine.
+        # A container may have a lower limit than the machine.
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
     except OSError:
         return free

@@ -1,4 +1,4 @@
-"""Root-mean-square norms in one call: transformers' modules take eight, on CUDA as many kernels."""
+"""Root-mean-square norms in one call, where transformers' modules make eight, on CUDA as many kernels."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,15 +8,16 @@ from torch.nn import functional
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-# More than one rounding leaves in the dtype, less than another function of the weights would.
+# Relative errors above that of one rounding in each dtype and below those of another function of the weights.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
 
 
 def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Forward]:
-    """PyTorch's own kernel in place of those of ``modules`` that are root-mean-square norms over their last axis.
+    """PyTorch's own kernel as the forward of those ``modules`` that are root-mean-square norms over their last axis.
 
-    A class of modules counts as one when its name says so, its first module computes the same from a random input,
-    and its dtype is no referee's (float64 stays as it is). Rounding differs: the kernel rounds once, the modules twice.
+    A class of modules counts as such if its name says so and its first module computes the same from a random input.
+    float64 modules are left as they are, since they serve as the reference. Rounding differs: the kernel rounds once,
+    the modules twice.
     """
     found: dict[nn.Module, Forward] = {}
     same: dict[type, bool] = {}
@@ -32,7 +33,7 @@ def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Forward]:
 
 
 def looks_like_rms_norm(module: nn.Module) -> bool:
-    """Whether a module is a root-mean-square norm by its name and parts; what it computes is another matter."""
+    """Whether a module has the name and the parts of a root-mean-square norm; what it computes must be tested."""
     weight = getattr(module, "weight", None)
     return (
         type(module).__name__.endswith("RMSNorm")
@@ -59,7 +60,7 @@ def _fused(module: nn.Module) -> Forward | None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """PyTorch's kernel: ``x`` over the root mean square of its last axis, times ``weight``."""
+    """PyTorch's kernel: ``x`` divided by the root mean square over its last axis, times ``weight``."""
     return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
@@ -70,7 +71,7 @@ def _equal(module: nn.Module, fused: Forward) -> bool:
     shape = (1, 4, len(weight))
     x = 3 * torch.randn(shape, device=weight.device, dtype=torch.float32, generator=generator).to(weight.dtype)
     try:
-        # Not the module itself: hooks of the user's own must not see what is only a trial.
+        # The class's forward and not the module, since the user's hooks must not see the trial input.
         expected = type(module).forward(module, x)
         return expected.dtype == x.dtype and torch.allclose(
             fused(x).double(), expected.double(), rtol=TOLERANCE[weight.dtype], atol=1e-6

@@ -53,15 +53,15 @@ class PackedLinears:
 
     def forwards(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """One per layer."""
-        return [partial(self._part, place) for place in range(len(self))] if len(self) > 1 else [self._product]
+        return [partial(self._part, index) for index in range(len(self))] if len(self) > 1 else [self._product]
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return _product(x, self._weight, self._bias)
 
-    def _part(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        if self._read is not x or place not in self._parts:
+    def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if self._read is not x or index not in self._parts:
             self._read, self._parts = x, dict(enumerate(self._product(x).split(self._sizes, dim=-1)))
-        part = self._parts.pop(place)
+        part = self._parts.pop(index)
         if not self._parts:
             self._read = None
         return part

@@ -1,4 +1,4 @@
-"""Rotary position embedding in one Triton kernel: transformers' function takes some ten of PyTorch's in every layer."""
+"""Rotary position embedding in one Triton kernel, where transformers' function launches some ten in every layer."""
 
 import math
 import sys
@@ -13,29 +13,31 @@ from decoder.kernels.packed_linear import under_autocast
 
 _NAME = "apply_rotary_pos_emb"
 
-# More than the roundings of the original leave in the dtype, less than another rotation would. There is none for
-# float64, the referee's.
+# Relative errors above those of the original's roundings in each dtype and below those of another rotation. float64 is
+# left out, since it serves as the reference in tests and stays with the original.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
 _TYPICAL_SIZES = (64, 128)
 
-# Numbers of each half of a head that a program of one warp rotates: 16 bytes of half precision to each thread at once.
+# How many numbers of each half of a head a program of one warp rotates: in half precision 16 bytes per thread.
 _TILE = 256
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys turned by the angles of their positions, in one launch; the first half of a head by its second.
+    """Rotate queries and keys by the angles of their positions, in one launch.
 
-    With x1, x2 the halves of a head, and cos1, cos2, sin1, sin2 those of its angles' cosines and sines, the halves of
-    the result are x1 * cos1 - x2 * sin1 and x2 * cos2 + x1 * sin2, computed in float32 (float64 for float64) and
-    rounded once. The host does not wait, and what is launched follows from shapes and types alone. The first call with
-    a head size, type or number of heads compiles, which cannot happen while a graph is being captured.
+    The first half of a head is rotated against its second. With x1, x2 the halves of a head and cos1, cos2, sin1, sin2
+    the halves of its cosines and sines, the halves of the result are x1 * cos1 - x2 * sin1 and x2 * cos2 + x1 * sin2,
+    computed in float32 (float64 for float64) and rounded once. The host does not wait, and the launch depends on shapes
+    and dtypes alone. The first call with a head size, dtype or number of heads compiles, which is not possible while a
+    graph is being captured.
 
     Args:
-        q: [B, H, T, D]. k: [B, G, T, D], of q's dtype. D is even, its numbers lie next to each other.
-        cos, sin: [B, T, D], or [1, T, D] for all alike; numbers next to each other likewise.
+        q: queries [B, H, T, D]; D is even and has stride 1.
+        k: keys [B, G, T, D], of the same dtype; D has stride 1.
+        cos, sin: cosines and sines [B, T, D], or [1, T, D] for all of the batch; D has stride 1.
 
     Returns:
-        Rotated q and k, of their dtype and laid out as they are, without gaps.
+        The rotated q and k, in the dtype and memory order of q and k, without gaps.
     """
     from decoder.kernels import rotary_triton as kernels
 
@@ -70,17 +72,17 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 
 def _power_of_two(number: int) -> int:
-    """The next one, at least ``number``."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 
 class FusedRotary:
-    """`rotate` where ``original``, a modelling file's function, was found to do the same, and ``original`` elsewhere.
+    """Replaces a modelling file's function: `rotate` for inputs for which both were found equal, else the original.
 
     Args:
-        original: (q, k, cos, sin, ...) -> rotated q and k.
-        device: where they were compared.
-        dtypes: of q and k, and of cos and sin, with which they were found equal.
+        original: the modelling file's function, (q, k, cos, sin, ...) -> rotated q and k.
+        device: the device on which they were compared.
+        dtypes: pairs of dtypes, that of q and k and that of cos and sin, for which they were found equal.
     """
 
     def __init__(self, original: Callable, device: torch.device, dtypes: set[tuple[torch.dtype, torch.dtype]]):
@@ -106,18 +108,18 @@ class FusedRotary:
             and cos.shape in ((1, tokens, dim), (batch, tokens, dim))
             and dim % 2 == 0
             and q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
-            # Of overlapping heads the layout of the result would be another.
+            # For overlapping heads the result would be laid out differently.
             and min(*q.stride()[:3], *k.stride()[:3]) >= dim
         )
 
 
 def fused_rotary(modules: Iterable[nn.Module], device: torch.device) -> dict[ModuleType, FusedRotary]:
-    """What may take the place of `apply_rotary_pos_emb` in the Python modules that define ``modules``.
+    """Replacements for `apply_rotary_pos_emb` in the Python modules that define ``modules``.
 
-    Transformers' attention layers call the function of that name in their modelling file. It counts as this rotation
-    when it does the same to random queries and keys of the dtypes of ``modules`` and their ``head_dim``, with cosines
-    and sines whose halves differ, in their dtype or in float32. Others (neighbours rotated in pairs, angles of one half
-    used for both) are left alone, and so is float64. Rounding differs: the kernel rounds once.
+    Transformers' attention layers call the function of that name in their modelling file. It is replaced if it does the
+    same as `rotate` to random queries and keys, in the dtypes of ``modules`` and with their ``head_dim``, for cosines
+    and sines whose halves differ, in the same dtype or in float32. Other functions (which rotate neighbours in pairs,
+    or use the angles of one half for both) stay, and so does float64. Rounding differs: the kernel rounds once.
     """
     modules = list(modules)
     dtypes = {parameter.dtype for module in modules for parameter in module.parameters(recurse=False)}
@@ -129,12 +131,12 @@ def fused_rotary(modules: Iterable[nn.Module], device: torch.device) -> dict[Mod
             size = getattr(module, "head_dim", None)
             sizes.setdefault(owner, set()).update([size] if isinstance(size, int) else [])
     found = {}
-    for owner, told in sizes.items():
+    for owner, dims in sizes.items():
         original = getattr(owner, _NAME)
         if isinstance(original, FusedRotary):
-            # Another target of the family is running.
+            # Another target of the same family is running and has replaced the function.
             original = original.original
-        same = {kind for kind in kinds if all(_same(original, device, *kind, dim) for dim in told or _TYPICAL_SIZES)}
+        same = {kind for kind in kinds if all(_same(original, device, *kind, dim) for dim in dims or _TYPICAL_SIZES)}
         if same:
             found[owner] = FusedRotary(original, device, same)
     return found
@@ -167,9 +169,9 @@ def _same(original: Callable, device: torch.device, dtype: torch.dtype, angle_dt
 
 @contextmanager
 def rotary_replaced(found: Mapping[ModuleType, FusedRotary]) -> Iterator[None]:
-    """Each Python module with its replacement, until the end of the block; blocks nest.
+    """Put the replacements into their Python modules until the end of the block; blocks can be nested.
 
-    A function that has been replaced already, by an outer block or by the user, stays.
+    A function that an outer block or the user has already replaced stays.
     """
     plain = [(owner, fused) for owner, fused in found.items() if getattr(owner, _NAME) is fused.original]
     for owner, fused in plain:

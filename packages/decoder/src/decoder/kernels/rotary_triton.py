@@ -1,4 +1,4 @@
-"""The Triton kernel of `decoder.kernels.rotary`; imported where it runs, so that the library does without Triton."""
+"""The Triton kernel of `kernels.rotary`; imported only where it runs, so that the library works without Triton."""
 
 import triton
 import triton.language as tl
@@ -23,26 +23,28 @@ def _rotate_heads(
     HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Some heads of one token; ``cos`` and ``sin`` point to its angles."""
+    """Rotate some heads of one token; ``cos`` and ``sin`` point to its angles."""
     dims = tl.arange(0, BLOCK_D)
     inside = dims < HALF
     inside_heads = (heads < HEADS)[:, None] & inside[None, :]
     x += batch * batch_stride + token * token_stride
     rotated += batch * rotated_batch_stride + token * rotated_token_stride
-    # Head strides, too, may pass 31 bits.
-    places = heads.to(tl.int64)[:, None] * head_stride + dims[None, :]
-    rotated_places = heads.to(tl.int64)[:, None] * rotated_head_stride + dims[None, :]
+    # Products with strides may need more than 31 bits.
+    offsets = heads.to(tl.int64)[:, None] * head_stride + dims[None, :]
+    rotated_offsets = heads.to(tl.int64)[:, None] * rotated_head_stride + dims[None, :]
 
     precise: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    first = tl.load(x + places, mask=inside_heads).to(precise)
-    second = tl.load(x + places + HALF, mask=inside_heads).to(precise)
+    first = tl.load(x + offsets, mask=inside_heads).to(precise)
+    second = tl.load(x + offsets + HALF, mask=inside_heads).to(precise)
     first_cos = tl.load(cos + dims, mask=inside).to(precise)[None, :]
     second_cos = tl.load(cos + HALF + dims, mask=inside).to(precise)[None, :]
     first_sin = tl.load(sin + dims, mask=inside).to(precise)[None, :]
     second_sin = tl.load(sin + HALF + dims, mask=inside).to(precise)[None, :]
     numbers = rotated.dtype.element_ty
-    tl.store(rotated + rotated_places, (first * first_cos - second * first_sin).to(numbers), mask=inside_heads)
-    tl.store(rotated + rotated_places + HALF, (second * second_cos + first * second_sin).to(numbers), mask=inside_heads)
+    tl.store(rotated + rotated_offsets, (first * first_cos - second * first_sin).to(numbers), mask=inside_heads)
+    tl.store(
+        rotated + rotated_offsets + HALF, (second * second_cos + first * second_sin).to(numbers), mask=inside_heads
+    )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""The tests of the fast paths: each compares one with the obvious function, on the device, at a model's own shapes.
+"""The tests of the fast paths: each compares one with the plain function, on the device and at the model's own shapes.
 
-They are for the registry in `fast_paths`, and say in a few words what is wrong, or None. Their inputs are random, and
-what they allow is roundings: a function that is wrong differs by as much as its numbers are large.
+They are for the registry in `fast_paths`, and return in a few words what is wrong, or None. Inputs are random.
+Tolerances allow for rounding only; the errors of a wrong function are about as large as its results.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,19 +14,19 @@ from torch import nn
 from decoder.draft_heads import DraftHead
 from decoder.kernels import attention, norms, rotary, split_kv
 
-# Of the largest number of a result.
+# Largest allowed error, relative to the largest number of a result.
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-5}
 
-# New tokens of a pass, and whether they are a tree: a draft, a tree, a wide tree, a part of a prompt. Each has tiles of
-# its own, and is compiled when it is first run.
+# New tokens of a pass, and whether they are a tree: a draft, a tree, a wide tree, a chunk of a prompt. Each has its own
+# tile sizes and is compiled when it first runs.
 _PASSES = ((1, False), (8, True), (64, True), (300, False))
 _LENGTHS = (0, 77, 1500)  # cached tokens: none, less than a block, many blocks
-_SPARE = 33  # slots behind them, which hold what is no number
-_ROWS = (1, 2, 16)
+_SPARE = 33  # slots behind them, which hold NaN
+_ROWS = (1, 2, 16)  # rows of the inputs of packed products
 
 
 class AttentionShape(NamedTuple):
-    """Query heads, KV heads and their sizes, as one layer of a model has them."""
+    """How many query and KV heads a layer of the model has, their sizes and dtype."""
 
     heads: int
     kv_heads: int
@@ -36,7 +36,7 @@ class AttentionShape(NamedTuple):
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, allowed: float) -> str | None:
-    """What is wrong with ``actual``; no number in it is."""
+    """In what ``actual`` differs from ``expected`` by more than ``allowed``, in words; NaN always differs."""
     if actual.shape != expected.shape:
         return f"it gives numbers of shape {tuple(actual.shape)} in place of {tuple(expected.shape)}"
     actual, expected = actual.double(), expected.double()
@@ -49,7 +49,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, allowed: float) -> 
 
 @torch.inference_mode()
 def split_kv_fault(shape: AttentionShape, device: torch.device) -> str | None:
-    """The split-KV kernel against one softmax in float64, for several widths and lengths."""
+    """Test the split-KV kernel against one softmax in float64, for several widths and lengths."""
     random = _random(shape.dtype, device)
     slots = max(_LENGTHS) + max(new for new, _ in _PASSES) + _SPARE
     whole = [random(1, shape.kv_heads, slots, size) for size in (shape.dim, shape.value_dim)]
@@ -74,7 +74,7 @@ def split_kv_fault(shape: AttentionShape, device: torch.device) -> str | None:
 
 @torch.inference_mode()
 def rotary_fault(shape: AttentionShape, device: torch.device) -> str | None:
-    """The rotary kernel against its formula in float64; angles may be wider than what they turn."""
+    """Test the rotary kernel against its formula in float64; angles may be of a wider dtype than queries and keys."""
     random = _random(shape.dtype, device)
     dim = shape.dim // 2 * 2
     for tokens in (1, 24):
@@ -90,7 +90,7 @@ def rotary_fault(shape: AttentionShape, device: torch.device) -> str | None:
 
 @torch.inference_mode()
 def rms_norm_fault(sizes: frozenset[tuple[int, torch.dtype]], device: torch.device) -> str | None:
-    """PyTorch's kernel against its formula in float64, for each size and dtype of a model's norms."""
+    """Test PyTorch's norm kernel against its formula in float64, for each size and dtype of a model's norms."""
     for size, dtype in sizes:
         random = _random(dtype, device)
         x, weight, eps = 3 * random(1, 5, size), random(size), 1e-6
@@ -103,10 +103,10 @@ def rms_norm_fault(sizes: frozenset[tuple[int, torch.dtype]], device: torch.devi
 
 
 @torch.inference_mode()
-# Under autocast the plain function would be one of another dtype.
+# Under autocast the plain function would compute in another dtype.
 @torch.autocast("cpu", enabled=False)
 def packed_fault(packed: Mapping[nn.Module, Callable]) -> str | None:
-    """Packed layers against the modules whose weights they have, one of each shape."""
+    """Test packed layers against the modules that they replace, one of each shape."""
     tested = set()
     for owner, modules in _by_owner(packed).items():
         shapes = packed_shapes(modules)
@@ -116,7 +116,7 @@ def packed_fault(packed: Mapping[nn.Module, Callable]) -> str | None:
         for rows in _ROWS:
             inputs = _inputs(modules[0], rows)
             for module in modules:
-                # Not the module itself: hooks of the user's own must not see what is only a test.
+                # The class's forward and not the module, since the user's hooks must not see the test input.
                 expected = type(module).forward(module, *inputs)
                 fault = difference(packed[module](*inputs), expected, _ALLOWED[inputs[0].dtype])
                 if fault:
@@ -125,7 +125,7 @@ def packed_fault(packed: Mapping[nn.Module, Callable]) -> str | None:
 
 
 def packed_shapes(modules: Mapping[nn.Module, Callable] | list[nn.Module]) -> tuple:
-    """What tells the products of ``modules`` apart."""
+    """The types, shapes and dtypes of ``modules``; modules for which they are equal need only one test."""
     return tuple(
         (type(module).__name__, *((tuple(tensor.shape), tensor.dtype) for tensor in module.parameters()))
         for module in modules
@@ -133,7 +133,7 @@ def packed_shapes(modules: Mapping[nn.Module, Callable] | list[nn.Module]) -> tu
 
 
 def _by_owner(packed: Mapping[nn.Module, Callable]) -> dict[object, list[nn.Module]]:
-    """Layers that are one product stand together: the first that is called computes for all."""
+    """Layers by the product that computes them: of layers that share one, the first that is called computes for all."""
     owners: dict[object, list[nn.Module]] = {}
     for module, forward in packed.items():
         bound = forward.func if isinstance(forward, partial) else forward
@@ -161,7 +161,7 @@ def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Ten
 
 
 def _tree_mask(new: int, device: torch.device) -> torch.Tensor:
-    """A binary tree: each token sees itself and its ancestors."""
+    """The mask of a binary tree, in which each token sees itself and its ancestors."""
     mask = torch.eye(new, dtype=torch.bool)
     for node in range(1, new):
         mask[node] |= mask[(node - 1) // 2]

@@ -1,4 +1,4 @@
-"""Attention over a cache whose length only the device knows: split over keys (flash-decoding), as Triton kernels."""
+"""Split-KV attention (flash-decoding) with Triton, over a cache whose length is read on the device."""
 
 import math
 from functools import cache
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-# The sums of more splits would take the merging kernel longer than the splits save.
+# Merging more splits than this would take longer than they save.
 _MOST_SPLITS = 256
 
-# What the emulation of the kernels on a CPU takes for a device: enough programs that a short text is split too.
+# The device that the emulation of the kernels on a CPU assumes; even a short text is then split.
 _EMULATED_MULTIPROCESSORS = 8
 _EMULATED_SHARED_MEMORY = 2**20
 
 
 class Device(NamedTuple):
-    """What the shapes of a launch follow from; shared memory in bytes for one block of threads."""
+    """The properties of a device that launches depend on; shared memory is in bytes per thread block."""
 
     multiprocessors: int
     shared_memory: int
@@ -24,7 +24,7 @@ class Device(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """Rows and keys of a tile, warps of a program, stages of its pipeline, and programs that share a row's keys."""
+    """How a launch is divided: rows and keys of a tile, warps and pipeline stages of a program, splits of the keys."""
 
     block_m: int
     block_n: int
@@ -33,7 +33,7 @@ class LaunchShape(NamedTuple):
     splits: int
 
     def shared_memory(self, dim: int, value_dim: int, dtype: torch.dtype, hopper: bool) -> int:
-        """Bytes of shared memory that one program takes at most."""
+        """How many bytes of shared memory a program needs at most."""
         width, value_width = padded(dim), padded(value_dim)
         # Hopper's products read the stage that is next to be overwritten.
         buffered = self.stages if hopper and self.block_m >= 64 else max(1, self.stages - 1)
@@ -43,12 +43,12 @@ class LaunchShape(NamedTuple):
 
 
 def padded(dim: int) -> int:
-    """A head size as the kernels hold it: a power of two, as their ranges are, that tensor cores take."""
+    """A head size as the kernels use it: rounded up to a power of two, and to at least 16 for tensor cores."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why Triton's kernels are not for ``device``, None where they are; whether they work there, a test must tell."""
+    """Why Triton's kernels cannot run on ``device``, or None; whether they then give right numbers must be tested."""
     if device.type != "cuda":
         return "for CUDA only"
     return "Triton is not installed" if find_spec("triton") is None else None
@@ -56,7 +56,7 @@ def unavailable(device: torch.device) -> str | None:
 
 @cache
 def device_properties(device: torch.device) -> Device:
-    """Of a CUDA device, or of a CPU that emulates the kernels (Triton's interpreter)."""
+    """The properties of a CUDA device, or those assumed for a CPU that emulates the kernels (Triton's interpreter)."""
     if device.type == "cpu":
         return Device(_EMULATED_MULTIPROCESSORS, _EMULATED_SHARED_MEMORY, hopper=False)
     from triton.runtime import driver
@@ -68,13 +68,13 @@ def device_properties(device: torch.device) -> Device:
 
 @cache
 def launch_shape(rows: int, pairs: int, dim: int, value_dim: int, dtype: torch.dtype, device: Device) -> LaunchShape:
-    """How ``rows`` query rows for each of ``pairs`` (batch x KV heads) attend to a cache.
+    """The launch for ``rows`` query rows for each of ``pairs`` (batch x KV heads).
 
-    Tiles as large as the compiler keeps in registers (`tests/decoder/compile_kernels.py` shows what it makes of them)
-    and eight warps to a multiprocessor, for which registers always suffice. The splits fill all multiprocessors once: a
-    second round, partly filled, would take as long as the first. Their number does not depend on the cache's capacity,
-    and their borders follow from the text's length: so the bits of a result do not, either. Over a short text some
-    splits have no keys; they end at once, and the merging kernel gives them no weight.
+    Tiles are as large as the compiler keeps in registers (`tests/decoder/compile_kernels.py` shows what it makes of
+    them), with eight warps to a multiprocessor, for which registers always suffice. The splits fill all multiprocessors
+    once, since a second, partly filled round would take as long as the first. Neither their number nor their borders
+    depend on the cache's capacity, so the bits of a result do not, either. Over a short text some splits have no keys;
+    they end at once, and the merging kernel gives them no weight.
     """
     width = max(padded(dim), padded(value_dim))
     warps, stages = 4, 2
@@ -87,9 +87,9 @@ def launch_shape(rows: int, pairs: int, dim: int, value_dim: int, dtype: torch.d
         stages = 3 if block_m == 4 else 2
         warps = 8 if block_m == 16 and width > 128 else 4
     else:
-        # Two warp groups of Hopper share the keys they fetch; elsewhere the registers do not hold as many rows.
+        # On Hopper two warp groups share the keys they fetch; elsewhere registers do not hold as many rows.
         block_m = min(max(16, 1 << (rows - 1).bit_length()), 128 if device.hopper else 64)
-        # Few rows wait for memory alone: longer tiles, and more of them on the way.
+        # With few rows memory is the bottleneck: longer tiles, and more of them in flight.
         block_n = min(128 if block_m <= 32 else 64, 8192 // width)
         stages = 4 if block_m == 16 else 3
         warps = 8 if block_m * width >= 128 * 128 else 4
@@ -106,32 +106,31 @@ def split_kv_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    committed: torch.Tensor,
+    kv_length: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
     """Attention of T new tokens over L cached ones and themselves, where L is read on the device.
 
-    The host learns nothing of L: what is launched follows from shapes, types and the device alone, so that a CUDA graph
-    of it stays right while the text grows. Query heads are packed per KV head and no key or value is replicated; the
-    keys are split among programs, each with the softmax of its own part, which a second kernel merges by their sums
-    (flash-decoding). Sums are in float32 (float64 for float64), and float32 products are not rounded to TF32. The first
-    call with a head size, type or width of tree compiles, which cannot happen while a graph is being captured.
+    The launch depends on shapes, dtypes and the device alone and not on L, so a CUDA graph of it stays right while the
+    text grows. Query heads are packed per KV head, and no key or value is replicated. The keys are split among
+    programs. Each computes the softmax over its part, and a second kernel merges these by their sums (flash-decoding).
+    Sums are in float32 (float64 for float64), and float32 products are not rounded to TF32. The first call with a head
+    size, dtype or width of tree compiles, which is not possible while a graph is being captured.
 
     Args:
-        query: [B, H, T, D], float64, float32, bfloat16 or float16, as key and value.
-        key: [B, G, C, D], the cache, G dividing H. value: [B, G, C, Dv]. C >= L + T; those of the new tokens lie at
-            L to L + T already. What lies behind them is never used, whatever it is.
-        committed: L, one int64 on the device.
-        mask: [T, T] bool on the device: whether the new token of a row sees that of a column; causal without one. The
-            cached tokens are seen by all. A token that sees nothing at all gets zeros.
-        scaling: factor of the scores.
+        query: queries [B, H, T, D], in float64, float32, bfloat16 or float16, the dtype of key and value.
+        key: the cache's keys [B, G, C, D], where G divides H and C is at least L + T. Those of the new tokens are at L
+            to L + T already. What is behind them is never used and may be anything, NaN included.
+        value: the cache's values [B, G, C, Dv], likewise.
+        kv_length: L, one int64 on the device.
+        mask: whether the new token of a row sees that of a column, bool [T, T] on the device; causal if None. All
+            cached tokens are seen. A token that sees nothing at all gets zeros.
+        scaling: the factor of the scores.
 
     Returns:
-        [B, H, T, Dv], laid out as [B, T, H, Dv].
+        Attention [B, H, T, Dv], laid out in memory as [B, T, H, Dv].
     """
-    from decoder.kernels import split_kv_triton as kernels
-
     batch, heads, new, dim = query.shape
     groups, value_dim = key.shape[1], value.shape[3]
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
@@ -149,43 +148,72 @@ def split_kv_attention(
         partial, log_sums = output, None
     # Triton launches on the current device.
     with torch.cuda.device_of(query):
-        kernels.attend_split[math.ceil(new * group / shape.block_m), shape.splits, batch * groups](
-            query,
-            key,
-            value,
-            committed,
-            mask,
-            partial,
-            log_sums,
-            new,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            # The kernels' exponentials are binary.
-            SCALE=scaling * math.log2(math.e),
-            KV_HEADS=groups,
-            GROUP=group,
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            BLOCK_M=shape.block_m,
-            BLOCK_N=shape.block_n,
-            BLOCK_D=padded(dim),
-            BLOCK_V=padded(value_dim),
-            STAGES=shape.stages,
-            num_warps=shape.warps,
-        )
+        _launch_attend(query, key, value, kv_length, mask, partial, log_sums, shape, scaling)
         if shape.splits > 1:
-            block_s = 1 << (shape.splits - 1).bit_length()
-            block_v = min(padded(value_dim), 4096 // block_s)
-            kernels.merge_splits[batch * new * heads, math.ceil(value_dim / block_v)](
-                partial,
-                log_sums,
-                output,
-                batch * new * heads,
-                shape.splits,
-                VALUE_DIM=value_dim,
-                BLOCK_S=block_s,
-                BLOCK_V=block_v,
-                num_warps=4,
-            )
+            _launch_merge(partial, log_sums, output)
     return output.transpose(1, 2)
+
+
+def _launch_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_length: torch.Tensor,
+    mask: torch.Tensor | None,
+    partial: torch.Tensor,
+    log_sums: torch.Tensor | None,
+    shape: LaunchShape,
+    scaling: float,
+) -> None:
+    """Launch the kernel that attends, each program to one split of the keys."""
+    from decoder.kernels import split_kv_triton as kernels
+
+    batch, heads, new, dim = query.shape
+    groups, value_dim = key.shape[1], value.shape[3]
+    group = heads // groups
+    kernels.attend_split[math.ceil(new * group / shape.block_m), shape.splits, batch * groups](
+        query,
+        key,
+        value,
+        kv_length,
+        mask,
+        partial,
+        log_sums,
+        new,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        # The kernels' exponentials are binary.
+        SCALE=scaling * math.log2(math.e),
+        KV_HEADS=groups,
+        GROUP=group,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_D=padded(dim),
+        BLOCK_V=padded(value_dim),
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+    )
+
+
+def _launch_merge(partial: torch.Tensor, log_sums: torch.Tensor, output: torch.Tensor) -> None:
+    """Launch the kernel that merges the splits [splits, B, T, H, Dv] into the output [B, T, H, Dv]."""
+    from decoder.kernels import split_kv_triton as kernels
+
+    splits, value_dim = len(partial), output.shape[3]
+    rows = output.shape[:3].numel()
+    block_s = 1 << (splits - 1).bit_length()
+    block_v = min(padded(value_dim), 4096 // block_s)
+    kernels.merge_splits[rows, math.ceil(value_dim / block_v)](
+        partial,
+        log_sums,
+        output,
+        rows,
+        splits,
+        VALUE_DIM=value_dim,
+        BLOCK_S=block_s,
+        BLOCK_V=block_v,
+        num_warps=4,
+    )

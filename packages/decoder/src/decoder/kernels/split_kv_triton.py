@@ -1,4 +1,4 @@
-"""The Triton kernels of `split_kv`; imported where they run, so that the library does without Triton."""
+"""The Triton kernels of `kernels.split_kv`; imported only where they run, so that the library works without Triton."""
 
 import triton
 import triton.language as tl
@@ -82,12 +82,12 @@ def _attend(
 
 
 # Numbers of new tokens and of splits change along a text, and must not make Triton compile anew.
-@triton.jit(do_not_specialize=["new"], do_not_specialize_on_alignment=["committed", "mask"])
+@triton.jit(do_not_specialize=["new"], do_not_specialize_on_alignment=["kv_length", "mask"])
 def attend_split(
     query,
     key,
     value,
-    committed,
+    kv_length,
     mask,
     output,
     log_sums,
@@ -122,7 +122,7 @@ def attend_split(
     row_block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, batches = tl.num_programs(1), tl.num_programs(2) // KV_HEADS
     batch, head = pair // KV_HEADS, pair % KV_HEADS
-    length = tl.load(committed).to(tl.int32)
+    length = tl.load(kv_length).to(tl.int32)
     first_row = row_block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     row_tokens = rows // GROUP
@@ -145,8 +145,8 @@ def attend_split(
     query += batch.to(tl.int64) * query_batch_stride
     key += batch.to(tl.int64) * key_batch_stride + head.to(tl.int64) * key_head_stride
     value += batch.to(tl.int64) * value_batch_stride + head.to(tl.int64) * value_head_stride
-    places = row_heads.to(tl.int64) * query_head_stride + row_tokens.to(tl.int64) * query_token_stride
-    q = tl.load(query + places[:, None] + dims[None, :], mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+    offsets = row_heads.to(tl.int64) * query_head_stride + row_tokens.to(tl.int64) * query_token_stride
+    q = tl.load(query + offsets[:, None] + dims[None, :], mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
 
     sums: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32
     accumulator = tl.zeros((BLOCK_M, BLOCK_V), sums)
@@ -215,5 +215,5 @@ def merge_splits(
     tile = slots[:, None] * VALUE_DIM + value_dims[None, :]
     parts = tl.load(partial + tile, mask=(split < splits)[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
     result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    place = row.to(tl.int64) * VALUE_DIM + value_dims
-    tl.store(output + place, result.to(output.dtype.element_ty), mask=value_dims < VALUE_DIM)
+    offsets = row.to(tl.int64) * VALUE_DIM + value_dims
+    tl.store(output + offsets, result.to(output.dtype.element_ty), mask=value_dims < VALUE_DIM)

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: a step reads from the device once, and never waits to write to it."""
+"""Copies between host and device: the host waits when it reads from a device, never when it writes."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ def upload(numbers: Sequence | torch.Tensor, device: torch.device) -> torch.Tens
     tensor = torch.as_tensor(numbers)
     if device.type != "cuda" or not on_host(tensor):
         return tensor
-    # A copy from pageable memory would block until the device has come to it.
+    # A copy from pageable memory would block the host until the device reaches it.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def overwrite(destination: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write a tensor over ``destination``; where that is on CUDA the host does not wait for it."""
+    """Copy a tensor into ``destination``; if that is on CUDA, the host does not wait for the copy."""
     pinned = tensor.pin_memory() if destination.is_cuda and on_host(tensor) else tensor
     destination.copy_(pinned, non_blocking=True)
 
 
 def download(tensor: torch.Tensor) -> list:
-    """The numbers of ``tensor`` as nested lists, once the device has computed them: the host waits here."""
+    """The numbers of ``tensor`` as nested lists; the host waits until the device has computed them."""
     return tensor.tolist()

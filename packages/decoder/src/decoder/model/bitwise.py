@@ -21,7 +21,7 @@ from decoder.model import bitwise_test
 if TYPE_CHECKING:
     from decoder.model.target import Target
 
-Wanted = bool | Literal["auto"]
+BitwiseSetting = bool | Literal["auto"]
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +59,7 @@ class Bitwise:
         reason: why it is off, or which rule holds.
     """
 
-    def __init__(self, target: "Target", wanted: Wanted = False):
+    def __init__(self, target: "Target", wanted: BitwiseSetting = False):
         if wanted not in (True, False, "auto"):
             raise ValueError(f"bitwise must be True, False or 'auto', not {wanted!r}")
         self._target, self.wanted = target, wanted

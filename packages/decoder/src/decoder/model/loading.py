@@ -111,9 +111,9 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
 
 def _from_gguf(what: str, auto_class: type, header: gguf.Header, **kwargs: Any) -> Any:
     """What an auto class of transformers reads from a GGUF file. Raises OSError, with what to do, when it cannot."""
-    folder, place = gguf.arguments(header.path)
+    folder, file_name = gguf.arguments(header.path)
     try:
-        return auto_class.from_pretrained(folder, **place, **kwargs)
+        return auto_class.from_pretrained(folder, **file_name, **kwargs)
     except Exception as error:
         if out_of_memory(error):
             raise

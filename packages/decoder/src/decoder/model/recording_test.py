@@ -56,7 +56,7 @@ def recording_fault(target: "Target", recorder: Recorder) -> str | None:
         expected = _logits(target, None)
         actual = _logits(target, recorder)
     finally:
-        target.use(None)
+        target.set_recorder(None)
         target.pool.clear()
     if recorder.fault is not None:
         return recorder.fault
@@ -66,7 +66,7 @@ def recording_fault(target: "Target", recorder: Recorder) -> str | None:
 
 
 def _logits(target: "Target", recorder: Recorder | None) -> list[torch.Tensor]:
-    target.use(recorder)
+    target.set_recorder(recorder)
     tokens = iter(range(10_000))
     size = target.vocab_size
     cache = FullCache(_PROMPT + sum(_TIMES * target.width(nodes) for nodes in _NODES))

@@ -25,7 +25,7 @@ from decoder.kernels.rotary import rotary_replaced
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
-from decoder.model.bitwise import Bitwise, PassRule, Wanted
+from decoder.model.bitwise import Bitwise, BitwiseSetting, PassRule
 from decoder.model.fast_layers import FastLayers, tested_norms, tested_products, tested_rotary
 from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
@@ -87,9 +87,9 @@ class Target:
             self.paths.use(FLATTENED, "several texts are verified together")
         else:
             self.paths.leave_off(FLATTENED, "the model gives something else then, or cannot run them")
-        self.use(tested_recorder(self, self.attention_shape))
+        self.set_recorder(tested_recorder(self, self.attention_shape))
 
-    def use(self, recorder: Recorder | None) -> None:
+    def set_recorder(self, recorder: Recorder | None) -> None:
         """Record passes with ``recorder``, or none."""
         self.recorder = recorder
         self.refresh_weights()
@@ -114,7 +114,7 @@ class Target:
             self.pool.renew(RecordedState(self.model, self._modules, self.recorder))
         self.bitwise.refresh()
 
-    def make_bitwise(self, wanted: Wanted) -> None:
+    def make_bitwise(self, wanted: BitwiseSetting) -> None:
         """Let logits depend on nothing that shares their pass, as far as the tests of `model.bitwise` allow.
 
         Raises:

@@ -1,4 +1,4 @@
-"""From a verified tree to the tokens it gives: the exact walk, and the paper's own rule, which is biased."""
+"""Acceptance: which path of a verified tree becomes text. The exact rule, and the paper's own one, which is biased."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise, takewhile
@@ -12,18 +12,18 @@ from decoder.sampling.token_tree import TokenTree
 Walk = Iterator[tuple[int, Drawn]]
 """The accepted path, the root first: each node with the token that follows it in the text.
 
-Whoever goes along appends a token to the text before asking for the next; whoever stops early has drawn no more.
+Nodes are drawn as the iterator comes to them, so its user must append each token to the text before taking the next.
 """
 
 AcceptanceRule = Callable[[TokenTree, torch.Tensor, Sampler], Walk]
-"""A rule that accepts a path of a tree by the target's logits [T, V]."""
+"""A rule that accepts a path of a tree, given the target's logits [T, V] of its T nodes."""
 
 
 def walk(tree: TokenTree, draw: Callable[[int], Drawn]) -> Walk:
     """Follow the target's own choices from the root on, as long as they were drafted.
 
-    Each visited node draws one token from its own context, exactly as plain decoding would there, so the walk is plain
-    decoding; a draft only saves it the forward pass.
+    ``draw`` gives the token that the target chooses at a node, from that node's own context. That is what plain
+    decoding would choose there, so the walk is plain decoding; the drafts only save its forward passes.
     """
     node: int | None = 0
     while node is not None:
@@ -33,17 +33,18 @@ def walk(tree: TokenTree, draw: Callable[[int], Drawn]) -> Walk:
 
 
 def exact(tree: TokenTree, logits: torch.Tensor, sampler: Sampler) -> Walk:
-    """`walk`, where each visited node's token is drawn as the walk comes there."""
+    """The lossless rule: `walk`, with the token of each node drawn when the walk comes there."""
     return walk(tree, lambda node: sampler.draw(logits[node]))
 
 
 class Independent:
     """The paper's Algorithm 1 as written; for reproduction only, since it is biased.
 
-    Every candidate path draws a token of its own at each of its nodes, all from the root's penalty window, and is
-    accepted as far as its drafted tokens equal its draws; the longest one wins, ties at random, and its next draw is
-    the one more token. A drafted token thus gets as many chances as there are paths through it: of probability p, it
-    comes out with 1 - (1 - p)^paths. The text follows from the seed and the tree, and so from the method too.
+    Every candidate path draws a token of its own at each of its nodes, always with the root's penalty window. A path is
+    accepted as far as its drafted tokens equal its draws. The longest accepted path wins, one at random if there are
+    several, and its next draw is the additional token. So a drafted token has as many chances as there are paths
+    through it: one of probability p comes out with 1 - (1 - p)^paths. The text depends on the seed and the tree, and so
+    on the method too.
     """
 
     def __init__(self, seed: int, device: torch.device):

@@ -1,4 +1,4 @@
-"""What drafts are ranked with: the text as it may go on, its penalty window and its noise."""
+"""The draft context: a text with drafted tokens behind it, and the penalty window and noise to rank further drafts."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,14 @@ from decoder.sampling.penalty_window import PenaltyWindow
 
 
 class DraftContext:
-    """The text with drafted tokens behind it, which only the device may know yet.
+    """A text with drafted tokens behind it, some of which may be known to the device only.
 
-    Nothing here waits for the device: a token that leaves the penalty window is one of the text or one of those pushed.
-    A context is good until the text itself goes on.
+    Nothing here waits for the device. A context is valid until the text itself goes on.
 
     Args:
-        window: of the text; left as it is.
-        noise: of all positions.
-        text: all of it.
+        window: the text's penalty window, which is not changed.
+        noise: the text's noise.
+        text: the token ids of the text.
     """
 
     def __init__(self, window: PenaltyWindow, noise: NoiseRows, text: Sequence[int]):
@@ -26,7 +25,7 @@ class DraftContext:
         self._noise, self._text = noise, text
         self._tokens: list[int | torch.Tensor] = []
         self._one: torch.Tensor | None = None
-        # Behind a verification whose end the device alone knows: how many tokens it added, and the last of them.
+        # What a verification has added whose results the host has not read: how many tokens, and the last of them.
         self._added: torch.Tensor | None = None
         self._most_added = 0
         self._newest: torch.Tensor | None = None
@@ -40,14 +39,14 @@ class DraftContext:
         newest: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> "DraftContext":
-        """The text of ``base`` once a verification has added its tokens.
+        """The context of ``base`` with the tokens of a verification that the host has not read.
 
-        From there on tokens still enter the window, but none leaves it: drafts may be ranked with that.
+        Tokens that are pushed to it enter the penalty window but none leaves it, which is good enough to rank drafts.
 
         Args:
-            added: how many tokens, int64 [1] on the device, from 1 to ``most_added``.
+            added: how many tokens the verification has added, int64 [1] on the device, from 1 to ``most_added``.
             newest: the last one of them, int64 [1] on the device.
-            counts: of the penalty window behind them, int32 [V]; None where nothing is penalised.
+            counts: how often each token occurs in the penalty window behind them, int32 [V]; None without a penalty.
         """
         context = cls(base._window, base._noise, base._text)
         context._added, context._most_added, context._newest = added, most_added, newest
@@ -56,7 +55,7 @@ class DraftContext:
         return context
 
     def push(self, token: int | torch.Tensor) -> None:
-        """Go on with ``token``: an id, or an int64 tensor [1] that holds one."""
+        """Append a drafted token: an id, or an int64 tensor [1] that holds one."""
         self._tokens.append(token)
         size, within = self._window.size, self._window.tokens
         if not size:
@@ -77,15 +76,15 @@ class DraftContext:
         return token if isinstance(token, torch.Tensor) else upload([token], self._counts.device)
 
     def in_window(self) -> torch.Tensor | None:
-        """Tokens under penalty behind all that were pushed, bool [V]; None when nothing is penalised."""
+        """The tokens that are penalised at the next position, bool [V]; None when nothing is penalised."""
         if self._counts is self._window.counts:
             return self._window.penalised
         return self._counts > 0
 
     def noise(self, count: int, skip: int = 0) -> torch.Tensor:
-        """Noise of ``count`` positions, the first ``skip`` behind the next one, float64 [count, V]."""
+        """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind the next position."""
         start = len(self._tokens) + skip
-        # From the end of the text on: what is made for many positions at a time must serve the next step, too.
+        # Noise is made for many positions at once, from the end of the text on, so that the next step finds its own.
         if self._added is None:
             return self._noise.rows(len(self._text), count, skip=start)
         rows = self._noise.rows(len(self._text), self._most_added + start + count)

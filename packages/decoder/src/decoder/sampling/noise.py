@@ -13,7 +13,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's own carries the sign of an int64 along."""
+    """Logical right shift of int64 tensors; torch's own shift is arithmetic and copies the sign bit."""
     shifted = z >> bits
     shifted &= 2 ** (64 - bits) - 1
     return shifted
@@ -46,12 +46,12 @@ def gumbel(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch
     k += 1
     uniform = k.double()
     uniform *= 2.0**-53
-    # In place: the vectors are as long as a vocabulary, times the positions.
+    # In place, since these tensors have an entry per position and token of the vocabulary.
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 class NoiseRows:
-    """The noise of consecutive positions, computed a block at a time and used by draft and verification alike."""
+    """The noise of consecutive positions, for drafts and verifications alike; computed some ``block`` at a time."""
 
     def __init__(self, seed: int, vocab_size: int, device: torch.device, block: int = 16):
         self.seed, self.block = seed, block
@@ -60,9 +60,9 @@ class NoiseRows:
         self._rows = torch.empty(0, vocab_size, dtype=torch.float64, device=device)
 
     def rows(self, first: int, count: int, skip: int = 0) -> torch.Tensor:
-        """Noise of ``count`` positions, float64 [count, vocabulary], the first of them ``skip`` behind ``first``.
+        """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind ``first``.
 
-        Blocks begin at ``first``, so that what is made for positions far ahead serves those before them, too.
+        New noise is computed from ``first`` on, so that it also serves requests for the positions that are skipped.
         """
         end = first + skip + count
         if first < self._first or end > self._first + len(self._rows):

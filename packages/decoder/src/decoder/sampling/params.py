@@ -1,4 +1,4 @@
-"""What the user asks of the sampling: one immutable, validated record."""
+"""The sampling parameters that the user gives: one immutable, validated record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def window(self) -> int:
-        """Tokens that are penalised at a time; 0 when none are."""
+        """The size of the penalty window; 0 when the penalty is switched off."""
         return self.penalty_window if self.repetition_penalty != 1 else 0
 
     @property

@@ -1,4 +1,4 @@
-"""The repetition penalty's memory: the newest tokens of a text."""
+"""The window of the repetition penalty: the newest tokens of a text."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from decoder.kernels.transfers import upload
 
 
 class PenaltyWindow:
-    """The newest tokens of the text, which the repetition penalty is for.
+    """The newest tokens of the text, to which the repetition penalty applies.
 
     Args:
-        size: tokens of a full window; 0 when nothing is penalised.
-        text: what came before, of which the newest tokens are in the window.
+        size: how many tokens a full window has; 0 when nothing is penalised.
+        text: the token ids of the text so far.
 
     Attributes:
-        tokens: the oldest first.
-        counts: how often each token stands among them, int32 [V].
+        tokens: the tokens in the window, the oldest first.
+        counts: how often each token occurs among them, int32 [V].
     """
 
     def __init__(self, size: int, vocab_size: int, device: torch.device, text: Sequence[int]):
@@ -30,7 +30,7 @@ class PenaltyWindow:
             self.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def push(self, token: int) -> None:
-        """Take in the text's next token; the oldest one leaves a full window."""
+        """Add the text's next token; the oldest one leaves a full window."""
         if not self.size:
             return
         self._penalised = None
@@ -41,7 +41,7 @@ class PenaltyWindow:
 
     @property
     def penalised(self) -> torch.Tensor | None:
-        """The tokens in it, bool [V], not to be written to; None when nothing is penalised."""
+        """The tokens in the window, bool [V], which must not be written to; None when nothing is penalised."""
         if self.size and self._penalised is None:
             self._penalised = self.counts > 0
         return self._penalised

@@ -1,4 +1,7 @@
-"""From logits to tokens, the same way for every method: one text's penalty window, filters and noise."""
+"""Where a token is chosen: from a position's logits, by penalty, filters and noise, in the same way for every method.
+
+`Sampler.draw` chooses one token; `TreeDraws` chooses those of all nodes of a tree at once, on the device.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,12 +21,12 @@ LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 
 class Drawn(NamedTuple):
-    """A token drawn at some position, before it is known whether the text goes there.
+    """A token drawn at a node of a tree, which enters the text only if the walk comes to that node.
 
     Attributes:
         token: its id.
-        score: its perturbed score; NaN or -inf where there was no token to draw.
-        logprob: its log-probability under the filtered distribution; None where these are not kept.
+        score: its log-probability plus noise; NaN or -inf if there was no token to draw.
+        logprob: its log-probability under the filtered distribution; None if these were not asked for.
     """
 
     token: int
@@ -32,22 +35,22 @@ class Drawn(NamedTuple):
 
 
 class Sampler:
-    """One text's choices: the penalty window that slides with it, and the noise of each position.
+    """Chooses the tokens of one text, and ranks drafts for it: it has the text's penalty window and its noise.
 
     Args:
         params: the user's sampling parameters.
         vocab_size: V, the number of logits per position.
-        device: where the logits live.
-        context: token ids so far (the prompt).
+        device: the device of the logits.
+        context: the token ids of the prompt.
         logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, applied before the penalty.
-        keep_logprobs: collect the log-probability of every chosen token in ``logprobs``.
+        collect_logprobs: whether to collect the log-probability of every chosen token in ``logprobs``.
 
     Attributes:
-        context: the text so far, prompt and output.
-        logprobs: of the output's tokens, where they are kept.
+        context: the token ids of the text so far, prompt and output.
+        logprobs: the log-probabilities of the output's tokens, if they are collected.
 
     Raises:
-        ValueError: suppressed tokens that are outside of the vocabulary, or all of it.
+        ValueError: suppressed tokens are outside the vocabulary, or they are all of it.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class Sampler:
         device: torch.device,
         context: Sequence[int],
         logits_hook: LogitsHook | None = None,
-        keep_logprobs: bool = False,
+        collect_logprobs: bool = False,
     ):
         self.params, self.logits_hook = params, logits_hook
         self.context = list(context)
-        self.logprobs: list[float] | None = [] if keep_logprobs else None
+        self.logprobs: list[float] | None = [] if collect_logprobs else None
         self.noise = NoiseRows(params.seed, vocab_size, device)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
@@ -72,24 +75,24 @@ class Sampler:
         self.window = PenaltyWindow(params.window, vocab_size, device, self.context)
 
     def draft_context(self, drafted: Sequence[int] = ()) -> DraftContext:
-        """The text with ``drafted`` behind it, for drafts to go on from."""
+        """The state that drafts are ranked with, where the text goes on with ``drafted``."""
         context = DraftContext(self.window, self.noise, self.context)
         for token in drafted:
             context.push(token)
         return context
 
     def in_window(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
-        """Tokens under penalty once ``drafted`` has entered the text, bool [V]; None when nothing is penalised."""
+        """The tokens that are penalised behind ``drafted``, bool [V]; None when nothing is penalised."""
         return self.draft_context(drafted).in_window()
 
     def filtered(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
-        """Hook, penalty and filters on logits [V]: unnormalised log-probabilities, float64 [V].
+        """The target's logits [V] after hook, penalty and filters: unnormalised log-probabilities, float64 [V].
 
-        The hook sees the text with ``drafted`` behind it; the penalty window is that of the text alone.
+        The hook is given the text with ``drafted`` behind it. The penalty window is that of the text alone.
         """
         if self.logits_hook is not None:
             shape = logits.shape
-            # The user may keep or change them, and the next pass may write over those that the model gave.
+            # A copy, since the hook may store or change them, and the next pass may write over the model's output.
             logits = self.logits_hook([*self.context, *drafted], logits.clone())
             if not isinstance(logits, torch.Tensor) or logits.shape != shape:
                 raise ValueError(f"logits_hook must return a tensor of the shape it was given, {list(shape)}")
@@ -98,9 +101,9 @@ class Sampler:
     def processed(
         self, logits: torch.Tensor, in_window: torch.Tensor | None, token_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Suppressed tokens, penalty and filters on logits [..., V]; dtype is kept.
+        """Logits [..., V], of the target or a draft, after suppression, penalty and filters; the dtype is the same.
 
-        ``token_ids`` [v], where given, tells which tokens alone the logits [..., v] are of.
+        If ``token_ids`` [v] are given, the logits [..., v] are those of these tokens alone.
         """
         if self._suppressed is not None and token_ids is None:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
@@ -111,14 +114,14 @@ class Sampler:
         return process_logits(logits, self.params, in_window)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Perturbed scores, float64 [V], of the next position's logits [V]: their argmax is the chosen token."""
+        """The filtered logits of the next position plus its noise, float64 [V]: their argmax is the chosen token."""
         return self._perturbed(self.filtered(logits))
 
     def _perturbed(self, filtered: torch.Tensor) -> torch.Tensor:
         return filtered if self.params.greedy else filtered + self.noise.rows(len(self.context), 1)[0]
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """The token of the next position, drawn from its logits [V]; the host waits for it."""
+        """Choose the token of the next position from the target's logits [V]; the host waits for it."""
         filtered = self.filtered(logits)
         scores = self._perturbed(filtered)
         if on_host(scores):
@@ -128,17 +131,17 @@ class Sampler:
             return Drawn(token, float(values[token]), None if self.logprobs is None else log_prob(filtered, token))
         best = scores.amax(-1, keepdim=True)
         token = first_argmax(scores, best)[None]
-        known = [token, best]
+        numbers = [token, best]
         if self.logprobs is not None:
-            known.append(filtered.log_softmax(-1).index_select(0, token))
-        token, *rest = download(torch.cat(known))
+            numbers.append(filtered.log_softmax(-1).index_select(0, token))
+        token, *rest = download(torch.cat(numbers))
         return Drawn(int(token), *rest)
 
     def take(self, drawn: Drawn) -> int:
-        """Append a drawn token to the text.
+        """Append a drawn token to the text, and its log-probability to ``logprobs``.
 
         Raises:
-            ValueError: there was none to draw.
+            ValueError: there was no token to draw.
         """
         if not drawn.score > -math.inf:
             if math.isnan(drawn.score):
@@ -162,11 +165,15 @@ class Sampler:
         token_ids: torch.Tensor | None = None,
         skip: int = 0,
     ) -> torch.Tensor:
-        """Scores to rank draft candidates by, float64 [n, V], for the logits of the next n positions.
+        """Scores to rank draft candidates by, float64 [n, V], from a draft's logits [n, V] for n positions in a row.
 
-        Coupled (Gumbel coupling, arXiv 2408.07978): log q plus the very noise that will choose the target's token.
-        All rows see the window of the first. ``token_ids`` [v] as for `processed`; ``skip`` positions lie before the
-        first row's.
+        With coupling (Gumbel coupling, arXiv 2408.07978) a score is log q plus the same noise with which the target's
+        token will be chosen, without it log q alone. The penalty window of the first position serves all of them.
+
+        Args:
+            context: the text with the tokens drafted so far.
+            token_ids: as for `processed`.
+            skip: how many positions lie between the end of ``context`` and the first row.
         """
         filtered = self.processed(logits.double(), context.in_window(), token_ids)
         if self.params.greedy or not coupled:
@@ -182,11 +189,11 @@ class Sampler:
         drafted: torch.Tensor,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`draft_scores` for the position behind n branches of equal length: float32 [n, V] for logits [n, V].
+        """`draft_scores` for the position behind each of n branches of equal length: float32 [n, V] for logits [n, V].
 
-        The branches part where ``context`` ends. Row i sees the window with ``drafted[i]`` in it, int64 [n, length];
-        that as many old tokens leave it is passed over, and single precision is enough where a wrong rank only costs a
-        draft. ``token_ids`` [v] as for `processed`.
+        All branches begin where ``context`` ends, and row i follows ``drafted[i]``, int64 [n, length]. Two
+        approximations are made, since a wrong rank can only cost a draft: tokens of the branch enter the penalty window
+        but none leaves it, and single precision is used. ``token_ids`` are as for `processed`.
         """
         seen, length = context.in_window(), drafted.shape[1]
         if seen is not None and length:
@@ -198,7 +205,7 @@ class Sampler:
         return filtered + (noise if token_ids is None else noise.index_select(0, token_ids)).float()
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
-        """The best candidate for the position behind ``drafted``, from its logits [V]."""
+        """The best candidate for the position behind ``drafted``, from a draft's logits [V] for it."""
         return int(first_argmax(self.draft_scores(logits[None], coupled, self.draft_context(drafted))[0]))
 
 
@@ -208,20 +215,21 @@ def log_prob(filtered: torch.Tensor, token: int) -> float:
 
 
 class TreeDraws:
-    """The token drawn at every node of a tree, each from that node's own context, in one go and without waiting.
+    """The tokens of all nodes of a tree, each drawn from its node's own context, in one launch and without waiting.
 
-    Where the host is slow to hear from the device it is told once, of all nodes, and finds the path by itself. The
-    device finds it too, by following each node to the child that holds its token: what it drafts for the next step may
-    begin before the host knows (`last_node`, `draft_context`). No logits_hook is called.
+    Reading from a GPU takes long, so the host reads once, the tokens of all nodes, and then walks the tree. The device
+    finds the end of that walk too, by going from each node to the child that holds the node's token. So it can draft
+    for the next step (`last_node`, `draft_context`) before the host has read anything. No logits_hook is called.
 
     Args:
         tree: the candidates, T nodes.
-        logits: [T or more, V], the target's for every node.
-        sampler: of the text that ends with the tree's root.
+        logits: the target's logits [T or more, V], a row per node.
+        sampler: the sampler of the text, whose last token is the tree's root.
 
     Attributes:
-        sampler: see above.
-        numbers: what `read` takes once the host has it: float64 [2 T], or [3 T] where log-probabilities are kept.
+        sampler: as given.
+        numbers: the vector on the device whose values `read` takes: tokens, scores and, if they are collected,
+            log-probabilities, float64 [2 T] or [3 T].
     """
 
     def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler):
@@ -238,70 +246,71 @@ class TreeDraws:
             scores = filtered + (noise if self._depths is None else noise.index_select(0, self._depths))
         best = scores.amax(-1, keepdim=True)
         self._tokens = first_argmax(scores, best)
-        told = [self._tokens.double(), best[:, 0]]
+        columns = [self._tokens.double(), best[:, 0]]
         if sampler.logprobs is not None:
-            told.append(filtered.log_softmax(-1).gather(-1, self._tokens[:, None])[:, 0])
-        self.numbers = torch.cat(told)
+            columns.append(filtered.log_softmax(-1).gather(-1, self._tokens[:, None])[:, 0])
+        self.numbers = torch.cat(columns)
         self._last: torch.Tensor | None = None
         self._drawn: list[Drawn] = []
 
     def _window_counts(self, device: torch.device) -> torch.Tensor:
-        """How often each token stands in the penalty window of each node, int32 [T, V].
+        """How often each token occurs in the penalty window of each node, int32 [T, V].
 
-        A node's window has the tokens of its path behind those of the text, as many of whose oldest have left it.
+        A node's window is the text's, with the tokens of the node's path added and the oldest ones dropped to make room
+        for them. This also finds, for `draft_context`, the token that leaves the window when one more enters.
         """
         tree, window = self._tree, self.sampler.window
-        changes: list[tuple[int, int]] = []  # places in the table, and what to add there
+        changes: list[tuple[int, int]] = []  # a flat index into the counts, and what to add there
         for node in range(len(tree)):
             path = [tree.tokens[n] for n in tree.path(node)[1:]]
             first = node * len(window.counts)
 
-            def oldest(place: int, path: list[int] = path) -> int:
-                return window.tokens[place] if place < len(window.tokens) else path[place - len(window.tokens)]
+            def oldest(index: int, path: list[int] = path) -> int:
+                return window.tokens[index] if index < len(window.tokens) else path[index - len(window.tokens)]
 
             gone = max(0, len(window.tokens) + len(path) - window.size)
             changes += [(first + token, 1) for token in path]
-            changes += [(first + oldest(place), -1) for place in range(gone)]
-            # One more leaves a full window when the token drawn here enters.
+            changes += [(first + oldest(index), -1) for index in range(gone)]
+            # When the token drawn at this node enters a full window, one more token leaves it.
             full = len(window.tokens) + len(path) - gone == window.size
             self._leaving[node] = oldest(gone) if full else None
         counts = window.counts.expand(len(tree), -1)
         if not changes:
             return counts
-        places, values = upload(list(zip(*changes, strict=True)), device)
+        indices, values = upload(list(zip(*changes, strict=True)), device)
         counts = counts.clone()
-        counts.view(-1).index_add_(0, places, values.int())
+        counts.view(-1).index_add_(0, indices, values.int())
         return counts
 
     def read(self, numbers: Sequence[float]) -> None:
-        """Take in the values of `numbers`."""
+        """Receive the values of ``numbers`` on the host."""
         count = len(self._tree)
         columns = [numbers[start : start + count] for start in range(0, len(numbers), count)]
         self._drawn = [Drawn(int(token), *rest) for token, *rest in zip(*columns, strict=True)]
 
     def __call__(self, node: int) -> Drawn:
-        """What was drawn at ``node``; `read` comes before."""
+        """What was drawn at ``node``; `read` must have been called before."""
         return self._drawn[node]
 
     @property
     def last_node(self) -> torch.Tensor:
-        """The last accepted node, int64 [1]: the first on the way from the root none of whose children was drawn."""
+        """The node at which the walk ends, int64 [1] on the device: no child of it holds the token drawn there."""
         if self._last is None:
             tree, device = self._tree, self._tokens.device
             nodes = torch.arange(len(tree), device=device)
             parents, tokens = upload([[0, *tree.parents[1:]], tree.tokens], device)
-            # A node whose parent drew its token is where its parent goes on; the root is nobody's child.
+            # The walk goes on from a node to its child that holds the node's token; the root is nobody's child.
             drawn = (self._tokens.index_select(0, parents) == tokens) & (nodes > 0)
             onward = nodes.scatter_reduce(0, parents, torch.where(drawn, nodes, 0), "amax")
-            at = nodes[:1]
+            node = nodes[:1]
             for _ in range(tree.depth):
-                at = onward.index_select(0, at)
-            self._last = at
+                node = onward.index_select(0, node)
+            self._last = node
         return self._last
 
     @property
     def draft_context(self) -> DraftContext:
-        """The text behind the token that was drawn at the last accepted node."""
+        """The draft context of the next step: the text with the walk's tokens, which the host need not know yet."""
         node, base = self.last_node, self.sampler.draft_context()
         newest = self._tokens.index_select(0, node)
         added = node.new_ones(1) if self._depths is None else self._depths.index_select(0, node) + 1
@@ -310,7 +319,7 @@ class TreeDraws:
             counts = self._counts.index_select(0, node)[0]
             counts.index_add_(0, newest, counts.new_ones(1))
             if any(token is not None for token in self._leaving):
-                known = [(token or 0, -(token is not None)) for token in self._leaving]
-                tokens, change = upload(list(zip(*known, strict=True)), node.device).index_select(1, node)
+                leaving = [(token or 0, -(token is not None)) for token in self._leaving]
+                tokens, change = upload(list(zip(*leaving, strict=True)), node.device).index_select(1, node)
                 counts.index_add_(0, tokens, change.int())
         return DraftContext.behind_verification(base, added, self._tree.depth + 1, newest, counts)

@@ -1,17 +1,17 @@
-"""The candidates of one step: a trie of tokens under the newest committed token."""
+"""The token tree: the draft candidates of one step, as a trie below the newest committed token."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 
 RankPath = tuple[int, ...]
-"""The way to a node by the rank of the candidate taken at each depth: (0, 2) is the best one, then the third."""
+"""A node by the rank of the candidate at each depth on the way to it: (0, 2) is the third behind the best one."""
 
 
 def rank_paths(tree: Sequence[int] | Sequence[Sequence[int]], depth: int) -> list[RankPath]:
-    """The nodes of a tree as `TokenSwiftOptions.tree` gives it, cut at ``depth``, every path behind its prefixes.
+    """All nodes of a tree in the form of `TokenSwiftOptions.tree`, cut off at ``depth``; prefixes come first.
 
-    Branching (1, 3) gives (0,), (0, 0), (0, 1), (0, 2); of explicit paths the missing prefixes are filled in.
+    The branching (1, 3) gives (0,), (0, 0), (0, 1), (0, 2). To explicit paths their missing prefixes are added.
     """
     if isinstance(tree[0], int):
         paths: list[RankPath] = []
@@ -25,10 +25,15 @@ def rank_paths(tree: Sequence[int] | Sequence[Sequence[int]], depth: int) -> lis
 
 
 class TokenTree:
-    """Flat record of draft candidates: ``tokens``, ``parents``, and what derives from them.
+    """Draft candidates as flat lists with an entry per node: a prefix that two candidates share is one node.
 
-    Node 0 is the root, the newest committed token (parent -1). Nodes stand after their parents. Candidates of
-    several sources merge as a trie: a prefix that two of them share is one node.
+    Node 0 is the root, the newest committed token. Every other node comes after its parent.
+
+    Attributes:
+        tokens: the token of each node.
+        parents: the parent of each node, -1 for the root.
+        depths: how many drafted tokens each node's path has, 0 for the root.
+        sources: the names of the sources that proposed each node.
     """
 
     def __init__(self, root: int):
@@ -43,7 +48,7 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """Drafted tokens on the longest path."""
+        """How many drafted tokens the longest path has."""
         return max(self.depths)
 
     def child(self, node: int, token: int) -> int | None:
@@ -51,7 +56,7 @@ class TokenTree:
         return self._children[node].get(token)
 
     def add(self, parent: int, token: int, source: str) -> int:
-        """The child of ``parent`` that holds ``token``, made if there is none yet."""
+        """The child of ``parent`` that holds ``token``, which is added if there is none yet."""
         node = self._children[parent].get(token)
         if node is None:
             node = len(self.tokens)
@@ -65,16 +70,16 @@ class TokenTree:
         return node
 
     def add_path(self, tokens: Iterable[int], source: str) -> int:
-        """Merge a chain of tokens below the root; the node of its last token."""
+        """Merge a chain of tokens below the root; returns the node of the last one."""
         node = 0
         for token in tokens:
             node = self.add(node, token, source)
         return node
 
     def add_ranked(self, candidates: Sequence[Sequence[int]], paths: Iterable[RankPath], source: str) -> None:
-        """Merge the tree of ``paths``, of which rank r at depth i stands for the token ``candidates[i][r]``.
+        """Merge a tree of fixed shape: at each depth i of a path, rank r stands for the token ``candidates[i][r]``.
 
-        A path stands behind its prefixes. Where a level has too few candidates, the paths through the missing ones
+        Prefixes of a path must come before it. Where a level has too few candidates, the paths through the missing ones
         are left out.
         """
         nodes = {(): 0}
@@ -84,12 +89,12 @@ class TokenTree:
                 nodes[path] = self.add(parent, candidates[len(path) - 1][path[-1]], source)
 
     def prune(self, depth: int, most: int | None = None) -> None:
-        """Forget the nodes deeper than ``depth``, and all behind the first ``most``; the others keep their order."""
+        """Remove nodes deeper than ``depth``, then all but the first ``most``; the order stays the same."""
         if self.depth > depth or (most is not None and len(self) > most):
-            self.select([node for node, at in enumerate(self.depths) if at <= depth][:most])
+            self.select([node for node, own in enumerate(self.depths) if own <= depth][:most])
 
     def select(self, nodes: Sequence[int]) -> None:
-        """Forget all other nodes; these, the root first and each behind its parent, are numbered anew in this order."""
+        """Remove all other nodes and number these anew in the given order: the root first, parents before children."""
         number = {node: new for new, node in enumerate(nodes)}
         self.parents = [-1, *(number[self.parents[node]] for node in nodes[1:])]
         self.tokens, self.depths = [self.tokens[n] for n in nodes], [self.depths[n] for n in nodes]
@@ -105,18 +110,19 @@ class TokenTree:
         return nodes[::-1]
 
     def leaves(self) -> list[int]:
-        """The nodes without children: each ends a candidate path."""
+        """The nodes without children, at which candidate paths end."""
         return [node for node, children in enumerate(self._children) if not children]
 
     def ancestor_mask(self, width: int | None = None) -> torch.Tensor | None:
-        """Which node sees which, bool [T, T]: itself and its ancestors; None for a chain, which is plain causal.
+        """Whether the node of a row sees that of a column, itself or an ancestor: bool [T, T], None for a chain.
 
-        With a ``width`` of at least T it is [width, width] and never None; what lies beyond the tree sees itself.
+        A chain needs only the usual causal mask. With a ``width`` of at least T the mask is [width, width] and never
+        None; the rows beyond the tree, which are padding, see themselves alone.
         """
         if width is None and all(parent == node - 1 for node, parent in enumerate(self.parents)):
             return None
         width = width or len(self)
-        # Bytes of the host's own: with tensors or arrays the rows of a small tree take four times as long.
+        # Made of Python's own byte arrays, which for a small tree take a quarter of the time of tensors.
         rows: list[bytearray] = []
         for node in range(width):
             row = rows[self.parents[node]].copy() if 0 < node < len(self) else bytearray(width)

@@ -7,10 +7,10 @@ Gram = tuple[int, ...]
 
 
 class _Ranking:
-    """Grams by (frequency, recency), both descending, with O(1) increments.
+    """N-grams in descending order of frequency and, among equals, of recency; counting one takes constant time.
 
-    Grams of equal frequency share a bucket, a dict in order of their last use; the non-empty buckets are linked
-    from ``top`` down to the sentinel 0.
+    N-grams of equal frequency share a bucket, a dict in order of their last occurrence. The buckets that are not empty
+    are linked from the highest frequency, ``_top``, down to 0.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class _Ranking:
 
 
 class NgramTable:
-    """Exact n-gram frequencies of a growing text; ties go to the gram seen last.
+    """Exact n-gram frequencies of a growing text; of equally frequent n-grams the one seen last comes first.
 
     Args:
-        n: tokens per gram, gamma + 1 in the paper.
+        n: how many tokens an n-gram has, gamma + 1 in the paper.
     """
 
     def __init__(self, n: int):
@@ -77,6 +77,6 @@ class NgramTable:
             self._tail = gram
 
     def most_frequent(self, first: int, k: int) -> list[Gram]:
-        """The k most frequent grams that begin with ``first``, the most frequent first."""
+        """The k most frequent n-grams that begin with ``first``, the most frequent first."""
         ranking = self._by_first.get(first)
         return [] if ranking is None else list(islice(ranking, k))

@@ -1,31 +1,32 @@
-"""Where the end of a growing text stood before, and what followed it there."""
+"""An index of a growing text that finds earlier occurrences of its end, and what followed them."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-_GRAM = 3  # tokens of the longest n-gram whose places are kept; longer suffixes are compared from there
+_GRAM = 3  # tokens of the longest n-grams that are indexed; longer suffixes are found by comparing tokens from there
 
 
 class SuffixIndex:
-    """The places of each n-gram of a text, linked from the newest to the oldest, for n of 1 to 3.
+    """Indexes the occurrences of each n-gram of a text, linked from the newest to the oldest, for n of 1 to 3.
 
-    A suffix of any length is found by comparing the text before the newest places of its last three tokens. A token
-    costs three dictionary entries; a lookup compares at most ``longest`` tokens at each of ``places`` places, however
+    An occurrence is given by the position behind it. The longest suffix of the text that occurred before is found by
+    comparing the tokens before the newest occurrences of the text's last three tokens. Adding a token costs three
+    dictionary entries. A lookup compares at most ``longest`` tokens for each of ``occurrences`` occurrences, however
     long the text is.
 
     Args:
-        longest: tokens of the longest suffix that is told from shorter ones.
-        places: of the suffix that are looked at, the newest ones.
+        longest: up to how many tokens of a suffix are compared.
+        occurrences: how many occurrences of a suffix are looked at, the newest ones.
     """
 
-    def __init__(self, longest: int, places: int = 8):
+    def __init__(self, longest: int, occurrences: int = 8):
         if longest < 1:
             raise ValueError(f"a suffix needs at least 1 token, not {longest}")
-        self.longest, self.places = longest, places
+        self.longest, self.occurrences = longest, occurrences
         self.text: list[int] = []
-        self._last: dict[tuple[int, ...], int] = {}  # the position behind the newest place of each n-gram
-        # For each n and position, the next older place of the n-gram before it.
+        self._last: dict[tuple[int, ...], int] = {}  # the newest occurrence of each n-gram
+        # For each n and each position, the next older occurrence of the n-gram that ends before that position.
         self._before: list[list[int]] = [[] for _ in range(min(_GRAM, longest))]
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -40,53 +41,56 @@ class SuffixIndex:
             self.text.append(token)
 
     def match(self) -> tuple[int, list[int]]:
-        """The length of the longest suffix seen before, and the positions behind its newest places, the newest first.
+        """The length of the longest suffix that occurred before, at most ``longest``, and its newest occurrences.
 
-        The length is 0 and there is no place where nothing was seen; of more than ``longest`` tokens it is that.
+        Occurrences are positions, those behind the suffix, the newest first. If there is none, the length is 0.
         """
         end = len(self.text)
         for n in range(min(len(self._before), end), 0, -1):
-            found = list(islice(self._places(n), self.places))
+            found = list(islice(self._occurrences(n), self.occurrences))
             if found:
                 break
         else:
             return 0, []
         if n < _GRAM:
             return n, found
-        lengths = [self._common(place, n) for place in found]
-        return max(lengths), [place for place, length in zip(found, lengths, strict=True) if length == max(lengths)]
+        lengths = [self._common(position, n) for position in found]
+        longest = max(lengths)
+        return longest, [position for position, length in zip(found, lengths, strict=True) if length == longest]
 
     def continuations(self, longest: int) -> Iterator[list[tuple[int, float]]]:
-        """Level by level what followed the match: (token, share), the most frequent first; then what followed that.
+        """Level by level, the tokens that followed the occurrences of the match, as (token, share).
 
-        The share is the token's count over all counts and one for every token seen (escape method C of prediction by
-        partial matching). Ties go to the token seen last. Where a place is near the end of the text, the copy goes on
-        with what it copied: a text in a loop is continued around the loop.
+        The most frequent token comes first, of equals the one seen last, and the next level is about what followed that
+        token. A share is the token's count divided by the sum of all counts and the number of distinct tokens (escape
+        method C of prediction by partial matching). Where the continuation of an occurrence reaches the end of the text
+        it goes on with the tokens found so far, so that a text in a loop is continued around the loop.
         """
-        _, places = self.match()
+        _, positions = self.match()
         chain: list[int] = []
         end = len(self.text)
-        for depth in range(longest if places else 0):
-            following = [self.text[at] if (at := place + depth) < end else chain[at - end] for place in places]
+        for depth in range(longest if positions else 0):
+            following = [self.text[at] if (at := position + depth) < end else chain[at - end] for position in positions]
             counts = Counter(following)
-            total = len(places) + len(counts)
+            total = len(positions) + len(counts)
             yield [(token, count / total) for token, count in counts.most_common()]
             chain.append(counts.most_common(1)[0][0])
-            places = [place for place, token in zip(places, following, strict=True) if token == chain[-1]]
+            positions = [position for position, token in zip(positions, following, strict=True) if token == chain[-1]]
 
     def chain(self, longest: int) -> list[int]:
-        """``longest`` tokens that most often followed the match; none where there is none."""
+        """The ``longest`` tokens that most often followed the match; no token if there is no match."""
         return [level[0][0] for level in self.continuations(longest)]
 
-    def _places(self, n: int) -> Iterator[int]:
-        place = self._last.get(tuple(self.text[-n:]), -1)
-        while place >= 0:
-            yield place
-            place = self._before[n - 1][place]
+    def _occurrences(self, n: int) -> Iterator[int]:
+        """The earlier occurrences of the text's last n tokens, the newest first."""
+        position = self._last.get(tuple(self.text[-n:]), -1)
+        while position >= 0:
+            yield position
+            position = self._before[n - 1][position]
 
-    def _common(self, place: int, known: int) -> int:
-        """How many tokens before ``place`` are those at the end of the text; that many are ``known`` to be."""
+    def _common(self, position: int, known: int) -> int:
+        """How many tokens before ``position`` equal those at the end of the text; at least ``known`` do."""
         length = known
-        while length < min(self.longest, place) and self.text[place - length - 1] == self.text[-length - 1]:
+        while length < min(self.longest, position) and self.text[position - length - 1] == self.text[-length - 1]:
             length += 1
         return length
