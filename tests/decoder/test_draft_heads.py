@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from decoder import Decoder
+from decoder import Decoder, TokenSwiftOptions
 from decoder.draft_heads import KINDS, DraftHeads
 
 from . import conftest
@@ -243,8 +243,9 @@ def test_published_heads_decode_like_our_own(tmp_path, model, prompt):
     own = conftest.random_heads(model)
     config = LlamaConfig(hidden_size=model.config.hidden_size, rms_norm_eps=own.norm_eps)
     published(tmp_path, own, sharded=True, config=config)
-    theirs = Decoder(model, heads=tmp_path).generate(prompt, 40, "tokenswift")
-    ours = Decoder(model, heads=own).generate(prompt, 40, "tokenswift")
+    options = TokenSwiftOptions(tree=(1, 3, 3, 3))
+    theirs = Decoder(model, heads=tmp_path).generate(prompt, 40, "tokenswift", options=options)
+    ours = Decoder(model, heads=own).generate(prompt, 40, "tokenswift", options=options)
     assert theirs.token_ids == ours.token_ids
     assert theirs.stats.accepted_by_depth == ours.stats.accepted_by_depth
 

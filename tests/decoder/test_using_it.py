@@ -200,9 +200,12 @@ def test_logits_hook_and_logprobs_are_the_same_for_every_method(dec, prompt):
         torch.testing.assert_close(torch.tensor(run.logprobs), torch.tensor(runs[0].logprobs))
 
 
+PAPER = TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20)
+
+
 @pytest.mark.parametrize("method", ["tokenswift", "auto"])
 def test_statistics_add_up(dec, prompt, method):
-    out = dec.generate(prompt, 100, method, SamplingParams(seed=2))
+    out = dec.generate(prompt, 100, method, SamplingParams(seed=2), PAPER)
     stats = out.stats
     assert stats.generated == len(out.token_ids) == stats.accepted + stats.steps
     assert stats.accepted == sum(stats.accepted_by_depth)
@@ -217,7 +220,7 @@ def test_statistics_add_up(dec, prompt, method):
 def test_a_repeating_text_is_drafted_by_ngrams(model):
     """Greedy decoding of a tiny model loops; the table must then reach as deep as any candidate."""
     dec = Decoder(model, heads=DraftHeads(model.config.hidden_size))
-    out = dec.generate([1, 2, 3], 300, "tokenswift", SamplingParams(temperature=0))
+    out = dec.generate([1, 2, 3], 300, "tokenswift", SamplingParams(temperature=0), PAPER)
     assert out.stats.ngram_acceptance_rate > 0.5
 
 

@@ -227,6 +227,10 @@ GENERATIONS = {
 }
 
 
+# A tree that no clock steers.
+PAPER = TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20)
+
+
 @pytest.mark.parametrize("sampling", GENERATIONS.values(), ids=GENERATIONS)
 @pytest.mark.parametrize("kind", ["chained", "gated"])
 def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, request, sampling, kind):
@@ -238,14 +242,14 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
     reads = request.getfixturevalue("on_device")
     for method in ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "prompt-lookup", "auto"):
         reads.clear()
-        out = dec.generate(prompt, 45, method, sampling, return_logprobs=True)
+        out = dec.generate(prompt, 45, method, sampling, PAPER, return_logprobs=True)
         assert (out.token_ids, out.finish_reason) == (plain.token_ids, "length")
         assert out.logprobs == pytest.approx(plain.logprobs)
         assert len(reads) == out.stats.steps
         if method in ("tokenswift", "medusa"):
             assert out.stats.accepted > 0
             assert set(reads) == {1}
-        out = dec.generate(prompt, 45, method, sampling, stop=[stop])
+        out = dec.generate(prompt, 45, method, sampling, PAPER, stop=[stop])
         assert (out.token_ids, out.finish_reason) == (stopped, "stop")
 
 
@@ -272,7 +276,7 @@ def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     plain = dec.generate(prompt, 40, "ar", sampling)
     assert reads == [1] * 40
     reads.clear()
-    out = dec.generate(prompt, 40, method, sampling)
+    out = dec.generate(prompt, 40, method, sampling, PAPER)
     assert out.token_ids == plain.token_ids
     assert len(reads) == out.stats.steps
     if method == "auto":
@@ -287,9 +291,9 @@ def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
 def test_drafts_asked_for_ahead_are_those_asked_for_afterwards(model, prompt, on_device, monkeypatch, kind, window):
     dec = Decoder(model, heads=random_heads(model, kind=kind))
     sampling = SamplingParams(seed=4, min_p=0.05, repetition_penalty=1.3, penalty_window=window)
-    outs = [dec.generate(prompt, 60, "medusa", sampling)]
+    outs = [dec.generate(prompt, 60, "medusa", sampling, PAPER)]
     monkeypatch.setattr("decoder.engine.DraftsAhead", type(None))
-    outs.append(dec.generate(prompt, 60, "medusa", sampling))
+    outs.append(dec.generate(prompt, 60, "medusa", sampling, PAPER))
     assert outs[0].stats.accepted_by_depth == outs[1].stats.accepted_by_depth
     assert outs[0].stats.steps == outs[1].stats.steps < 60
 

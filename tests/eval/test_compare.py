@@ -157,7 +157,7 @@ def test_the_papers_tree_on_a_cpu_comes_with_advice(data, tmp_path_factory, spee
     results["methods"][PAPER]["speedup"] = speedup
     # A small tree of the user's own needs none.
     results["methods"]["tokenswift"]["speedup"] = 0.5
-    assert ("try --tree 1,2" in notes(results)) == advice
+    assert ("without --tree and --ngrams what pays is chosen" in notes(results)) == advice
 
 
 def test_greedy_is_transformers_greedy(data, tmp_path, prompt_file):

@@ -72,7 +72,7 @@ def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch):
         def step(self):
             stepped = super().step()
             [(sequence, _)] = stepped
-            for name, cache in (("full", sequence.cache), ("partial", sequence.drafter.partial)):
+            for name, cache in (("full", sequence.cache), ("partial", sequence.drafter.draft_pass.partial)):
                 seen[name] = sum(buffer.nbytes for buffer in (*cache.keys, *cache.values))
             return stepped
 

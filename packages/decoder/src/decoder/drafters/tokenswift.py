@@ -44,7 +44,7 @@ class _DraftPass:
 
     def __init__(self, context: DrafterContext):
         self._target, options = context.target, context.options
-        self._partial = (
+        self.partial = (
             None
             if options.cache == "full"
             else PartialCache(context.budget, options.sink, dynamic=options.cache == "dynamic")
@@ -52,17 +52,17 @@ class _DraftPass:
 
     def hidden(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
         """The newest token's state before the final norm, [1, d]."""
-        memory = cache if self._partial is None else self._partial
+        memory = cache if self.partial is None else self.partial
         return self._target.draft([sampler.context[-1]], cache.length, memory)
 
     def commit(self, cache: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
         """Take in what ``cache`` has committed; ``queries`` as for `PartialCache.append`."""
-        if self._partial is not None and cache.length:
-            self._partial.append(cache, queries, newest)
+        if self.partial is not None and cache.length:
+            self.partial.append(cache, queries, newest)
 
     @property
     def rebuilds(self) -> int:
-        return 0 if self._partial is None else self._partial.rebuilds
+        return 0 if self.partial is None else self.partial.rebuilds
 
 
 class TokenSwift:
