@@ -70,16 +70,12 @@ class SuffixIndex:
         chain: list[int] = []
         end = len(self.text)
         for depth in range(longest if positions else 0):
-            following = [
-                self.text[at] if (at := position + depth) < end else chain[at - end] for position in positions
-            ]
+            following = [self.text[at] if (at := position + depth) < end else chain[at - end] for position in positions]
             counts = Counter(following)
             total = len(positions) + len(counts)
             yield [(token, count / total) for token, count in counts.most_common()]
             chain.append(counts.most_common(1)[0][0])
-            positions = [
-                position for position, token in zip(positions, following, strict=True) if token == chain[-1]
-            ]
+            positions = [position for position, token in zip(positions, following, strict=True) if token == chain[-1]]
 
     def chain(self, longest: int) -> list[int]:
         """The ``longest`` tokens that most often followed the match; no token if there is no match."""
