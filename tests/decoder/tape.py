@@ -50,7 +50,7 @@ class TapeRecorder:
         self.rehearsed = self.recorded = self.replayed = 0
         self._written: list[weakref.ref] = []
 
-    def rehearse(self, run):
+    def warm_up(self, run):
         self.rehearsed += 1
         try:
             with _Recording(keep=False):

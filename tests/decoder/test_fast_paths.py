@@ -192,7 +192,7 @@ def test_a_recording_that_replays_something_else_is_left_off(on_cuda, prompt, ex
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("where", ["__init__", "record", "rehearse"])
+@pytest.mark.parametrize("where", ["__init__", "record", "warm_up"])
 def test_a_recorder_that_raises_anything_is_left_off(on_cuda, prompt, expected, monkeypatch, error, where):
     class Breaking(TapeRecorder):
         pass

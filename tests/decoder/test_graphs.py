@@ -42,7 +42,7 @@ def fixed_shapes(dec, recorder):
 class Unrecorded(TapeRecorder):
     """Where nothing can be recorded."""
 
-    def rehearse(self, run):
+    def warm_up(self, run):
         return False, run()
 
 
@@ -354,8 +354,8 @@ def test_cuda_generations_interleave_and_a_later_one_records_again(prompt):
 def test_cuda_rehearsals_find_a_pass_that_waits_and_only_that():
     recorder = CudaGraphs(torch.device("cuda", 0))
     numbers = torch.ones(8, 8, device="cuda")
-    assert recorder.rehearse(lambda: numbers @ numbers)[0]
-    recordable, waited = recorder.rehearse(lambda: numbers[numbers > 0])
+    assert recorder.warm_up(lambda: numbers @ numbers)[0]
+    recordable, waited = recorder.warm_up(lambda: numbers[numbers > 0])
     assert not recordable and waited.numel() == 64
     assert torch.cuda.get_sync_debug_mode() == 0
     replay, doubled = recorder.record(lambda: numbers * 2)

@@ -385,7 +385,7 @@ def test_a_captured_graph_follows_what_it_is_given():
     q, k = transposed(1, 24, 32, 8, 128, device=DEVICE, dtype=torch.bfloat16)
     cos, sin = angles(1, 24, 128, device=DEVICE, dtype=torch.bfloat16)
     recorder = CudaGraphs(DEVICE)
-    recordable, _ = recorder.rehearse(lambda: rotate(q, k, cos, sin))
+    recordable, _ = recorder.warm_up(lambda: rotate(q, k, cos, sin))
     assert recordable
     replay, outputs = recorder.record(lambda: rotate(q, k, cos, sin))
     for _ in range(2):

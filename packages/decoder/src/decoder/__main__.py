@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What flags alone can get wrong."""
+    """Refuse what can be seen to be wrong from the flags alone."""
     if args.resume and args.output is None:
         raise ValueError("--resume needs --output: the file that a cut run has left")
     if args.resume and args.verification != "exact":
@@ -135,7 +135,7 @@ def _prompt_ids(args: argparse.Namespace, text: str | None) -> list[int]:
 
 
 class _Run:
-    """One run of the command: everything that may be refused is, before the model is loaded where that can be."""
+    """One run of the command; making it checks all input, as far as possible before the model is loaded."""
 
     def __init__(self, args: argparse.Namespace):
         _check(args)
@@ -167,7 +167,7 @@ class _Run:
         request |= {"dtype": str(model.dtype).removeprefix("torch."), "model": {"sha256": fingerprint(model)}}
         request["bitwise"] = self.decoder.bitwise
         if self.decoder.bitwise:
-            # Products may be summed in another order by another number of threads.
+            # With another number of threads products may be summed in another order.
             request["threads"] = torch.get_num_threads()
         self._check_request(request)
         token_ids = [] if self.transcript is None else self.transcript.token_ids
@@ -193,7 +193,7 @@ class _Run:
             self.transcript.check(request)
 
     def stream(self) -> None:
-        """Generate; the text goes to standard output and the file, what is known of it to standard error."""
+        """Generate: the text goes to standard output and the file, progress and statistics to standard error."""
         chunk = self.first
         complete = chunk.output is not None
         limit = "" if self.args.max_new_tokens is None else f" of {self.args.max_new_tokens:,}"
@@ -213,7 +213,7 @@ class _Run:
         print(f"{self.generated} tokens{before}{rates}{audit}", file=sys.stderr)
 
     def left_behind(self) -> str:
-        """What a run that broke off leaves behind, in words."""
+        """Where a run broke off and how it can go on, in words."""
         tokens = f"after {self.generated} tokens"
         if self.transcript is None:
             return tokens
@@ -229,7 +229,7 @@ class _Run:
 
 @contextmanager
 def _own_line() -> Iterator[None]:
-    """What follows the text on a terminal begins on a line of its own."""
+    """On a terminal, end the text's line after this block, so that what follows begins on a line of its own."""
     try:
         yield
     finally:
@@ -264,7 +264,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _expected(error: Exception) -> bool:
-    """Whether an error is the input's or the machine's, and not a fault of this program."""
+    """Whether an error is due to the input or the machine, and not a fault of this program."""
     return isinstance(error, ValueError | OSError) or out_of_memory(error)
 
 
@@ -278,11 +278,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     diagnosed = arguments[:1] == ["doctor"]
     args = None if diagnosed else _parser().parse_args(arguments)
-    # A terminal that cannot show a character is no reason to lose the rest.
+    # A character that the terminal cannot show must not end the output.
     sys.stdout.reconfigure(errors="replace")
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    # Warnings and retries would stand between the user and the one sentence that says what is wrong.
+    # Errors are reported in one sentence, which warnings and retries of libraries would hide.
     huggingface_hub.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(f"interrupted {run.left_behind()}")
             return INTERRUPTED
         except BrokenPipeError:
-            # Nobody reads any more; what is still in the buffer must not fail again at exit.
+            # The reader is gone, so what is still in the buffer must not fail again when Python exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             _say(f"standard output was closed {run.left_behind()}")
             return BROKE_OFF

@@ -1,4 +1,4 @@
-"""The arguments of a generation, checked."""
+"""Checks the arguments of a generation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arguments:
-    """One prompt and how it is to be continued.
+    """The checked arguments for one prompt; fields not listed here are those of `Decoder.generate`.
 
     Attributes:
         context: the prompt's token ids.
         limit: how many tokens may be generated.
-        open_ended: no length was asked for, so ``limit`` is the model's last position and hardly reached.
-        method, heads: how to draft, and with which heads, if any.
-        stop_ids, stop_strings: what ends the text before, end-of-sequence ids included unless they are ignored.
+        open_ended: whether no length was asked for, so that ``limit`` goes to the model's last position.
+        method: the name of the method.
+        heads: the draft heads that the method uses, if any.
+        stop_ids: tokens that end the text, end-of-sequence ids included unless they are ignored.
+        stop_strings: strings that end the text.
     """
 
     context: list[int]
@@ -53,7 +55,7 @@ def check_arguments(
     return_logprobs: bool,
     logits_hook: LogitsHook | None,
 ) -> Arguments:
-    """The arguments of `generate`, or a ValueError that says what to change."""
+    """Check the arguments of `Decoder.generate`; raises ValueError with a message that says what to change."""
     sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
     for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
         if not isinstance(value, kind):
@@ -119,9 +121,10 @@ def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> t
 
 
 def per_prompt(name: str, value: Any, count: int, listed: Callable[[Any], bool] = lambda each: True) -> list:
-    """``value`` for each of ``count`` prompts: a list with an entry per prompt, or one for all.
+    """The values of an argument for ``count`` prompts, if ``value`` is a list with one per prompt or one value for all.
 
-    ``listed`` tells of an entry whether a list that has such a one is a list of values, and not one value itself.
+    Where one value can itself be a list, ``listed`` decides: a list counts as one of values per prompt if ``listed`` is
+    true of any of its entries.
     """
     if not isinstance(value, list | tuple) or not any(map(listed, value)):
         return [value] * count

@@ -1,4 +1,4 @@
-"""Was every token the one that the seed and the model give? A finished generation, scored again."""
+"""The audit of a finished generation: is every token the one that the model and the seed give?"""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from decoder.sampling.sampler import LogitsHook, Sampler
 if TYPE_CHECKING:
     from decoder.outputs import GenerationOutput
 
-_CHUNK = 128
-_LARGEST_CHANGE = 1000.0
+_CHUNK = 128  # tokens of a pass
+_LARGEST_CHANGE = 1000.0  # of a logit difference, where the search for a margin ends
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found: all choices equal, or the first one that differs.
+    """The result of an audit: all tokens are equal, or which is the first that differs.
 
     Attributes:
-        checked: tokens compared, the differing one included.
-        index: where in the output the first difference is; None when there is none, as for the fields below.
-        token: what the generation has there.
-        expected: what scoring it again gives.
-        token_score, expected_score: their perturbed scores; -inf for a token that a filter drops.
-        margin: by how much the difference of the two logits would have to change to give ``token``: of the order of
-            rounding for a floating-point tie; infinite when no change below 1,000 does.
+        checked: how many tokens were compared, the differing one included.
+        index: the index in the output of the first difference. It and the fields below are None if there is none.
+        token: the token of the generation there.
+        expected: the token that scoring it again gives.
+        token_score, expected_score: their scores, log-probability plus noise; -inf for a token that a filter drops.
+        margin: by how much the difference of the two logits would have to change to give ``token``. For a
+            floating-point tie this is of the order of rounding. Infinite if no change below 1,000 suffices.
     """
 
     checked: int
@@ -55,7 +55,7 @@ class Audit:
 def audit(output: "GenerationOutput") -> Audit:
     """Score a finished generation again with the plain model, and recompute every choice from the seed.
 
-    Tells a floating-point tie (margin of the order of rounding) from a fault.
+    This distinguishes a floating-point tie, whose margin is of the order of rounding, from a fault.
 
     Raises:
         ValueError: the generation was verified independently, so its choices do not follow from the seed alone.
@@ -76,8 +76,8 @@ def audit_tokens(
 ) -> Audit:
     """Score ``token_ids`` again by one teacher-forced pass of the plain model, and compare with the seed's choices.
 
-    The pass is chunked and uses the model's own attention and transformers' own cache: it shares nothing with the
-    generation but the weights and the sampler. It stops at the first difference, behind which the texts are others.
+    The pass is made in chunks, with the model's own attention and transformers' own cache: it shares only the weights
+    and the sampler with the generation. It stops at the first difference, since the texts differ from there on.
     """
     text = [*prompt_ids, *token_ids]
     ids = torch.tensor([text], device=model.device)
@@ -109,9 +109,9 @@ def audit_tokens(
 
 
 def _margin(sampler: Sampler, logits: torch.Tensor, token: int, expected: int) -> float:
-    """The least change of the two logits' difference [V] under which ``token`` is drawn, to one part in a million.
+    """The least change of the difference of the two logits with which ``token`` is drawn, to one part in a million.
 
-    Not the gap of their scores, which is infinite where a filter drops one of them by a hair.
+    The difference of their scores would not do: it is infinite if a filter drops one of them, however narrowly.
     """
 
     def drawn(change: float) -> bool:

@@ -165,19 +165,19 @@ class Decoder:
 
         Weights that are changed between two chunks take effect in the next generation.
         """
-        asked = check_arguments(
+        arguments = check_arguments(
             self, prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook
         )
         engine = Engine(self.target)
-        return self._run(engine, self._sequence(engine, asked))
+        return self._run(engine, self._sequence(engine, arguments))
 
-    def _run(self, engine: Engine, text: Sequence) -> Iterator[Chunk]:
-        engine.add(text)
+    def _run(self, engine: Engine, sequence: Sequence) -> Iterator[Chunk]:
+        engine.add(sequence)
         while True:
             [(_, tokens)] = engine.step()
-            if text.error is not None:
-                raise text.error
-            chunk = text.chunk(tokens)
+            if sequence.error is not None:
+                raise sequence.error
+            chunk = sequence.chunk(tokens)
             yield chunk
             if chunk.output is not None:
                 return
@@ -250,7 +250,7 @@ class Decoder:
             per_prompt("logits_hook", logits_hook, count),
             strict=True,
         )
-        asked = []
+        checked = []
         # Buffers that wait for a single text would take memory from the caches of the batch.
         self.target.pool.clear()
         memory = available_memory(self.target.device)
@@ -259,7 +259,7 @@ class Decoder:
                 one = check_arguments(
                     self, prompt, length, method, params, options, stops, ignore_eos, return_logprobs, hook
                 )
-                asked.append(one)
+                checked.append(one)
                 needed = self._cache_bytes(one)
                 if memory is not None and needed > _CACHE_SHARE * memory:
                     raise ValueError(
@@ -267,9 +267,9 @@ class Decoder:
                     )
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
-        return self._run_batch(asked, max_batch or _MOST_TEXTS, memory)
+        return self._run_batch(checked, max_batch or _MOST_TEXTS, memory)
 
-    def _run_batch(self, asked: list[Arguments], max_batch: int, memory: int | None) -> Iterator[tuple[int, Chunk]]:
+    def _run_batch(self, arguments: list[Arguments], max_batch: int, memory: int | None) -> Iterator[tuple[int, Chunk]]:
         planned: dict[Sequence, int] = {}
 
         def fits(running: list[Sequence], candidate: Sequence) -> bool:
@@ -279,22 +279,22 @@ class Decoder:
 
         engine = Engine(self.target, fits)
         index_of: dict[Sequence, int] = {}
-        outputs: list[GenerationOutput | None] = [None] * len(asked)
+        outputs: list[GenerationOutput | None] = [None] * len(arguments)
         errors: dict[int, Exception] = {}
-        pending = list(enumerate(asked))[::-1]
+        pending = list(enumerate(arguments))[::-1]
         while pending or engine.running or engine.waiting:
             # Sequences are made when they may soon run: one that waits already holds noise and its drafter's index.
             while pending and len(engine.running) + len(engine.waiting) < max_batch:
                 index, one = pending.pop()
-                text = self._sequence(engine, one)
-                index_of[text], planned[text] = index, self._cache_bytes(one)
-                engine.add(text)
-            for text, tokens in engine.step():
-                index = index_of[text]
-                if text.error is not None:
-                    errors[index] = text.error
+                sequence = self._sequence(engine, one)
+                index_of[sequence], planned[sequence] = index, self._cache_bytes(one)
+                engine.add(sequence)
+            for sequence, tokens in engine.step():
+                index = index_of[sequence]
+                if sequence.error is not None:
+                    errors[index] = sequence.error
                     continue
-                chunk = text.chunk(tokens)
+                chunk = sequence.chunk(tokens)
                 outputs[index] = chunk.output
                 yield index, chunk
         if errors:
@@ -316,49 +316,50 @@ class Decoder:
             targets["draft model"] = self.draft_target
         return report(targets, self.heads)
 
-    def _sequence(self, engine: Engine, asked: Arguments) -> Sequence:
+    def _sequence(self, engine: Engine, arguments: Arguments) -> Sequence:
         """The sequence, to be decoded by ``engine``, that the arguments ask for."""
-        target, options, hook = self.target, asked.options, asked.logits_hook
+        target, options, hook = self.target, arguments.options, arguments.logits_hook
         sampler = Sampler(
-            asked.sampling,
+            arguments.sampling,
             target.vocab_size,
             target.device,
-            asked.context,
+            arguments.context,
             hook,
-            collect_logprobs=asked.return_logprobs,
+            collect_logprobs=arguments.return_logprobs,
         )
-        drafter = drafter_class(asked.method, options)(
+        drafter = drafter_class(arguments.method, options)(
             DrafterContext(
                 target,
-                asked.heads,
+                arguments.heads,
                 self.draft_target,
-                asked.sampling,
+                arguments.sampling,
                 options,
-                asked.context,
+                arguments.context,
                 self.verify_costs,
-                asked.limit,
-                self._tuning_state(asked.method, asked.sampling, options.coupled),
+                arguments.limit,
+                self._tuning_state(arguments.method, arguments.sampling, options.coupled),
                 running=lambda: max(1, len(engine.running)),
             )
         )
         exactly = options.verification == "exact"
-        smallest = len(asked.context) + target.width(drafter.max_nodes)
+        smallest = len(arguments.context) + target.width(drafter.max_nodes)
         return Sequence(
-            Request(self.model, asked.context, asked.sampling, options.verification, hook),
+            Request(self.model, arguments.context, arguments.sampling, options.verification, hook),
             sampler,
             drafter,
-            FullCache(smallest if asked.open_ended else smallest + asked.limit, growable=asked.open_ended),
-            asked.limit,
-            asked.stop_ids,
-            None if self.tokenizer is None else TextStream(self.tokenizer, asked.stop_strings),
-            exact if exactly else Independent(asked.sampling.seed, target.device),
+            FullCache(smallest if arguments.open_ended else smallest + arguments.limit, growable=arguments.open_ended),
+            arguments.limit,
+            arguments.stop_ids,
+            None if self.tokenizer is None else TextStream(self.tokenizer, arguments.stop_strings),
+            exact if exactly else Independent(arguments.sampling.seed, target.device),
             # Reading from a GPU takes long, so all is read at once; but a hook needs each logits vector on the host.
             draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
         )
 
-    def _cache_bytes(self, asked: Arguments) -> int:
+    def _cache_bytes(self, arguments: Arguments) -> int:
         """Bytes of the full cache at its longest plus a draft cache of the default budget."""
-        return self.target.kv_bytes * (len(asked.context) + asked.limit + asked.options.budget_for(len(asked.context)))
+        prompt = len(arguments.context)
+        return self.target.kv_bytes * (prompt + arguments.limit + arguments.options.budget_for(prompt))
 
     def _tuning_state(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, object]:
         """The state that a method's tuning has collected from earlier texts with these settings, empty at first.

@@ -1,4 +1,4 @@
-"""The draft heads: gamma small residual layers on a frozen model's last hidden state."""
+"""The draft heads: gamma small residual layers on a frozen model's last hidden state, and their checkpoints."""
 
 import json
 import os
@@ -48,8 +48,8 @@ class RMSNorm(nn.Module):
 class DraftHead(nn.Module):
     """One head: a linear layer without bias between two norms, with a residual around the first two.
 
-    The layer is [d, d], or [d, 2d] when ``conditioned``: it then also reads the embedding of the token before. A
-    ``gated`` head has a gated unit (SwiGLU, 2d wide) beside the linear layer, as the model's own layers have.
+    The layer is [d, d]. In a ``conditioned`` head it is [d, 2d] and also reads the embedding of the token before. A
+    ``gated`` head has a gated unit (SwiGLU, 2d wide) in parallel to the linear layer.
     """
 
     def __init__(self, hidden_size: int, norm_eps: float, conditioned: bool, gated: bool):
@@ -69,10 +69,10 @@ class DraftHead(nn.Module):
     def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         features = self.input_norm(hidden)
         if embedding is not None:
-            # Embeddings are of any scale; a root mean square of one suits the normalised state beside them.
+            # Embeddings have any scale; they are normalised like the state that they are concatenated with.
             unit = functional.rms_norm(embedding, embedding.shape[-1:])
             features = torch.cat((features, unit.to(features.dtype)), dim=-1)
-        # The weights may be narrower than the states: half the bytes to read.
+        # The weights may have a narrower dtype than the states, so that fewer bytes are read.
         features = features.to(self.linear.weight.dtype)
         change = self.linear(features)
         if self.gated:
@@ -83,16 +83,16 @@ class DraftHead(nn.Module):
 class DraftHeads(nn.Module):
     """gamma = ``num_heads`` heads that share the model's language-model head (paper, multi-token self-drafting).
 
-    ``chained`` heads see each other, ``h_i = linear_i(input_norm_i(h_{i-1})) + h_{i-1}``; ``independent`` heads
-    (Medusa*) all see ``h_0``; ``conditioned`` heads are chained and also read the embedding of the token drafted
-    before, ``h_i = linear_i([input_norm_i(h_{i-1}); e(x_i)]) + h_{i-1}`` with e scaled to a root mean square of one
-    (compare Hydra, arXiv 2402.05109); ``gated`` ones are conditioned heads with a gated unit each, 10 d^2 more
-    parameters. All start as the identity: what adds to the state is zero, the norms one.
+    There are four kinds. ``chained`` heads read each other, ``h_i = linear_i(input_norm_i(h_{i-1})) + h_{i-1}``.
+    ``independent`` heads (Medusa*) all read ``h_0``. ``conditioned`` heads are chained and also read the embedding of
+    the token drafted before, ``h_i = linear_i([input_norm_i(h_{i-1}); e(x_i)]) + h_{i-1}`` with e scaled to a root mean
+    square of one (compare Hydra, arXiv 2402.05109). ``gated`` heads are conditioned and have a gated unit each, which
+    is 10 d^2 more parameters. New heads are the identity: what they add to the state is zero, and their norms are one.
 
-    A draft vocabulary lets them draft some of the model's tokens only, so that a level reads that many rows of the
-    language-model head: ``draft_to_target`` [v] are these tokens' ids, int64, ascending; None drafts all.
+    With a draft vocabulary they draft only some of the model's tokens, so that a level reads only their rows of the
+    language-model head: ``draft_to_target`` [v] are the ids of these tokens, int64, ascending. None drafts all tokens.
 
-    Raises ValueError for an unknown kind, fewer than one head, a hidden size below one or a map that is no such map.
+    Raises ValueError for an unknown kind, fewer than one head, a hidden size below one or a wrong ``draft_to_target``.
     """
 
     def __init__(
@@ -120,15 +120,20 @@ class DraftHeads(nn.Module):
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """How many of the model's tokens the heads draft; None: all."""
+        """How many of the model's tokens the heads draft; None means all."""
         return None if self.draft_to_target is None else len(self.draft_to_target)
 
     def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
-        """Draft the tokens ``draft_to_target`` [v] alone, or all for None. Raises ValueError for what is no map."""
+        """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless they ascend."""
         if draft_to_target is not None:
-            _refuse_no_map(draft_to_target, "" if self.source is None else f" of the heads in {self.source}")
+            _refuse_no_map(draft_to_target, self._where and f" of the heads{self._where}")
             draft_to_target = draft_to_target.to(next(self.parameters()).device)
         self.draft_to_target = draft_to_target
+
+    @property
+    def _where(self) -> str:
+        """The words that name the checkpoint in an error; none if the heads were not read from one."""
+        return "" if self.source is None else f" in {self.source}"
 
     @property
     def conditioned(self) -> bool:
@@ -141,13 +146,13 @@ class DraftHeads(nn.Module):
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor | None = None, count: int | None = None
     ) -> list[torch.Tensor]:
-        """Return ``output_norm_i(h_i)`` for every head, or the first ``count``, ready for the language-model head.
+        """Run all heads, or the first ``count``: ``output_norm_i(h_i)`` of each, ready for the language-model head.
 
         ``hidden`` [..., d] is ``h_0``: the output of the model's last layer *before* the model's final norm.
         ``tokens`` [..., num_heads, d] are the input embeddings of the tokens 1 .. num_heads positions ahead; only
         conditioned heads read them.
         Returns ``num_heads`` (or ``count``) tensors [..., d]; the i-th (from 1) is for the token i + 1 positions ahead.
-        Raises ValueError when conditioned heads get no tokens.
+        Raises ValueError if conditioned heads get no tokens.
         """
         if self.conditioned and tokens is None:
             raise ValueError("conditioned heads need the embeddings of the tokens before each head")
@@ -161,9 +166,9 @@ class DraftHeads(nn.Module):
     def advance(
         self, index: int, state: torch.Tensor, embedding: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run head ``index`` (from 0) alone: h and output_norm(h), both [..., d], from the state [..., d] before it.
+        """Run head ``index`` (from 0) alone on the ``state`` [..., d] before it; returns h and output_norm(h) [..., d].
 
-        ``embedding`` [..., d] is for conditioned heads: the token drafted before this one.
+        ``embedding`` [..., d], of the token drafted before this one, is for conditioned heads.
         """
         state = self.heads[index](state, embedding)
         return state, self.heads[index].output_norm(state)
@@ -173,7 +178,7 @@ class DraftHeads(nn.Module):
         """Copy the model's final norm, ``weight`` [d], to the output norms.
 
         Untrained heads then predict exactly what the model's own last hidden state predicts.
-        Raises ValueError when the size differs.
+        Raises ValueError if the size differs.
         """
         self.check_fits(weight.shape[-1])
         for head in self.heads:
@@ -181,29 +186,28 @@ class DraftHeads(nn.Module):
 
     def check_fits(self, hidden_size: int, vocab_size: int | None = None) -> None:
         """Raise ValueError unless the heads are for a model of ``hidden_size``, with ``vocab_size`` tokens if given."""
+        which = f"the heads{self._where}"
         if hidden_size != self.hidden_size:
-            which = "the heads" if self.source is None else f"the heads in {self.source}"
             raise ValueError(f"{which} are for hidden size {self.hidden_size}, the model has {hidden_size}")
         if vocab_size is not None and self.draft_to_target is not None:
             largest = self.draft_to_target[-1].item()
             if largest >= vocab_size:
-                which = "the heads" if self.source is None else f"the heads in {self.source}"
                 raise ValueError(
                     f"{which} draft token {largest}, and the model has {vocab_size} tokens: they are another model's"
                 )
 
     def check_finite(self) -> None:
-        """Raise ValueError when a parameter is no finite number, for instance too large for the dtype."""
+        """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
         for name, tensor in self.named_parameters():
-            _refuse_not_finite(name, tensor, "" if self.source is None else f" in {self.source}")
+            _refuse_not_finite(name, tensor, self._where)
 
     def save_pretrained(
         self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
     ) -> None:
         """Write ``heads.safetensors`` and ``config.json`` into ``directory``; each file appears whole or not at all.
 
-        The dtype of the parameters is kept. ``base_model`` names the model the heads are for, ``training`` tells
-        how they were trained (anything JSON can hold). Raises OSError when the folder cannot be written.
+        Parameters are saved in their dtype. ``base_model`` names the model that the heads are for, and ``training``
+        says how they were trained (anything JSON can hold). Raises OSError if the folder cannot be written.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -242,9 +246,10 @@ class DraftHeads(nn.Module):
         reachable hub repository, ValueError when the contents are not heads of a known format.
 
         Args:
-            cache_dir: where files of the hub are kept, in place of its usual cache.
-            token: an access token for the hub; True takes the one that is logged in.
-            local_files_only: take what is in the cache and do not ask the hub.
+            source: the folder or hub id.
+            cache_dir: the folder for files of the hub, instead of its usual cache.
+            token: an access token for the hub; True takes the stored one.
+            local_files_only: use only what is in the cache, and do not ask the hub.
         """
         directory = _local_folder(str(source), cache_dir=cache_dir, token=token, local_files_only=local_files_only)
         config = _read_json(directory / CONFIG)
@@ -336,12 +341,12 @@ def _local_folder(source: str, **from_hub: Any) -> Path:
         return path
     if path.exists():
         raise NotADirectoryError(f"heads are read from a folder, and {source} is a file")
-    # A mistyped name in a folder that is there is not looked for on the hub.
+    # A mistyped name in an existing folder must not be looked up on the hub.
     if path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"there is no folder of heads at {source}")
     folder = _fetch(source, [CONFIG, WEIGHTS, PUBLISHED_INDEX], **from_hub)
     if not (folder / WEIGHTS).is_file():
-        # The published heads lie in one or two of a whole model's many gigabytes of shards.
+        # Published heads are in one or two of the shards of a whole model, which has many gigabytes.
         shards = _published_files(folder) or [PUBLISHED_WEIGHTS]
         folder = _fetch(source, [CONFIG, PUBLISHED_INDEX, *shards], **from_hub)
     return folder

@@ -1,4 +1,4 @@
-"""Reading a model with its tokenizer and heads as a `Decoder`."""
+"""`decoder.load`: reads a model with its tokenizer and heads as a `Decoder`."""
 
 import os
 from collections.abc import Mapping
@@ -28,15 +28,16 @@ def load(
     Args:
         heads: a heads checkpoint folder or hub id, or {kind: checkpoint}.
         draft_model: folder or hub id of a small model with the same vocabulary.
-        device: "auto" takes CUDA where there is one.
-        dtype: "auto" is float32 on a CPU and the checkpoint's own on CUDA; else a torch dtype or its name.
-        bitwise: as `Decoder` takes it.
-        model_kwargs: handed to ``AutoModelForCausalLM.from_pretrained``; the hub's arguments among them also go to the
-            tokenizer, the heads and the draft model, but ``revision``, which is the model's and its tokenizer's alone.
+        device: "auto" takes CUDA if there is a CUDA device.
+        dtype: a torch dtype or its name; "auto" is float32 on a CPU and the checkpoint's own on CUDA.
+        bitwise: see `Decoder`.
+        model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also used
+            for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and its
+            tokenizer alone.
 
     Raises:
-        OSError: a model, tokenizer or heads checkpoint that cannot be found or read.
-        ValueError: one that does not fit or lacks tensors, or an unknown device or dtype.
+        OSError: a model, tokenizer or heads checkpoint cannot be found or read.
+        ValueError: one of them does not fit or lacks tensors, or device or dtype are unknown.
     """
     device = device_named(device)
     if isinstance(dtype, torch.dtype):
@@ -45,13 +46,12 @@ def load(
         raise ValueError(f"unknown dtype {dtype!r}: use one of auto, {', '.join(_DTYPES)}")
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
-    # transformers takes names as well, "auto" among them.
     check_source("model", model)
     if draft_model is not None:
         check_source("draft model", draft_model)
     check_heads(heads)
     from_hub = {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
-    # Revisions are counted in each repository by itself: the given one is the model's.
+    # A revision belongs to one repository: the given one is the model's.
     of_draft = {name: value for name, value in model_kwargs.items() if name != "revision"}
     of_heads = {name: from_hub[name] for name in ("cache_dir", "local_files_only", "token") if name in from_hub}
 
@@ -62,7 +62,7 @@ def load(
         heads = {kind: read_heads(one) for kind, one in heads.items()}
     elif heads is not None:
         heads = read_heads(heads)
-    # What can be refused is, before gigabytes of weights are read.
+    # Refuse what can be refused before gigabytes of weights are read.
     read_config(model, **from_hub)
     if draft_model is not None:
         read_config(draft_model, **{name: of_draft[name] for name in from_hub if name in of_draft})
@@ -73,7 +73,7 @@ def load(
 
 
 def device_named(device: str | torch.device) -> torch.device:
-    """The device of that name, "auto" taking CUDA where there is one; a ValueError where this machine has none."""
+    """The device of that name; "auto" takes CUDA if possible. Raises ValueError if this machine has no such device."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, str | torch.device):

@@ -1,4 +1,4 @@
-"""What a generation gives: its request, its pieces as they come, and the whole."""
+"""The results of a generation: a chunk for each step, and the whole output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from decoder.stats import Statistics
 
 @dataclass(frozen=True)
 class Request:
-    """What a generation was asked for, as far as its text follows from it.
+    """The part of a generation's arguments that its text follows from.
 
     Attributes:
         model: the model that generated it.
         prompt_ids: the prompt's token ids.
-        sampling: how tokens were chosen.
-        verification: the rule of `TokenSwiftOptions.verification`.
+        sampling: the sampling parameters.
+        verification: `TokenSwiftOptions.verification`.
         logits_hook: the user's hook, if any.
     """
 
@@ -37,9 +37,9 @@ class GenerationOutput:
         token_ids: the new tokens, a stop token included.
         text: their text, without special tokens and without a stop string; "" when there is no tokenizer.
         finish_reason: "length" or "stop".
-        stats: what was counted and timed.
-        request: what was asked for; `decoder.audit` reads it.
-        logprobs: log-probability of each token under the filtered distribution, when asked for.
+        stats: counts and times.
+        request: the arguments that the text follows from; `decoder.audit` needs them.
+        logprobs: log-probability of each token under the filtered distribution, if asked for.
     """
 
     token_ids: list[int]
@@ -52,13 +52,13 @@ class GenerationOutput:
 
 @dataclass
 class Chunk:
-    """What one step added to a stream.
+    """What one step adds to a stream.
 
     Attributes:
         token_ids: the step's tokens.
-        text: newly settled text, possibly "".
-        stats: what was counted and timed so far; goes on counting with the next chunk.
-        output: the whole result, on the last chunk only.
+        text: the text that no later token can change any more, since the last chunk; it may be "".
+        stats: counts and times so far; the same object in all chunks.
+        output: the whole result; only in the last chunk, None in others.
     """
 
     token_ids: list[int]
@@ -68,11 +68,11 @@ class Chunk:
 
 
 class BatchError(ValueError):
-    """Some prompts of a batch failed; the others' results are kept.
+    """Some texts of a batch failed; the results of the others are in this exception.
 
     Attributes:
         outputs: an entry per prompt, None for those that failed.
-        errors: what went wrong, by the prompt's index.
+        errors: by the prompt's index, the exception that ended its text.
     """
 
     def __init__(self, outputs: Sequence[GenerationOutput | None], errors: dict[int, Exception]):

@@ -1,4 +1,4 @@
-"""Where a decoder runs and which fast paths it uses there: what belongs into an issue."""
+"""The report for an issue: versions, the device, and which fast paths a decoder uses on it."""
 
 import platform
 import sys
@@ -14,11 +14,11 @@ _DISTRIBUTIONS = ("tokenswift-decoder", "torch", "transformers", "triton", "safe
 
 
 def report(targets: Mapping[str, Target], heads: Iterable[str]) -> str:
-    """Versions, the device, and each target's fast paths, in lines.
+    """The report as text of several lines.
 
     Args:
-        targets: by what they are, the model first.
-        heads: kinds of draft heads.
+        targets: the models by their role, the decoded one first.
+        heads: the kinds of draft heads.
     """
     device = next(iter(targets.values())).device
     lines = [*_versions(), *_device(device)]

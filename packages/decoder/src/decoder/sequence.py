@@ -23,7 +23,7 @@ class Sequence:
         cache: holds keys and values of the committed tokens.
         max_new_tokens: how many tokens to generate, exactly, unless a stop ends the text earlier.
         stop_ids: tokens that end the text.
-        text: turns tokens into text and finds stop strings; None without a tokenizer.
+        text_stream: turns tokens into text and finds stop strings; None without a tokenizer.
         rule: chooses the accepted path of a verified tree.
         draws_whole_trees: whether the tokens of all nodes are drawn on the device at once. Otherwise ``rule`` draws
             them one by one, at the nodes that the walk visits.
@@ -42,12 +42,12 @@ class Sequence:
         cache: FullCache,
         max_new_tokens: int,
         stop_ids: Collection[int] = (),
-        text: TextStream | None = None,
+        text_stream: TextStream | None = None,
         rule: AcceptanceRule = exact,
         draws_whole_trees: bool = False,
     ):
         self.request, self.sampler, self.drafter, self.cache = request, sampler, drafter, cache
-        self.remaining, self.stop_ids, self.text = max_new_tokens, stop_ids, text
+        self.remaining, self.stop_ids, self.text_stream = max_new_tokens, stop_ids, text_stream
         self.rule, self.draws_whole_trees = rule, draws_whole_trees
         self.statistics = Statistics()
         self.finish_reason: str | None = None if max_new_tokens else "length"
@@ -66,9 +66,9 @@ class Sequence:
     def advance(self, token: int) -> bool:
         """Count a token that the sampler has appended, and look for stops; returns whether the text ends with it."""
         self.remaining -= 1
-        if self.text is not None:
-            self.text.push(token)
-        if token in self.stop_ids or (self.text is not None and self.text.stopped):
+        if self.text_stream is not None:
+            self.text_stream.push(token)
+        if token in self.stop_ids or (self.text_stream is not None and self.text_stream.stopped):
             self.finish_reason = "stop"
         elif not self.remaining:
             self.finish_reason = "length"
@@ -77,8 +77,8 @@ class Sequence:
     def chunk(self, tokens: list[int]) -> Chunk:
         """The `Chunk` that a step which added ``tokens`` gives to a stream."""
         done = self.finish_reason is not None
-        piece = "" if self.text is None else self.text.take(final=done)
-        if done and self.text is not None and self.text.stopped:
+        piece = "" if self.text_stream is None else self.text_stream.take(final=done)
+        if done and self.text_stream is not None and self.text_stream.stopped:
             # The text held back until now may have completed a stop string.
             self.finish_reason = "stop"
         return Chunk(tokens, piece, self.statistics, self.output() if done else None)
@@ -87,7 +87,7 @@ class Sequence:
         """The finished generation."""
         return GenerationOutput(
             token_ids=self.token_ids,
-            text="" if self.text is None else self.text.text,
+            text="" if self.text_stream is None else self.text_stream.text,
             finish_reason=self.finish_reason,
             stats=self.statistics,
             request=self.request,

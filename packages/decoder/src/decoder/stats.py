@@ -1,4 +1,4 @@
-"""What the engine counts while it decodes."""
+"""Statistics of a generation, which the engine counts."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -38,9 +38,9 @@ class Statistics:
     cache_rebuilds: int = 0
 
     def count_step(self, nodes: int, depth: int, sources: Sequence[Collection[str]], generated: int) -> None:
-        """One step: of a tree of so many nodes and ``depth`` one path was accepted, ``generated`` tokens in all.
+        """Count one step, which verified a tree of so many nodes and this ``depth`` and added ``generated`` tokens.
 
-        ``sources`` has an entry per accepted drafted token: who proposed it.
+        ``sources`` has an entry for each drafted token that was accepted: the names of the sources that proposed it.
         """
         accepted = len(sources)
         self.steps += 1
@@ -64,7 +64,7 @@ class Statistics:
 
     @property
     def ngram_acceptance_rate(self) -> float | None:
-        """beta: the share of drafted tokens that n-grams got accepted; None when nothing was drafted."""
+        """beta = ngram_accepted / drafted; None when nothing was drafted."""
         return self.ngram_accepted / self.drafted if self.drafted else None
 
     @property

@@ -1,4 +1,4 @@
-"""Going on where an earlier generation was cut: the same tokens and text as if it had never been."""
+"""Continues a generation that was interrupted, with the same tokens and text as if it had not been."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -24,21 +24,25 @@ def stream_on(
     ignore_eos: bool = False,
     finish_reason: str | None = None,
 ) -> Iterator[Chunk]:
-    """`Decoder.stream` for a text of which ``token_ids`` are there already.
+    """`Decoder.stream` for a text whose first tokens, ``token_ids``, have been generated before.
 
-    The noise is keyed by position and the penalty window covers prompt and output, so the tokens there are a prompt
-    like any other; text and stop strings are decoded over all of them. The first chunk has no new tokens and the text
-    so far, and comes before any work; the last one's output is the whole generation, its statistics are of the new
-    tokens alone.
+    Since the noise is keyed by position and the penalty window covers prompt and output, these tokens can simply be
+    added to the prompt. Text and stop strings are decoded over the whole output. The first chunk comes before any work
+    and has no new tokens, but the text so far. The output in the last chunk is the whole generation; its statistics
+    are those of the new tokens alone.
 
     Args:
-        max_new_tokens: of the whole generation; None goes on until a stop or the model's last position.
+        decoder: the decoder.
+        prompt_ids: the token ids of the original prompt.
+        token_ids: the tokens that were generated before.
+        max_new_tokens: the length of the whole generation; None goes on until a stop or the model's last position.
+        method, sampling, options, ignore_eos: as in `Decoder.stream`.
         stop: stop strings.
-        finish_reason: why ``token_ids`` ended, when they did; behind a "length" a longer text goes on.
+        finish_reason: why the text ended with ``token_ids``, if it did. After "length" a longer text can be asked for.
 
     Raises:
-        ValueError: as `Decoder.stream`; more tokens are there than ``max_new_tokens``; or the verification is
-            independent, whose draws do not follow from their positions.
+        ValueError: as in `Decoder.stream`; there are more than ``max_new_tokens`` tokens already; or the verification
+            is independent, whose draws do not follow from their positions.
     """
     sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
     if token_ids and options.verification != "exact":
@@ -48,7 +52,7 @@ def stream_on(
         )
     if max_new_tokens is not None and len(token_ids) > max_new_tokens:
         raise ValueError(f"there are {len(token_ids)} tokens already, more than the {max_new_tokens} asked for")
-    # The default budget is the prompt's length, which must not grow with the text.
+    # The default budget depends on the prompt's length, which must not include the generated tokens.
     if options.budget is None:
         options = replace(options, budget=options.budget_for(len(prompt_ids)))
     rest = None if max_new_tokens is None else max_new_tokens - len(token_ids)

@@ -1,4 +1,4 @@
-"""`python -m decoder doctor`: which fast paths a model uses on this machine, and why not."""
+"""`python -m decoder doctor`: which fast paths a model uses on this machine, and why not the others."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from decoder.cli.flags import add_loading_flags, check_sources, load_from_flags
 
 
 def doctor(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> str:
-    """The report of a model that is loaded as it would be for decoding.
+    """Load a model as it would be for decoding, and return its report.
 
     Raises:
-        ValueError, OSError: a model, heads or a device that cannot be had.
+        ValueError, OSError: as `decoder.load` does.
     """
     asked = parser(
         prog="python -m decoder doctor",

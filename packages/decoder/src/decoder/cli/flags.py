@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of a settings record: one place for names, types, defaults and words."""
+"""Command-line flags, made from the fields and docstrings of the settings records, and those for loading."""
 
 import argparse
 import inspect
@@ -30,7 +30,7 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 _CHOICES = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS}
-# The docstring writes trees as Python does.
+# Help texts that differ from the docstring, which writes trees in Python's syntax.
 _WORDS = {
     "tree": "branching per depth: candidates for the next token, then those of each head under every parent "
     "(1,3,3,3 is the paper's); or paths of ranks, as in '0.0.0 0.1 1' (default: chosen step by step from what "
@@ -40,7 +40,7 @@ _TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS")}
 
 
 def add_loading_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is loaded, and how."""
+    """Add the flags for what is loaded, and how."""
     parser.add_argument("--model", required=True, metavar="M", help="model folder or hub id")
     parser.add_argument("--heads", metavar="H", help="heads checkpoint folder or hub id")
     parser.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
@@ -55,14 +55,14 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_sources(args: argparse.Namespace) -> None:
-    """Refuse what `add_loading_flags` names and is not there. Raises as `decoder.load`."""
+    """Check that what the flags of `add_loading_flags` name exists. Raises as `decoder.load` does."""
     for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
         if source is not None:
             check_source(name, source)
 
 
 def load_from_flags(args: argparse.Namespace) -> Decoder:
-    """What the flags of `add_loading_flags` describe. Raises as `decoder.load`."""
+    """Load what the flags of `add_loading_flags` name. Raises as `decoder.load` does."""
     return load(
         args.model,
         args.heads,
@@ -74,7 +74,7 @@ def load_from_flags(args: argparse.Namespace) -> Decoder:
 
 
 def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
-    """One flag per field of a dataclass; its help is `_WORDS` or the field's entry in the class's docstring."""
+    """Add a flag for each field of a dataclass; its help is in `_WORDS` or in the class's docstring."""
     hints, words = get_type_hints(settings), _documented(settings)
     for field in fields(settings):
         default = field.default
@@ -100,17 +100,17 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
 
 
 def from_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
-    """The record that the parsed flags describe; it validates itself."""
+    """Make the record from the parsed flags; it validates itself."""
     given = {field.name: getattr(args, field.name) for field in fields(settings)}
     return settings(**{name: value for name, value in given.items() if value is not None})
 
 
 def flag(name: str) -> str:
-    """The flag of a field."""
+    """The flag for a field: ``--min-p`` for ``min_p``."""
     return "--" + name.replace("_", "-")
 
 
 def _documented(settings: type) -> dict[str, Any]:
-    """What the docstring's ``Args`` say of each field."""
+    """The entries of the docstring's ``Args``, by field."""
     entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(settings), re.MULTILINE)
     return {name: " ".join(text.split()).replace("`", "") for name, text in entries}

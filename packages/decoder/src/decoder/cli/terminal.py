@@ -1,4 +1,4 @@
-"""A status line at the bottom of the terminal, below the text that scrolls above it."""
+"""A status line in the last row of the terminal, below the text that scrolls above it."""
 
 import os
 import time
@@ -8,7 +8,7 @@ _SECONDS_BETWEEN = 0.2
 
 
 class StatusLine:
-    """Keeps the terminal's last row for itself while it is used as a context; shows nothing where there is none.
+    """Reserves the terminal's last row while it is used as a context manager; without a terminal it shows nothing.
 
     The rows above become the scrolling region, so that text streamed to the same terminal is not disturbed.
     """
@@ -33,10 +33,10 @@ class StatusLine:
             return
         self._due = time.monotonic() + _SECONDS_BETWEEN
         size = os.get_terminal_size(self.stream.fileno())
-        # A terminal that does not tell its size says 0.
+        # A terminal whose size is unknown reports 0.
         rows, columns = size.lines or 24, size.columns or 80
         if rows != self._rows:
-            # The line feed makes room when the cursor is on the last row; setting a region moves it, hence the saving.
+            # The line feed makes room if the cursor is in the last row. Setting the region moves it, so it is saved.
             self._write(f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A")
             self._rows = rows
         self._write(f"\x1b7\x1b[{rows};1H\x1b[2K{words[: columns - 1]}\x1b8")

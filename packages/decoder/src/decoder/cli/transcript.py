@@ -1,4 +1,4 @@
-"""A generation on disk: its text, and beside it the token ids that let a cut run go on."""
+"""A generation on disk: its text, and in a second file the token ids with which an interrupted run can go on."""
 
 import errno
 import fcntl
@@ -12,29 +12,29 @@ from typing import Any, BinaryIO
 from transformers import PreTrainedModel
 
 FORMAT_VERSION = 1
-_SAMPLES = 64
-_ADDED_LATER = ("bitwise", "threads")  # records of earlier versions have none
+_SAMPLES = 64  # numbers of each weight that a fingerprint reads
+_ADDED_LATER = ("bitwise", "threads")  # keys that records of earlier versions lack
 
 
 class Transcript:
-    """FILE holds the text, FILE.tokens what it is made of: the request, then one line per step.
+    """Writes FILE, the text, and FILE.tokens, from which it can be made again: the request, then a line for each step.
 
-    A step's tokens are written before their text, each line at once and without a buffer, so whenever the process
-    ends, both files hold whole steps but for a torn last line, which counts as not written. FILE.tokens is locked from
-    where it is opened until `close`, so that no second run writes between.
+    The tokens of a step are written before their text, each line at once and without a buffer. So whenever the process
+    ends, both files hold whole steps, except perhaps for an incomplete last line, which counts as not written.
+    FILE.tokens is locked from when it is opened until `close`, so that no second run can write to it.
 
     Attributes:
-        request: what the text was asked for, as recorded; None when nothing is recorded yet.
+        request: the recorded request; None if nothing has been recorded yet.
         token_ids: the tokens so far.
-        finish_reason: set once the text has ended.
+        finish_reason: why the text has ended; None if it has not.
 
     Args:
         path: FILE.
-        resume: go on with what is there, if anything; otherwise nothing may be there.
+        resume: whether to continue existing files; if not, there must be none.
 
     Raises:
-        FileExistsError: there is something and ``resume`` is off.
-        OSError: the place cannot be read or written, or another run is writing there.
+        FileExistsError: one of the files exists and ``resume`` is False.
+        OSError: the files cannot be read or written, or another run is writing to them.
         ValueError: FILE cannot be resumed.
     """
 
@@ -76,7 +76,7 @@ class Transcript:
         except BlockingIOError:
             raise OSError(f"another run is writing {self.path}: wait for it, or choose another --output") from None
         except OSError as error:
-            # Some network file systems have no locks.
+            # Some network file systems do not support locks.
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 raise
 
@@ -100,10 +100,10 @@ class Transcript:
             self._valid_bytes += len(line)
 
     def check(self, request: Mapping[str, Any]) -> None:
-        """Compare with the recorded request, as far as ``request`` goes.
+        """Compare the keys of ``request`` with the recorded request, if there is one.
 
         Raises:
-            ValueError: they differ; the message names what differs.
+            ValueError: they differ; the message says in what.
         """
         if self.request is None:
             return
@@ -120,11 +120,11 @@ class Transcript:
                 )
 
     def open(self, request: Mapping[str, Any], text: str) -> None:
-        """Begin to write, with the ``text`` of the tokens so far.
+        """Begin to write; ``text`` is the text of the tokens so far.
 
         Raises:
-            FileExistsError: another run has begun FILE in the meantime.
-            ValueError: FILE holds another text than its tokens give.
+            FileExistsError: another run has created FILE.tokens in the meantime.
+            ValueError: FILE does not hold the text of its tokens.
         """
         if self._tokens_file is None:
             try:
@@ -167,7 +167,7 @@ class Transcript:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Tells models apart without reading all their weights: some numbers of each, their shapes, and how texts end."""
+    """A hash that distinguishes models without reading all weights: of some numbers of each, shapes and end tokens."""
     digest = hashlib.sha256()
     config = model.config.get_text_config()
     eos = getattr(model.generation_config, "eos_token_id", None)
@@ -180,7 +180,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
-    """A short name for a prompt's tokens."""
+    """A hash of a prompt's tokens."""
     return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()
 
 
@@ -197,7 +197,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
-    """All of ``data``: an unbuffered file may take only a part at a time."""
+    """Write all of ``data``, since an unbuffered file may take only a part of it in one call."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

@@ -56,14 +56,17 @@ class DrafterContext:
     @property
     def budget(self) -> int:
         """How many slots the partial cache gets: `TokenSwiftOptions.budget`, but no more than the text can fill."""
-        wanted = self.options.budget_for(len(self.prompt))
-        return min(wanted, max(self.longest_text, self.options.sink + 1))
+        return self._usable(self.options.budget_for(len(self.prompt)))
 
     @property
     def draft_budget(self) -> int:
         """How many slots the small model's cache gets: `TokenSwiftOptions.draft_budget`, limited likewise."""
         wanted = self.options.draft_budget
-        return self.budget if wanted is None else min(wanted, max(self.longest_text, self.options.sink + 1))
+        return self.budget if wanted is None else self._usable(wanted)
+
+    def _usable(self, slots: int) -> int:
+        """No more ``slots`` than the longest text fills, but more than those of the sink."""
+        return min(slots, max(self.longest_text, self.options.sink + 1))
 
 
 class Drafter(Protocol):

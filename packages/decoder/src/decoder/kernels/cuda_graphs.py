@@ -31,8 +31,8 @@ class Recorder(Protocol):
     fault: str | None
     """Why a recording has failed. None is tried afterwards, since CUDA then leaves an unusable memory pool."""
 
-    def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Call ``run`` without recording it; returns whether it could be recorded, and its outputs."""
+    def warm_up(self, run: Callable[[], Any]) -> tuple[bool, Any]:
+        """Run it unrecorded, so that all is compiled; returns whether it can be recorded, and its outputs."""
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record ``run`` without executing it; returns a function that replays it, and the outputs it fills."""
@@ -63,8 +63,8 @@ class CudaGraphs:
         with torch.inference_mode(False), _failure_reported(self, device):
             self._first, _ = self._graph(lambda: torch.zeros(1, device=device))
 
-    def rehearse(self, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """See `Recorder.rehearse`; a pass in which the host reads from the device (some MoEs) cannot be recorded."""
+    def warm_up(self, run: Callable[[], Any]) -> tuple[bool, Any]:
+        """See `Recorder.warm_up`; a pass in which the host reads from the device (some MoEs) cannot be recorded."""
         try:
             with HostReadsRefused():
                 return True, run()
@@ -121,7 +121,7 @@ def _failure_reported(recorder: Recorder, device: torch.device) -> Iterator[None
 
 
 class FixedPass:
-    """One kind of pass at one width over one cache: the first call runs it, the second records it, others replay it.
+    """One kind of pass at one width over one cache: the first call is a warm-up, the second records it, others replay.
 
     A pass that cannot be recorded is run every time, and so is every pass once a recording has failed.
 
@@ -155,8 +155,8 @@ class FixedPass:
         if self._ids is None:
             own_ids = upload(ids, self.device).clone()
             self._mask = None if mask is None else upload(mask, self.device).clone()
-            self._recordable, outputs = self.recorder.rehearse(lambda: run(own_ids, self._mask))
-            # Set last: if the rehearsal fails, the next call must be a rehearsal again.
+            self._recordable, outputs = self.recorder.warm_up(lambda: run(own_ids, self._mask))
+            # Set last: if the warm-up fails, the next call must be a warm-up again.
             self._ids = own_ids
             return outputs
         overwrite(self._ids, ids)

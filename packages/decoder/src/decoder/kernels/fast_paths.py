@@ -68,7 +68,7 @@ class FastPaths:
         """Register a path as not used because it is not for this model or device, which is no fault."""
         self.enter(name, False, reason)
 
-    def passes(self, name: str, key: Hashable, test: Test, covers: str) -> bool:
+    def passes_test(self, name: str, key: Hashable, test: Test, covers: str) -> bool:
         """Test a path and register the outcome; returns whether it passed. A fault is reported in a warning.
 
         Args:

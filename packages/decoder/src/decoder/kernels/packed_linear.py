@@ -1,10 +1,11 @@
-"""Linear layers on a CPU, with weights packed for oneDNN: a step has a handful of rows, and must not pay for each.
+"""Linear layers on a CPU with weights packed for oneDNN, so that the few rows of a step cost little more than one.
 
-Packed weights are read once for all rows (measured with 16 rows: a third of the time of PyTorch's own product), and
-prefill gains too. Layers that read the same are one product, since half of a small model's step is calls.
+A product with packed weights reads them once for all rows. With 16 rows it was measured to take a third of the time of
+PyTorch's own product, and prefill is faster too. Layers with the same input are joined to one product, since half of
+the time of a small model's step goes to calls.
 
-On a CPU that cannot multiply bfloat16, weights of that type are packed as float32: twice the memory, but eight rows
-take a quarter of the time (measured), as PyTorch's own product of bfloat16 reads the weights anew for each row there.
+On a CPU that cannot multiply bfloat16, bfloat16 weights are packed as float32. That takes twice the memory, but eight
+rows were measured to take a quarter of the time, since PyTorch's own product there reads the weights once for each row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,29 +20,29 @@ from torch.nn import functional
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.kernels.memory import available_memory
 
-_SHARE = 0.5  # of the memory that is available, for the packed copies
-_READ_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SHARE = 0.5  # the share of available memory that packed copies may take
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinears:
-    """The forwards of linear layers that read the same: one product with a copy of their weights, as last packed.
+    """Forwards for one linear layer, or several with the same input: one product with a packed copy of their weights.
 
-    The first that is called computes for all, the others find their part.
+    Of several layers the first that is called computes the outputs of all, and the others return their part.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]):
         self._fingerprint: list[torch.Tensor] = []
         self.pack(layers)
-        self._read: torch.Tensor | None = None
-        self._parts: dict[int, torch.Tensor] = {}  # that were not asked for yet
+        self._input: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}  # outputs for this input that have not been returned yet
 
     def pack(self, layers: Sequence[nn.Linear]) -> None:
-        """Take in the layers' weights, where they have changed."""
+        """Pack the layers' weights, unless they are those that were packed last."""
         fingerprint = _fingerprint(layers)
         if _same(fingerprint, self._fingerprint):
             return
         self._fingerprint = fingerprint
-        self._weight = None  # of two copies at a time none is needed
+        self._weight = None  # frees the old copy before the new one is made
         weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
         self._sizes = [len(weight) for weight in weights]
         self._weight = _packed_weight(weights[0] if len(weights) == 1 else torch.cat(weights))
@@ -52,25 +53,25 @@ class PackedLinears:
         return len(self._sizes)
 
     def forwards(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """One per layer."""
+        """A forward for each layer, in order."""
         return [partial(self._part, index) for index in range(len(self))] if len(self) > 1 else [self._product]
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return _product(x, self._weight, self._bias)
 
     def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if self._read is not x or index not in self._parts:
-            self._read, self._parts = x, dict(enumerate(self._product(x).split(self._sizes, dim=-1)))
+        if self._input is not x or index not in self._parts:
+            self._input, self._parts = x, dict(enumerate(self._product(x).split(self._sizes, dim=-1)))
         part = self._parts.pop(index)
         if not self._parts:
-            self._read = None
+            self._input = None
         return part
 
 
 class PackedHead:
-    """`DraftHead.forward`, likewise: its layers that read the same features are one, and no module is called.
+    """`DraftHead.forward` with packed weights: layers with the same input are one product, and no module is called.
 
-    A level is so short that its calls are half of it.
+    A head takes so little time that calls of modules would be half of it.
     """
 
     def __init__(self, head: DraftHead):
@@ -78,7 +79,7 @@ class PackedHead:
         self.pack(head)
 
     def pack(self, head: DraftHead) -> None:
-        """Take in the head's weights, where they have changed."""
+        """Pack the head's weights, unless they are those that were packed last."""
         fingerprint = _fingerprint([*_products(head), head.input_norm])
         if _same(fingerprint, self._fingerprint):
             return
@@ -104,10 +105,10 @@ class PackedHead:
 
 
 def _fingerprint(layers: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Sums of the bits of all parameters along their rows and columns, which tell whether any has changed.
+    """Sums of the bits of all parameters along rows and columns, which show whether any parameter has changed.
 
-    Reading the weights for them takes a fifth of the time that packing them takes (measured). Empty where some cannot
-    be read as whole words.
+    Computing them was measured to take a fifth of the time of packing. The list is empty if a parameter cannot be read
+    as 64-bit words; it then equals no other fingerprint.
     """
     sums = []
     for layer in layers:
@@ -121,12 +122,12 @@ def _fingerprint(layers: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 
 def _same(fingerprint: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether two fingerprints are known to be of the same weights."""
+    """Whether two fingerprints show that the weights are the same."""
     pairs = zip(fingerprint, other, strict=False)
     return 0 < len(fingerprint) == len(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-# The operators that torch.compile itself emits for frozen linear layers on a CPU.
+# These and `_product` are the operators that torch.compile emits for frozen linear layers on a CPU.
 def _packed_weight(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(_packed_dtype(weight.dtype)))
 
@@ -138,21 +139,21 @@ def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which weights are packed: their own, or float32 where the CPU has no products of bfloat16."""
+    """The dtype in which weights are packed: their own, or float32 if the CPU cannot multiply bfloat16."""
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return dtype
 
 
-# Decoders of one model share its packed layers: copies of their own would multiply the memory.
+# Shared by all decoders of a model, since a copy for each would multiply the memory.
 _packed: WeakKeyDictionary[nn.Module, PackedLinears | PackedHead] = WeakKeyDictionary()
 
 
 def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
-    """Faster forwards for the linear layers and draft heads among ``modules``, of their weights as they are now.
+    """Faster forwards for the linear layers and draft heads among ``modules``, with their weights as they are now.
 
-    They hold a copy of the weights, so there are none where new copies would take more than half of the memory that is
-    available. Layers elsewhere than on a CPU, of other dtypes than float32 and bfloat16, or quantised ones have none.
+    The forwards hold a copy of the weights. If new copies would take more than half of the available memory, there are
+    no forwards. Layers that are quantised, not on a CPU, or of other dtypes than float32 and bfloat16 get none.
     """
     modules = list(modules)
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
@@ -181,10 +182,10 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
 
 
 def _groups(modules: Iterable[nn.Module], layers: Iterable[nn.Linear]) -> list[list[nn.Linear]]:
-    """All ``layers``: those that read the same together, as the names within their module tell, the others alone."""
+    """All ``layers``: those with the same input, as their names in a module show, as one group, others alone."""
     alone, groups = dict.fromkeys(layers), []
     for module in modules:
-        for names in _READ_THE_SAME:
+        for names in _SAME_INPUT:
             group = [child for name in names if (child := module._modules.get(name)) in alone]
             alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in group}
             if len(group) == len(names) and len(set(group)) == len(names) and len(alike) == 1:
@@ -195,7 +196,7 @@ def _groups(modules: Iterable[nn.Module], layers: Iterable[nn.Linear]) -> list[l
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """Whether the device is a CPU that multiplies bfloat16 itself."""
+    """Whether the device is a CPU with instructions to multiply bfloat16."""
     return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
 
 
@@ -209,7 +210,7 @@ def _packable(module: nn.Module) -> bool:
 
 
 def _packable_head(head: DraftHead) -> bool:
-    """Not where the user has changed one of its parts, or watches it."""
+    """Whether a head can be packed; not if the user has changed one of its parts, or has put a hook on it."""
     products = _products(head)
     return (
         all(_packable(layer) and layer.bias is None for layer in products)
@@ -226,20 +227,21 @@ def _products(head: DraftHead) -> list[nn.Module]:
 
 
 def _nbytes(layer: nn.Module) -> int:
-    """Of the packed copies."""
+    """How many bytes the packed copy takes."""
     return sum(parameter.numel() * _packed_dtype(parameter.dtype).itemsize for parameter in layer.parameters())
 
 
 def under_autocast() -> bool:
+    """Whether autocast is on, for any device."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 @contextmanager
 def replaced(layers: Mapping[nn.Module, Callable]) -> Iterator[None]:
-    """Each layer with its other forward, until the end of the block; blocks nest.
+    """Give each layer its other forward until the end of the block; blocks can be nested.
 
-    A module whose forward has been replaced already, by an outer block or by the user, keeps that one. Under autocast
-    all do: it chooses other dtypes.
+    A module whose forward an outer block or the user has already replaced is left as it is. So are all modules under
+    autocast, which chooses other dtypes.
     """
     if under_autocast():
         layers = {}

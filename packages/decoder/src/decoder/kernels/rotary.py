@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from decoder.kernels.packed_linear import under_autocast
+from decoder.kernels.split_kv import next_power_of_2
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -44,8 +45,8 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     batch, heads, tokens, dim = q.shape
     groups = k.shape[1]
     rotated_q, rotated_k = torch.empty_like(q), torch.empty_like(k)
-    block_d = _power_of_two(dim // 2)
-    block_h = min(max(1, _TILE // block_d), _power_of_two(max(heads, groups)))
+    block_d = next_power_of_2(dim // 2)
+    block_h = min(max(1, _TILE // block_d), next_power_of_2(max(heads, groups)))
     # Triton launches on the current device.
     with torch.cuda.device_of(q):
         kernels.rotate[tokens, math.ceil(heads / block_h) + math.ceil(groups / block_h), batch](
@@ -69,11 +70,6 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             num_warps=1,
         )
     return rotated_q, rotated_k
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
-    return 1 << (number - 1).bit_length()
 
 
 class FusedRotary:

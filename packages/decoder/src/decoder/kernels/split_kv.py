@@ -42,9 +42,14 @@ class LaunchShape(NamedTuple):
         return (fetched + held) * dtype.itemsize + 2048
 
 
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
 def padded(dim: int) -> int:
     """A head size as the kernels use it: rounded up to a power of two, and to at least 16 for tensor cores."""
-    return max(16, 1 << (dim - 1).bit_length())
+    return max(16, next_power_of_2(dim))
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -88,7 +93,7 @@ def launch_shape(rows: int, pairs: int, dim: int, value_dim: int, dtype: torch.d
         warps = 8 if block_m == 16 and width > 128 else 4
     else:
         # On Hopper two warp groups share the keys they fetch; elsewhere registers do not hold as many rows.
-        block_m = min(max(16, 1 << (rows - 1).bit_length()), 128 if device.hopper else 64)
+        block_m = min(max(16, next_power_of_2(rows)), 128 if device.hopper else 64)
         # With few rows memory is the bottleneck: longer tiles, and more of them in flight.
         block_n = min(128 if block_m <= 32 else 64, 8192 // width)
         stages = 4 if block_m == 16 else 3
@@ -204,7 +209,7 @@ def _launch_merge(partial: torch.Tensor, log_sums: torch.Tensor, output: torch.T
 
     splits, value_dim = len(partial), output.shape[3]
     rows = output.shape[:3].numel()
-    block_s = 1 << (splits - 1).bit_length()
+    block_s = next_power_of_2(splits)
     block_v = min(padded(value_dim), 4096 // block_s)
     kernels.merge_splits[rows, math.ceil(value_dim / block_v)](
         partial,

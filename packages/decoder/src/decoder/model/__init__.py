@@ -1,1 +1,1 @@
-"""The Hugging Face model as it is run here: which ones can be, how they are read, and their forward passes."""
+"""The Hugging Face model: which architectures can be decoded, how models are read, and their forward passes."""

@@ -1,10 +1,10 @@
-"""Which architectures can be decoded exactly: told from the configuration and the model class, before any weights."""
+"""Which architectures can be decoded exactly, as configuration and model class show before weights are loaded."""
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-# Rotary scalings that transformers computes anew when the text outgrows a length.
+# Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -57,10 +57,10 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
 
 
 def _refuse_layers(config: PreTrainedConfig) -> None:
-    """Raise ValueError for layers that do not see the whole text, among all that ``config`` may name."""
+    """Raise ValueError if ``config`` names layers that do not attend to the whole text."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
-    # Mistral has no layer types: a window there binds every layer. Qwen2 has a switch beside it.
+    # Without layer types, as in Mistral, a window applies to every layer; Qwen2 has a switch for it.
     if window and getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
         kinds.add("sliding_attention")
     if window and window >= getattr(config, "max_position_embeddings", float("inf")):
@@ -73,7 +73,7 @@ def _refuse_layers(config: PreTrainedConfig) -> None:
 
 
 def refuse_devices(model: PreTrainedModel, device: torch.device) -> None:
-    """Raise ValueError for a model that is spread over several devices, or on ``device`` that is no CPU or CUDA one."""
+    """Raise ValueError for a model on several devices, or on a ``device`` that is neither a CPU nor CUDA."""
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise ValueError(f"the model is spread over {', '.join(devices)}; load it on one device")

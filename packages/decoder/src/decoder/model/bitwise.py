@@ -1,8 +1,8 @@
-"""Whether a model's logits are the same bits whatever else is in a pass, and what its passes need for that.
+"""Bitwise decoding: whether a model's logits can have the same bits whatever else is in a pass, and what that takes.
 
 The bits of a token's logits are then a function of the model, its dtype, the device with its number of threads, the
-libraries, and the tokens before it: so verification, plain decoding and prefill agree to the last bit, and no tie can
-turn a text.
+libraries, and the tokens before it. So verification, plain decoding and prefill agree to the last bit, and rounding
+never decides between two tokens whose scores are nearly equal.
 """
 
 import logging
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 class PassRule(NamedTuple):
-    """What passes must be like.
+    """What every pass must obey so that the bits of its rows are independent of each other.
 
     Attributes:
-        attention: of the products in attention.
-        least: tokens of a pass; a shorter one is padded.
-        most: tokens of a pass, None without bound: a prompt is cut, a tree cut off.
+        attention: the rule for the products in attention.
+        least: the least number of tokens in a pass; a shorter pass is padded.
+        most: the largest number of tokens in a pass, None if there is no limit; prompts are split and trees pruned.
     """
 
     attention: Rule
@@ -39,23 +39,23 @@ class PassRule(NamedTuple):
     most: int | None = None
 
 
-# Decoders of one model need not each test it.
+# Results for each model, so that several decoders of one model test it once.
 _found: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PassRule | None, str]] = WeakKeyDictionary()
 
-# From the cheapest to what holds wherever one shape of a product gives one number: all passes of the same width.
+# The (least, most) to try, the cheapest first. With the last one all passes have the same width.
 _WIDTHS = ((1, None), (2, None), (16, 16))
 
 
 class Bitwise:
-    """Finds the rule of a target, again whenever something that it depends on has changed.
+    """Finds the `PassRule` for a target, and again whenever something that it depends on has changed.
 
     Args:
         target: the model.
-        wanted: "auto" leaves it off where it cannot be had, with the reason in ``reason`` and the log, and in float64,
-            where roundings are too small to meet a tie; True raises ValueError.
+        wanted: whether bitwise decoding is on. "auto" switches it off if no rule holds, with the reason in ``reason``
+            and the log, and in float64, whose roundings are too small to matter. True raises ValueError instead.
 
     Attributes:
-        rule: None while it is off.
+        rule: the rule, None while bitwise decoding is off.
         reason: why it is off, or which rule holds.
     """
 
@@ -68,10 +68,10 @@ class Bitwise:
         self._tested: Hashable = None
 
     def refresh(self) -> None:
-        """Test anew if layers, hooks, dtype or the number of threads are others than when it was tested last.
+        """Test again if layers, hooks, dtype or the number of threads have changed since the last test.
 
         Raises:
-            ValueError: it is wanted and cannot be had.
+            ValueError: bitwise decoding is demanded, and no rule holds.
         """
         if not self.wanted:
             return
@@ -102,7 +102,7 @@ class Bitwise:
         return *around, target.lm_head.weight.dtype, tuple(map(of, target.model.modules()))
 
     def _find(self) -> tuple[PassRule | None, str]:
-        """The cheapest rule that passes all tests, and its words; else what is wrong with the last one."""
+        """The cheapest rule that passes all tests, with a description; or None, with what was wrong."""
         target = self._target
         if target.device.type != "cpu" or target.recorder is not None:
             return None, "on a CPU only"
@@ -119,7 +119,7 @@ class Bitwise:
             rule = PassRule(attention, least, most)
             fault = fault_of(lambda rule=rule: bitwise_test.products_fault(target, rule.least, rule.most))
             if fault is None:
-                # The passes that are tested are run by it.
+                # The passes of this test must obey the rule.
                 self.rule = rule
                 fault = fault_of(lambda rule=rule: bitwise_test.model_fault(target))
                 self.rule = None

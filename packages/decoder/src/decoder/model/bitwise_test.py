@@ -1,4 +1,4 @@
-"""The tests behind `model.bitwise`: rows alone and among others, through attention, products and a whole pass."""
+"""The tests for `model.bitwise`: rows alone and among others, through attention, linear layers and whole passes."""
 
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _MULTIPLES = (4, 8, 16)
 _IN_ORDER = 160
-# Cached tokens: around where tails begin to move, all over the lengths at which libraries change their ways, and on
-# both sides of where the prefix is cut off. In float64 every twentieth of them was seen to fail.
+# Numbers of cached tokens: where tails begin to move, over the range in which libraries switch between kernels, and on
+# both sides of where the prefix is separated. In float64 one in twenty of them was seen to fail.
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
 _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
@@ -30,7 +30,7 @@ _DECODED = 3
 
 
 class OneLayer:
-    """A cache of one layer, from its keys [1, G, slots, D] and values [1, G, slots, Dv]."""
+    """The buffers of a cache with one layer, made from its keys [1, G, slots, D] and values [1, G, slots, Dv]."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor):
         self.keys, self.values = key[None], value[None]
@@ -40,9 +40,10 @@ _rules: dict[tuple[AttentionShape, int], tuple[Rule | None, str | None]] = {}
 
 
 def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
-    """The cheapest rule under which a token's attention has the same bits alone and with others, or what is wrong.
+    """The cheapest rule under which a token's attention has the same bits alone and with others.
 
-    It is found once per shape and number of threads.
+    If no rule holds, it is None, and what is wrong is returned with it. The search is made once for each shape and
+    number of threads.
     """
     key = shape, torch.get_num_threads()
     if key not in _rules:
@@ -60,7 +61,7 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
 
 @torch.inference_mode()
 def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
-    """Trees and chains behind texts of several lengths, against each of their tokens alone."""
+    """Compare the tokens of trees and chains, behind texts of several lengths, with each token alone."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
@@ -70,13 +71,13 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
     query, pairs = random(1, shape.heads, max(_NODES), shape.dim), OneLayer(key, value)
     trees = [_tree(nodes) for nodes in _NODES]
-    for place, length in enumerate(_LENGTHS):
-        tree = trees[place % len(trees)]
+    for number, length in enumerate(_LENGTHS):
+        tree = trees[number % len(trees)]
         for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
             together = BitwiseText(pairs, length, depths, mask, rule)
             found = together.attend(query[:, :, : len(depths)], 0, shape.dim**-0.5)
             for node in (0, 1, len(depths) // 2, len(depths) - 1):
-                # Its own text takes the place of the tree for a while, which spares copies of the cache.
+                # Write the token's own path over the tree for a while, which saves a copy of the cache.
                 end = length + depths[node] + 1
                 others = [states[:, :, length:end].clone() for states in (key, value)]
                 for states in (key, value) if mask is not None else ():
@@ -93,7 +94,7 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
 
 @torch.inference_mode()
 def products_fault(target: "Target", least: int, most: int | None) -> str | None:
-    """Each distinct linear layer, as a pass calls it: rows of a long input against shorter inputs that hold them."""
+    """For each distinct linear layer, as a pass calls it, compare rows of a long input with the same in short ones."""
     generator = torch.Generator().manual_seed(0)
     tested = set()
     with replaced(target.replacements().layers):
@@ -111,7 +112,7 @@ def products_fault(target: "Target", least: int, most: int | None) -> str | None
             x = torch.randn(1, rows, size, generator=generator).to(dtype)
             whole = module(x)
             for count in {max(least, count) for count in _ROWS}:
-                # What comes first in the input, then what comes last.
+                # The first rows of the input, then the last ones.
                 for first in (0, rows - count) if count < rows else ():
                     part = slice(first, first + count)
                     if not torch.equal(module(x[:, part].contiguous()), whole[:, part]):
@@ -121,9 +122,9 @@ def products_fault(target: "Target", least: int, most: int | None) -> str | None
 
 @torch.inference_mode()
 def model_fault(target: "Target") -> str | None:
-    """A text decoded token by token against the same text verified in a tree, and against it prefilled.
+    """Compare a text that is decoded token by token with the same text verified in a tree, and prefilled.
 
-    This meets whatever else the model does to a row: norms, rotary embeddings, activations, the user's own layers.
+    This covers everything else that the model does to a row: norms, rotary embeddings, activations, the user's layers.
     """
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(target.vocab_size, (_TEXT,), generator=generator).tolist()
@@ -136,7 +137,7 @@ def model_fault(target: "Target") -> str | None:
             [seen] = target.forward([TokenTree(token)], [plain])
             steps.append((seen.hidden[0].clone(), seen.logits[0].clone()))
             plain.keep([0])
-        # The same tokens under one another, with others between them.
+        # A tree with the same tokens as a path, and other tokens in between.
         tree, path = TokenTree(text[start]), [0]
         for token in text[start + 1 :]:
             for other in range(2):
@@ -145,9 +146,9 @@ def model_fault(target: "Target") -> str | None:
         verified = _cache(target)
         target.prefill(text[:start], verified)
         [seen] = target.forward([tree], [verified])
-        for place, node in enumerate(path):
+        for step, node in enumerate(path):
             for name, own, other in zip(
-                ("hidden states", "logits"), steps[place], (seen.hidden, seen.logits), strict=True
+                ("hidden states", "logits"), steps[step], (seen.hidden, seen.logits), strict=True
             ):
                 if not torch.equal(own, other[node]):
                     return f"a token's {name} have other bits in a tree of {len(tree)} nodes than alone"
@@ -166,7 +167,7 @@ def _cache(target: "Target") -> FullCache:
 
 
 def _tree(nodes: int) -> TokenTree:
-    """A root, a chain below it, and siblings all along."""
+    """A tree of a chain, with a sibling for each of its nodes."""
     tree, parent = TokenTree(0), 0
     for token in range(1, nodes):
         child = tree.add(parent, token, "test")

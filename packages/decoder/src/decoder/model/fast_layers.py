@@ -1,9 +1,10 @@
-"""What takes the place of a model's own functions while a pass runs, as far as its tests on the device allow.
+"""The functions that replace a model's own ones while a pass runs, where they pass their tests on the device.
 
-On CUDA, layers that read the same (queries, keys and values; gate and up) stay products of their own. One product would
-need their weights in one buffer, of which the parameters become views: a state dict would then save that buffer with
-each of them, `Module.to`, quantisers and adapters would tear it apart again, and whoever holds a parameter would hold
-three. A copy would double the memory of the layers. Recorded passes launch no kernel one by one, so little is lost.
+On CUDA, layers with the same input (queries, keys and values; gate and up) are not joined to one product. That would
+need their weights in one buffer, with the parameters as views of it. A state dict would then save the whole buffer with
+each of them; `Module.to`, quantisers and adapters would separate them again; and a reference to one parameter would
+hold the memory of all. A copy would double the memory of the layers. Little is lost, since recorded passes do not
+launch their kernels one by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +22,13 @@ from decoder.kernels.self_test import AttentionShape, packed_fault, packed_shape
 
 
 class FastLayers(NamedTuple):
-    """Forwards of the model's layers and the helpers', those among them that drafters call themselves, and rotary
-    embeddings."""
+    """The replacements for one model.
+
+    Attributes:
+        layers: by module, its other forward: layers of the model and of helpers such as draft heads.
+        called: those of them that drafters call outside of a pass: the final norm, the head, and the helpers' layers.
+        rotary: by modelling file, its other rotary embedding.
+    """
 
     layers: dict[nn.Module, Callable]
     called: dict[nn.Module, Callable]
@@ -30,12 +36,12 @@ class FastLayers(NamedTuple):
 
 
 def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
-    """`fused_norms` of ``modules``, or nothing where PyTorch's kernel fails its test."""
+    """`fused_norms` of ``modules``, or nothing if PyTorch's kernel fails its test."""
     sizes = frozenset((len(module.weight), module.weight.dtype) for module in modules if looks_like_rms_norm(module))
     if not sizes:
         paths.leave_off(NORMS, "no root-mean-square norm but of float64, which stays as it is")
         return {}
-    if not paths.passes(NORMS, sizes, lambda: rms_norm_fault(sizes, paths.device), "root-mean-square norms"):
+    if not paths.passes_test(NORMS, sizes, lambda: rms_norm_fault(sizes, paths.device), "root-mean-square norms"):
         return {}
     found = fused_norms(modules)
     if not found:
@@ -44,7 +50,7 @@ def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Modu
 
 
 def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
-    """`packed_layers` of ``modules``, or nothing where the packed products fail their test."""
+    """`packed_layers` of ``modules``, or nothing if the packed products fail their test."""
     if paths.device.type != "cpu":
         paths.leave_off(PACKED, "for a CPU only")
         return {}
@@ -54,23 +60,23 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
         raise
     except Exception as error:
         reason = in_words(error)
-        paths.passes(PACKED, reason, lambda: reason, "")
+        paths.passes_test(PACKED, reason, lambda: reason, "")
         return {}
     if not found:
         paths.leave_off(PACKED, "no layer of a dtype that oneDNN packs here, or no memory for a copy")
         return {}
     key = frozenset(packed_shapes([module])[0] for module in found)
-    return found if paths.passes(PACKED, key, lambda: packed_fault(found), f"{len(found)} layers") else {}
+    return found if paths.passes_test(PACKED, key, lambda: packed_fault(found), f"{len(found)} layers") else {}
 
 
 def tested_rotary(
     modules: Sequence[nn.Module], shape: AttentionShape, paths: FastPaths
 ) -> dict[ModuleType, FusedRotary]:
-    """`fused_rotary` of ``modules``, or nothing where the kernel fails its test."""
+    """`fused_rotary` of ``modules``, or nothing if the kernel fails its test."""
     if shape.dtype == torch.float64:
         paths.leave_off(ROTARY, "float64 stays with the model's own")
         return {}
-    if not paths.passes(ROTARY, shape, lambda: rotary_fault(shape, paths.device), "in every layer"):
+    if not paths.passes_test(ROTARY, shape, lambda: rotary_fault(shape, paths.device), "in every layer"):
         return {}
     found = fused_rotary(modules, paths.device)
     if not found:

@@ -1,7 +1,8 @@
-"""Models in one GGUF file, the format of llama.cpp: read through transformers, mended where it reads them wrongly.
+"""Reads models from GGUF files, the format of llama.cpp, through transformers, and corrects what it gets wrong.
 
-transformers turns the quantised blocks into plain weights. What it leaves out is done here: unknown pre-tokenizers, end
-tokens beside the first, sizes that say whether the file is whole; what it would get wrong in silence is refused.
+transformers turns the quantised blocks into plain weights. This module adds what it leaves out: pre-tokenizers that it
+does not know, end tokens besides the first, and a check that the file is complete. Files that transformers would read
+wrongly without an error are refused.
 """
 
 import struct
@@ -25,14 +26,14 @@ _ELSE = "give the model's Hugging Face folder or hub id instead"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _PREFIX = "tokenizer.ggml."
-# Arrays as long as the vocabulary are passed over: nobody here reads them.
+# Longer arrays, such as those of the vocabulary, are skipped, since they are not needed here.
 _LONG = 64
-# Conversions of Hugging Face models write every token at which a turn or a message ends.
+# Keys for the tokens at which a text, a turn or a message ends.
 _ENDS = tuple(f"{_PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 def _digits_apart() -> PreTokenizer:
-    """SmolLM's: every digit stands alone, the rest splits as GPT-2's."""
+    """SmolLM's pre-tokenizer: every digit is split off, and the rest is split as GPT-2 does."""
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -46,18 +47,18 @@ PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
     "smollm": _digits_apart,
     "gpt-2": _gpt2,
 }
-"""By its name in a file, how a byte-level tokenizer splits text before it merges; others transformers must know."""
+"""By their names in files, the pre-tokenizers of byte-level tokenizers that transformers does not know."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file tells before its weights.
+    """The header of a GGUF file: all that is before its weights.
 
     Attributes:
         path: the file.
-        metadata: its keys and values; of long arrays their length alone.
+        metadata: its keys and values; for a long array only its length.
         tensors: name -> (number of its type, number of elements, offset in the data).
-        data_start: where in the file the data begins.
+        data_start: the offset in the file at which the data begins.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> "Header":
-        """Read the header alone. Raises ValueError for no GGUF file, or one that ends inside of its header."""
+        """Read the header. Raises ValueError if this is not a GGUF file, or it ends within its header."""
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
                 raise ValueError(f"{path} is no GGUF file: {_ELSE}")
@@ -91,10 +92,10 @@ class Header:
             return cls(path, metadata, tensors, -(-file.tell() // alignment) * alignment)
 
     def check(self) -> None:
-        """Refuse what could not be read whole and right, before any weights are.
+        """Refuse files that cannot be read completely and correctly, before any weights are read.
 
         Raises:
-            ValueError: an unknown quantisation, rotary scaling, or fewer bytes than the tensors take.
+            ValueError: a quantisation is unknown, rotary embeddings are scaled, or the file is incomplete.
         """
         import gguf
 
@@ -121,7 +122,7 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the model's architecture. Raises ValueError when the file has none."""
+        """llama.cpp's name for the model's architecture. Raises ValueError if the file has none."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
             raise ValueError(f"{self.path} names no architecture: {_ELSE}")
@@ -129,33 +130,33 @@ class Header:
 
     @property
     def end_tokens(self) -> list[int]:
-        """Ids of the tokens at which a text ends, the first the tokenizer's own."""
+        """The ids of the tokens at which a text ends, beginning with the tokenizer's end-of-sequence id."""
         return list(dict.fromkeys(self.metadata[key] for key in _ENDS if key in self.metadata))
 
 
 def is_gguf(source: Any) -> bool:
-    """Whether a model's name is that of a GGUF file."""
+    """Whether ``source`` is the name of a GGUF file."""
     return str(source).endswith(SUFFIX)
 
 
 def arguments(source: str | Path) -> tuple[str, dict[str, str]]:
-    """The folder and arguments by which transformers' ``from_pretrained`` methods find the file ``source``."""
+    """The folder and the keyword arguments with which transformers' ``from_pretrained`` reads the file ``source``."""
     path = Path(source)
     return str(path.parent), {"gguf_file": path.name}
 
 
 def unpacking() -> dict[str, Any]:
-    """Arguments of a model's ``from_pretrained`` for plain weights, where transformers would else keep the blocks."""
+    """Arguments of a model's ``from_pretrained`` for plain weights, for versions that would not unpack the blocks."""
     keeping = getattr(transformers, "GgufConfig", None)
     return {} if keeping is None else {"quantization_config": keeping(dequantize=True)}
 
 
 def open_header(source: str | Path) -> Header:
-    """The checked header of a file.
+    """Read and check the header of a file.
 
     Raises:
         OSError: there is no such file.
-        ValueError: packages that read it are missing, or it is one of those that `Header` refuses.
+        ValueError: packages for reading it are not installed, or `Header` refuses it.
     """
     path = Path(source)
     if not path.is_file():
@@ -168,13 +169,13 @@ def open_header(source: str | Path) -> Header:
 
 
 def mend_config(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
-    """The configuration as the model's own folder has it: plain weights, and numbers not rounded to float32."""
+    """The configuration as in the model's Hugging Face folder: for plain weights, and with unrounded numbers."""
     plain = config.to_dict()
     plain.pop("quantization_config", None)
     plain.pop("_name_or_path", None)
     for name, value in plain.items():
         if isinstance(value, float) and value == float(np.float32(value)):
-            # 9.999999747378752e-06 is how float32 holds 1e-05.
+            # The file stores float32: 1e-05 is read as 9.999999747378752e-06.
             plain[name] = float(str(np.float32(value)))
     ends = header.end_tokens
     if ends:
@@ -185,10 +186,10 @@ def mend_config(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
 
 
 def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, header: Header) -> PreTrainedTokenizerBase:
-    """Give a byte-level tokenizer the splitting that the file names; transformers takes GPT-2's for names it lacks.
+    """Give a byte-level tokenizer the pre-tokenizer that the file names; transformers uses GPT-2's for unknown names.
 
     Raises:
-        ValueError: a splitting that is known to neither.
+        ValueError: the name is unknown here, too.
     """
     name = header.metadata.get(f"{_PREFIX}pre")
     if header.metadata.get(f"{_PREFIX}model") != "gpt2" or name is None:
@@ -201,7 +202,7 @@ def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, header: Header) -> PreTra
 
 
 def mend_model(model: PreTrainedModel, header: Header) -> PreTrainedModel:
-    """The same weights in a model that knows nothing of the file, so that it can be saved and moved like any other."""
+    """The same weights in a model without reference to the file, so that it can be saved and moved like any other."""
     config = mend_config(model.config, header)
     config._attn_implementation = model.config._attn_implementation
     config.dtype = model.dtype
@@ -209,7 +210,7 @@ def mend_model(model: PreTrainedModel, header: Header) -> PreTrainedModel:
         plain = type(model)(config)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    # Buffers that no checkpoint holds, those of rotary embeddings among them.
+    # Copy buffers that checkpoints do not hold, such as those of rotary embeddings.
     for name, module in model.named_modules():
         plain.get_submodule(name)._buffers.update(module._buffers)
     plain.generation_config = model.generation_config
@@ -219,7 +220,7 @@ def mend_model(model: PreTrainedModel, header: Header) -> PreTrainedModel:
 
 
 def reason_of(error: Exception, header: Header) -> str:
-    """Why transformers could not read the file, and what to do."""
+    """Why transformers could not read the file, and what to do instead."""
     if "architecture" in str(error) and "not supported" in str(error):
         return f"models of the architecture {header.architecture} cannot be read from GGUF: {_ELSE}"
     return f"{' '.join(str(error).split()) or repr(error)}: {_ELSE}"

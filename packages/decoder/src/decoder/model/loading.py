@@ -1,8 +1,8 @@
-"""Reading models and tokenizers from folders or the hub: whatever cannot be read is told in one sentence."""
+"""Reading models and tokenizers from folders, GGUF files or the hub; every error is one sentence for the user."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,21 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _NO_MEMORY = (
     "can't allocate memory",
     "DefaultCPUAllocator",
-    # More than can be counted is more than there is.
+    # Sizes that overflow a counter are larger than any memory.
     "Storage size calculation overflowed",
     "Overflow when unpacking long",
 )
 
 
 def check_source(what: str, source: str | os.PathLike) -> None:
-    """Refuse what is no folder, no GGUF file and can be no hub id, without asking the hub.
+    """Check that ``source`` is a folder, a GGUF file or possibly a hub id, without asking the hub.
 
     Args:
-        what: what should be there, for the message: "model", "heads".
+        what: what is to be read from there, for the message: "model", "heads".
+        source: where it is to be read from.
 
     Raises:
-        ValueError: no text or path at all.
+        ValueError: ``source`` is neither text nor a path.
         OSError: there is no such folder.
     """
     if not isinstance(source, str | os.PathLike):
@@ -44,7 +45,7 @@ def check_source(what: str, source: str | os.PathLike) -> None:
         return
     if path.exists():
         raise NotADirectoryError(f"{source} is a file, and a {what} folder is needed")
-    # A mistyped name in a folder that is there would otherwise be looked for on the hub.
+    # A mistyped name in an existing folder must not be looked up on the hub.
     if path.parent.is_dir() and path.parent != Path():
         raise FileNotFoundError(f"there is no {what} folder at {source}")
     if not HUB_ID.fullmatch(str(source)):
@@ -84,18 +85,18 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
         ValueError: the checkpoint lacks tensors of the model it describes.
         OSError: it cannot be read.
     """
-    # What does not fit is then named below, where transformers' own error only points to its log.
+    # Tensors that do not fit are named below; transformers' own error only points to its log.
     kwargs |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
     header = gguf.open_header(source) if gguf.is_gguf(source) else None
     if header is not None:
-        # The blocks are unpacked: what a device takes by default is no dtype of the file's.
+        # The file has quantised blocks, which are unpacked, and so no dtype that "auto" could take.
         if kwargs.get("dtype") == "auto":
             kwargs["dtype"] = torch.bfloat16
         model, found = _from_gguf("model", AutoModelForCausalLM, header, **gguf.unpacking(), **kwargs)
     else:
         with _readable("model", source):
             model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
-    # transformers would fill these with random numbers.
+    # transformers fills missing and mismatched tensors with random numbers.
     for names, fault in (
         (found["missing_keys"], "lacks tensors that its configuration asks for"),
         ((name for name, *_ in found["mismatched_keys"]), "has tensors of other shapes than its configuration says"),
@@ -112,34 +113,31 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
 def _from_gguf(what: str, auto_class: type, header: gguf.Header, **kwargs: Any) -> Any:
     """What an auto class of transformers reads from a GGUF file. Raises OSError, with what to do, when it cannot."""
     folder, file_name = gguf.arguments(header.path)
-    try:
+    with _readable(what, header.path, lambda error: gguf.reason_of(error, header)):
         return auto_class.from_pretrained(folder, **file_name, **kwargs)
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        # As below: many unrelated types for one fact.
-        raise OSError(f"the {what} {header.path} cannot be read: {gguf.reason_of(error, header)}") from error
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a CPU or on an accelerator."""
-    told = isinstance(error, RuntimeError | TypeError) and any(words in str(error) for words in _NO_MEMORY)
-    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    by_message = isinstance(error, RuntimeError | TypeError) and any(words in str(error) for words in _NO_MEMORY)
+    return by_message or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an exception's message; two if the first one ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines or isinstance(error, KeyError):
+        return repr(error)
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 @contextmanager
-def _readable(what: str, source: str | os.PathLike) -> Iterator[None]:
+def _readable(what: str, source: str | os.PathLike, reason: Callable[[Exception], str] = _first_line) -> Iterator[None]:
+    """Any exception in this block becomes an OSError that says what could not be read, except out of memory."""
     try:
         yield
     except Exception as error:
         if out_of_memory(error):
             raise
         # Parsers, validators and the hub client raise many unrelated types for one fact.
-        raise OSError(f"the {what} {source} cannot be read: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines or isinstance(error, KeyError):
-        return repr(error)
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        raise OSError(f"the {what} {source} cannot be read: {reason(error)}") from error

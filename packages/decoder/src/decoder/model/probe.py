@@ -1,4 +1,4 @@
-"""What is found out about a model by running it, on a few tokens."""
+"""Properties of a model that are found by running it on a few tokens."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,12 +11,12 @@ from decoder.sampling.token_tree import TokenTree
 if TYPE_CHECKING:
     from decoder.model.target import Target
 
-# More than half precision leaves in logits as relative error, less than another function of them would.
+# A relative error of logits above that of half precision and below that of another function of them.
 _LOGITS_TOLERANCE = 0.02
 
 
 class ProbedCache(FullCache):
-    """Tells which layers use it."""
+    """Records which layers write to it."""
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
@@ -28,12 +28,12 @@ class ProbedCache(FullCache):
 
 
 class Probed(NamedTuple):
-    """What a pass over a tree has shown.
+    """The properties found.
 
     Attributes:
-        logit_scale: the factor from the LM head's output to the model's logits.
-        attention_shape: of the layers.
-        kv_bytes: of a token's keys and values in all layers.
+        logit_scale: the factor from the language-model head's output to the model's logits.
+        attention_shape: the shape of the attention layers.
+        kv_bytes: how many bytes the keys and values of a token take in all layers.
     """
 
     logit_scale: float
@@ -43,10 +43,10 @@ class Probed(NamedTuple):
 
 @torch.inference_mode()
 def probe(target: "Target") -> Probed:
-    """Run a tree of three tokens.
+    """Run the model on a tree of three tokens.
 
     Raises:
-        ValueError: what the configuration does not tell and could not be decoded exactly.
+        ValueError: the model cannot be decoded exactly, for a reason that its configuration does not show.
     """
     experts = getattr(target.model.config, "_experts_implementation", None)
     if target.lm_head.weight.dtype == torch.float64 and experts == "grouped_mm":
@@ -80,7 +80,7 @@ def probe(target: "Target") -> Probed:
 
 @torch.inference_mode()
 def runs_flattened(target: "Target") -> bool:
-    """Whether the model runs several texts in one pass, each over its own cache, and gives what it gives alone."""
+    """Whether the model can run several texts in one pass, each over its own cache, with the same result as alone."""
     trees = [TokenTree(0), TokenTree(1 % target.vocab_size)]
     trees[0].add(0, 0, "probe")
     texts = [[0, 0, 0], [0]]
@@ -101,5 +101,5 @@ def runs_flattened(target: "Target") -> bool:
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError):
-        # Some models look at keys on their way from the cache to attention.
+        # Some models process keys between cache and attention, where flattened passes have tuples of tensors.
         return False

@@ -1,4 +1,4 @@
-"""All that a recorded pass has taken from a model and does not look at again when it is replayed."""
+"""The state of a model that a recorded pass depends on and does not read again when it is replayed."""
 
 import sys
 from collections.abc import Iterable
@@ -8,20 +8,20 @@ from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _CONTAINERS = (list, tuple, dict, set, frozenset)
-# What every module has; of these, what matters is looked at by itself.
+# The attributes that every module has; those of them that matter are compared separately.
 _COMMON = frozenset(vars(nn.Module()))
 
 
 class RecordedState:
-    """Compares equal to another one where a pass that was recorded then does now what the model would do.
+    """A snapshot of that state: if two snapshots are equal, a pass recorded at the first one is still right.
 
-    Taken into account are where weights and buffers lie (what they hold is read by each replay), hooks, replaced
-    forwards, the attributes of all modules (an adapter that is switched off is one of them) and the configuration. What
-    a hook or a function reads elsewhere cannot be seen.
+    It has the addresses of weights and buffers (their contents are read by each replay), hooks, replaced forwards, the
+    attributes of all modules (with which adapters are switched off, for example) and the configuration. What a hook or
+    function reads from elsewhere cannot be covered.
     """
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], recorder: object):
-        # References, so that what takes the place of an object is never taken for it.
+        # References and not ids, since a new object may get the id of one that is gone.
         self._objects: list[object] = [recorder]
         self._numbers: list[object] = [repr(model.config.to_dict())]
         for module in modules:

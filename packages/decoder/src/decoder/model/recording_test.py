@@ -1,4 +1,4 @@
-"""The test of recorded passes: a model's own passes, recorded and replayed, against the same passes run as they are."""
+"""The test of recorded passes: a model's passes, recorded and replayed, against the same passes without recording."""
 
 from typing import TYPE_CHECKING
 
@@ -14,22 +14,22 @@ from decoder.sampling.token_tree import TokenTree
 if TYPE_CHECKING:
     from decoder.model.target import Target
 
-# Of the largest logit: all kernels round otherwise than the model's own functions do, in all layers.
+# Largest allowed error relative to the largest logit, since the kernels round differently in every layer.
 _ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.2}
 _PROMPT = 5
 _NODES = (1, 5)  # a chain, and a tree that is padded
-_TIMES = 4  # a pass of a kind is run as it is, recorded, and replayed over a longer text
+_TIMES = 4  # passes of each kind: one is run, one recorded, and two are replayed while the text grows
 
 
 def tested_recorder(target: "Target", shape: AttentionShape) -> Recorder | None:
-    """What records on the target's device, where attention and recording pass their tests there."""
+    """A recorder for the target's device, or None if split-KV attention or recording fail their tests there."""
     device, paths = target.device, target.paths
     unavailable = split_kv.unavailable(device)
     if unavailable is not None:
         for name in (SPLIT_KV, RECORDED):
             paths.leave_off(name, unavailable)
         return None
-    if not paths.passes(SPLIT_KV, shape, lambda: split_kv_fault(shape, device), "in every layer"):
+    if not paths.passes_test(SPLIT_KV, shape, lambda: split_kv_fault(shape, device), "in every layer"):
         paths.leave_off(RECORDED, f"needs {SPLIT_KV}")
         return None
     recorders: list[Recorder] = []
@@ -39,18 +39,18 @@ def tested_recorder(target: "Target", shape: AttentionShape) -> Recorder | None:
         return recorders[0].fault or recording_fault(target, recorders[0])
 
     key = type(target.model), target.model.config.to_json_string(), shape
-    if not paths.passes(RECORDED, key, fault, f"passes of up to {WIDEST_RECORDED} tokens"):
+    if not paths.passes_test(RECORDED, key, fault, f"passes of up to {WIDEST_RECORDED} tokens"):
         return None
-    # A model like one that was tested before is not tested again.
+    # If a model like this was tested before, the test was skipped and has made no recorder.
     return recorders[0] if recorders else CudaGraphs(device)
 
 
 @torch.inference_mode()
 def recording_fault(target: "Target", recorder: Recorder) -> str | None:
-    """What is wrong with the passes that ``recorder`` replays; the target has no recorder afterwards.
+    """What is wrong with the passes that ``recorder`` replays, or None; the target has no recorder afterwards.
 
-    The passes use the fast paths that need a recorder, too: whole buffers with a length on the device, and rotary
-    embeddings in one kernel.
+    The passes also use the fast paths that depend on a recorder: caches with their length on the device, and the rotary
+    kernel.
     """
     try:
         expected = _logits(target, None)

@@ -1,6 +1,7 @@
-"""The target: a Hugging Face model, reached through its documented extension points.
+"""The target: the Hugging Face model that is decoded, and its forward passes over our caches.
 
-What has none, norms and rotary embeddings, is replaced while a pass runs, where a trial finds another function equal.
+The model is reached through transformers' documented extension points. Norms, linear layers and rotary embeddings have
+none; they are replaced while a pass runs, where a test has found a faster function equal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,12 +42,12 @@ _PREFILL_CHUNK_ON_CUDA = 2048
 class Target:
     """Runs the user's model over a cache, inside a `patched` block, and leaves the model as it was.
 
-    Making one runs the model on a tree of three tokens, to see that every layer takes this attention and what the
-    model does to the output of its language-model head, and on two texts at once, to see whether it can.
+    When it is made, the model is run on a tree of three tokens. This shows whether every layer uses our attention and
+    cache, and by what the model scales the output of its language-model head. It is also run on two texts at once, to
+    find out whether it can be.
 
     Raises:
-        ValueError: an architecture that could not be decoded exactly, or a model on another device than one CPU or
-            CUDA device.
+        ValueError: the architecture cannot be decoded exactly, or the model is not on a single CPU or CUDA device.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -67,14 +68,14 @@ class Target:
         refuse_devices(model, self.device)
         self._helpers: list[nn.Module] = []
         self.draft_vocabularies: dict[nn.Module, object] = {}
-        """By draft heads, what `drafters.draft_vocabulary` keeps for them: generations come and go."""
+        """By draft heads, their `DraftVocabulary`, which outlives generations."""
         self._hidden: torch.Tensor | None = None
         self.paths = FastPaths(self.device)
-        """What is faster here than the model's own functions, and why not."""
+        """Which fast paths are used here, and why not the others."""
         self.pool = BufferPool(self.device)
-        """Buffers of texts that have ended, where passes are recorded."""
+        """Cache buffers of texts that have ended; used only if passes are recorded."""
         self.bitwise = Bitwise(self)
-        # Where attention reads the length of the text from device memory, passes are recorded.
+        # Set below, if the tests for recorded passes succeed.
         self.recorder: Recorder | None = None
         self.refresh_weights()
         probed = probe(self)
@@ -90,20 +91,20 @@ class Target:
         self.set_recorder(tested_recorder(self, self.attention_shape))
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        """Record passes with ``recorder``, or none."""
+        """Record passes with ``recorder`` from now on; None records no passes."""
         self.recorder = recorder
         self.refresh_weights()
 
     def speed_up(self, module: nn.Module) -> None:
-        """Let the layers of ``module`` run as fast as the model's own while the model is patched."""
+        """Replace the layers of ``module`` (draft heads, for example) by faster functions, too, in `patched` blocks."""
         self._helpers.append(module)
         self.refresh_weights()
 
     def refresh_weights(self) -> None:
-        """Take in what the user has changed in the model: weights, added layers, another dtype.
+        """Adapt to changes that the user has made to the model: its weights, dtype or layers.
 
         Raises:
-            ValueError: another vocabulary.
+            ValueError: the vocabulary has changed.
         """
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
@@ -115,10 +116,10 @@ class Target:
         self.bitwise.refresh()
 
     def make_bitwise(self, wanted: BitwiseSetting) -> None:
-        """Let logits depend on nothing that shares their pass, as far as the tests of `model.bitwise` allow.
+        """Make the bits of a token's logits independent of what else is in their pass, if `model.bitwise` finds a way.
 
         Raises:
-            ValueError: ``wanted`` is True and cannot be had, or is none of True, False and "auto".
+            ValueError: ``wanted`` is True and there is no way, or it is none of True, False and "auto".
         """
         self.bitwise = Bitwise(self, wanted)
         self.bitwise.refresh()
@@ -133,11 +134,11 @@ class Target:
 
     @property
     def draws_whole_trees(self) -> bool:
-        """Whether the tokens of all nodes are drawn at once, as the host is slow to hear from the device."""
+        """Whether the tokens of all nodes are drawn at once, since reading from the device takes the host long."""
         return self.device.type == "cuda"
 
     def replacements(self) -> FastLayers:
-        """What takes the place of the model's own functions while a pass runs."""
+        """The functions that replace the model's own ones while a pass runs."""
         if self._faster is None:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
             modules = [*self._modules, *of_helpers]
@@ -148,13 +149,13 @@ class Target:
             self._faster = FastLayers(
                 layers=found,
                 called={module: forward for module, forward in found.items() if module in called},
-                # Passes are recorded where Triton works.
+                # The rotary kernel needs Triton, and there is a recorder only where Triton works.
                 rotary={} if self.recorder is None else tested_rotary(self._modules, self.attention_shape, self.paths),
             )
         return self._faster
 
     def fast_paths(self) -> list[FastPath]:
-        """What is faster here than the model's own functions, and what is not, and why."""
+        """Which fast paths are used here and which are not, and why."""
         self.replacements()
         if self.recorder is not None and self.recorder.fault is not None:
             self.paths.leave_off(RECORDED, self.recorder.fault)
@@ -162,23 +163,24 @@ class Target:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """What drafters call of the model, and the helpers, with faster layers; the model itself is patched per pass.
+        """A block in which drafters may call parts of the model (final norm, head, draft heads) in their fast version.
 
-        Patched for one step at a time, so that between two chunks of a stream the model is the user's own.
+        The model's own layers are patched for each pass only, see `_running`. The block lasts for one step, so that
+        between two chunks of a stream the model is as the user made it.
         """
         with replaced(self.replacements().called):
             yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """The model in eval mode, with our attention and faster functions, its final norm's input recorded.
+        """A block in which the model is in eval mode, with our attention, fast layers and a hook on its final norm.
 
-        Around each pass that runs and not around the step: a pass that is replayed needs none of it.
+        It is around each pass and not around the step, since a pass that is replayed needs none of this.
         """
         config, training = self.model.config, [module for module in self._modules if module.training]
         faster = self.replacements()
         implementation = config._attn_implementation
-        hook = self.norm.register_forward_pre_hook(self._record)
+        hook = self.norm.register_forward_pre_hook(self._catch_hidden)
         config._attn_implementation = attention.NAME
         for module in training:
             module.training = False
@@ -192,7 +194,7 @@ class Target:
                 module.training = True
             self._hidden = None
 
-    def _record(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def _catch_hidden(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden = args[0]
 
     def _run(
@@ -203,11 +205,11 @@ class Target:
         texts: Sequence[TextInPass],
         observed: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
-        """Run the model or its decoder on ids [2, T], tokens and positions, of all ``texts`` behind each other.
+        """Run the model, or only its decoder, on ids [2, T]: the tokens and positions of all ``texts`` in a row.
 
         Returns:
-            Hidden states before the final norm [T, d], logits [T, V] unless ``module`` is the decoder, and the last
-            ``observed`` queries of each layer.
+            The hidden states before the final norm [T, d], the logits [T, V] (None if ``module`` is the decoder), and
+            by layer the last ``observed`` queries.
         """
         queries: dict[int, torch.Tensor] = {}
         inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
@@ -225,7 +227,7 @@ class Target:
         mask: torch.Tensor | None = None,
         observed: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
-        """`_run` for one text; recorded where passes are, and replayed."""
+        """`_run` for one text, recorded and replayed if passes are."""
         if isinstance(tokens, torch.Tensor):
             ids = torch.stack((tokens, upload(positions, self.device)))
         else:
@@ -238,7 +240,7 @@ class Target:
             return self._run(module, ids, cache, [TextInPass(count, mask, cache.kv_length)], observed)
 
         self._begin(cache, count)
-        # Under autocast a graph would know copies of the weights that go when the user's block ends.
+        # Under autocast a graph would refer to copies of the weights that are freed when the user's block ends.
         if self.recorder is None or count > WIDEST_RECORDED or under_autocast():
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
         kind = (module is self.model, count, mask is None, observed)
@@ -249,20 +251,20 @@ class Target:
     def _bitwise_pass(
         self, module: nn.Module, ids: torch.Tensor, cache: LayeredCache, mask: torch.Tensor | None, observed: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
-        """`_run` for one text on ids [2, T] that stand in host memory, as `PassRule` wants it."""
+        """`_run` for one text on ids [2, T] in host memory, padded as the `PassRule` demands."""
         count = ids.shape[1]
         padding = max(0, self._rule.least - count)
         text = self._text(count + padding, ids[1].tolist(), mask, cache)
         if not padding:
             return self._run(module, ids, cache, [text], observed)
-        # The first token once more: nothing looks at it, and no one keeps it.
+        # Pad with the first token. No other token sees the padding, and its pairs are never committed.
         ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
         hidden, logits, queries = self._run(module, ids, cache, [text], observed and observed + padding)
         queries = {layer: query[:, :, : query.shape[2] - padding] for layer, query in queries.items()}
         return hidden[:count], None if logits is None else logits[:count], queries
 
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
-        """A text's share of a pass of ``count`` tokens, for which its cache is made ready."""
+        """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
         self._begin(cache, count)
         if self._rule is None or cache.purpose != "text":
             return TextInPass(count, mask, cache.kv_length)
@@ -276,13 +278,13 @@ class Target:
         cache.begin(count)
 
     def prefill(self, tokens: Sequence[int], cache: FullCache, observed: int = 0) -> dict[int, torch.Tensor]:
-        """Commit ``tokens`` to an empty cache, chunk by chunk.
+        """Run ``tokens`` through the model chunk by chunk, and commit them to an empty cache.
 
         Returns:
-            The last ``observed`` queries per layer [1, H, T, D], fewer of a shorter prompt.
+            By layer, the queries [1, H, T, D] of the last ``observed`` tokens, or of all if there are fewer.
         """
         queries: dict[int, torch.Tensor] = {}
-        # The odd chunk comes first, so that the last one is long enough to observe.
+        # A chunk of another size comes first, so that the last one has all queries that are observed.
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
         if self._rule is not None and self._rule.most is not None:
             size = self._rule.most
@@ -291,30 +293,32 @@ class Target:
             last = observed if end == len(tokens) else 0
             _, _, queries = self._pass(self.decoder, tokens[start:end], range(start, end), cache, observed=last)
             cache.keep(range(end - start))
-        # Where the pass is recorded, the next one writes over its outputs.
+        # Copies, since the outputs of a recorded pass are overwritten by the next one.
         return {layer: query.clone() for layer, query in queries.items()}
 
     def width(self, nodes: int) -> int:
-        """Positions that a verification of ``nodes`` nodes writes: more than that where passes have fixed widths."""
+        """How many cache slots a verification of ``nodes`` nodes writes, which is more if the tree is padded."""
         if self._rule is not None:
             return max(nodes, self._rule.least)
         return nodes if self.recorder is None else padded_width(nodes)
 
     @property
     def most_nodes(self) -> int | None:
-        """Of a tree; None without bound."""
+        """The largest number of nodes that a tree may have; None if there is no limit."""
         return None if self._rule is None else self._rule.most
 
     def forward(
         self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool = False
     ) -> list[Verification]:
-        """Verify: every node of each text's tree over its full cache, at position committed tokens + depth.
+        """Verify: run every node of each text's tree over that text's full cache.
 
-        The trees of several texts are verified in one flattened pass, their nodes behind each other; of a model that
-        cannot run like that in a pass each.
+        The position of a node is the number of committed tokens plus its depth. The trees of several texts are verified
+        in one flattened pass, with the nodes of all trees in a row; if the model cannot run that, in a pass each.
 
         Args:
-            observe: keep the queries of all nodes.
+            trees: a tree per text.
+            caches: the full cache of each text. The nodes' pairs are written to it, and `FullCache.keep` commits some.
+            observe: whether to return the queries of all nodes as well.
         """
         if len(trees) == 1:
             return [self._verify_one(trees[0], caches[0], observe)]
@@ -325,7 +329,7 @@ class Target:
     def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
         padding = 0 if self.recorder is None else self.width(nodes) - nodes
-        # Padding sees itself alone, and nothing sees it. One kind of pass serves chains and trees.
+        # Padding sees only itself, and no node sees it. Chains get a mask too, so that they share a pass with trees.
         fixed = self.recorder is not None and nodes + padding > 1
         mask = tree.ancestor_mask(nodes + padding if fixed else None)
         positions = [cache.length + depth for depth in tree.depths] + [cache.length] * padding
@@ -335,7 +339,7 @@ class Target:
         return Verification(hidden[:nodes], logits[:nodes], queries)
 
     def _verify(self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool) -> list[Verification]:
-        """All trees in one pass, which is run as it is and not recorded: its shape changes with every step."""
+        """Verify all trees in one pass, which is never recorded, since its shape changes with every step."""
         counts = [len(tree) for tree in trees]
         texts, positions = [], []
         for tree, cache in zip(trees, caches, strict=True):
@@ -360,28 +364,33 @@ class Target:
         ]
 
     def draft(self, tokens: Sequence[int] | torch.Tensor, position: int, cache: LayeredCache) -> torch.Tensor:
-        """Hidden states h0 [T, d] before the final norm of a run of tokens, the first at ``position``.
+        """A draft pass: the hidden states h0 [T, d] before the final norm of T tokens in a row, without logits.
 
-        A tensor of tokens, int64 [T], is on the model's device, and the host need not know what is in it.
-        They attend to ``cache``, usually one that holds a part of the text, and to each other causally. Where passes
-        are recorded, any other pass writes over them.
+        The tokens attend to ``cache``, which usually holds a part of the text, and causally to each other. If passes
+        are recorded, any other pass overwrites the result.
+
+        Args:
+            tokens: token ids, or a tensor of them, int64 [T] on the model's device, which the host need not have read.
+            position: the position of the first one.
+            cache: the cache to attend to and to write the tokens' pairs to.
         """
         return self._pass(self.decoder, tokens, range(position, position + len(tokens)), cache)[0]
 
     def embed(self, tokens: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Input embeddings [d] of a token, or [n, d] of several; a tensor of them is on the model's device."""
+        """The input embedding [d] of a token, or those of several [n, d]; a tensor must be on the model's device."""
         ids = tokens if isinstance(tokens, torch.Tensor) else upload(tokens, self.device)
         return self.model.get_input_embeddings()(ids)
 
     def wait(self) -> None:
-        """Return once the device has done all it was asked for, so that clocks mean something."""
+        """Wait until the device has finished all work, so that times can be measured."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def head(self, normalised: torch.Tensor, rows: nn.Module | None = None) -> torch.Tensor:
         """Logits [..., V] of normalised hidden states [..., d], scaled as the model scales its own.
 
-        ``rows`` stands in the place of the language-model head: some of its rows, for some of the tokens.
+        If ``rows`` are given, they are used instead of the language-model head: a layer with some rows of it, whose
+        logits are those of the corresponding tokens.
         """
         logits = (self.lm_head if rows is None else rows)(normalised)
         return logits if self._logit_scale == 1 else logits * self._logit_scale

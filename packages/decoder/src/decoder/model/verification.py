@@ -1,4 +1,4 @@
-"""What a pass over a tree gives."""
+"""The result of verifying a tree."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ import torch
 
 @dataclass
 class Verification:
-    """What one forward pass over a tree gives, per node.
+    """The outputs of the target for the T nodes of a tree.
 
-    Where passes are recorded these are their outputs themselves, which any other pass writes over.
+    If passes are recorded, these are the buffers of the recording, and any other pass overwrites them.
 
     Attributes:
-        hidden: the last decoder layer's output before the final norm, [T, d].
-        logits: [T, V].
-        queries: per layer [1, H, T or more, D]; empty unless asked for.
+        hidden: the output of the last decoder layer, before the final norm, [T, d].
+        logits: the logits of the token that follows each node, [T, V].
+        queries: by layer, the queries [1, H, T or more, D]; empty unless they were asked for.
     """
 
     hidden: torch.Tensor
@@ -22,6 +22,6 @@ class Verification:
     queries: dict[int, torch.Tensor]
 
     def detached(self) -> "Verification":
-        """A copy that no later pass writes over."""
+        """A copy that no later pass overwrites."""
         queries = {layer: query.clone() for layer, query in self.queries.items()}
         return Verification(self.hidden.clone(), self.logits.clone(), queries)

@@ -1,1 +1,1 @@
-"""Between text and token ids."""
+"""Text and token ids: prompts to tokens, tokens to text, and what ends a text."""

@@ -1,4 +1,4 @@
-"""Prompts of text and of chat messages as token ids; chats through the tokenizer's own chat template."""
+"""Prompts as token ids: text through the tokenizer, chat messages through its chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,8 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
     """The token ids of a prompt in any of its forms.
 
     Raises:
-        ValueError: it is none, empty, outside the vocabulary, or needs a tokenizer that is not there.
+        ValueError: the prompt has another form, is empty, has ids outside the vocabulary, or needs a tokenizer when
+            there is none.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -50,7 +51,7 @@ def is_chat(prompt: Any) -> bool:
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text. Raises ValueError when it is not Unicode."""
     _refuse_surrogates(text)
-    # No length warning: the length is checked against the model, in words, right after.
+    # Not verbose, to avoid a warning of the length, which `check_arguments` compares with the model's limit.
     return tokenizer(text, verbose=False)["input_ids"]
 
 

@@ -11,7 +11,7 @@ def check_stop(stop: Stop, tokenizer: PreTrainedTokenizerBase | None, vocab_size
     """The token ids and the strings of a ``stop`` argument.
 
     Raises:
-        ValueError: something else, an id outside the vocabulary, or strings without a tokenizer.
+        ValueError: ``stop`` has another form, an id outside the vocabulary, or strings when there is no tokenizer.
     """
     given = [] if stop is None else [stop] if isinstance(stop, str | int) else stop
     if (
@@ -30,7 +30,7 @@ def check_stop(stop: Stop, tokenizer: PreTrainedTokenizerBase | None, vocab_size
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """The end-of-sequence ids of the generation configuration, or without any of the tokenizer."""
+    """The end-of-sequence ids of the generation configuration; if it has none, the tokenizer's."""
     config = getattr(model, "generation_config", None)
     eos = getattr(config, "eos_token_id", None)
     if eos is None and tokenizer is not None:
