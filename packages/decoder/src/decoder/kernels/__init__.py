@@ -1,1 +1,1 @@
-"""What runs on the device: attention, rotary embeddings, norms, linear layers, recorded passes, transfers."""
+"""Code that runs on the device: attention, rotary embeddings, norms, linear layers, recorded passes, transfers."""

@@ -30,7 +30,7 @@ def _attend(
     MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The online softmax over key blocks ``first`` to ``last``; only ``MASKED`` ones may reach behind the prefix."""
+    """Online softmax over the key blocks ``first`` to ``last``; if not ``MASKED``, every row sees all of their keys."""
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     key_tile = tl.arange(0, BLOCK_N)[:, None] * key_stride + dims[None, :]
     value_tile = tl.arange(0, BLOCK_N)[:, None] * value_stride + value_dims[None, :]
@@ -39,7 +39,7 @@ def _attend(
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         keys = key + start * key_stride + key_tile
         values = value + start * value_stride + value_tile
-        # What is not loaded is zero: the garbage there may be NaN, which a weight of zero does not undo.
+        # Zeros stand for what is not loaded. It might be NaN, which a weight of zero would not remove.
         if MASKED:
             k = tl.load(keys, mask=(columns < end)[:, None] & (dims < DIM)[None, :], other=0.0)
         elif DIM == BLOCK_D:
@@ -57,13 +57,13 @@ def _attend(
                 listed = (row_tokens < new)[:, None] & ((among_new >= 0) & (among_new < new))[None, :]
                 prefix = tl.broadcast_to((among_new < 0)[None, :], listed.shape).to(tl.uint8)
                 seen = tl.load(mask + row_tokens[:, None] * new + among_new[None, :], mask=listed, other=prefix) != 0
-            # As what the product starts from rather than a choice behind it, since the layout in which the mask is
-            # loaded would else become that of the scores, and registers spill.
+            # The product starts from the mask. If it was applied afterwards, the scores would get the layout in which
+            # the mask is loaded, and registers would spill.
             scores = tl.where(seen, scores, float("-inf"))
         scores = tl.dot(query, tl.trans(k), scores, input_precision="ieee", out_dtype=scores.dtype)
         scale = tl.full((), SCALE, scores.dtype)
         higher = tl.maximum(highest, tl.max(scores, 1) * scale)
-        # A row that has seen nothing yet has a highest score of -inf, of which differences are NaN.
+        # The highest score of a row that has seen no key yet is -inf, and -inf - -inf would be NaN.
         offset = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         weights = tl.exp2(scores * scale - offset[:, None])
         decay = tl.exp2(highest - offset)
@@ -176,10 +176,10 @@ def attend_split(
             BLOCK_D,
             BLOCK_V,
             masked == 1,
-            1 if masked else STAGES,  # a pipeline of its own would only take shared memory: it is a block or two
+            1 if masked else STAGES,  # one or two blocks: a pipeline would only take shared memory
         )
 
-    # Rows that have seen nothing, and splits without keys, are zero.
+    # Rows that have seen no key, and splits without keys, become zero.
     divisor = tl.where(total > 0, total, 1.0)
     result = accumulator * (1.0 / divisor)[:, None]
     slots = ((split * batches + batch).to(tl.int64) * new + row_tokens) * (KV_HEADS * GROUP) + row_heads
@@ -203,7 +203,7 @@ def merge_splits(
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One row of the result: the softmaxes of its splits, weighted by their sums. Grid: (rows, parts of the value)."""
+    """Merge the splits of one row, weighted by their sums. Grid: (rows, parts of the value)."""
     row = tl.program_id(0)
     split = tl.arange(0, BLOCK_S)
     value_dims = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

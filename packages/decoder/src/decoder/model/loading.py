@@ -111,7 +111,7 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
 
 
 def _from_gguf(what: str, auto_class: type, header: gguf.Header, **kwargs: Any) -> Any:
-    """What an auto class of transformers reads from a GGUF file. Raises OSError, with what to do, when it cannot."""
+    """Read a GGUF file with an auto class of transformers. Raises OSError, with what to do, if that fails."""
     folder, file_name = gguf.arguments(header.path)
     with _readable(what, header.path, lambda error: gguf.reason_of(error, header)):
         return auto_class.from_pretrained(folder, **file_name, **kwargs)
