@@ -1,11 +1,15 @@
 """Many texts in one pass: each is the one it would be alone, whoever joins, leaves or fails beside it."""
 
+import gc
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from decoder import BatchError, Decoder, SamplingParams, methods
 from decoder.arguments import check_arguments
+from decoder.cache.full import FullCache
+from decoder.drafters import METHODS, Medusa
 from decoder.engine import Engine
 from decoder.model.target import Target
 
@@ -214,3 +218,45 @@ def test_texts_of_a_batch_share_the_model_with_single_ones(dec, texts, alone):
     for chunk in single:
         tokens += chunk.token_ids
     assert tokens == alone[4].token_ids
+
+
+def test_a_finished_text_gives_its_cache_back_while_others_run(dec):
+    """Memory is planned for those that run together, so no more caches than that may be held."""
+    prompts, held = [[index + 1, 2, 3] for index in range(8)], []
+    for _, chunk in dec.stream_batch(prompts, 5, "ar", max_batch=2):
+        if chunk.output is not None:
+            gc.collect()
+            held.append(sum(isinstance(each, FullCache) and len(each.keys) > 0 for each in gc.get_objects()))
+    assert len(held) == 8 and max(held) <= held[0] + 1
+
+
+def test_a_drafter_that_fails_ahead_of_its_step_ends_its_text_alone(dec, texts, alone, monkeypatch):
+    class Failing(Medusa):
+        made = 0
+
+        def __init__(self, context):
+            super().__init__(context)
+            Failing.made += 1
+            self.fails = Failing.made == 2
+
+        def draft_ahead(self, verification, draws):
+            if self.fails:
+                raise ValueError("my drafter failed")
+            return super().draft_ahead(verification, draws)
+
+    monkeypatch.setattr(Target, "draws_whole_trees", True)
+    monkeypatch.setitem(METHODS, "failing", Failing)
+    with pytest.raises(BatchError) as failed:
+        joined(dec, texts, "failing")
+    assert [str(error) for error in failed.value.errors.values()] == ["my drafter failed"]
+    assert list(failed.value.errors) == [1] and failed.value.outputs[1] is None
+    others = [index for index in range(len(texts)) if index != 1]
+    assert [failed.value.outputs[index].token_ids for index in others] == [alone[index].token_ids for index in others]
+
+
+def test_memory_that_runs_out_is_no_single_texts_fault(dec, texts):
+    def greedy_hook(context, logits):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        joined(dec, texts, "ar", logits_hook=[None, greedy_hook, *[None] * 6])

@@ -291,6 +291,9 @@ class Decoder:
                 engine.add(sequence)
             for sequence, tokens in engine.step():
                 index = index_of[sequence]
+                if sequence.done:
+                    # Its caches go with the last reference to it.
+                    del index_of[sequence], planned[sequence]
                 if sequence.error is not None:
                     errors[index] = sequence.error
                     continue

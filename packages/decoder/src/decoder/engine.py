@@ -14,6 +14,7 @@ from decoder.drafters.base import DeferredRead, DraftsAhead, WantsLevels
 from decoder.drafters.levels import fill_together
 from decoder.kernels.bitwise_attention import DEPTH
 from decoder.kernels.transfers import download
+from decoder.model.loading import out_of_memory
 from decoder.model.target import Target
 from decoder.model.verification import Verification
 from decoder.sampling.acceptance import Walk, walk
@@ -115,6 +116,8 @@ class Engine:
             walks = self._launch(steps)
         tokens = {}
         for sequence, tree, verification in steps:
+            if sequence.error is not None:
+                continue
             with _failure_of(sequence):
                 tokens[sequence] = self._accept(sequence, tree, verification, walks[sequence])
         # The tokens have been read from the device, so the clock needs no further synchronisation.
@@ -152,6 +155,8 @@ class Engine:
     def _launch(self, steps: list[tuple[Sequence, TokenTree, Verification]]) -> dict[Sequence, Walk]:
         """The walk of each sequence along the tokens that the target chooses; see `sampling.acceptance`.
 
+        A sequence whose drafter fails has none.
+
         For sequences with `Sequence.draws_whole_trees`, the draws of all nodes and what drafters need for the next step
         are launched on the device first. The host then waits once and reads the results of all of them together.
         """
@@ -161,12 +166,14 @@ class Engine:
             if not sequence.draws_whole_trees:
                 walks[sequence] = sequence.rule(tree, verification.logits, sequence.sampler)
                 continue
-            draws = TreeDraws(tree, verification.logits, sequence.sampler)
-            reads.append(DeferredRead(draws.numbers, draws.read))
-            if isinstance(sequence.drafter, DraftsAhead):
-                drafts = sequence.drafter.draft_ahead(verification, draws)
-                reads += [] if drafts is None else [drafts]
-            walks[sequence] = walk(tree, draws)
+            with _failure_of(sequence):
+                draws = TreeDraws(tree, verification.logits, sequence.sampler)
+                own = [DeferredRead(draws.numbers, draws.read)]
+                if isinstance(sequence.drafter, DraftsAhead):
+                    drafts = sequence.drafter.draft_ahead(verification, draws)
+                    own += [] if drafts is None else [drafts]
+                reads += own
+                walks[sequence] = walk(tree, draws)
         if reads:
             _read(reads)
         return walks
@@ -203,7 +210,7 @@ def _failure_of(sequence: Sequence) -> Iterator[None]:
     """An exception in this block ends this sequence alone, except that memory has run out, which is raised."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         sequence.error = error
