@@ -49,8 +49,8 @@ class LayeredCache(Cache, ABC):
         self._layers = 1
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: torch.Tensor | None = None
-        # Of a pass: its first slot, how many it writes, and these slots of each layer.
-        self._place: tuple[int, int] | None = None
+        # The slots that the current pass writes: the first one and their number, and views of them in each layer.
+        self._span: tuple[int, int] | None = None
         self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __del__(self):
@@ -124,14 +124,14 @@ class LayeredCache(Cache, ABC):
             if not layer_idx:
                 self._written = self.kv_length + torch.arange(count, device=self.kv_length.device)
             return self._of_layer[layer_idx]
-        place = self.get_seq_length(), count
-        if place != self._place:
-            # Of all layers at once: most of a small model's step is calls.
-            end = sum(place)
+        span = self.get_seq_length(), count
+        if span != self._span:
+            # Views of all layers are made at once, because calls are most of a small model's step.
+            end = sum(span)
             if self.spare and end + self.spare > self._finite:
                 self._make_finite(end + self.spare)
-            slots = (buffer.narrow(3, *place).unbind() for buffer in (self.keys, self.values))
-            self._place, self._slots = place, list(zip(*slots, strict=True))
+            slots = (buffer.narrow(3, *span).unbind() for buffer in (self.keys, self.values))
+            self._span, self._slots = span, list(zip(*slots, strict=True))
         return self._slots[layer_idx]
 
     def seen_by(self, count: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ class LayeredCache(Cache, ABC):
         # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
         self.passes.clear()
         self._of_layer.clear()
-        self._slots, self._place = [], None
+        self._slots, self._span = [], None
         for name in ("keys", "values"):
             old = getattr(self, name)
             if len(old):

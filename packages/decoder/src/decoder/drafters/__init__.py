@@ -25,7 +25,7 @@ METHODS: dict[str, type[Drafter]] = {
 }
 
 TUNED: dict[str, type[Drafter]] = {"tokenswift": TunedTokenSwift, "medusa": TunedMedusa, "tokenswift-fused": TunedFused}
-"""What takes the place of a method with a fixed tree where the user gives none."""
+"""The drafters that replace those with a fixed tree where the user gives no tree."""
 
 
 def drafter_class(method: str, options: TokenSwiftOptions) -> type[Drafter]:

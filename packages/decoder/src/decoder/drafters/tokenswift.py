@@ -52,8 +52,8 @@ class _DraftPass:
 
     def hidden(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
         """The newest token's state before the final norm, [1, d]."""
-        memory = cache if self.partial is None else self.partial
-        return self._target.draft([sampler.context[-1]], cache.length, memory)
+        attended = cache if self.partial is None else self.partial
+        return self._target.draft([sampler.context[-1]], cache.length, attended)
 
     def commit(self, cache: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
         """Take in what ``cache`` has committed; ``queries`` as for `PartialCache.append`."""

@@ -21,26 +21,26 @@ import torch
 from torch.nn import functional
 
 DEPTH = 64
-"""No node of a tree is deeper below its root."""
+"""The engine cuts trees here: no node is deeper below its root."""
 STRIDE = 32
 COLUMNS = DEPTH + STRIDE
-"""Keys of a tail, those behind the token included, which it does not see."""
+"""The number of keys in a tail. Those behind the token count too, although it does not see them."""
 
 _SHORT = 4096  # keys up to which one softmax over all scores is faster than blocks and their merging
 
-# Slots of a text's cache behind its last token that a tail may reach into.
+# A tail may reach so many slots beyond the last token of a text, so its cache has that many more.
 SPARE = COLUMNS + STRIDE
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Rule(NamedTuple):
-    """What a machine needs so that rows do not depend on each other.
+    """How products must be shaped on a machine so that their rows do not depend on each other.
 
     Attributes:
-        multiple: of which the number of rows of a product is one.
-        in_order: up to this many columns a product sums in their order, so that columns of weight zero may stand
-            between those of a token's ancestors; the values of a tree with more are gathered.
+        multiple: the number of rows is padded to a multiple of this one.
+        in_order: a product over at most this many columns sums them in their order, so columns of weight zero may stand
+            between those of a token's ancestors. For a tree with more columns the values are gathered instead.
     """
 
     multiple: int
@@ -54,9 +54,10 @@ class _Rows(NamedTuple):
         nodes: which of the pass's tokens; consecutive ones as a slice, others int64 [M].
         count: M.
         start: T, the first column of their tail.
-        width: columns of the cache from ``start`` on in which all they may see stands.
-        columns: of a tree, which of these is the column of each key of the tail in order, int64 [M, COLUMNS].
-        mask: what is added to their scores: 0 or, for keys they do not see, minus infinity [M, COLUMNS].
+        width: how many columns of the cache from ``start`` on hold all that they may see.
+        columns: for a tree, which of these columns holds each key of the tail, in the order of the text, int64
+            [M, COLUMNS]; None for a chain, where they are in order already.
+        mask: what is added to their scores: 0, or minus infinity for keys that they do not see [M, COLUMNS].
     """
 
     nodes: slice | torch.Tensor
@@ -74,14 +75,14 @@ class _Near(NamedTuple):
 
     Attributes:
         group: whose rows they are.
-        first: the first of these keys; those before it are the prefix, one more key.
-        middle: keys between ``first`` and the tail.
-        per_head: rows of a token, its query heads of one KV head.
-        mask: what is added to scores, of the whole of a chain, of the tail of a tree, [1, rows, columns].
-        columns: of a tree, where the tail's keys in order stand, [G, rows, COLUMNS].
-        dtype: of scores, weights and sums.
-        keys: per layer, from ``first`` on, [G, D, middle + width].
-        values: per layer those between, [G, middle, Dv], and those of the tail, [G, width, Dv].
+        first: the first of these keys. Those before it are the prefix, which counts as one more key.
+        middle: the number of keys between ``first`` and the tail.
+        per_head: rows per token: the query heads that share a KV head.
+        mask: what is added to the scores, [1, rows, columns]: to all of a chain's, to those of a tree's tail.
+        columns: for a tree, where the keys of the tail stand, in the order of the text, [G, rows, COLUMNS].
+        dtype: the dtype of scores, weights and sums.
+        keys: per layer, the keys from ``first`` on, [G, D, middle + width].
+        values: per layer, the values between ``first`` and the tail, [G, middle, Dv], and the tail's, [G, width, Dv].
         prefix: per layer, keys and values before ``first``, [1, G, first, D].
     """
 
@@ -172,21 +173,23 @@ class BitwiseText:
             return self._attend(0, query, layer, scaling)
         heads, count = query.shape[1:3]
         output = query.new_empty(1, heads, count, self.pairs.values.shape[-1])
-        for place, group in enumerate(self._groups):
-            output[:, :, group.nodes] = self._attend(place, query[:, :, group.nodes], layer, scaling)
+        for group_index, group in enumerate(self._groups):
+            output[:, :, group.nodes] = self._attend(group_index, query[:, :, group.nodes], layer, scaling)
         return output
 
-    def _attend(self, place: int, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    def _attend(self, group_index: int, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
         _, heads, count, dim = query.shape
         kv_heads = self.pairs.keys.shape[2]
         rows = query.reshape(kv_heads, -1, dim)
         used = rows.shape[1]
-        output = self.attend_rows(place, _padded(rows, self.rule.multiple), heads // kv_heads, layer, scaling)
+        output = self.attend_rows(group_index, _padded(rows, self.rule.multiple), heads // kv_heads, layer, scaling)
         return output.narrow(1, 0, used).reshape(1, heads, count, -1).to(query.dtype)
 
-    def attend_rows(self, place: int, rows: torch.Tensor, per_head: int, layer: int, scaling: float) -> torch.Tensor:
+    def attend_rows(
+        self, group_index: int, rows: torch.Tensor, per_head: int, layer: int, scaling: float
+    ) -> torch.Tensor:
         """[G, rows, Dv], in the dtype of sums, of the padded queries [G, rows, D] of one group of tokens."""
-        near = self._near(place, rows, per_head)
+        near = self._near(group_index, rows, per_head)
         wide_rows, near_key, near_value = rows, near.keys[layer], near.values[layer]
         if near.dtype != rows.dtype:
             wide_rows, near_key = rows.to(near.dtype), near_key.to(near.dtype)
@@ -232,11 +235,11 @@ class BitwiseText:
         output = torch.bmm(own, values)[:, :per_head].view(kv_heads, group.count, per_head, dim)
         return _padded(output.transpose(1, 2).reshape(kv_heads, -1, dim), self.rule.multiple)
 
-    def _near(self, place: int, rows: torch.Tensor, per_head: int) -> _Near:
+    def _near(self, group_index: int, rows: torch.Tensor, per_head: int) -> _Near:
         """What all layers of a kind share, made by the first of them."""
-        kind = place, rows.shape[:2], rows.dtype
+        kind = group_index, rows.shape[:2], rows.dtype
         if kind not in self._made:
-            group = self._groups[place]
+            group = self._groups[group_index]
             # Half precision is too coarse for scores and for sums of many small weights.
             wide = torch.promote_types(torch.float32, rows.dtype)
             first = 0 if group.start <= _SHORT and rows.dtype == wide else group.start

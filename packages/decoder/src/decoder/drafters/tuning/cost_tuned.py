@@ -28,10 +28,11 @@ _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever ri
 class CostTuned:
     """Verifies, of all candidates of a step, as many of the likeliest as make its tokens per second highest.
 
-    The text is given, so what counts is how long each place of it takes: a token that is hard to draft is worth a step
-    of plain decoding, however fast other places go by. Candidates come from draft heads, of which a `LevelPolicy` says
-    how many levels to run, none included; a method may add what it finds without them (`_offer_before_levels`) or
-    behind them (`_offer_levels`). What one text teaches serves the next.
+    The text does not depend on the drafts, so what counts is how long each part of it takes: a token that is hard to
+    draft is worth a step of plain decoding, however fast other parts go by. Candidates come from draft heads, of which
+    a `LevelPolicy` says how many levels to run, none included; a method may add what it finds without them
+    (`_offer_before_levels`) or behind them (`_offer_levels`). The acceptance rates and costs seen in one text serve the
+    next.
     """
 
     needs_heads = False
@@ -151,7 +152,7 @@ class CostTuned:
                 known = [node for node in nodes if node is not None]
                 parents = [sorted(known, key=self._candidates.chances.__getitem__, reverse=True)[:_BEAM]]
             else:
-                parents = [[nodes[place]] for place in level.parents]
+                parents = [[nodes[index]] for index in level.parents]
             nodes = []
             for row, behind in zip(level.rows, parents, strict=True):
                 for parent in behind:

@@ -40,7 +40,7 @@ class LevelPolicy:
         return self._overhead[min(tried, key=lambda number: abs(number - levels), default=0)]
 
     def seconds(self, levels: int, costs: Sequence[float]) -> float:
-        """Of a usual step with so many levels, where verifying n nodes takes ``costs[n]``."""
+        """The seconds of a usual step with so many levels, where verifying n nodes takes ``costs[n]``."""
         return step_seconds(costs[round(self._nodes[levels])], self.overhead(levels))
 
     def observe(
@@ -75,7 +75,7 @@ class LevelPolicy:
             self._overhead[number] += change
 
     def _weight(self, level: int) -> float:
-        """Of a new observation among those of all steps that ran at least ``level`` levels."""
+        """The weight of a new observation among those of all steps that ran at least ``level`` levels."""
         return max(_LEARN, 1 / sum(self._steps[level:]))
 
     def _choose(self, costs: Sequence[float]) -> None:
@@ -88,5 +88,5 @@ class LevelPolicy:
 
 
 def step_seconds(cost: float, overhead: float) -> float:
-    """Of a step whose verification is thought to cost that much: more than nothing, however wrong that turned out."""
+    """The seconds of a step whose verification costs ``cost``: more than nothing, however wrong the cost turned out."""
     return max(cost + overhead, 0.1 * cost)

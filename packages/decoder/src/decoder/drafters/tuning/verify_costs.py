@@ -12,10 +12,10 @@ from decoder.sampling.token_tree import TokenTree
 WIDEST = 64
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_REPEATS = 5
-_RECORDING = 2  # passes of a width before it is replayed: a run as it is, and its recording
+_RECORDING = 2  # passes of a width before it is replayed: one runs as it is, one is recorded
 _LONG = 0.05  # seconds after which two repeats of a width are enough
-_NEVER = 1e6  # seconds of a tree that passes have no room for
-_SHORTEST = 1024  # below it the length hardly matters
+_NEVER = 1e6  # the seconds that stand for a tree too wide for a pass
+_SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
 class VerifyCosts:
@@ -31,21 +31,21 @@ class VerifyCosts:
     def at(self, cache: FullCache, texts: int = 1) -> list[float]:
         """Seconds of verifying n nodes, for n up to the widest tree; entry 0 is unused. The model must be patched.
 
-        Of ``texts`` that are verified in one pass, with a tree of n nodes each, it is the share of one.
+        Where ``texts`` are verified in one pass, with a tree of n nodes each, it is the share of one of them.
         """
         weight = self.target.lm_head.weight
         # With the root, which is not committed: a prompt of 2,048 tokens is measured once, and not again a step later.
         length = max(cache.length + 1, _SHORTEST)
-        place = (length.bit_length(), weight.dtype, weight.device, torch.get_num_threads())
-        if place not in self._tables:
-            self._tables[place] = {1: self._measure(cache)}
-        tables = self._tables[place]
+        key = (length.bit_length(), weight.dtype, weight.device, torch.get_num_threads())
+        if key not in self._tables:
+            self._tables[key] = {1: self._measure(cache)}
+        tables = self._tables[key]
         if texts not in tables:
             tables[texts] = _share(tables[1], texts)
         return tables[texts]
 
     def _measure(self, cache: FullCache) -> list[float]:
-        """Of 1 to 64 nodes: the powers of two are measured, the others lie between; more nodes never cost less."""
+        """The seconds of 1 to 64 nodes: powers of two are measured, others interpolated; more nodes never cost less."""
         most = self.target.most_nodes or WIDEST
         best = list(accumulate((self._seconds(n, cache) if n <= most else _NEVER for n in _WIDTHS), max))
         table = [0.0, best[0]]
