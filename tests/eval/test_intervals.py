@@ -23,7 +23,7 @@ def test_a_weight_is_a_number_of_equal_values():
     values, weights = [1.5, 0.5, 4.0, 2.0], [2, 1, 3, 4]
     repeated = [value for value, weight in zip(values, weights, strict=True) for _ in range(weight)]
     assert weighted_median(list(zip(values, weights, strict=True))) == median(repeated) == 2.0
-    low, high = median_interval([[(1.0, 9), (9.0, 1)], [(2.0, 9), (9.0, 1)]])
+    low, high = median_interval([[(1.0, 9), (9.0, 1)], [(2.0, 9), (9.0, 1)], [(1.5, 9), (9.0, 1)]])
     assert (low, high) == (1.0, 2.0)
 
 
@@ -44,11 +44,12 @@ def test_it_covers_the_true_median_as_often_as_it_says():
 
 
 def test_runs_of_a_prompt_are_no_prompts():
-    # Two prompts of many equal runs are as unsure as two of one run.
-    assert interval([[1.0] * 9, [2.0] * 9]) == interval([[1.0], [2.0]]) == [1.0, 2.0]
+    # Three prompts of many equal runs are as unsure as three of one run.
+    assert interval([[1.0] * 9, [2.0] * 9, [3.0] * 9]) == interval([[1.0], [2.0], [3.0]]) == [1.0, 3.0]
 
 
-def test_one_prompt_tells_nothing_of_others():
+def test_few_prompts_tell_nothing_of_others():
+    assert interval([[1.0], [2.0]]) is None
     assert interval([[1.0, 2.0, 3.0]]) is None
     assert interval([[1.0], []]) is None
     assert interval([]) is None

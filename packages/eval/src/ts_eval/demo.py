@@ -18,6 +18,7 @@ from ts_eval.data_dir import find_data_dir
 
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
 ROWS = ("compare", "ar", "auto", "tokenswift", PAPER)
+WIDTH = 100
 CHECKED = ("--check-lossless", "--overwrite")
 ABOUT_PAPER = (
     "The last row is the paper's own setting. Its 41 nodes and up to 80 of n-grams cost a GPU hardly more than one, "
@@ -83,17 +84,18 @@ def main(arguments: list[str] | None = None) -> int:
         if statuses[-1] == 130:
             break
         if statuses[-1] < 2:
-            click.echo(f"\n{ABOUT_PAPER}\n\n{texts(json.loads((Path(output) / 'results.json').read_text()))}")
+            results = json.loads((Path(output) / "results.json").read_text())
+            click.echo(f"\n{textwrap.fill(ABOUT_PAPER, WIDTH)}\n\n{texts(results)}")
     return max(statuses)
 
 
-def texts(results: dict, width: int = 100) -> str:
+def texts(results: dict) -> str:
     """What each chat was answered with: by all rows the same, or the table has said otherwise."""
     parts = []
     for record in results["methods"]["ar"]["runs"]:
         if not results["settings"]["prompts_to_end"][record["prompt_index"]]:
             continue
-        lines = (textwrap.fill(line, width) for line in record["text"].splitlines())
+        lines = (textwrap.fill(line, WIDTH) for line in record["text"].splitlines())
         parts.append(f"-- {record['prompt']}\n" + "\n".join(lines))
     return "\n\n".join(parts)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+FEWEST_PROMPTS = 3
 
 
 Weighted = tuple[float, float]
@@ -39,10 +40,10 @@ def median_interval(values_of_prompts: Sequence[Sequence[Weighted]]) -> list[flo
         values_of_prompts: the values of each prompt; prompts without any are left out.
 
     Returns:
-        The lower and upper end; None for fewer than two prompts, which tell nothing of others.
+        The lower and upper end; None for fewer than `FEWEST_PROMPTS`: of two it would only repeat the range.
     """
     known = [values for values in values_of_prompts if values]
-    if len(known) < 2:
+    if len(known) < FEWEST_PROMPTS:
         return None
     drawn = np.random.default_rng(0).integers(len(known), size=(RESAMPLES, len(known)))
     medians = [weighted_median([*chain.from_iterable(known[prompt] for prompt in prompts)]) for prompts in drawn]
