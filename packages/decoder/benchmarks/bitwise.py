@@ -30,7 +30,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.7),
     SamplingParams(top_k=40, top_p=0.95),
 )
-TREES = ((1, 2), (2, 2), (1, 2, 2), (1, 3, 3, 3), (1,) * 8, (8,))
+TREES = (None, (1, 2), (2, 2), (1, 2, 2), (1, 3, 3, 3), (1,) * 8, (8,))
 METHODS = ("auto", "suffix", "prompt-lookup", "magicdec", "tokenswift-fused", "tokenswift", "medusa")
 CHUNKS = (7, 64, 100, 512)
 
