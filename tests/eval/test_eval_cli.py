@@ -71,6 +71,15 @@ def test_demo_shows_what_the_chat_model_answers(data, tmp_path, monkeypatch, cap
     assert " ".join(shown.split()).count(demo.ABOUT_PAPER) == 2
 
 
+def test_demo_finds_the_data_folder_as_compare_does(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert demo.main([f"--data-dir={tmp_path / 'nowhere'}"]) == 2
+    refused = capsys.readouterr()
+    assert "nowhere does not exist" in refused.err and not refused.out
+    monkeypatch.setenv("TS_DATA_DIR", str(data))
+    assert demo.main(["--prompt-tokens", "20", "--max-new-tokens", "4", "--runs", "1"]) == 0
+
+
 class Record:
     """An installed distribution with pip's record of where it came from."""
 

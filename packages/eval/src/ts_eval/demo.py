@@ -5,7 +5,9 @@ the reference model goes on with a novel. Trees are chosen by what they cost on 
 beside them, as the last row.
 """
 
+import argparse
 import json
+import os
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from ts_eval.cli import WRONG_INPUT
 from ts_eval.cli import main as ts_eval
 from ts_eval.data_dir import find_data_dir
 
@@ -70,7 +73,14 @@ def novel() -> Demo:
 def main(arguments: list[str] | None = None) -> int:
     """Run both settings, ``arguments`` added to each command; the worse of their exit statuses."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    data = find_data_dir(_value(arguments, "--data-dir"))
+    # The rest is for `ts-eval compare`, which reads this flag again.
+    parser = argparse.ArgumentParser(prog="ts_eval.demo", add_help=False, allow_abbrev=False)
+    parser.add_argument("--data-dir", default=os.environ.get("TS_DATA_DIR"))
+    try:
+        data = find_data_dir(parser.parse_known_args(arguments)[0].data_dir)
+    except FileNotFoundError as error:
+        click.echo(f"ts-eval: {error}", err=True)
+        return WRONG_INPUT
     demo = chat(data) if (data / "smollm2/config.json").is_file() else novel()
     click.echo(demo.about)
     statuses = []
@@ -98,10 +108,6 @@ def texts(results: dict) -> str:
         lines = (textwrap.fill(line, WIDTH) for line in record["text"].splitlines())
         parts.append(f"-- {record['prompt']}\n" + "\n".join(lines))
     return "\n\n".join(parts)
-
-
-def _value(arguments: list[str], flag: str) -> str | None:
-    return arguments[arguments.index(flag) + 1] if flag in arguments else None
 
 
 if __name__ == "__main__":
