@@ -13,7 +13,7 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,16 +101,19 @@ class Sampler:
 
 
 @torch.inference_mode()
-def write_rows(model: PreTrainedModel, rows: list[Row], tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [rows, tokens] and the model's last states before its final norm [rows, tokens, d]."""
+def write_rows(
+    model: PreTrainedModel, rows: list[Row], tokens: int, seed: int, layers: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [rows, tokens]; and the inputs of ``layers`` and of the final norm, [rows, tokens, (layers + 1) d]."""
     ends = set(np.atleast_1d(model.generation_config.eos_token_id).tolist())
     cache = DynamicCache()
     cache.layers = [RoomyLayer(tokens) for _ in range(model.config.num_hidden_layers)]
     sampler = Sampler(rows, model.config.vocab_size, torch.Generator().manual_seed(seed))
     ids = torch.empty(len(rows), tokens, dtype=torch.long)
-    states = torch.empty(len(rows), tokens, model.config.hidden_size)
-    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][:, 0]))
-    last: list[torch.Tensor] = []
+    states = torch.empty(len(rows), tokens, (len(layers) + 1) * model.config.hidden_size)
+    observed = [*(model.model.layers[layer] for layer in layers), model.model.norm]
+    hooks = [module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][:, 0])) for module in observed]
+    seen: list[torch.Tensor] = []
     drawn = [0] * len(rows)
     try:
         for position in trange(tokens, leave=False, mininterval=10):
@@ -123,10 +126,12 @@ def write_rows(model: PreTrainedModel, rows: list[Row], tokens: int, seed: int) 
             logits = model(
                 column, past_key_values=cache, use_cache=True, cache_position=torch.tensor([position])
             ).logits
-            states[:, position] = last.pop()
+            torch.cat(seen, -1, out=states[:, position])
+            seen.clear()
             drawn = sampler(logits[:, -1]).tolist()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     return ids, states
 
 
@@ -191,11 +196,14 @@ def main() -> None:
     parser.add_argument("--validation-files", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--states", help="folder in which heads-train keeps last states (--model.state_cache)")
+    parser.add_argument(
+        "--layers", type=int, nargs="*", default=(), help="layers whose inputs are kept with them, for an eagle3 drafter"
+    )
     args = parser.parse_args()
     AttentionInterface.register("grouped-rows", grouped_attention)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="grouped-rows")
-    kept = StateCache(args.states, args.model, torch.float32) if args.states else None
+    kept = StateCache(args.states, args.model, torch.float32, args.layers) if args.states else None
     args.output.mkdir(parents=True, exist_ok=True)
     for split, files in (("validation", args.validation_files), ("train", args.train_files)):
         questions = read_questions(args.prompts / f"{split}.jsonl")
@@ -206,7 +214,7 @@ def main() -> None:
                 continue
             seed = args.seed * 1_000_003 + number * 2 + (split == "train")
             rows = make_rows(tokenizer, questions, books, args.rows, random.Random(seed))
-            ids, states = write_rows(model, rows, args.tokens, seed)
+            ids, states = write_rows(model, rows, args.tokens, seed, args.layers)
             for n in range(len(rows) if kept else 0):
                 kept.put(ids[n], states[n])
             part = path.with_name(f".writing-{path.name}")

@@ -1,8 +1,9 @@
-"""The frozen model's last states of chunks seen before, on the disk: it runs once per chunk, not once per epoch."""
+"""The frozen model's states of chunks seen before, on the disk: it runs once per chunk, not once per epoch."""
 
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,21 @@ from torch import Tensor
 
 
 class StateCache:
-    """h_0 of whole chunks in one model's folder, one float32 file per chunk, found by the chunk's token ids.
+    """States of whole chunks in one model's folder, one float32 file per chunk, found by the chunk's token ids.
 
-    Several processes may share a folder: every file appears whole or not at all. A chunk of n tokens takes 4 n d bytes.
+    The last d channels of a token's states are h_0, the input of the model's final norm. Before them stand the inputs of
+    some layers, where a drafter reads these. Several processes may share a folder: every file appears whole or not at
+    all. A chunk of n tokens takes 4 n d bytes, and as much again for each layer.
 
     Args:
         folder: where the folder of this model lies.
         model: folder of the model, whose files name the folder; a hub id is taken as it is.
         dtype: in which the model runs; states of another dtype are others.
+        layers: the numbers of the layers whose inputs are kept, in the order in which they stand.
     """
 
-    def __init__(self, folder: str | Path, model: str, dtype: torch.dtype):
-        digest = hashlib.sha256(f"{dtype}".encode())
+    def __init__(self, folder: str | Path, model: str, dtype: torch.dtype, layers: Sequence[int] = ()):
+        digest = hashlib.sha256(f"{dtype}{''.join(f',{layer}' for layer in layers)}".encode())
         files = sorted(path for path in Path(model).glob("*") if path.suffix in (".safetensors", ".bin", ".gguf"))
         for path in files if files else [Path(model)] if Path(model).is_file() else []:
             with open(path, "rb") as file:
@@ -37,12 +41,12 @@ class StateCache:
         return self.folder / f"{hashlib.sha256(ids.tobytes()).hexdigest()[:32]}.npy"
 
     def get(self, token_ids: Tensor) -> Tensor | None:
-        """The states [n, d] of a chunk ``token_ids`` [n], float32 on the CPU; None when they are not there."""
+        """The states [n, d, or more with layers] of a chunk ``token_ids`` [n], float32 on the CPU; None when they are not there."""
         path = self._path(token_ids)
         return torch.from_numpy(np.load(path)) if path.exists() else None
 
     def put(self, token_ids: Tensor, states: Tensor) -> None:
-        """Keep the states [n, d] of a chunk ``token_ids`` [n]. Raises OSError when the disk is full."""
+        """Keep the states [n, d, or more with layers] of a chunk ``token_ids`` [n]. Raises OSError when the disk is full."""
         path = self._path(token_ids)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as scratch:
             part = Path(scratch, "states.npy")
