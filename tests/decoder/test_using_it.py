@@ -495,7 +495,7 @@ def test_a_mistyped_path_is_told_without_asking_the_hub(folders, monkeypatch):
 
     for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"decoder.model.loading.{name}.from_pretrained", asked)
-    monkeypatch.setattr("decoder.draft_heads._fetch", asked)
+    monkeypatch.setattr("decoder.heads_files.fetch", asked)
     model = f"{folders.name}/model"
     for arguments, words in (
         (dict(model=f"{folders.name}/modle"), "there is no model folder at"),

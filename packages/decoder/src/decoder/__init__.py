@@ -3,6 +3,8 @@
 from decoder.audit import Audit, audit
 from decoder.decoder import Decoder, methods
 from decoder.draft_heads import DraftHeads
+from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder.heads import load_heads
 from decoder.loader import load
 from decoder.options import TokenSwiftOptions, parse_tree
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
@@ -16,6 +18,7 @@ __all__ = [
     "Chunk",
     "Decoder",
     "DraftHeads",
+    "Eagle3DraftModel",
     "GenerationOutput",
     "Request",
     "SamplingParams",
@@ -23,6 +26,7 @@ __all__ = [
     "TokenSwiftOptions",
     "audit",
     "load",
+    "load_heads",
     "methods",
     "parse_tree",
     "rank_paths",

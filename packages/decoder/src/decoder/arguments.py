@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS
+from decoder.heads import Heads
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook
@@ -34,7 +34,7 @@ class Arguments:
     limit: int
     open_ended: bool
     method: str
-    heads: DraftHeads | None
+    heads: Heads | None
     sampling: SamplingParams
     options: TokenSwiftOptions
     stop_ids: set[int]
@@ -102,7 +102,7 @@ def _length_limit(dec: "Decoder", prompt_tokens: int, max_new_tokens: int | None
     return wanted
 
 
-def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> tuple[str, DraftHeads | None]:
+def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> tuple[str, Heads | None]:
     if method is None and options.verification == "exact":
         method = "auto"
     elif method is None:

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
 from decoder.cache.full import FullCache
-from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS, DrafterContext, drafter_class
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
+from decoder.heads import Heads, load_heads
 from decoder.kernels.memory import available_memory
 from decoder.kernels.packed_linear import fast_bfloat16
 from decoder.model.bitwise import BitwiseSetting
@@ -32,7 +32,7 @@ from decoder.text.prompts import Prompt, is_chat
 from decoder.text.stops import Stop
 from decoder.text.stream import TextStream
 
-HeadsLike = DraftHeads | str | os.PathLike
+HeadsLike = Heads | str | os.PathLike
 
 _MOST_TUNING_STATES = 32  # tuning states that are remembered, one for each combination of settings
 _MOST_TEXTS = 256  # texts that are decoded together at most; memory may set a lower bound
@@ -87,11 +87,11 @@ class Decoder:
         self.target.make_bitwise(bitwise)
         self.verify_costs = VerifyCosts(self.target)
         self._tuning_states: dict[tuple, dict[Hashable, object]] = {}
-        self.heads: dict[str, DraftHeads] = {}
+        self.heads: dict[str, Heads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
             # A module of the user's own is copied: moving it in place would change it under them.
-            module = deepcopy(one) if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one)
+            module = deepcopy(one) if isinstance(one, Heads) else load_heads(one)
             module.check_fits(self.target.hidden_size, self.target.vocab_size)
             self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
             module.check_finite()
@@ -103,7 +103,7 @@ class Decoder:
                 f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"
             )
 
-    def _heads_dtype(self, heads: DraftHeads) -> torch.dtype:
+    def _heads_dtype(self, heads: Heads) -> torch.dtype:
         """The model's dtype; but heads saved in bfloat16 stay so on a CPU that multiplies it, to read fewer bytes."""
         wanted = self.target.lm_head.weight.dtype
         saved = {parameter.dtype for parameter in heads.parameters()}
@@ -379,7 +379,7 @@ class Decoder:
 def check_heads(heads: object) -> None:
     """Raise ValueError for a value that cannot stand for draft heads."""
     for one in heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]:
-        if not isinstance(one, DraftHeads | str | os.PathLike):
+        if not isinstance(one, HeadsLike):
             raise ValueError(
                 f"heads must be DraftHeads, a checkpoint folder or hub id, or {{kind: any of these}}, "
                 f"not {type(one).__name__}"

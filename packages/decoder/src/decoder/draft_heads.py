@@ -2,28 +2,30 @@
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from decoder.heads_files import (
+    CONFIG,
+    PUBLISHED_NAME,
+    WEIGHTS,
+    local_folder,
+    published_files,
+    read_json,
+    read_tensors,
+)
+
 KINDS = ("chained", "independent", "conditioned", "gated")
 ARCHITECTURE = "tokenswift-heads"
 FORMAT_VERSION = 1
-WEIGHTS = "heads.safetensors"
-CONFIG = "config.json"
 DRAFT_TO_TARGET = "draft_to_target"
 
-PUBLISHED_WEIGHTS = "model.safetensors"
-PUBLISHED_INDEX = "model.safetensors.index.json"
-PUBLISHED_NAME = re.compile(r"(?:model\.)?medusa_layers\.(.+)")
 PUBLISHED_PARTS = {
     "linear.weight": "linear.weight",
     "input_layernorm.weight": "input_norm.weight",
@@ -199,7 +201,7 @@ class DraftHeads(nn.Module):
     def check_finite(self) -> None:
         """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
         for name, tensor in self.named_parameters():
-            _refuse_not_finite(name, tensor, self._where)
+            refuse_not_finite(name, tensor, self._where)
 
     def save_pretrained(
         self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
@@ -251,8 +253,10 @@ class DraftHeads(nn.Module):
             token: an access token for the hub; True takes the stored one.
             local_files_only: use only what is in the cache, and do not ask the hub.
         """
-        directory = _local_folder(str(source), cache_dir=cache_dir, token=token, local_files_only=local_files_only)
-        config = _read_json(directory / CONFIG)
+        directory = local_folder(str(source), cache_dir=cache_dir, token=token, local_files_only=local_files_only)
+        config = read_json(directory / CONFIG)
+        if "eagle3" in str(config.get("architectures")).lower():
+            raise ValueError(f"{directory} is an EAGLE-3 draft model: read it with decoder.load_heads")
         own = config.get("architecture") == ARCHITECTURE
         heads = cls._from_own(directory, config) if own else cls._from_published(directory, config)
         heads.source = str(source)
@@ -267,16 +271,16 @@ class DraftHeads(nn.Module):
         if not path.is_file():
             raise FileNotFoundError(f"{directory} has no {WEIGHTS}")
         fields = {name: config.get(name) for name in ("hidden_size", "num_heads", "norm_eps", "kind")}
-        return cls._build(directory, fields, _read_tensors(path))
+        return cls._build(directory, fields, read_tensors(path))
 
     @classmethod
     def _from_published(cls, directory: Path, config: dict) -> "DraftHeads":
         tensors = {}
-        for name in _published_files(directory):
+        for name in published_files(directory):
             path = directory / name
             if not path.is_file():
                 raise FileNotFoundError(f"{directory} has no {name}, which its index names")
-            for found, tensor in _read_tensors(path, PUBLISHED_NAME).items():
+            for found, tensor in read_tensors(path, PUBLISHED_NAME).items():
                 number, _, part = PUBLISHED_NAME.fullmatch(found)[1].partition(".")
                 tensors[f"heads.{number}.{PUBLISHED_PARTS[part]}" if part in PUBLISHED_PARTS else found] = tensor
         if not tensors:
@@ -315,13 +319,13 @@ class DraftHeads(nn.Module):
             if tensor.shape != expected[name].shape:
                 shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
                 raise ValueError(f"tensor {name} of the heads in {directory} has shape {shapes}")
-            _refuse_not_finite(name, tensor, f" in {directory}")
+            refuse_not_finite(name, tensor, f" in {directory}")
         heads.load_state_dict(tensors, assign=True)
         heads.set_draft_vocabulary(draft_to_target)
         return heads.requires_grad_(True)
 
 
-def _refuse_not_finite(name: str, tensor: torch.Tensor, where: str) -> None:
+def refuse_not_finite(name: str, tensor: torch.Tensor, where: str) -> None:
     if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
         raise ValueError(f"tensor {name} of the heads{where} holds values that are no finite numbers")
 
@@ -333,65 +337,3 @@ def _refuse_no_map(draft_to_target: torch.Tensor, where: str) -> None:
         raise ValueError(f"{DRAFT_TO_TARGET}{where} is {shape}, and a list of int64 token ids is needed")
     if draft_to_target[0] < 0 or (draft_to_target.diff() <= 0).any():
         raise ValueError(f"{DRAFT_TO_TARGET}{where} does not ascend from 0 on: it holds no token ids in order")
-
-
-def _local_folder(source: str, **from_hub: Any) -> Path:
-    path = Path(source)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise NotADirectoryError(f"heads are read from a folder, and {source} is a file")
-    # A mistyped name in an existing folder must not be looked up on the hub.
-    if path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-        raise FileNotFoundError(f"there is no folder of heads at {source}")
-    folder = _fetch(source, [CONFIG, WEIGHTS, PUBLISHED_INDEX], **from_hub)
-    if not (folder / WEIGHTS).is_file():
-        # Published heads are in one or two of the shards of a whole model, which has many gigabytes.
-        shards = _published_files(folder) or [PUBLISHED_WEIGHTS]
-        folder = _fetch(source, [CONFIG, PUBLISHED_INDEX, *shards], **from_hub)
-    return folder
-
-
-def _fetch(repository: str, names: list[str], **from_hub: Any) -> Path:
-    """The files ``names`` of a hub repository, as far as it has them, in a folder of the hub's cache."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repository, allow_patterns=names, **from_hub))
-    except Exception as error:
-        # The hub client raises many unrelated types for one fact: it could not be read.
-        reason = f"could not be read from the Hugging Face hub ({type(error).__name__})"
-        raise OSError(f"there is no folder of heads at {repository}, and it {reason}") from error
-
-
-def _published_files(directory: Path) -> list[str]:
-    """Names of the files in which a published checkpoint may hold head tensors."""
-    index = directory / PUBLISHED_INDEX
-    if not index.is_file():
-        return [PUBLISHED_WEIGHTS] if (directory / PUBLISHED_WEIGHTS).is_file() else []
-    shards = _read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
-        raise ValueError(f"{index} has no weight_map from tensors to files")
-    return sorted({file for tensor, file in shards.items() if PUBLISHED_NAME.fullmatch(tensor)})
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} is not a heads checkpoint: it has no {path.name}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content
-
-
-def _read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file whose names match ``pattern`` whole, or all of them."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if not pattern or pattern.fullmatch(name)]  # noqa: SIM118
-            return {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file") from error

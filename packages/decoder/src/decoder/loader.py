@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from decoder.decoder import Decoder, HeadsLike, check_heads
-from decoder.draft_heads import DraftHeads
+from decoder.heads import Heads, load_heads
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
 
@@ -55,8 +55,8 @@ def load(
     of_draft = {name: value for name, value in model_kwargs.items() if name != "revision"}
     of_heads = {name: from_hub[name] for name in ("cache_dir", "local_files_only", "token") if name in from_hub}
 
-    def read_heads(one: HeadsLike) -> DraftHeads:
-        return one if isinstance(one, DraftHeads) else DraftHeads.from_pretrained(one, **of_heads)
+    def read_heads(one: HeadsLike) -> Heads:
+        return one if isinstance(one, Heads) else load_heads(one, **of_heads)
 
     if isinstance(heads, Mapping):
         heads = {kind: read_heads(one) for kind, one in heads.items()}

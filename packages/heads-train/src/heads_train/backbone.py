@@ -1,5 +1,6 @@
 """The frozen model under the heads: its configuration, its tokenizer, its last hidden state."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decoder.draft_heads import DraftHeads
 from decoder.model.gguf import is_gguf
 from decoder.model.loading import check_source, read_config, read_model, read_tokenizer
+from heads_train.states import StateCache
 
 
 def _check_local(name: str) -> None:
@@ -94,18 +96,24 @@ def norm_eps(config: PretrainedConfig) -> float:
     return eps
 
 
-class LastHidden:
-    """Runs a model's layers and returns h_0, the input of its final norm.
+class FrozenStates:
+    """Runs a model's layers and returns its states: h_0, the input of its final norm, and before it those of layers.
 
-    Raises ValueError for a model whose logits are not what its language-model head makes of the normed h_0: the loss
-    would be that of another model.
+    Args:
+        layers: the layers whose inputs a drafter reads (`Eagle3Config.target_layers`).
+        kept: where the states of chunks seen before are kept; None keeps none.
+
+    Raises:
+        ValueError: the model's logits are not what its language-model head makes of the normed h_0, so that the loss
+            would be that of another model.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self.decoder = model.get_decoder()
-        self.hidden: Tensor | None = None
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (), kept: StateCache | None = None):
+        self.decoder, self.kept = model.get_decoder(), kept
+        self.seen: list[Tensor] = []
         self.norm = final_norm(model)
-        self.norm.register_forward_pre_hook(self._keep)
+        for module in (*((*self.decoder.layers, self.norm)[layer] for layer in layers), self.norm):
+            module.register_forward_pre_hook(self._keep, with_kwargs=True)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.device, self.dtype = model.device, model.dtype
         self._check_logits(model)
@@ -113,28 +121,39 @@ class LastHidden:
     @torch.no_grad()
     def _check_logits(self, model: PreTrainedModel) -> None:
         logits = model(input_ids=torch.arange(4, device=model.device)[None] % self.vocabulary, use_cache=False).logits
-        hidden, self.hidden = self.hidden, None
-        expected = model.get_output_embeddings()(self.norm(hidden))
-        self.hidden = None
+        expected = model.get_output_embeddings()(self.norm(self.seen[-1]))
+        self.seen.clear()
         if not torch.allclose(logits, expected.to(logits), rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
             raise ValueError(
                 f"{type(model).__name__} is not supported: it changes its logits behind the language-model head"
             )
 
-    def _keep(self, _, inputs: tuple) -> None:
-        self.hidden = inputs[0]
+    def _keep(self, _, inputs: tuple, named: dict) -> None:
+        self.seen.append(inputs[0] if inputs else named["hidden_states"])
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """``input_ids`` [batch, length] -> h_0 [batch, length, d], without gradients.
+        """``input_ids`` [batch, length] -> states [batch, length, (layers + 1) d], without gradients; h_0 comes last.
 
         Raises ValueError for ids that the model has no embedding of.
         """
+        if self.kept is None:
+            return self._run(input_ids)
+        found = [self.kept.get(ids) for ids in input_ids]
+        if all(states is not None for states in found):
+            return torch.stack(found).to(input_ids.device, self.dtype)
+        computed = self._run(input_ids)
+        for ids, states in zip(input_ids, computed, strict=True):
+            self.kept.put(ids, states)
+        return computed
+
+    def _run(self, input_ids: Tensor) -> Tensor:
         if (largest := input_ids.max().item()) >= self.vocabulary:
             raise ValueError(
                 f"the tokenizer gives token {largest}, and the model has {self.vocabulary} tokens only: give the model "
                 "its own tokenizer"
             )
         self.decoder(input_ids=input_ids, use_cache=False)
-        hidden, self.hidden = self.hidden, None
-        return hidden
+        states = torch.cat(self.seen, dim=-1)
+        self.seen.clear()
+        return states

@@ -4,20 +4,24 @@ import os
 import tempfile
 from pathlib import Path
 
-from decoder.draft_heads import DraftHeads
+from decoder.eagle3.draft_model import KIND as EAGLE3
+from decoder.heads import Heads
 
 
-def write_model_card(folder: Path, heads: DraftHeads, base_model: str, training: dict) -> None:
+def write_model_card(folder: Path, heads: Heads, base_model: str, training: dict) -> None:
     """Write ``folder/README.md``, whole or not at all; ``training`` is what config.json says of it."""
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as scratch:
         Path(scratch, "README.md").write_text(model_card(folder, heads, base_model, training), encoding="utf-8")
         os.replace(Path(scratch, "README.md"), folder / "README.md")
 
 
-def model_card(folder: Path, heads: DraftHeads, base_model: str, training: dict) -> str:
+def model_card(folder: Path, heads: Heads, base_model: str, training: dict) -> str:
     """The card as Markdown with the hub's front matter."""
-    linear = sum(parameter.numel() for parameter in heads.parameters() if parameter.ndim > 1)
-    norms = sum(parameter.numel() for parameter in heads.parameters()) - linear
+    linear = sum(one.numel() for name, one in heads.named_parameters() if one.ndim > 1 and "lm_head" not in name)
+    norms = sum(one.numel() for one in heads.parameters() if one.ndim == 1)
+    what = f"A set of {heads.num_heads} {heads.kind} heads"
+    if heads.kind == EAGLE3:
+        what = f"An EAGLE-3 draft model, trained for {heads.num_heads} levels,"
     # A model's folder here is no model of the hub, which would refuse the card.
     base = "" if Path(base_model).exists() else f"base_model: {base_model}\n"
     figures = ("untrained", "validation", "validated_at_step", "versions")
@@ -28,7 +32,7 @@ tags: [tokenswift, speculative-decoding, draft-heads]
 ---
 # TokenSwift draft heads for {base_model}
 
-{heads.num_heads} {heads.kind} heads of {linear / 1e6:.1f}M parameters, norms ({norms}) apart. They draft tokens
+{what} of {linear / 1e6:.1f}M parameters, norms ({norms}) apart. It drafts tokens
 that the frozen model verifies: the text stays exactly what the model alone would have written.
 
 ```python
@@ -60,7 +64,7 @@ def _rows(values: dict) -> str:
     return "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in values.items())
 
 
-def _figures(heads: DraftHeads, training: dict) -> str:
+def _figures(heads: Heads, training: dict) -> str:
     found, before = training["validation"], training["untrained"]
     if not found:
         return "Not measured: the run had no validation.\n"

@@ -14,11 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 from transformers import get_cosine_schedule_with_warmup
 
-from decoder.draft_heads import DraftHeads
-from heads_train.backbone import LastHidden, final_norm, load_backbone, load_config, norm_eps, shard
+from decoder.eagle3.draft_model import KIND as EAGLE3
+from decoder.heads import Heads
+from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
 from heads_train.draft_vocabulary import expected_counts, most_expected
 from heads_train.loss import chunked_cross_entropy, log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
+from heads_train.new_heads import copy_head, fit_features, new_heads, start_heads
 from heads_train.run_identity import describe_run, refuse_other_run
 from heads_train.states import StateCache
 
@@ -26,6 +28,7 @@ TOP_K = 3
 # Untrained heads predict as the model's own last state does; a loss twice theirs is no noise of a batch.
 DIVERGED = 2.0
 DIVERGED_BATCHES = 10
+FITTED_TOKENS = 2**15  # read for the start of an eagle3 draft model
 
 
 class TrainingDiverged(ArithmeticError):
@@ -33,7 +36,7 @@ class TrainingDiverged(ArithmeticError):
 
 
 class HeadsModule(L.LightningModule):
-    """Trains :class:`decoder.DraftHeads` on a frozen model (paper, "Training the heads").
+    """Trains draft heads on a frozen model (paper, "Training the heads"): `decoder.DraftHeads`, or EAGLE-3's one layer.
 
     Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' mean cross entropies. With
     ``distill`` it learns the model's own distribution of that token instead, given the text before it: a sum over the
@@ -42,9 +45,11 @@ class HeadsModule(L.LightningModule):
     Args:
         model_name_or_path: folder or Hugging Face hub id of the model the heads are for.
         heads: folder or hub id of heads to start from; None starts untrained.
-        num_heads: how many heads (gamma).
-        kind: ``chained``, ``independent`` (Medusa*), ``conditioned`` (each head also reads the token before) or
-            ``gated`` (conditioned, with a gated unit in each head).
+        num_heads: how many heads (gamma); of ``eagle3`` the levels of its training-time test.
+        kind: ``chained``, ``independent`` (Medusa*), ``conditioned`` (each head also reads the token before),
+            ``gated`` (conditioned, with a gated unit in each head) or ``eagle3`` (one decoder layer for all levels).
+        target_layers: the layers whose inputs ``eagle3`` reads; None takes 2, L / 2 and L - 3 of L layers.
+        sliding_window: how many tokens of the text the attention of ``eagle3`` sees; None sees all.
         learning_rate: peak rate of AdamW.
         weight_decay: of the linear layers; norms have none.
         beta1: AdamW's decay of the mean of gradients.
@@ -68,6 +73,8 @@ class HeadsModule(L.LightningModule):
         heads: str | None = None,
         num_heads: int = 3,
         kind: str = "chained",
+        target_layers: Sequence[int] | None = None,
+        sliding_window: int | None = 512,
         learning_rate: float = 5e-3,
         weight_decay: float = 0.1,
         beta1: float = 0.9,
@@ -88,7 +95,8 @@ class HeadsModule(L.LightningModule):
         if compile and shutil.which(compiler) is None:
             raise ValueError(f"model.compile needs a C++ compiler: install {compiler}, or name another one in CXX")
         self.config = load_config(model_name_or_path)
-        self.heads = DraftHeads(self.config.hidden_size, num_heads, norm_eps(self.config), kind)
+        self.heads = new_heads(self.config, kind, num_heads, target_layers, sliding_window)
+        self.attention_settings = target_layers, sliding_window
         self.model_name_or_path, self.start_heads = model_name_or_path, heads
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, (beta1, beta2)
         self.warmup_steps = warmup_steps
@@ -99,7 +107,6 @@ class HeadsModule(L.LightningModule):
                 f"model.head_weights must be {num_heads} numbers of at least 0 and not all 0, got {self.head_weights}"
             )
         self.draft_vocab_size, self.state_cache = draft_vocab_size, state_cache
-        self.kept_states: StateCache | None = None
         self.draft_weights: tuple[Tensor, Tensor | None] | None = None
         self.distill = distill
         self.loss_chunk_tokens = loss_chunk_tokens
@@ -139,22 +146,24 @@ class HeadsModule(L.LightningModule):
         self.backbone = load_backbone(self.model_name_or_path, self._backbone_dtype())
         self.heads.init_from_norm(final_norm(self.backbone).weight)
         if self.start_heads is not None:
-            given = DraftHeads.from_pretrained(self.start_heads)
-            given.check_fits(self.heads.hidden_size)
-            if (given.kind, given.num_heads) != (self.heads.kind, self.heads.num_heads):
-                raise ValueError(
-                    f"the heads in {self.start_heads} are {given.num_heads} of kind {given.kind}, and "
-                    f"{self.heads.num_heads} of kind {self.heads.kind} were asked for"
-                )
+            given = start_heads(self.start_heads, self.heads)
             if given.draft_to_target is not None:
                 self._refuse_other_size(given.draft_vocab_size, f"the heads in {self.start_heads} draft")
                 self.draft_vocab_size = given.draft_vocab_size
                 self.heads.set_draft_vocabulary(given.draft_to_target)
                 self.heads.check_fits(self.heads.hidden_size, self.backbone.get_output_embeddings().weight.shape[0])
+            if self.heads.kind == EAGLE3:
+                copy_head(self.heads, self.backbone.get_output_embeddings())
             self.heads.load_state_dict(given.state_dict())
+        layers, kept = self.heads.target_layers if self.heads.kind == EAGLE3 else (), None
         if self.state_cache is not None:
-            self.kept_states = StateCache(self.state_cache, self.model_name_or_path, self._backbone_dtype())
-        self.last_hidden = LastHidden(self.backbone)
+            kept = StateCache(self.state_cache, self.model_name_or_path, self._backbone_dtype(), layers)
+        self.states = FrozenStates(self.backbone, layers, kept)
+        chunks = self.trainer.datamodule.chunks.get("train")
+        if self.heads.kind == EAGLE3 and self.start_heads is None and chunks is not None:
+            some = chunks[:: max(1, len(chunks) * chunks.shape[1] // FITTED_TOKENS)]
+            ids = (torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some)
+            fit_features(self.heads, map(self.states, ids))
         if self.compile_layers:
             for layer in self.backbone.get_decoder().layers:
                 layer.compile()
@@ -176,9 +185,9 @@ class HeadsModule(L.LightningModule):
             return
         counts = expected_counts(
             chunks,
-            lambda ids: self.last_hidden.norm(self._last_states(ids)),
+            lambda ids: self.states.norm(self._last(self.states(ids))),
             self.backbone.get_output_embeddings(),
-            self.last_hidden.device,
+            self.states.device,
         )
         chosen = most_expected(counts, self.draft_vocab_size)
         # Sums of floats may differ from device to device.
@@ -186,29 +195,15 @@ class HeadsModule(L.LightningModule):
 
     def _draft_rows(self) -> tuple[Tensor, Tensor | None]:
         """Weight [v, d] and bias [v] of the language-model head for the tokens that are drafted, copied once."""
-        lm_head = self.backbone.get_output_embeddings()
-        bias = getattr(lm_head, "bias", None)
-        chosen = self.heads.draft_to_target
-        if chosen is None:
-            if self.draft_vocab_size is not None:
-                raise ValueError("model.draft_vocab_size needs training text to count on, or heads that have one")
-            return lm_head.weight, bias
+        if self.heads.draft_to_target is None and self.draft_vocab_size is not None:
+            raise ValueError("model.draft_vocab_size needs training text to count on, or heads that have one")
         if self.draft_weights is None:
-            self.draft_weights = (lm_head.weight[chosen], None if bias is None else bias[chosen])
+            self.draft_weights = copy_head(self.heads, self.backbone.get_output_embeddings())
         return self.draft_weights
 
-    @torch.no_grad()
-    def _last_states(self, input_ids: Tensor) -> Tensor:
-        """h_0 [batch, length, d] of ``input_ids`` [batch, length], from the kept states where all of them are there."""
-        if self.kept_states is None:
-            return self.last_hidden(input_ids)
-        found = [self.kept_states.get(ids) for ids in input_ids]
-        if all(states is not None for states in found):
-            return torch.stack(found).to(input_ids.device, self.last_hidden.dtype)
-        computed = self.last_hidden(input_ids)
-        for ids, states in zip(input_ids, computed, strict=True):
-            self.kept_states.put(ids, states)
-        return computed
+    def _last(self, states: Tensor) -> Tensor:
+        """h_0 [..., d], the last channels of the backbone's states."""
+        return states[..., -self.heads.hidden_size :]
 
     def _backbone_dtype(self) -> torch.dtype:
         if self.backbone_dtype != "auto":
@@ -232,8 +227,10 @@ class HeadsModule(L.LightningModule):
         if not self.heads.num_heads + 2 <= length <= longest:
             least = self.heads.num_heads + 2
             raise ValueError(f"data.chunk_tokens is {length}; these heads and this model take {least} to {longest}")
-        hidden = self._last_states(input_ids)
-        return self.heads(hidden, self._tokens_before(input_ids)), hidden
+        states = self.states(input_ids)
+        hidden = self._last(states)
+        read = states[..., : -self.heads.hidden_size] if self.heads.kind == EAGLE3 else hidden
+        return self.heads(read, self._tokens_before(input_ids)), hidden
 
     @torch.no_grad()
     def _tokens_before(self, input_ids: Tensor) -> Tensor | None:
@@ -256,7 +253,7 @@ class HeadsModule(L.LightningModule):
         weight, bias = self._draft_rows()
         chosen, targets, log_sums = self.heads.draft_to_target, input_ids, None
         with torch.no_grad():
-            own = self.last_hidden.norm(hidden) if self.distill or with_overlap else None
+            own = self.states.norm(hidden) if self.distill or with_overlap else None
             if chosen is not None:
                 # Among the tokens drafted: their place there, -1 for others.
                 place = torch.full((lm_head.weight.shape[0],), -1, device=chosen.device)
@@ -361,8 +358,8 @@ class HeadsModule(L.LightningModule):
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
             raise ValueError("the cosine schedule needs an end: give --trainer.max_steps or --trainer.max_epochs")
-        matrices = [p for p in self.heads.parameters() if p.ndim > 1]
-        vectors = [p for p in self.heads.parameters() if p.ndim == 1]
+        trained = [p for p in self.heads.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
         schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, int(total))
@@ -372,14 +369,16 @@ class HeadsModule(L.LightningModule):
         state = super().state_dict(*args, **kwargs)
         return {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
 
-    def whole_heads(self) -> DraftHeads | None:
+    def whole_heads(self) -> Heads | None:
         """The heads on the CPU, put together from all processes, all of which must call it; None but on the first."""
         state = get_model_state_dict(self.heads, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if not self.trainer.is_global_zero:
             return None
-        ours, chosen = self.heads, self.heads.draft_to_target
-        chosen = None if chosen is None else chosen.cpu()
-        heads = DraftHeads(ours.hidden_size, ours.num_heads, ours.norm_eps, ours.kind, chosen)
+        heads = new_heads(self.config, self.heads.kind, self.heads.num_heads, *self.attention_settings)
+        chosen = self.heads.draft_to_target
+        heads.set_draft_vocabulary(None if chosen is None else chosen.cpu())
+        if "lm_head.weight" in state:
+            heads.make_own(head=True, embeddings=False)
         heads.load_state_dict(state, assign=True)
         return heads
 
@@ -394,6 +393,7 @@ class HeadsModule(L.LightningModule):
             self.draft_vocab_size = len(chosen)
             self.heads.set_draft_vocabulary(chosen)
             self.draft_weights = None
+            self._draft_rows()
         refuse_other_run(checkpoint.get("run"), self)
         self.first_loss, self.high_batches = checkpoint["first_loss"], checkpoint["high_batches"]
         self.val_metrics, self.val_step = checkpoint["val_metrics"], checkpoint["val_step"]

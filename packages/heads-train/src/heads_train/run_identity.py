@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from decoder.eagle3.draft_model import KIND as EAGLE3
+
 if TYPE_CHECKING:
     from heads_train.module import HeadsModule
 
@@ -13,7 +15,16 @@ def describe_heads(module: "HeadsModule") -> dict:
         "model.num_heads": module.heads.num_heads,
         "model.kind": module.heads.kind,
         "model.draft_vocab_size": module.draft_vocab_size,
+        **describe_draft_model(module),
     }
+
+
+def describe_draft_model(module: "HeadsModule") -> dict:
+    """What tells eagle3 draft models apart, by setting."""
+    if module.heads.kind != EAGLE3:
+        return {}
+    config = module.heads.config
+    return {"model.target_layers": list(config.target_layers), "model.sliding_window": config.sliding_window}
 
 
 def describe_run(module: "HeadsModule") -> dict:

@@ -14,9 +14,9 @@ from torch import Tensor
 class StateCache:
     """States of whole chunks in one model's folder, one float32 file per chunk, found by the chunk's token ids.
 
-    The last d channels of a token's states are h_0, the input of the model's final norm. Before them stand the inputs of
-    some layers, where a drafter reads these. Several processes may share a folder: every file appears whole or not at
-    all. A chunk of n tokens takes 4 n d bytes, and as much again for each layer.
+    The last d channels of a token's states are h_0, the input of the model's final norm. Before them stand the inputs
+    of ``layers``, for a drafter that reads these; c is the number of all channels. Several processes may share a
+    folder: every file appears whole or not at all. A chunk of n tokens takes 4 n c bytes.
 
     Args:
         folder: where the folder of this model lies.
@@ -41,12 +41,12 @@ class StateCache:
         return self.folder / f"{hashlib.sha256(ids.tobytes()).hexdigest()[:32]}.npy"
 
     def get(self, token_ids: Tensor) -> Tensor | None:
-        """The states [n, d, or more with layers] of a chunk ``token_ids`` [n], float32 on the CPU; None when they are not there."""
+        """The states [n, c] of a chunk ``token_ids`` [n], float32 on the CPU; None when they are not there."""
         path = self._path(token_ids)
         return torch.from_numpy(np.load(path)) if path.exists() else None
 
     def put(self, token_ids: Tensor, states: Tensor) -> None:
-        """Keep the states [n, d, or more with layers] of a chunk ``token_ids`` [n]. Raises OSError when the disk is full."""
+        """Keep the states [n, c] of a chunk ``token_ids`` [n]. Raises OSError when the disk is full."""
         path = self._path(token_ids)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as scratch:
             part = Path(scratch, "states.npy")

@@ -7,9 +7,9 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.draft_heads import DraftHeads
 from decoder.drafters.levels import LevelsWanted
 from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.heads import Heads
 from decoder.model.target import Target
 from decoder.model.verification import Verification
 from decoder.options import TokenSwiftOptions
@@ -38,7 +38,7 @@ class DrafterContext:
     """
 
     target: Target
-    heads: DraftHeads | None
+    heads: Heads | None
     draft_model: Target | None
     sampling: SamplingParams
     options: TokenSwiftOptions

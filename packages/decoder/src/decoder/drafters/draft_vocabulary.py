@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from decoder.draft_heads import DraftHeads
+from decoder.heads import Heads
 from decoder.model.target import Target
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
@@ -36,7 +36,7 @@ class DraftVocabulary:
             target.speed_up(self._rows)
 
     @classmethod
-    def of(cls, target: Target, heads: DraftHeads) -> "DraftVocabulary":
+    def of(cls, target: Target, heads: Heads) -> "DraftVocabulary":
         """The draft vocabulary of ``heads``, made when first asked for and brought up to date with the weights."""
         found = target.draft_vocabularies.get(heads)
         if found is None or found._ids is not heads.draft_to_target:

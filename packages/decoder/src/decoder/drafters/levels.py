@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
+from decoder.heads import Heads
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
 from decoder.sampling.draft_context import DraftContext
@@ -63,7 +63,7 @@ class HeadLevels:
         beam: how many branches of a level the next one continues.
     """
 
-    def __init__(self, target: Target, heads: DraftHeads, coupled: bool, width: int, beam: int = 1):
+    def __init__(self, target: Target, heads: Heads, coupled: bool, width: int, beam: int = 1):
         self.target, self.heads, self.coupled = target, heads, coupled
         self.vocabulary = DraftVocabulary.of(target, heads)
         self.width, self.beam = min(width, self.vocabulary.size), beam

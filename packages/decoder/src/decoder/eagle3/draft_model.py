@@ -1,0 +1,331 @@
+"""EAGLE-3's draft model: one decoder layer that reads three of the target's hidden states, and its own ones behind."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decoder.draft_heads import DRAFT_TO_TARGET, RMSNorm, refuse_not_finite
+from decoder.eagle3.config import Eagle3Config, default_layers
+
+KIND = "eagle3"
+DRAFT_TO_TARGET_OFFSETS = "d2t"
+_FEATURES = 3
+_QUERY_BLOCK = 512  # queries whose scores exist at the same time in training
+
+
+class _Attention(nn.Module):
+    """The projections of the attention; keys, values and queries read [embedding; state].
+
+    Names here and below are those of the checkpoints' tensors.
+    """
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        query, pair = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
+        read, bias = 2 * config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(read, query, bias=bias)
+        self.k_proj = nn.Linear(read, pair, bias=bias)
+        self.v_proj = nn.Linear(read, pair, bias=bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+
+class _GatedUnit(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
+        self.gate_proj = nn.Linear(*sizes, bias=bias)
+        self.up_proj = nn.Linear(*sizes, bias=bias)
+        self.down_proj = nn.Linear(*reversed(sizes), bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = _GatedUnit(config)
+
+
+class Eagle3DraftModel(nn.Module):
+    """Drafts with one decoder layer whose keys and values follow the text (arXiv 2503.01840, section 3).
+
+    The entry of position t + 1 reads the token there and the target's features of position t. What comes out predicts
+    the token of position t + 2. The next level reads that prediction's token and, in place of features, what came out.
+
+    Like draft heads it may draft a part of the vocabulary only. It has a language-model head (`lm_head`) and embeddings
+    (`embed_tokens`) of its own; where they are None it takes the target's.
+
+    Args:
+        config: its shape.
+        draft_to_target: ids of the tokens drafted, int64 [v], without repetition; None drafts all.
+        own_head: whether it has a language-model head of its own.
+        own_embeddings: whether it has embeddings of its own.
+
+    Raises:
+        ValueError: ``draft_to_target`` holds no token ids.
+    """
+
+    kind = KIND
+    conditioned = True
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        draft_to_target: torch.Tensor | None = None,
+        own_head: bool = False,
+        own_embeddings: bool = False,
+    ):
+        super().__init__()
+        self.config = config
+        self.source: str | None = None  # where it was read from; errors name it
+        self.register_buffer(DRAFT_TO_TARGET, None)
+        if draft_to_target is not None:
+            self.set_draft_vocabulary(draft_to_target)
+        self.target_layers = config.target_layers
+        d, features = config.hidden_size, _FEATURES if config.target_layers is None else len(config.target_layers)
+        self.fc = nn.Linear(features * config.target_hidden_size, d, bias=False)
+        self.input_norm = (
+            RMSNorm(features * config.target_hidden_size, config.norm_eps) if config.norm_before_fc else None
+        )
+        norms = [RMSNorm(config.target_hidden_size, config.norm_eps) for _ in range(features)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.layers = nn.ModuleList([_Layer(config)])
+        self.norm = RMSNorm(d, config.norm_eps)
+        self.lm_head = self.embed_tokens = None
+        self.make_own(own_head, own_embeddings)
+        self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()
+
+    def make_own(self, head: bool, embeddings: bool) -> None:
+        """Give it a language-model head and embeddings of its own, where asked for."""
+        config = self.config
+        if head:
+            self.lm_head = nn.Linear(config.hidden_size, self.draft_vocab_size or config.vocab_size, bias=False)
+        if embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def _cos_sin(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._rotary:
+            # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
+            with torch.device("cpu"):
+                self._rotary = (LlamaRotaryEmbedding(_rotary_config(self.config)),)
+        return self._rotary[0](state, positions.reshape(1, -1))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.target_hidden_size
+
+    @property
+    def num_heads(self) -> int:
+        """How many levels it was trained for; its one layer serves all of them."""
+        return self.config.levels
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many of the target's tokens it drafts; None means all."""
+        return None if self.draft_to_target is None else len(self.draft_to_target)
+
+    def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
+        """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless these are ids."""
+        if draft_to_target is not None:
+            if draft_to_target.dtype != torch.int64 or draft_to_target.ndim != 1 or not len(draft_to_target):
+                raise ValueError(f"the draft vocabulary{self._where} is no list of int64 token ids")
+            if not 0 <= draft_to_target.min() <= draft_to_target.max() < self.config.vocab_size:
+                raise ValueError(f"the draft vocabulary{self._where} is not of {self.config.vocab_size} tokens")
+            if len(draft_to_target.unique()) != len(draft_to_target):
+                raise ValueError(f"the draft vocabulary{self._where} names a token twice")
+        self.draft_to_target = draft_to_target
+
+    @property
+    def _where(self) -> str:
+        return "" if self.source is None else f" in {self.source}"
+
+    def extra_repr(self) -> str:
+        return f"levels={self.config.levels}, target_layers={self.target_layers}"
+
+    def check_fits(self, hidden_size: int, vocab_size: int | None = None, layers: int | None = None) -> None:
+        """Raise ValueError unless it is for a target of that hidden size, vocabulary and number of layers.
+
+        The number of layers also tells `target_layers` where the checkpoint does not.
+        """
+        which = f"the draft model{self._where}"
+        if hidden_size != self.config.target_hidden_size:
+            raise ValueError(
+                f"{which} is for hidden size {self.config.target_hidden_size}, the model has {hidden_size}"
+            )
+        if vocab_size is not None and vocab_size != self.config.vocab_size:
+            raise ValueError(f"{which} is for {self.config.vocab_size} tokens, the model has {vocab_size}")
+        if layers is not None:
+            self.target_layers = self.config.target_layers or default_layers(layers)
+            if max(self.target_layers) > layers:
+                raise ValueError(f"{which} reads layer {max(self.target_layers)}, the model has {layers} layers")
+        if self.embed_tokens is None and self.config.hidden_size != hidden_size:
+            raise ValueError(f"{which} has hidden size {self.config.hidden_size} and no embeddings of its own")
+        if self.lm_head is None and self.config.hidden_size != hidden_size:
+            raise ValueError(f"{which} has hidden size {self.config.hidden_size} and no language-model head of its own")
+
+    def check_finite(self) -> None:
+        """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
+        for name, tensor in self.named_parameters():
+            refuse_not_finite(name, tensor, self._where)
+
+    def save_pretrained(
+        self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
+    ) -> None:
+        """Write a checkpoint in the layout of vLLM's speculators; see `checkpoint.save_draft_model`."""
+        from decoder.eagle3.checkpoint import save_draft_model
+
+        save_draft_model(self, directory, base_model=base_model, training=training)
+
+    @torch.no_grad()
+    def init_from_norm(self, weight: torch.Tensor) -> None:
+        """Make it predict what the last of its features do: attention and gated unit add nothing to them.
+
+        The norm becomes the model's final one, ``weight`` [d].
+        """
+        d, layer = self.config.hidden_size, self.layers[0]
+        self.fc.weight.zero_()
+        self.fc.weight[:, -d:].fill_diagonal_(1.0)
+        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            last.weight.zero_()
+        self.norm.weight.copy_(weight)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """The state [..., d] that the target's features [..., layers x target d] stand for."""
+        features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def project(
+        self, state: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [..., heads, D], rotated, and the residual [..., d] of entries.
+
+        Args:
+            state: [..., n, d].
+            embedding: of the entries' tokens, [..., n, d].
+            positions: int64, broadcast to [..., n].
+        """
+        layer, attention, config = self.layers[0], self.layers[0].self_attn, self.config
+        normalised = layer.hidden_norm(state)
+        read = torch.cat((layer.input_layernorm(embedding.to(state.dtype)), normalised), dim=-1)
+        query = attention.q_proj(read).unflatten(-1, (config.attention_heads, config.head_dim))
+        key = attention.k_proj(read).unflatten(-1, (config.kv_heads, config.head_dim))
+        value = attention.v_proj(read).unflatten(-1, (config.kv_heads, config.head_dim))
+        if attention.q_norm is not None:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        cos, sin = self._cos_sin(state, positions)
+        cos, sin = (one.view(*positions.shape, 1, config.head_dim) for one in (cos, sin))
+        residual = normalised if config.norm_before_residual else state
+        return _rotated(query, cos, sin), _rotated(key, cos, sin), value, residual
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What follows attention, ``attended`` [..., heads, D]: the next state and the normalised one, [..., d]."""
+        layer = self.layers[0]
+        state = residual + layer.self_attn.o_proj(attended.flatten(-2))
+        state = state + layer.mlp(layer.post_attention_layernorm(state))
+        normalised = self.norm(state)
+        return (normalised if self.config.norm_output else state), normalised
+
+    def forward(self, features: torch.Tensor, tokens: torch.Tensor, count: int | None = None) -> list[torch.Tensor]:
+        """The training-time test (section 3.2): every level of drafts behind every position, given the true tokens.
+
+        Args:
+            features: the target's, [batch, n, layers x target d].
+            tokens: embeddings [batch, n, levels, d] of the tokens 1 .. levels positions ahead of each position.
+            count: how many levels; all by default.
+
+        Returns:
+            Normalised states [batch, n, d], ready for the language-model head. The i-th (from 1) is for the token i + 1
+            positions ahead.
+        """
+        state, outputs = self.combine(features), []
+        positions = torch.arange(1, features.shape[1] + 1, device=features.device)
+        keys, values = [], []
+        for level in range(self.num_heads if count is None else count):
+            query, key, value, residual = self.project(state, tokens[..., level, :], positions + level)
+            keys.append(key)
+            values.append(value)
+            state, normalised = self.finish(self._attend_levels(query, keys, values), residual)
+            outputs.append(normalised)
+        return outputs
+
+    def _attend_levels(
+        self, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Attention [batch, n, heads, D] of a level of drafts, where ``query`` t drafts behind position t of the text.
+
+        It sees the entries of the text up to its own, ``keys[0]`` and ``values[0]`` [batch, n, kv_heads, D], within the
+        window; and of each level of drafts the one behind its own position.
+        """
+        count, window = query.shape[1], self.config.sliding_window or query.shape[1]
+        outputs = []
+        for start in range(0, count, _QUERY_BLOCK):
+            end = min(start + _QUERY_BLOCK, count)
+            first = max(0, start + 1 - window)
+            rows = torch.arange(start, end, device=query.device)[:, None]
+            columns = torch.arange(first, end, device=query.device)
+            unseen = (columns > rows) | (columns <= rows - window)
+            # [batch, kv_heads, queries that share it, rows, D]
+            own = query[:, start:end].unflatten(2, (self.config.kv_heads, -1)).permute(0, 2, 3, 1, 4)
+            own = own * self.config.head_dim**-0.5
+            text = keys[0][:, first:end].permute(0, 2, 3, 1)[:, :, None]
+            scores = [(own @ text).masked_fill(unseen, -torch.inf)]
+            beside = [[one[:, start:end].transpose(1, 2)[:, :, None] for one in ones[1:]] for ones in (keys, values)]
+            scores += [(own * key).sum(-1, keepdim=True) for key in beside[0]]
+            weights = torch.cat(scores, -1).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+            weights = weights.to(query.dtype)
+            text_weights, *own_weights = weights.split([end - first] + [1] * len(beside[1]), -1)
+            output = text_weights @ values[0][:, first:end].transpose(1, 2)[:, :, None]
+            for weight, value in zip(own_weights, beside[1], strict=True):
+                output = output + weight * value
+            outputs.append(output.permute(0, 3, 1, 2, 4).flatten(2, 3))
+        return torch.cat(outputs, 1)
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention [n, heads, D] of ``query`` [n, heads, D] to ``keys`` and ``values`` [kv_heads, length, D].
+
+    ``mask`` [n, length] is true where a query sees a key; None sees all.
+    """
+    count, heads, dim = query.shape
+    groups = len(keys)
+    rows = query.view(count, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
+    scores = torch.bmm(rows * dim**-0.5, keys.transpose(1, 2)).view(groups, heads // groups, count, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    output = torch.bmm(weights.view(groups, -1, keys.shape[1]), values)
+    return output.view(groups, heads // groups, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+def _rotary_config(config: Eagle3Config) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=config.attention_heads * config.head_dim,
+        num_attention_heads=config.attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        rope_parameters=dict(config.rotary),
+    )

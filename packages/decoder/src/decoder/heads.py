@@ -1,0 +1,29 @@
+"""Draft heads of any kind: the linear ones of the paper, and EAGLE-3's draft model."""
+
+import os
+from typing import Any
+
+from decoder.draft_heads import KINDS as LINEAR_KINDS
+from decoder.draft_heads import DraftHeads
+from decoder.eagle3.checkpoint import is_eagle3, load_draft_model
+from decoder.eagle3.draft_model import KIND as EAGLE3
+from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder.heads_files import CONFIG, local_folder, read_json
+
+Heads = DraftHeads | Eagle3DraftModel
+
+KINDS = (*LINEAR_KINDS, EAGLE3)
+
+
+def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
+    """The heads in a folder or Hugging Face hub repository, whatever their kind; arguments of
+    `DraftHeads.from_pretrained`.
+
+    Raises:
+        OSError: there is no such folder, file or reachable hub repository.
+        ValueError: the contents are not heads of a known format.
+    """
+    folder = local_folder(str(source), **from_hub)
+    if is_eagle3(read_json(folder / CONFIG)):
+        return load_draft_model(source, **from_hub)
+    return DraftHeads.from_pretrained(source, **from_hub)

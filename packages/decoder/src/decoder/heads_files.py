@@ -1,0 +1,87 @@
+"""Files of a heads checkpoint, in a folder or a Hugging Face hub repository: finding, fetching and reading them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+CONFIG = "config.json"
+WEIGHTS = "heads.safetensors"
+MODEL_WEIGHTS = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+PICKLED_WEIGHTS = "pytorch_model.bin"
+PUBLISHED_NAME = re.compile(r"(?:model\.)?medusa_layers\.(.+)")
+"""Names of the tensors of published TokenSwift heads, inside a whole model's files."""
+
+
+def local_folder(source: str, **from_hub: Any) -> Path:
+    """The folder ``source``, or one with the files of the hub repository of that name that a heads checkpoint can have.
+
+    Raises OSError when there is neither.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise NotADirectoryError(f"heads are read from a folder, and {source} is a file")
+    # A mistyped name in an existing folder must not be looked up on the hub.
+    if path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        raise FileNotFoundError(f"there is no folder of heads at {source}")
+    folder = fetch(source, [CONFIG, WEIGHTS, MODEL_INDEX], **from_hub)
+    if not (folder / WEIGHTS).is_file():
+        # Published heads are in one or two of the shards of a whole model, which has many gigabytes.
+        shards = published_files(folder) or [MODEL_WEIGHTS]
+        folder = fetch(source, [CONFIG, MODEL_INDEX, *shards], **from_hub)
+        if not any((folder / shard).is_file() for shard in shards):
+            # Some EAGLE-3 checkpoints are pickled.
+            folder = fetch(source, [CONFIG, PICKLED_WEIGHTS], **from_hub)
+    return folder
+
+
+def fetch(repository: str, names: list[str], **from_hub: Any) -> Path:
+    """The files ``names`` of a hub repository, as far as it has them, in a folder of the hub's cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=names, **from_hub))
+    except Exception as error:
+        # The hub client raises many unrelated types for one fact: it could not be read.
+        reason = f"could not be read from the Hugging Face hub ({type(error).__name__})"
+        raise OSError(f"there is no folder of heads at {repository}, and it {reason}") from error
+
+
+def published_files(directory: Path) -> list[str]:
+    """Names of the files in which a published checkpoint may hold head tensors."""
+    index = directory / MODEL_INDEX
+    if not index.is_file():
+        return [MODEL_WEIGHTS] if (directory / MODEL_WEIGHTS).is_file() else []
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
+        raise ValueError(f"{index} has no weight_map from tensors to files")
+    return sorted({file for tensor, file in shards.items() if PUBLISHED_NAME.fullmatch(tensor)})
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file of a checkpoint. Raises OSError without the file, ValueError without an object."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} is not a heads checkpoint: it has no {path.name}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file whose names match ``pattern`` whole, or all of them."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if not pattern or pattern.fullmatch(name)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file") from error
