@@ -15,6 +15,7 @@ from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, DrafterContext, drafter_class
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine
 from decoder.heads import Heads, load_heads
 from decoder.kernels.memory import available_memory
@@ -92,7 +93,11 @@ class Decoder:
         for one in given:
             # A module of the user's own is copied: moving it in place would change it under them.
             module = deepcopy(one) if isinstance(one, Heads) else load_heads(one)
-            module.check_fits(self.target.hidden_size, self.target.vocab_size)
+            if isinstance(module, Eagle3DraftModel):
+                module.check_fits(self.target.hidden_size, self.target.vocab_size, self.target.layers)
+                self.target.read_features(module.target_layers)
+            else:
+                module.check_fits(self.target.hidden_size, self.target.vocab_size)
             self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
             module.check_finite()
             self.target.speed_up(module)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from decoder.drafters.base import DeferredRead, DraftsAhead, WantsLevels
+from decoder.drafters.base import DeferredRead, DraftsAhead, ReadsFeatures, WantsLevels
 from decoder.drafters.levels import fill_together
 from decoder.kernels.bitwise_attention import DEPTH
 from decoder.kernels.transfers import download
@@ -94,7 +94,8 @@ class Engine:
         drafter = sequence.drafter
         with self.target.patched():
             prompt = sequence.sampler.context[:-1]
-            queries = self.target.prefill(prompt, sequence.cache, drafter.observed_queries)
+            read = drafter.read_features if isinstance(drafter, ReadsFeatures) else None
+            queries = self.target.prefill(prompt, sequence.cache, drafter.observed_queries, read)
             drafter.start(sequence.cache, queries)
         self.target.wait()
         sequence.statistics.prefill_seconds = time.perf_counter() - start

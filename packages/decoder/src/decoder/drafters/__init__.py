@@ -3,6 +3,7 @@
 from decoder.drafters.ar import Autoregressive
 from decoder.drafters.auto import Auto
 from decoder.drafters.base import Drafter, DrafterContext, DraftsAhead
+from decoder.drafters.eagle3 import Eagle3, TunedEagle3
 from decoder.drafters.fused import Fused, TunedFused
 from decoder.drafters.magicdec import MagicDec
 from decoder.drafters.medusa import Medusa, TunedMedusa
@@ -16,6 +17,7 @@ METHODS: dict[str, type[Drafter]] = {
     "ar": Autoregressive,
     "tokenswift": TokenSwift,
     "medusa": Medusa,
+    "eagle3": Eagle3,
     "triforce": TriForce,
     "magicdec": MagicDec,
     "prompt-lookup": PromptLookup,
@@ -24,7 +26,12 @@ METHODS: dict[str, type[Drafter]] = {
     "auto": Auto,
 }
 
-TUNED: dict[str, type[Drafter]] = {"tokenswift": TunedTokenSwift, "medusa": TunedMedusa, "tokenswift-fused": TunedFused}
+TUNED: dict[str, type[Drafter]] = {
+    "tokenswift": TunedTokenSwift,
+    "medusa": TunedMedusa,
+    "eagle3": TunedEagle3,
+    "tokenswift-fused": TunedFused,
+}
 """The drafters that replace those with a fixed tree where the user gives no tree."""
 
 
@@ -43,6 +50,7 @@ __all__ = [
     "Drafter",
     "DrafterContext",
     "DraftsAhead",
+    "Eagle3",
     "Fused",
     "MagicDec",
     "Medusa",

@@ -13,7 +13,7 @@ class Auto(CostTuned):
     A suffix of the text tells what followed it where it stood before (compare SuffixDecoding, arXiv 2411.04975).
     """
 
-    heads_kinds = ("gated", "conditioned", "chained", "independent")
+    heads_kinds = ("eagle3", "gated", "conditioned", "chained", "independent")
 
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)

@@ -145,3 +145,11 @@ class DraftsAhead(Protocol):
         The host must not wait for the device here. The deferred read is received before `commit`, and it may turn out
         that the text has ended earlier. If this was not called, on a CPU for instance, `propose` must do without it.
         """
+
+
+@runtime_checkable
+class ReadsFeatures(Protocol):
+    """A `Drafter` that reads the target's features of the prompt; those of later tokens come with verifications."""
+
+    def read_features(self, features: torch.Tensor) -> None:
+        """Called before `start` with the features [n, layers x d] of each chunk of committed prompt tokens in turn."""

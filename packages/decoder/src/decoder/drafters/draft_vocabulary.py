@@ -18,18 +18,19 @@ class DraftVocabulary:
 
     Args:
         target: the model that the heads are for.
-        draft_to_target: the ids of the drafted tokens, int64 [v], ascending; None drafts all tokens.
+        draft_to_target: the ids of the drafted tokens, int64 [v]; None drafts all tokens.
+        own_head: the language-model head of the heads' own, if they have one; it replaces the target's.
 
     Attributes:
         size: v, the number of drafted tokens.
     """
 
-    def __init__(self, target: Target, draft_to_target: torch.Tensor | None):
-        self.target, self._ids = target, draft_to_target
+    def __init__(self, target: Target, draft_to_target: torch.Tensor | None, own_head: nn.Linear | None = None):
+        self.target, self._ids, self._own_head = target, draft_to_target, own_head
         self.size = target.vocab_size if draft_to_target is None else len(draft_to_target)
         self._rows: nn.Linear | None = None
         self._copied: tuple[int, int] | None = None  # the `_state` of the weights that the rows were copied from
-        if draft_to_target is not None:
+        if draft_to_target is not None and own_head is None:
             biased = getattr(target.lm_head, "bias", None) is not None
             self._rows = nn.Linear(target.hidden_size, self.size, biased, device="meta")
             self._copy()
@@ -40,7 +41,9 @@ class DraftVocabulary:
         """The draft vocabulary of ``heads``, made when first asked for and brought up to date with the weights."""
         found = target.draft_vocabularies.get(heads)
         if found is None or found._ids is not heads.draft_to_target:
-            found = target.draft_vocabularies[heads] = cls(target, heads.draft_to_target)
+            found = target.draft_vocabularies[heads] = cls(
+                target, heads.draft_to_target, getattr(heads, "lm_head", None)
+            )
         found.refresh()
         return found
 
@@ -65,7 +68,7 @@ class DraftVocabulary:
 
     def logits(self, normalised: torch.Tensor) -> torch.Tensor:
         """Logits [..., v] of the drafted tokens, from normalised hidden states [..., d]."""
-        return self.target.head(normalised, self._rows)
+        return self.target.head(normalised, self._rows) if self._own_head is None else self._own_head(normalised)
 
     def scores(
         self, logits: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, skip: int = 0

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -11,6 +11,7 @@ from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.heads import Heads
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
+from decoder.model.verification import Verification
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 
@@ -31,7 +32,7 @@ class Level(NamedTuple):
     parents: list[int] | None
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """What a level needs of the weights; texts that need the same send their rows through them together.
 
     Attributes:
@@ -45,8 +46,18 @@ class _Product(NamedTuple):
     inputs: tuple[torch.Tensor, ...]
 
 
-_Filling = Generator[_Product, tuple[torch.Tensor, ...], list[torch.Tensor]]
+Filling = Generator[Product, tuple[torch.Tensor, ...], list[torch.Tensor]]
 """Asks for products and is sent their results; returns the tensors that `HeadLevels.read` takes, flattened."""
+
+Advancing = Generator[Product, tuple[torch.Tensor, ...], tuple["State", torch.Tensor]]
+"""Asks for products likewise; returns the state and the logits [n, v] of a level."""
+
+
+class State(Protocol):
+    """What a level is drafted from, one row per branch: a hidden state [n, d], or more than that."""
+
+    def index_select(self, dim: int, index: torch.Tensor) -> "State":
+        """The rows ``index``, int64 on the device, along ``dim`` 0."""
 
 
 class HeadLevels:
@@ -61,26 +72,41 @@ class HeadLevels:
         coupled: whether to rank by log q plus the position's noise instead of log q.
         width: how many candidates a branch gets.
         beam: how many branches of a level the next one continues.
+
+    Attributes:
+        state: what levels are drafted from; None where nothing is known yet.
     """
+
+    drafts_ahead = True
+    """Whether levels can be drafted behind a walk whose end only the device knows."""
 
     def __init__(self, target: Target, heads: Heads, coupled: bool, width: int, beam: int = 1):
         self.target, self.heads, self.coupled = target, heads, coupled
         self.vocabulary = DraftVocabulary.of(target, heads)
         self.width, self.beam = min(width, self.vocabulary.size), beam
+        self.state: State | None = None
 
-    def levels(self, hidden: torch.Tensor, sampler: Sampler, count: int, own_level: bool = False) -> list[Level]:
-        """``count`` levels from ``hidden`` [1, d], a hidden state before the final norm (paper equations 1 to 3).
+    def read_features(self, features: torch.Tensor) -> None:
+        """Take in the target's features of prompt tokens, see `ReadsFeatures`; these heads need none."""
+
+    def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take in that a step has accepted ``path`` and added ``tokens`` to the text, behind which `state` then is."""
+        # The next verification may write over its own.
+        self.state = verification.hidden[path[-1] : path[-1] + 1].clone()
+
+    def levels(self, state: State, sampler: Sampler, count: int, own_level: bool = False) -> list[Level]:
+        """``count`` levels from a state, which is a hidden state before the final norm [1, d] (paper equations 1 to 3).
 
         With ``own_level`` the first level is what the hidden state itself predicts (l_0 in the paper) and head 1 gives
         the second one. Without it head 1 gives the first.
         """
-        return self.read(download(self.ask(hidden, sampler, sampler.draft_context(), count, own_level)))
+        return self.read(download(self.ask(state, sampler, sampler.draft_context(), count, own_level)))
 
     def ask(
-        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
+        self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
     ) -> torch.Tensor:
         """Launch `levels` behind ``context`` without waiting: returns the vector on the device that `read` decodes."""
-        filling = self.filling(hidden, sampler, context, count, own_level)
+        filling = self.filling(state, sampler, context, count, own_level)
         product = next(filling)
         while True:
             try:
@@ -88,12 +114,10 @@ class HeadLevels:
             except StopIteration as done:
                 return _flat(done.value)
 
-    def filling(
-        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
-    ) -> _Filling:
+    def filling(self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool) -> Filling:
         """`ask`, which leaves the products to the caller."""
         fill = self._in_turn if self.heads.conditioned else self._at_once
-        return fill(hidden, sampler, context, count, own_level)
+        return fill(state, sampler, context, count, own_level)
 
     def read(self, numbers: Sequence[float]) -> list[Level]:
         """The levels from the values of the vector that `ask` has returned."""
@@ -109,10 +133,10 @@ class HeadLevels:
             pairs = iter(zip(map(int, tokens), scores, strict=True))
             levels.append(Level([list(islice(pairs, self.width)) for _ in range(branches)], parents))
 
-    def _own(self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext) -> _Filling:
+    def _own(self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext) -> Filling:
         """The best scores and tokens, both [1, width], of what the state itself predicts, among all tokens."""
         key = self.target, "own"
-        (logits,) = yield _Product(key, lambda hidden: (self.target.head(self.target.norm(hidden)),), (hidden,))
+        (logits,) = yield Product(key, lambda hidden: (self.target.head(self.target.norm(hidden)),), (hidden,))
         return list(sampler.draft_scores(logits, self.coupled, context).topk(self.width))
 
     def _best(self, scores: torch.Tensor) -> list[torch.Tensor]:
@@ -122,28 +146,27 @@ class HeadLevels:
 
     def _at_once(
         self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
-    ) -> _Filling:
+    ) -> Filling:
         parts = (yield from self._own(hidden, sampler, context)) if own_level else []
         if (heads := count - own_level) > 0:
 
             def run(hidden: torch.Tensor) -> tuple[torch.Tensor]:
                 return (self.vocabulary.logits(torch.stack(self.heads(hidden, count=heads), 1)),)
 
-            (logits,) = yield _Product((self.heads, "all", heads), run, (hidden,))
+            (logits,) = yield Product((self.heads, "all", heads), run, (hidden,))
             scores = self.vocabulary.scores(logits[0], sampler, self.coupled, context, skip=int(own_level))
             for level in zip(*self._best(scores), strict=True):
                 parts += level
         return parts
 
-    def _in_turn(
-        self, hidden: torch.Tensor, sampler: Sampler, context: DraftContext, count: int, own_level: bool
-    ) -> _Filling:
+    def _in_turn(self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool) -> Filling:
         parts, drafted, likely = [], None, 0.0
         for level in range(count):
             if own_level and not level:
-                scores, tokens = yield from self._own(hidden, sampler, context)
+                scores, tokens = yield from self._own(state, sampler, context)
             else:
-                hidden, logits = yield self._advance(level - own_level, hidden, context, drafted)
+                newest = context.newest() if drafted is None else drafted[:, -1]
+                state, logits = yield from self._advance(level - own_level, state, newest)
                 scores, tokens = self._best(self._conditioned_scores(logits, sampler, context, drafted))
             parts += [scores, tokens]
             if level + 1 == count:
@@ -156,23 +179,23 @@ class HeadLevels:
             likely, indices = likely.topk(min(self.beam, len(likely)))
             likely, rows = likely[:, None], indices // self.width
             newest = tokens.flatten().index_select(0, indices)[:, None]
-            hidden = hidden.index_select(0, rows)
+            state = state.index_select(0, rows)
             drafted = newest if drafted is None else torch.cat((drafted.index_select(0, rows), newest), dim=1)
             parts.append(indices)
         return parts
 
-    def _advance(
-        self, head: int, hidden: torch.Tensor, context: DraftContext, drafted: torch.Tensor | None
-    ) -> _Product:
-        """The next states [n, d] and logits [n, v] of a head behind each branch; the last head serves deeper levels."""
-        head = min(head, self.heads.num_heads - 1)
+    def _advance(self, level: int, state: State, newest: torch.Tensor) -> Advancing:
+        """The next states [n, d] and logits [n, v] behind each branch, of which ``newest`` [n] are the last tokens.
+
+        The last head serves deeper levels.
+        """
+        head = min(level, self.heads.num_heads - 1)
 
         def run(hidden: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             state, normalised = self.heads.advance(head, hidden, self.target.embed(newest))
             return state, self.vocabulary.logits(normalised)
 
-        newest = context.newest() if drafted is None else drafted[:, -1]
-        return _Product((self.heads, head), run, (hidden, newest))
+        return (yield Product((self.heads, head), run, (state, newest)))
 
     def _conditioned_scores(
         self, logits: torch.Tensor, sampler: Sampler, context: DraftContext, drafted: torch.Tensor | None
@@ -191,7 +214,7 @@ class LevelsWanted(NamedTuple):
     """
 
     heads: HeadLevels
-    hidden: torch.Tensor
+    state: State
     sampler: Sampler
     count: int
     own_level: bool
@@ -201,10 +224,10 @@ class LevelsWanted(NamedTuple):
 def fill_together(wanted: Sequence[LevelsWanted]) -> None:
     """Fill the levels that several texts want: the weights are read once for all and not once for each."""
     start = time.perf_counter()
-    running: dict[int, tuple[_Filling, _Product]] = {}
+    running: dict[int, tuple[Filling, Product]] = {}
     parts: dict[int, list[torch.Tensor]] = {}
     for text, one in enumerate(wanted):
-        filling = one.heads.filling(one.hidden, one.sampler, one.sampler.draft_context(), one.count, one.own_level)
+        filling = one.heads.filling(one.state, one.sampler, one.sampler.draft_context(), one.count, one.own_level)
         running[text] = filling, next(filling)
     while running:
         groups: dict[Hashable, list[int]] = {}
@@ -224,7 +247,7 @@ def fill_together(wanted: Sequence[LevelsWanted]) -> None:
         one.receive(own, seconds / len(wanted))
 
 
-def _run(products: Sequence[_Product]) -> list[tuple[torch.Tensor, ...]]:
+def _run(products: Sequence[Product]) -> list[tuple[torch.Tensor, ...]]:
     """The results of products of one key, run as one."""
     inputs = [torch.cat(parts) for parts in zip(*(product.inputs for product in products), strict=True)]
     rows = [len(product.inputs[0]) for product in products]

@@ -6,7 +6,8 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
-from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
+from decoder.drafters.eagle3_levels import make_levels
+from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -30,18 +31,20 @@ class Medusa:
         heads, options = context.heads, context.options
         paths = rank_paths(options.fixed_tree, min(heads.num_heads, context.max_new_tokens))
         self.paths, self.depth = paths, max(map(len, paths), default=0)
-        self.heads = HeadLevels(context.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
+        self.heads = make_levels(context, width=max(map(max, paths), default=0) + 1)
         self.max_nodes = 1 + len(paths)
-        self.hidden: torch.Tensor | None = None
         self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         pass
 
+    def read_features(self, features: torch.Tensor) -> None:
+        self.heads.read_features(features)
+
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
-        if self._candidates is not None or self.hidden is None:
+        if self._candidates is not None or self.heads.state is None:
             return None
-        return LevelsWanted(self.heads, self.hidden, sampler, self.depth, False, self._take_levels)
+        return LevelsWanted(self.heads, self.heads.state, sampler, self.depth, False, self._take_levels)
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
         self._candidates = ranked_tokens(levels)
@@ -49,12 +52,14 @@ class Medusa:
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         candidates, self._candidates = self._candidates, None
-        if candidates is None and self.hidden is not None:
-            candidates = ranked_tokens(self.heads.levels(self.hidden, sampler, self.depth))
+        if candidates is None and self.heads.state is not None:
+            candidates = ranked_tokens(self.heads.levels(self.heads.state, sampler, self.depth))
         tree.add_ranked(candidates or (), self.paths, "heads")
         return tree
 
-    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead:
+    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
+        if not self.heads.drafts_ahead:
+            return None
         hidden = verification.hidden.index_select(0, draws.last_node)
         numbers = self.heads.ask(hidden, draws.sampler, draws.draft_context, self.depth)
         return DeferredRead(numbers, self._receive)
@@ -63,8 +68,7 @@ class Medusa:
         self._candidates = ranked_tokens(self.heads.read(numbers))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        # The next verification may write over its own.
-        self.hidden = verification.hidden[path[-1] : path[-1] + 1].clone()
+        self.heads.follow(verification, path, tokens)
 
     def finish(self, statistics: Statistics) -> None:
         pass

@@ -55,12 +55,10 @@ def load_draft_model(source: str | os.PathLike, **from_hub: Any) -> Eagle3DraftM
     config = read_json(folder / CONFIG)
     if not is_eagle3(config):
         raise ValueError(f"{folder / CONFIG} is not of an EAGLE-3 draft model")
-    draft_model = read_draft_model(folder, config)
-    draft_model.source = str(source)
-    return draft_model
+    return read_draft_model(folder, config, str(source))
 
 
-def read_draft_model(folder: Path, config: Mapping[str, Any]) -> Eagle3DraftModel:
+def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Eagle3DraftModel:
     """The draft model in ``folder``, whose ``config.json`` holds ``config``; raises as `load_draft_model`."""
     tensors = _read_weights(folder)
     try:
@@ -70,6 +68,7 @@ def read_draft_model(folder: Path, config: Mapping[str, Any]) -> Eagle3DraftMode
         draft_to_target = None if offsets is None else offsets.long() + torch.arange(len(offsets))
         with torch.device("meta"):
             model = Eagle3DraftModel(parsed)
+            model.source = source
             model.set_draft_vocabulary(draft_to_target)
             model.make_own(*(f"{name}.weight" in tensors for name in ("lm_head", "embed_tokens")))
     except (KeyError, TypeError, ValueError) as error:

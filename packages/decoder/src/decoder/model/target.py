@@ -4,7 +4,7 @@ The model is reached through transformers' documented extension points. Norms, l
 none; they are replaced while a pass runs, where a test has found a faster function equal.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
@@ -16,18 +16,17 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
-from decoder.kernels import attention
 from decoder.kernels.attention import TextInPass
 from decoder.kernels.bitwise_attention import SPARE, BitwiseText
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
 from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
-from decoder.kernels.rotary import rotary_replaced
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
 from decoder.model.bitwise import Bitwise, BitwiseSetting, PassRule
 from decoder.model.fast_layers import FastLayers, tested_norms, tested_products, tested_rotary
+from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
 from decoder.model.recording_test import tested_recorder
@@ -69,7 +68,7 @@ class Target:
         self._helpers: list[nn.Module] = []
         self.draft_vocabularies: dict[nn.Module, object] = {}
         """By draft heads, their `DraftVocabulary`, which outlives generations."""
-        self._hidden: torch.Tensor | None = None
+        self._model_pass = ModelPass(model, norm)
         self.paths = FastPaths(self.device)
         """Which fast paths are used here, and why not the others."""
         self.pool = BufferPool(self.device)
@@ -108,7 +107,7 @@ class Target:
         """
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
-        self._modules = list(self.model.modules())
+        self._modules = self._model_pass.modules = list(self.model.modules())
         self.layers: int = self.model.config.num_hidden_layers
         self._faster: FastLayers | None = None
         if self.recorder is not None:
@@ -171,31 +170,10 @@ class Target:
         with replaced(self.replacements().called):
             yield
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """A block in which the model is in eval mode, with our attention, fast layers and a hook on its final norm.
-
-        It is around each pass and not around the step, since a pass that is replayed needs none of this.
-        """
-        config, training = self.model.config, [module for module in self._modules if module.training]
-        faster = self.replacements()
-        implementation = config._attn_implementation
-        hook = self.norm.register_forward_pre_hook(self._catch_hidden)
-        config._attn_implementation = attention.NAME
-        for module in training:
-            module.training = False
-        try:
-            with replaced(faster.layers), rotary_replaced(faster.rotary):
-                yield
-        finally:
-            hook.remove()
-            config._attn_implementation = implementation
-            for module in training:
-                module.training = True
-            self._hidden = None
-
-    def _catch_hidden(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self._hidden = args[0]
+    def read_features(self, layers: Sequence[int]) -> None:
+        """Return the inputs of these layers with every pass, for an EAGLE-3 draft model; see `PassOutput.features`."""
+        self._model_pass.read_features(layers)
+        self.refresh_weights()
 
     def _run(
         self,
@@ -204,19 +182,8 @@ class Target:
         cache: LayeredCache | FlattenedCaches,
         texts: Sequence[TextInPass],
         observed: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
-        """Run the model, or only its decoder, on ids [2, T]: the tokens and positions of all ``texts`` in a row.
-
-        Returns:
-            The hidden states before the final norm [T, d], the logits [T, V] (None if ``module`` is the decoder), and
-            by layer the last ``observed`` queries.
-        """
-        queries: dict[int, torch.Tensor] = {}
-        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
-        with self._running():
-            output = module(**inputs, texts=texts, queries=queries if observed else None, observed=observed)
-            logits = output.logits[0] if module is self.model else None
-            return self._hidden[0], logits, queries
+    ) -> PassOutput:
+        return self._model_pass.run(module, ids, cache, texts, observed, self.replacements())
 
     def _pass(
         self,
@@ -226,7 +193,7 @@ class Target:
         cache: LayeredCache,
         mask: torch.Tensor | None = None,
         observed: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+    ) -> PassOutput:
         """`_run` for one text, recorded and replayed if passes are."""
         if isinstance(tokens, torch.Tensor):
             ids = torch.stack((tokens, upload(positions, self.device)))
@@ -250,7 +217,7 @@ class Target:
 
     def _bitwise_pass(
         self, module: nn.Module, ids: torch.Tensor, cache: LayeredCache, mask: torch.Tensor | None, observed: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+    ) -> PassOutput:
         """`_run` for one text on ids [2, T] in host memory, padded as the `PassRule` demands."""
         count = ids.shape[1]
         padding = max(0, self._rule.least - count)
@@ -259,9 +226,7 @@ class Target:
             return self._run(module, ids, cache, [text], observed)
         # Pad with the first token. No other token sees the padding, and its pairs are never committed.
         ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
-        hidden, logits, queries = self._run(module, ids, cache, [text], observed and observed + padding)
-        queries = {layer: query[:, :, : query.shape[2] - padding] for layer, query in queries.items()}
-        return hidden[:count], None if logits is None else logits[:count], queries
+        return self._run(module, ids, cache, [text], observed and observed + padding).first(count, padding)
 
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
         """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
@@ -277,8 +242,18 @@ class Target:
         cache.prepare(self.layers, None if self.recorder is None else self.pool, spare)
         cache.begin(count)
 
-    def prefill(self, tokens: Sequence[int], cache: FullCache, observed: int = 0) -> dict[int, torch.Tensor]:
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        cache: FullCache,
+        observed: int = 0,
+        read: Callable[[torch.Tensor], None] | None = None,
+    ) -> dict[int, torch.Tensor]:
         """Run ``tokens`` through the model chunk by chunk, and commit them to an empty cache.
+
+        Args:
+            observed: how many tokens' queries to return.
+            read: called with the features of each chunk, `PassOutput.features`, if the model returns them.
 
         Returns:
             By layer, the queries [1, H, T, D] of the last ``observed`` tokens, or of all if there are fewer.
@@ -291,8 +266,11 @@ class Target:
         starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
         for start, end in pairwise([*starts, len(tokens)] if tokens else []):
             last = observed if end == len(tokens) else 0
-            _, _, queries = self._pass(self.decoder, tokens[start:end], range(start, end), cache, observed=last)
+            output = self._pass(self.decoder, tokens[start:end], range(start, end), cache, observed=last)
             cache.keep(range(end - start))
+            queries = output.queries
+            if read is not None and output.features is not None:
+                read(output.features)
         # Copies, since the outputs of a recorded pass are overwritten by the next one.
         return {layer: query.clone() for layer, query in queries.items()}
 
@@ -335,8 +313,8 @@ class Target:
         positions = [cache.length + depth for depth in tree.depths] + [cache.length] * padding
         tokens = tree.tokens + [tree.tokens[0]] * padding
         observed = len(tokens) if observe else 0
-        hidden, logits, queries = self._pass(self.model, tokens, positions, cache, mask, observed)
-        return Verification(hidden[:nodes], logits[:nodes], queries)
+        output = self._pass(self.model, tokens, positions, cache, mask, observed)
+        return Verification.of(output.part(slice(0, nodes), output.queries))
 
     def _verify(self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool) -> list[Verification]:
         """Verify all trees in one pass, which is never recorded, since its shape changes with every step."""
@@ -352,16 +330,12 @@ class Target:
         ids = upload([tokens, positions], self.device)
         observed = len(tokens) if observe else 0
         cache = FlattenedCaches(caches, counts) if len(caches) > 1 else caches[0]
-        hidden, logits, queries = self._run(self.model, ids, cache, texts, observed)
-        borders = pairwise(accumulate(counts, initial=0))
-        return [
-            Verification(
-                hidden[start:end],
-                logits[start:end],
-                {layer: query[:, :, start:end] for layer, query in queries.items()},
-            )
-            for start, end in borders
-        ]
+        output = self._run(self.model, ids, cache, texts, observed)
+        verifications = []
+        for start, end in pairwise(accumulate(counts, initial=0)):
+            queries = {layer: query[:, :, start:end] for layer, query in output.queries.items()}
+            verifications.append(Verification.of(output.part(slice(start, end), queries)))
+        return verifications
 
     def draft(self, tokens: Sequence[int] | torch.Tensor, position: int, cache: LayeredCache) -> torch.Tensor:
         """A draft pass: the hidden states h0 [T, d] before the final norm of T tokens in a row, without logits.
@@ -374,7 +348,7 @@ class Target:
             position: the position of the first one.
             cache: the cache to attend to and to write the tokens' pairs to.
         """
-        return self._pass(self.decoder, tokens, range(position, position + len(tokens)), cache)[0]
+        return self._pass(self.decoder, tokens, range(position, position + len(tokens)), cache).hidden
 
     def embed(self, tokens: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """The input embedding [d] of a token, or those of several [n, d]; a tensor must be on the model's device."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from decoder.model.model_pass import PassOutput
+
 
 @dataclass
 class Verification:
@@ -15,13 +17,21 @@ class Verification:
         hidden: the output of the last decoder layer, before the final norm, [T, d].
         logits: the logits of the token that follows each node, [T, V].
         queries: by layer, the queries [1, H, T or more, D]; empty unless they were asked for.
+        features: as for `PassOutput`, [T, layers x d].
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor
     queries: dict[int, torch.Tensor]
+    features: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, output: PassOutput) -> "Verification":
+        """The verification that a pass over the nodes has made."""
+        return cls(*output)
 
     def detached(self) -> "Verification":
         """A copy that no later pass overwrites."""
         queries = {layer: query.clone() for layer, query in self.queries.items()}
-        return Verification(self.hidden.clone(), self.logits.clone(), queries)
+        features = None if self.features is None else self.features.clone()
+        return Verification(self.hidden.clone(), self.logits.clone(), queries, features)

@@ -7,7 +7,8 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
-from decoder.drafters.levels import HeadLevels, Level, LevelsWanted
+from decoder.drafters.eagle3_levels import make_levels
+from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, State
 from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
 from decoder.drafters.tuning.level_policy import LevelPolicy, step_seconds
@@ -46,13 +47,13 @@ class CostTuned:
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
                 f"{context.options.verification} verification: take another method, or exact verification"
             )
-        self.context, self.heads, self._most_levels = context, None, 0
+        self.context, self._most_levels = context, 0
+        self.heads: HeadLevels | None = None
         if context.heads is not None:
-            self.heads = HeadLevels(context.target, context.heads, context.options.coupled, _WIDTH, _BEAM)
+            self.heads = make_levels(context, _WIDTH, _BEAM)
             self._own_level = own_level
             self._most_levels = _DEEPEST if context.heads.conditioned else context.heads.num_heads + own_level
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
-        self._hidden: torch.Tensor | None = None  # of the last accepted node
         self._ahead: list[Level] | None = None  # levels that were drafted ahead of this step
         self._policy, self._costs = LevelPolicy(0), [0.0]
         self._candidates: CandidateTree | None = None
@@ -64,6 +65,10 @@ class CostTuned:
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         if self.context.max_new_tokens >= _FEWEST:
             self.context.costs.at(cache)
+
+    def read_features(self, features: torch.Tensor) -> None:
+        if self.heads is not None:
+            self.heads.read_features(features)
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         self._begin(cache, sampler, depth)
@@ -78,7 +83,7 @@ class CostTuned:
             return self._tree
         if not began and (wanted := self._wanted(cache, sampler, depth)) is not None:
             start = time.perf_counter()
-            levels = wanted.heads.levels(wanted.hidden, sampler, wanted.count, wanted.own_level)
+            levels = wanted.heads.levels(wanted.state, sampler, wanted.count, wanted.own_level)
             self._take_levels(levels, time.perf_counter() - start)
         start = time.perf_counter()
         levels, self._ahead = self._ahead or [], None
@@ -131,19 +136,19 @@ class CostTuned:
             if (1 - covered) * policy.gain(policy.levels) < self._best(0)[1] * seconds:
                 return None
         start = time.perf_counter()
-        hidden = self._state(cache, sampler)
+        state = self._state(cache, sampler)
         self._drafting += time.perf_counter() - start
-        if hidden is None:
+        if state is None:
             return None
-        return LevelsWanted(self.heads, hidden, sampler, policy.levels, self._own_level, self._take_levels)
+        return LevelsWanted(self.heads, state, sampler, policy.levels, self._own_level, self._take_levels)
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
         self._ahead = levels
         self._drafting += seconds
 
-    def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor | None:
-        """What levels are drafted from: the verification's own hidden state; None before the first step."""
-        return self._hidden
+    def _state(self, cache: FullCache, sampler: Sampler) -> State | None:
+        """What levels are drafted from: what the verification has computed; None where nothing is known yet."""
+        return self.heads.state
 
     def _offer_levels(self, levels: list[Level]) -> None:
         nodes: list[int | None] = [0]
@@ -181,8 +186,12 @@ class CostTuned:
         return nodes + [None] * (len(row) - len(nodes))
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
-        # The next step is taken to be like this one: where its suffix made heads needless, the next one's does.
-        if not self._policy.levels or (self._hidden is not None and not self._levels):
+
+        if (
+            not self._policy.levels
+            or not self.heads.drafts_ahead
+            or (self.heads.state is not None and not self._levels)
+        ):
             return None
         start = time.perf_counter()
         hidden = verification.hidden.index_select(0, draws.last_node)
@@ -199,8 +208,8 @@ class CostTuned:
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
         self._learn(tokens)
-        # The next verification may write over its own.
-        self._hidden = verification.hidden[path[-1] : path[-1] + 1].clone()
+        if self.heads is not None:
+            self.heads.follow(verification, path, tokens)
         gained = [self._needed_levels(node) for node in path[1:]][: self._levels]
         gained += [False] * (self._levels - len(gained))
         nodes, overhead = len(self._tree), self._drafting
