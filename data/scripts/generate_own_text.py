@@ -197,7 +197,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--states", help="folder in which heads-train keeps last states (--model.state_cache)")
     parser.add_argument(
-        "--layers", type=int, nargs="*", default=(), help="layers whose inputs are kept with them, for an eagle3 drafter"
+        "--layers",
+        type=int,
+        nargs="*",
+        default=(),
+        help="layers whose inputs are kept with them, for an eagle3 drafter",
     )
     args = parser.parse_args()
     AttentionInterface.register("grouped-rows", grouped_attention)

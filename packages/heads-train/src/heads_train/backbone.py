@@ -110,7 +110,7 @@ class FrozenStates:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (), kept: StateCache | None = None):
         self.decoder, self.kept = model.get_decoder(), kept
-        self.seen: list[Tensor] = []
+        self._seen: list[Tensor] | None = None  # a list while the model runs; the loss calls the norm, too
         self.norm = final_norm(model)
         for module in (*((*self.decoder.layers, self.norm)[layer] for layer in layers), self.norm):
             module.register_forward_pre_hook(self._keep, with_kwargs=True)
@@ -120,16 +120,18 @@ class FrozenStates:
 
     @torch.no_grad()
     def _check_logits(self, model: PreTrainedModel) -> None:
+        self._seen = []
         logits = model(input_ids=torch.arange(4, device=model.device)[None] % self.vocabulary, use_cache=False).logits
-        expected = model.get_output_embeddings()(self.norm(self.seen[-1]))
-        self.seen.clear()
+        hidden, self._seen = self._seen[-1], None
+        expected = model.get_output_embeddings()(self.norm(hidden))
         if not torch.allclose(logits, expected.to(logits), rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
             raise ValueError(
                 f"{type(model).__name__} is not supported: it changes its logits behind the language-model head"
             )
 
     def _keep(self, _, inputs: tuple, named: dict) -> None:
-        self.seen.append(inputs[0] if inputs else named["hidden_states"])
+        if self._seen is not None:
+            self._seen.append(inputs[0] if inputs else named["hidden_states"])
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> Tensor:
@@ -153,7 +155,7 @@ class FrozenStates:
                 f"the tokenizer gives token {largest}, and the model has {self.vocabulary} tokens only: give the model "
                 "its own tokenizer"
             )
+        self._seen = []
         self.decoder(input_ids=input_ids, use_cache=False)
-        states = torch.cat(self.seen, dim=-1)
-        self.seen.clear()
+        states, self._seen = torch.cat(self._seen, dim=-1), None
         return states

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -25,6 +26,7 @@ from heads_train.callbacks import (
     WholeCheckpoints,
 )
 from heads_train.data import BooksDataModule
+from heads_train.export import export
 from heads_train.module import HeadsModule, TrainingDiverged
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -217,8 +219,12 @@ def main(args: Sequence[str] | None = None) -> int:
     0: done; 1: training diverged; 2: wrong usage, missing input, a full disk or memory; 130: stopped by Ctrl-C;
     143: stopped by SIGTERM.
     """
+    args = sys.argv[1:] if args is None else list(args)
     try:
-        run(sys.argv[1:] if args is None else args)
+        if args[:1] == ["export"]:
+            export.main(args[1:], prog_name="heads-train export", standalone_mode=False)
+        else:
+            run(args)
     except SIGTERMException:
         return _fail(STOPPED, 143)
     except (KeyboardInterrupt, SystemExit) as error:
@@ -227,6 +233,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _fail(STOPPED, 130)
     except TrainingDiverged as error:
         return _fail(error, 1)
+    except click.ClickException as error:
+        return _fail(error.format_message(), 2)
     except (OSError, ValueError, MisconfigurationException) as error:
         if getattr(error, "errno", None) in DISK_FULL:
             error = f"{error}: free some space and give the same command again; what was saved before is whole"

@@ -159,14 +159,18 @@ class HeadsModule(L.LightningModule):
         if self.state_cache is not None:
             kept = StateCache(self.state_cache, self.model_name_or_path, self._backbone_dtype(), layers)
         self.states = FrozenStates(self.backbone, layers, kept)
-        chunks = self.trainer.datamodule.chunks.get("train")
-        if self.heads.kind == EAGLE3 and self.start_heads is None and chunks is not None:
-            some = chunks[:: max(1, len(chunks) * chunks.shape[1] // FITTED_TOKENS)]
-            ids = (torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some)
-            fit_features(self.heads, map(self.states, ids))
+        if self.heads.kind == EAGLE3 and self.start_heads is None:
+            self._fit_features()
         if self.compile_layers:
             for layer in self.backbone.get_decoder().layers:
                 layer.compile()
+
+    def _fit_features(self) -> None:
+        chunks = self.trainer.datamodule.chunks.get("train")
+        if chunks is not None:
+            some = chunks[:: max(1, len(chunks) * chunks.shape[1] // FITTED_TOKENS)]
+            ids = (torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some)
+            fit_features(self.heads, map(self.states, ids))
 
     def _refuse_other_size(self, size: int | None, who: str) -> None:
         if self.draft_vocab_size not in (None, size):
@@ -197,8 +201,11 @@ class HeadsModule(L.LightningModule):
         """Weight [v, d] and bias [v] of the language-model head for the tokens that are drafted, copied once."""
         if self.heads.draft_to_target is None and self.draft_vocab_size is not None:
             raise ValueError("model.draft_vocab_size needs training text to count on, or heads that have one")
+        lm_head = self.backbone.get_output_embeddings()
+        if self.heads.draft_to_target is None:
+            return copy_head(self.heads, lm_head)
         if self.draft_weights is None:
-            self.draft_weights = copy_head(self.heads, self.backbone.get_output_embeddings())
+            self.draft_weights = copy_head(self.heads, lm_head)
         return self.draft_weights
 
     def _last(self, states: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ def new_heads(
         levels=count,
     )
     draft_model = Eagle3DraftModel(shape)
+    draft_model.target_architecture = (config.architectures or [draft_model.target_architecture])[0]
     draft_model.check_fits(config.hidden_size, config.vocab_size, config.num_hidden_layers)
     return draft_model
 

@@ -80,6 +80,9 @@ def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Ea
     ):
         raise ValueError(f"the maps of the draft vocabulary in {folder}, d2t and t2d, do not agree")
     _load(model, tensors, folder)
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    model.base_model = verifier.get("name_or_path") or config.get("base_model")
+    model.target_architecture = (verifier.get("architectures") or [model.target_architecture])[0]
     return model
 
 
@@ -195,16 +198,12 @@ def save_draft_model(
     directory: str | os.PathLike,
     *,
     layout: str = "speculators",
-    base_model: str | None = None,
-    architecture: str = "LlamaForCausalLM",
     training: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint into ``directory``: ``model.safetensors`` and ``config.json``, whole or not at all.
 
     Args:
         layout: "speculators", which vLLM loads, or "eagle3", which SGLang loads.
-        base_model: the target's name.
-        architecture: the target's class in transformers.
         training: how it was trained, anything JSON can hold.
 
     Raises:
@@ -224,7 +223,7 @@ def save_draft_model(
         tensors[DRAFT_TO_TARGET_OFFSETS] = chosen - torch.arange(len(chosen))
         tensors[_TARGET_TO_DRAFT] = torch.zeros(model.config.vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
     write = _speculators_config if layout == "speculators" else _eagle3_config
-    config = write(model, str(next(model.parameters()).dtype).removeprefix("torch."), base_model, architecture)
+    config = write(model, str(next(model.parameters()).dtype).removeprefix("torch."))
     if training is not None:
         config["training"] = dict(training)
     directory = Path(directory)
@@ -264,9 +263,7 @@ def _layer_config(model: Eagle3DraftModel, dtype: str) -> dict[str, Any]:
     return fields
 
 
-def _speculators_config(
-    model: Eagle3DraftModel, dtype: str, base_model: str | None, architecture: str
-) -> dict[str, Any]:
+def _speculators_config(model: Eagle3DraftModel, dtype: str) -> dict[str, Any]:
     config = model.config
     return {
         "architectures": ["Eagle3Speculator"],
@@ -289,12 +286,12 @@ def _speculators_config(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.levels}],
-            "verifier": {"architectures": [architecture], "name_or_path": base_model},
+            "verifier": {"architectures": [model.target_architecture], "name_or_path": model.base_model},
         },
     }
 
 
-def _eagle3_config(model: Eagle3DraftModel, dtype: str, base_model: str | None, architecture: str) -> dict[str, Any]:
+def _eagle3_config(model: Eagle3DraftModel, dtype: str) -> dict[str, Any]:
     config = model.config
     flags = ("norm_before_fc", "fc_norm", "norm_output")
     return {
@@ -306,6 +303,6 @@ def _eagle3_config(model: Eagle3DraftModel, dtype: str, base_model: str | None, 
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in model.target_layers],
         },
-        "base_model": base_model,
+        "base_model": model.base_model,
         **{flag: True for flag in flags if getattr(config, flag)},
     }

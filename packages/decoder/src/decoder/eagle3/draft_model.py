@@ -73,6 +73,11 @@ class Eagle3DraftModel(nn.Module):
         own_head: whether it has a language-model head of its own.
         own_embeddings: whether it has embeddings of its own.
 
+    Attributes:
+        source: where it was read from, which errors name.
+        base_model: the target's name, as far as its checkpoint says it.
+        target_architecture: the target's class in transformers.
+
     Raises:
         ValueError: ``draft_to_target`` holds no token ids.
     """
@@ -89,7 +94,9 @@ class Eagle3DraftModel(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.source: str | None = None  # where it was read from; errors name it
+        self.source: str | None = None
+        self.base_model: str | None = None
+        self.target_architecture = "LlamaForCausalLM"
         self.register_buffer(DRAFT_TO_TARGET, None)
         if draft_to_target is not None:
             self.set_draft_vocabulary(draft_to_target)
@@ -186,7 +193,8 @@ class Eagle3DraftModel(nn.Module):
         """Write a checkpoint in the layout of vLLM's speculators; see `checkpoint.save_draft_model`."""
         from decoder.eagle3.checkpoint import save_draft_model
 
-        save_draft_model(self, directory, base_model=base_model, training=training)
+        self.base_model = self.base_model if base_model is None else base_model
+        save_draft_model(self, directory, training=training)
 
     @torch.no_grad()
     def init_from_norm(self, weight: torch.Tensor) -> None:

@@ -1,0 +1,36 @@
+"""``heads-train export``: an EAGLE-3 draft model in the layout that another engine loads."""
+
+from pathlib import Path
+
+import click
+
+from decoder.eagle3.checkpoint import LAYOUTS, save_draft_model
+from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder.heads import load_heads
+
+
+@click.command()
+@click.option("--format", "layout", type=click.Choice(LAYOUTS), default="speculators", show_default=True)
+@click.option(
+    "--base-model", help="name of the model, as the other engine will find it; the checkpoint's own by default"
+)
+@click.argument("source", type=click.Path(exists=True, file_okay=False))
+@click.argument("output", type=click.Path(file_okay=False, path_type=Path))
+def export(layout: str, base_model: str | None, source: str, output: Path) -> None:
+    """Write the draft model in SOURCE to OUTPUT: speculators for vLLM, eagle3 for SGLang.
+
+    These engines verify its drafts by rules of their own, so what they write is not promised to be plain decoding's.
+    """
+    if output.resolve() == Path(source).resolve():
+        raise ValueError(f"{output} is the draft model itself: give another folder to write to")
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty: give a new folder")
+    heads = load_heads(source)
+    if not isinstance(heads, Eagle3DraftModel):
+        raise ValueError(
+            f"{source} holds {heads.num_heads} {heads.kind} heads, and other engines load draft models of kind eagle3 "
+            "alone: train one with --model.kind eagle3"
+        )
+    heads.base_model = base_model or heads.base_model
+    save_draft_model(heads, output, layout=layout)
+    click.echo(f"{layout} checkpoint for {heads.base_model or 'a model without a name'} in {output}")
