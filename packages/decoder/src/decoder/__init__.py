@@ -5,6 +5,7 @@ from decoder.decoder import Decoder, methods
 from decoder.draft_heads import DraftHeads
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import load_heads
+from decoder.hf import custom_generate
 from decoder.loader import load
 from decoder.options import TokenSwiftOptions, parse_tree
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
@@ -25,6 +26,7 @@ __all__ = [
     "Statistics",
     "TokenSwiftOptions",
     "audit",
+    "custom_generate",
     "load",
     "load_heads",
     "methods",
