@@ -97,7 +97,7 @@ def test_a_cancelled_text_leaves_and_the_others_go_on(dec, texts, alone):
         check_arguments(dec, text, new, "tokenswift", params(index), None, None, False, False, None)
         for index, (text, new) in enumerate(zip(texts, NEW, strict=True))
     ]
-    running = [dec._sequence(engine, one) for one in asked]
+    running = [dec.sequence(engine, one) for one in asked]
     for sequence in running[:6]:
         engine.add(sequence)
     for _ in range(3):

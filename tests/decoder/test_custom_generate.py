@@ -247,6 +247,7 @@ def test_a_generation_config_of_the_users_own_is_honoured(model, ids, hook):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_int8_model_of_torchao_is_its_own_backbone(ids, dtype):
+    """Skipped unless torchao is installed, which transformers then imports, with warnings, in every process."""
     quantization = pytest.importorskip("torchao.quantization")
     model = tiny_llama(dtype)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))

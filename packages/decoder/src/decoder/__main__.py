@@ -1,4 +1,6 @@
-"""Stream a continuation of a prompt to the terminal; `doctor` in place of flags tells what is fast here, and why not.
+"""Stream a continuation of a prompt to the terminal.
+
+`doctor` in place of flags tells what is fast here, and why not; `serve` serves the model over HTTP.
 
 Standard output gets the text and nothing else. Exit status: 0 done; 1 the run broke off, for instance on a full disk;
 2 wrong usage or input; 130 interrupted.
@@ -268,6 +270,27 @@ def _expected(error: Exception) -> bool:
     return isinstance(error, ValueError | OSError) or out_of_memory(error)
 
 
+def _doctor(arguments: Sequence[str]) -> None:
+    print(doctor(arguments, _Parser))
+
+
+def _serve(arguments: Sequence[str]) -> None:
+    try:
+        from decoder.serve.command import serve
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _SERVE_PACKAGES:
+            raise
+        raise ValueError(
+            f"serving needs {package}, which is not installed: pip install 'tokenswift-decoder[serve]'"
+        ) from None
+    serve(arguments, _Parser)
+
+
+_COMMANDS = {"doctor": _doctor, "serve": _serve}
+_SERVE_PACKAGES = ("uvicorn", "starlette", "prometheus_client")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     if sys.stderr is None:
@@ -276,8 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("standard output is closed: send it somewhere, to /dev/null for instance")
         return WRONG_INPUT
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    diagnosed = arguments[:1] == ["doctor"]
-    args = None if diagnosed else _parser().parse_args(arguments)
+    other = _COMMANDS.get(arguments[0]) if arguments else None
+    args = None if other else _parser().parse_args(arguments)
     # A character that the terminal cannot show must not end the output.
     sys.stdout.reconfigure(errors="replace")
     if not sys.stderr.isatty():
@@ -286,8 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     huggingface_hub.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()
     try:
-        if diagnosed:
-            print(doctor(arguments[1:], _Parser))
+        if other:
+            other(arguments[1:])
             return 0
         run = _Run(args)
     except KeyboardInterrupt:

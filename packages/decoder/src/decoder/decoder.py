@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoder.admission import Admission
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
 from decoder.cache.full import FullCache
@@ -37,7 +38,6 @@ HeadsLike = Heads | str | os.PathLike
 
 _MOST_TUNING_STATES = 32  # tuning states that are remembered, one for each combination of settings
 _MOST_TEXTS = 256  # texts that are decoded together at most; memory may set a lower bound
-_CACHE_SHARE = 0.6  # the share of free memory that the caches of a batch may take
 
 
 def methods() -> list[str]:
@@ -174,7 +174,7 @@ class Decoder:
             self, prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook
         )
         engine = Engine(self.target)
-        return self._run(engine, self._sequence(engine, arguments))
+        return self._run(engine, self.sequence(engine, arguments))
 
     def _run(self, engine: Engine, sequence: Sequence) -> Iterator[Chunk]:
         engine.add(sequence)
@@ -258,47 +258,37 @@ class Decoder:
         checked = []
         # Buffers that wait for a single text would take memory from the caches of the batch.
         self.target.pool.clear()
-        memory = available_memory(self.target.device)
+        admission = Admission(max_batch or _MOST_TEXTS, available_memory(self.target.device))
         for index, (prompt, length, params, stops, hook) in enumerate(columns):
             try:
                 one = check_arguments(
                     self, prompt, length, method, params, options, stops, ignore_eos, return_logprobs, hook
                 )
                 checked.append(one)
-                needed = self._cache_bytes(one)
-                if memory is not None and needed > _CACHE_SHARE * memory:
-                    raise ValueError(
-                        f"its cache of {needed:,} bytes does not fit the memory: shorten it or max_new_tokens"
-                    )
+                admission.check(self.cache_bytes(one))
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
-        return self._run_batch(checked, max_batch or _MOST_TEXTS, memory)
+        return self._run_batch(checked, admission)
 
-    def _run_batch(self, arguments: list[Arguments], max_batch: int, memory: int | None) -> Iterator[tuple[int, Chunk]]:
-        planned: dict[Sequence, int] = {}
-
-        def fits(running: list[Sequence], candidate: Sequence) -> bool:
-            if len(running) >= max_batch:
-                return False
-            return memory is None or sum(map(planned.get, [*running, candidate])) <= _CACHE_SHARE * memory
-
-        engine = Engine(self.target, fits)
+    def _run_batch(self, arguments: list[Arguments], admission: Admission) -> Iterator[tuple[int, Chunk]]:
+        engine = Engine(self.target, admission)
         index_of: dict[Sequence, int] = {}
         outputs: list[GenerationOutput | None] = [None] * len(arguments)
         errors: dict[int, Exception] = {}
         pending = list(enumerate(arguments))[::-1]
         while pending or engine.running or engine.waiting:
             # Sequences are made when they may soon run: one that waits already holds noise and its drafter's index.
-            while pending and len(engine.running) + len(engine.waiting) < max_batch:
+            while pending and len(engine.running) + len(engine.waiting) < admission.max_batch:
                 index, one = pending.pop()
-                sequence = self._sequence(engine, one)
-                index_of[sequence], planned[sequence] = index, self._cache_bytes(one)
+                sequence = self.sequence(engine, one)
+                index_of[sequence] = index
+                admission.plan(sequence, self.cache_bytes(one))
                 engine.add(sequence)
             for sequence, tokens in engine.step():
                 index = index_of[sequence]
                 if sequence.done:
                     # Its caches go with the last reference to it.
-                    del index_of[sequence], planned[sequence]
+                    del index_of[sequence]
                 if sequence.error is not None:
                     errors[index] = sequence.error
                     continue
@@ -324,7 +314,7 @@ class Decoder:
             targets["draft model"] = self.draft_target
         return report(targets, self.heads)
 
-    def _sequence(self, engine: Engine, arguments: Arguments) -> Sequence:
+    def sequence(self, engine: Engine, arguments: Arguments) -> Sequence:
         """The sequence, to be decoded by ``engine``, that the arguments ask for."""
         target, options, hook = self.target, arguments.options, arguments.logits_hook
         sampler = Sampler(
@@ -364,7 +354,7 @@ class Decoder:
             draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
         )
 
-    def _cache_bytes(self, arguments: Arguments) -> int:
+    def cache_bytes(self, arguments: Arguments) -> int:
         """Bytes of the full cache at its longest plus a draft cache of the default budget."""
         prompt = len(arguments.context)
         return self.target.kv_bytes * (prompt + arguments.limit + arguments.options.budget_for(prompt))

@@ -1,0 +1,36 @@
+"""Which texts may be decoded together: as many as memory has room for, up to a number."""
+
+from weakref import WeakKeyDictionary
+
+from decoder.sequence import Sequence
+
+_CACHE_SHARE = 0.6  # the share of free memory that the caches of a batch may take
+
+
+class Admission:
+    """The `engine.Fits` of an engine that decodes many texts.
+
+    Args:
+        max_batch: how many texts run together at most.
+        memory: bytes that were available before the first of them; None where that is not known.
+    """
+
+    def __init__(self, max_batch: int, memory: int | None):
+        self.max_batch = max_batch
+        self.budget = None if memory is None else int(_CACHE_SHARE * memory)
+        self._planned: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+
+    def check(self, needed: int) -> None:
+        """Raise ValueError if a cache of ``needed`` bytes could not even run alone."""
+        if self.budget is not None and needed > self.budget:
+            raise ValueError(f"its cache of {needed:,} bytes does not fit the memory: shorten it or max_new_tokens")
+
+    def plan(self, sequence: Sequence, needed: int) -> None:
+        """Count on ``needed`` bytes for the caches of a sequence, for as long as it exists."""
+        self._planned[sequence] = needed
+
+    def __call__(self, running: list[Sequence], candidate: Sequence) -> bool:
+        """Whether ``candidate`` may join those that are running."""
+        if len(running) >= self.max_batch:
+            return False
+        return self.budget is None or sum(self._planned[one] for one in [*running, candidate]) <= self.budget

@@ -1,0 +1,1 @@
+"""An HTTP server that speaks OpenAI's protocol; needs the extra `serve`."""

@@ -1,0 +1,220 @@
+"""The routes of OpenAI's protocol over a `Service`."""
+
+import asyncio
+import hmac
+import json
+import logging
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from decoder.serve.errors import ApiError
+from decoder.serve.requests import Asked, parse
+from decoder.serve.responses import DONE, Answer, event
+from decoder.serve.service import Running, Service
+from decoder.serve.worker import Piece
+
+logger = logging.getLogger(__name__)
+_BODY_SECONDS = 60.0  # that a client has to send its body
+_MOST_DISCARDED = 2**30  # bytes of a body that is too large, read so that the client comes to read the answer
+_GONE = 499  # the status that is counted where the client has left
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application."""
+    routes = Routes(service)
+    served = [
+        ("/v1/completions", "POST", routes.completions),
+        ("/v1/chat/completions", "POST", routes.chat),
+        ("/v1/models", "GET", routes.models),
+        ("/v1/models/{model:path}", "GET", routes.model),
+    ]
+    return Starlette(
+        routes=[
+            *(Route(path, routes.endpoint(path, handler), methods=[method]) for path, method, handler in served),
+            Route("/health", routes.health, methods=["GET"]),
+            Route("/metrics", routes.metrics, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _no_route},
+    )
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    words = "there is no such path" if error.status_code == 404 else "this path does not take this method"
+    return _response(ApiError(error.status_code, f"{words}: see /v1/completions, /v1/chat/completions and /v1/models"))
+
+
+def _response(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+class Routes:
+    """What the paths do."""
+
+    def __init__(self, service: Service):
+        self.service = service
+
+    def endpoint(self, path: str, handler: Handler) -> Handler:
+        """A handler for which the key is checked, whose errors are answers, and whose answers are counted."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                response = await handler(request)
+            except ApiError as error:
+                response = _response(error)
+            except ClientDisconnect:
+                response = Response(status_code=_GONE)
+            except Exception as error:
+                # Not the message, which may hold text of the request.
+                where = "".join(traceback.format_tb(error.__traceback__))
+                logger.error("a request failed with %s at\n%s", type(error).__name__, where)
+                response = _response(ApiError(500, "the server has a fault: see its log"))
+            self.service.metrics.requests.labels(path, response.status_code).inc()
+            return response
+
+        return handle
+
+    def _check_key(self, request: Request) -> None:
+        expected = self.service.settings.api_key
+        if expected is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # In constant time, so that how long the answer takes tells nothing of the key.
+        if not hmac.compare_digest(given.strip().encode(), expected.encode()) or scheme.lower() != "bearer":
+            words = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+            raise ApiError(401, words, code="invalid_api_key")
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, chat=True)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["model"] != self.service.settings.model:
+            words = f"there is no such model: this server has {self.service.settings.model}"
+            raise ApiError(404, words, "model", "model_not_found")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        positions = self.service.dec.model.config.max_position_embeddings
+        name = self.service.settings.model
+        return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": positions}
+
+    async def health(self, request: Request) -> Response:
+        alive = self.service.worker.alive
+        return JSONResponse({"status": "ok" if alive else "stopping"}, 200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _generate(self, request: Request, chat: bool) -> Response:
+        metrics, clock = self.service.metrics, asyncio.get_running_loop().time
+        began = clock()
+        asked = parse(await _json(request, self.service.max_body_bytes), chat)
+        running, prompt_tokens = await self.service.submit(asked)
+        with ExitStack() as ending:
+            ending.callback(lambda: metrics.seconds.observe(clock() - began))
+            ending.callback(running.close)
+            answer = Answer(asked, self.service.settings.model, self.service.tokenizer, prompt_tokens)
+            # What goes wrong before the first piece still has a status of its own.
+            first = await _unless_gone(request, running.piece())
+            metrics.first.observe(clock() - began)
+            if asked.stream:
+                return EventStream(_events(answer, first, running), ending.pop_all())
+            return JSONResponse(answer.whole(await _unless_gone(request, _gather(asked, first, running))))
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events, with what is to be done when it has ended or the client has left it."""
+
+    def __init__(self, events: AsyncIterator[bytes], ending: ExitStack):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._ending = ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Not in the iterator, which is never begun when the client leaves at once.
+        with self._ending:
+            await super().__call__(scope, receive, send)
+
+
+async def _json(request: Request, limit: int) -> Any:
+    """The body of a request; one that is too large is read to its end, but not kept."""
+    size, parts = 0, []
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size <= limit:
+                    parts.append(part)
+                elif size > _MOST_DISCARDED:
+                    break
+    except TimeoutError:
+        words = f"the body did not arrive within {_BODY_SECONDS:g} seconds: send it faster"
+        raise ApiError(408, words) from None
+    if size > limit:
+        raise ApiError(413, f"the body may have at most {limit:,} bytes: send less", code="body_too_large")
+    try:
+        return json.loads(b"".join(parts))
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON: send an object as application/json") from None
+
+
+async def _unless_gone(request: Request, result: Awaitable[Any]) -> Any:
+    """The result, unless the client leaves before it is there; then ClientDisconnect is raised."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    wanted, left = asyncio.ensure_future(result), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((wanted, left), return_when=asyncio.FIRST_COMPLETED)
+        if not wanted.done():
+            raise ClientDisconnect
+        return wanted.result()
+    finally:
+        for task in (wanted, left):
+            task.cancel()
+            with suppress(asyncio.CancelledError, ApiError):
+                await task
+
+
+async def _gather(asked: Asked, first: Piece, running: Running) -> list[list[Piece]]:
+    """All pieces of each choice."""
+    pieces: list[list[Piece]] = [[] for _ in range(asked.choices)]
+    pieces[first.choice].append(first)
+    async for piece in running:
+        pieces[piece.choice].append(piece)
+    return pieces
+
+
+async def _events(answer: Answer, first: Piece, running: Running) -> AsyncIterator[bytes]:
+    """The events of a stream."""
+    try:
+        piece: Piece | None = first
+        while piece is not None:
+            for chunk in answer.chunks(piece):
+                yield chunk
+            piece = await running.piece()
+        if answer.asked.include_usage:
+            yield answer.usage_chunk()
+        yield DONE
+    except ApiError as error:
+        # The status has been sent, so the stream's last event tells.
+        yield event(error.body)

@@ -1,0 +1,167 @@
+"""`python -m decoder serve`: load a model and serve it until SIGTERM or Ctrl-C."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
+from decoder.decoder import methods
+from decoder.options import TokenSwiftOptions
+from decoder.serve.app import make_app
+from decoder.serve.service import Service, Settings
+
+logger = logging.getLogger("decoder.serve")
+_SECONDS_TO_TELL = 15.0  # for answers that say that the server stops, after the time of grace
+
+
+def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> None:
+    """Run the command; returns when the server has stopped.
+
+    Raises:
+        ValueError, OSError: as `decoder.load` does; or a flag is out of range, the port cannot be had, or the file with
+            the key cannot be read.
+    """
+    args = _parser(parser).parse_args(arguments)
+    for name, least in (("max_batch", 1), ("max_queue", 0), ("max_tokens", 1), ("timeout", 1), ("grace", 0)):
+        if not getattr(args, name) >= least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    options = from_flags(TokenSwiftOptions, args)
+    if options.verification != "exact":
+        raise ValueError(f"a server needs exact verification, not {options.verification}: texts share its passes")
+    check_sources(args)
+    api_key = None if args.api_key_file is None else _key(args.api_key_file)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # Before the model is loaded, which takes long.
+    with _listening(args.host, args.port) as listener:
+        dec = load_from_flags(args)
+        if dec.tokenizer is None:
+            raise ValueError(f"{args.model} has no tokenizer, which a server needs")
+        settings = Settings(
+            # A folder by its name; a hub id has a slash that belongs to it.
+            Path(args.model).name if Path(args.model).exists() else args.model,
+            args.max_batch,
+            args.max_queue,
+            min(args.max_tokens, dec.model.config.max_position_embeddings),
+            args.timeout,
+            args.grace,
+            args.method,
+            options,
+            api_key,
+        )
+        _run(Service(dec, settings), listener)
+
+
+def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    asked = parser(
+        prog="python -m decoder serve",
+        description="Serve a model by OpenAI's protocol: /v1/completions, /v1/chat/completions, /v1/models.",
+        allow_abbrev=False,
+    )
+    add_loading_flags(asked)
+    server = asked.add_argument_group("server")
+    default = Settings("")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    server.add_argument("--port", type=int, default=8000, metavar="N", help="default: %(default)s; 0 takes a free one")
+    server.add_argument("--api-key-file", type=Path, metavar="F", help="file with the key that clients must send")
+    for name, words in (
+        ("max_batch", "texts that are decoded together"),
+        ("max_queue", "texts that may wait; others are refused (429)"),
+        ("max_tokens", "new tokens that a text may have, also where a chat asks for no number"),
+    ):
+        flag, value = "--" + name.replace("_", "-"), getattr(default, name)
+        server.add_argument(flag, type=int, default=value, metavar="N", help=words + " (default: %(default)s)")
+    for name, words in (
+        ("timeout", "seconds that a request may take, the queue included"),
+        ("grace", "seconds that running requests have to end when the server is told to stop"),
+    ):
+        value = getattr(default, name)
+        server.add_argument(f"--{name}", type=float, default=value, metavar="S", help=words + " (default: %(default)s)")
+    drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
+    drafting.add_argument("--method", choices=methods(), help="for requests that do not name one (default: auto)")
+    add_flags(drafting, TokenSwiftOptions)
+    return asked
+
+
+def _key(file: Path) -> str:
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no key file {file}")
+    key = file.read_text(encoding="utf-8").strip()
+    if not key or "\n" in key:
+        raise ValueError(f"the key file {file} must hold one key, in one line")
+    return key
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens there. Raises OSError or ValueError, in words, if there can be none."""
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port must be between 0 and 65,535, not {port}")
+    try:
+        [family, kind, protocol, _, address], *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ValueError(f"--host {host} is no address of this machine: {error.strerror}") from None
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            words = f"cannot listen at {host}, port {port} ({error.strerror}): choose another --port or --host"
+            raise ValueError(words) from None
+        # Now, so that no other process can take the port while the model is loaded.
+        listener.listen(128)
+        yield listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose signals first tell the worker to stop, and do not end the process by themselves."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self.service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    async def main_loop(self) -> None:
+        await super().main_loop()
+        # Here and not in the handler of the signal, which may interrupt whoever holds the worker's lock.
+        logger.info("stopping: running requests have %g seconds to end", self.service.settings.grace)
+        self.service.worker.stop(self.service.settings.grace)
+
+
+def _run(service: Service, listener: socket.socket) -> None:
+    settings = service.settings
+    config = uvicorn.Config(
+        make_app(service),
+        log_config=None,
+        log_level="warning",
+        # Lines with paths and queries, where clients may have put text.
+        access_log=False,
+        lifespan="off",
+        # Longer than clients keep a connection (5 seconds with httpx): else they send into one that is being closed.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(settings.grace + _SECONDS_TO_TELL),
+    )
+    host, port = listener.getsockname()[:2]
+    if host not in ("127.0.0.1", "::1") and settings.api_key is None:
+        logger.warning("listening at %s without --api-key-file: whoever reaches it can use it", host)
+    service.worker.start()
+    logger.info("serving %s at http://%s:%d/v1", settings.model, f"[{host}]" if ":" in host else host, port)
+    asyncio.run(_Server(config, service).serve([listener]))
+    # A second Ctrl-C does not wait for the time of grace.
+    service.worker.stop(0)
+    service.worker.join(_SECONDS_TO_TELL)
+    logger.info("stopped")

@@ -1,0 +1,43 @@
+"""What `/metrics` tells, in Prometheus' text format."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from decoder.serve.worker import Worker
+from decoder.stats import Statistics
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+
+
+class Metrics:
+    """The server's counters; each server has a registry of its own."""
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        of = dict(registry=self.registry)
+        self.requests = Counter("tokenswift_requests", "Answered requests", ["path", "status"], **of)
+        self.running = Gauge("tokenswift_texts_running", "Texts being decoded", **of)
+        self.waiting = Gauge("tokenswift_texts_waiting", "Texts in the queue", **of)
+        self.prompt_tokens = Counter("tokenswift_prompt_tokens", "Tokens of prompts", **of)
+        self.generated_tokens = Counter("tokenswift_generated_tokens", "New tokens", **of)
+        self.steps = Counter("tokenswift_steps", "Steps, summed over texts", **of)
+        self.drafted = Counter("tokenswift_drafted_tokens", "Depths of the drafted trees", **of)
+        self.accepted = Counter("tokenswift_accepted_tokens", "Drafted tokens that were accepted", **of)
+        self.first = Histogram(
+            "tokenswift_first_token_seconds", "From the request to its first piece", buckets=_SECONDS, **of
+        )
+        self.seconds = Histogram("tokenswift_request_seconds", "From the request to its end", buckets=_SECONDS, **of)
+
+    def watch(self, worker: Worker) -> None:
+        """Read what runs and waits from ``worker`` whenever the metrics are asked for."""
+        self.running.set_function(lambda: worker.running)
+        self.waiting.set_function(lambda: worker.waiting)
+
+    def finished(self, statistics: Statistics) -> None:
+        """Count a text that has ended."""
+        self.generated_tokens.inc(statistics.generated)
+        self.steps.inc(statistics.steps)
+        self.drafted.inc(statistics.drafted)
+        self.accepted.inc(statistics.accepted)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

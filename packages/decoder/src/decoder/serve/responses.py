@@ -1,0 +1,110 @@
+"""The answers of OpenAI's protocol: completions and chats, whole and in pieces."""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from decoder.serve.requests import Asked
+from decoder.serve.worker import Piece
+
+
+class Answer:
+    """Gives the bodies of one request's answer.
+
+    Args:
+        asked: the request.
+        model: the name of the model.
+        tokenizer: for the texts of single tokens, next to log-probabilities.
+        prompt_tokens: of all prompts together.
+    """
+
+    def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int):
+        self.asked, self.tokenizer, self.prompt_tokens = asked, tokenizer, prompt_tokens
+        self._kind = "chat.completion" if asked.chat else "text_completion"
+        self._head = {
+            "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._begun: set[int] = set()
+        self._offsets = [0] * asked.choices
+        self._generated = 0
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """The body of an answer that is not streamed, from all pieces of each choice."""
+        choices = []
+        for index, of_choice in enumerate(pieces):
+            self._generated += sum(len(piece.token_ids) for piece in of_choice)
+            text = of_choice[-1].output.text
+            logprobs = self._logprobs(index, of_choice)
+            part = {"message": {"role": "assistant", "content": text}} if self.asked.chat else {"text": text}
+            choices.append(self._choice(index, part, logprobs, of_choice[-1].output.finish_reason))
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage}
+
+    def chunks(self, piece: Piece) -> list[bytes]:
+        """The events of a stream that a piece of a choice gives; the first one of a chat tells the role."""
+        events, index, done = [], piece.choice, piece.output is not None
+        self._generated += len(piece.token_ids)
+        if self.asked.chat and index not in self._begun:
+            self._begun.add(index)
+            events.append(self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})]))
+        logprobs = self._logprobs(index, [piece])
+        if piece.text or (logprobs and piece.token_ids):
+            part = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
+            events.append(self._event([self._choice(index, part, logprobs)]))
+        if done:
+            part = {"delta": {}} if self.asked.chat else {"text": ""}
+            events.append(self._event([self._choice(index, part, None, piece.output.finish_reason)]))
+        return events
+
+    def usage_chunk(self) -> bytes:
+        """The event with the counts of tokens, which has no choices."""
+        return self._event([], self.usage)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self._generated
+        return dict(prompt_tokens=self.prompt_tokens, completion_tokens=self._generated, total_tokens=total)
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        body = {**self._head, "object": kind, "choices": choices}
+        return event(body | ({"usage": usage} if self.asked.include_usage else {}))
+
+    @staticmethod
+    def _choice(
+        index: int, part: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Tokens with their log-probabilities under the distribution that they were drawn from."""
+        if not self.asked.logprobs:
+            return None
+        tokens = [self.tokenizer.decode([token]) for piece in pieces for token in piece.token_ids]
+        values = [value for piece in pieces for value in piece.logprobs]
+        if self.asked.chat:
+            pairs = zip(tokens, values, strict=True)
+            content = [
+                # A token can be a part of a character, which has no text of its own.
+                {"token": t, "logprob": p, "bytes": None if "\ufffd" in t else list(t.encode()), "top_logprobs": []}
+                for t, p in pairs
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,161 @@
+"""From a checked request to its pieces: tokens, limits, and the worker that decodes them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+from decoder.arguments import Arguments, check_arguments
+from decoder.decoder import Decoder
+from decoder.options import TokenSwiftOptions
+from decoder.serve.errors import ApiError
+from decoder.serve.metrics import Metrics
+from decoder.serve.requests import Asked
+from decoder.serve.worker import Job, Piece, Worker
+from decoder.text.prompts import Prompt, prompt_ids
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server serves.
+
+    Args:
+        model: the name of the model in requests and answers.
+        max_batch: texts that are decoded together.
+        max_queue: texts that may wait.
+        max_tokens: new tokens of a text.
+        timeout: seconds that a request may take, with the time in the queue.
+        grace: seconds that running requests have to end once the server is told to stop.
+        method: for requests that do not name one; None chooses.
+        options: how to draft.
+        api_key: what clients must send; None lets everybody in.
+    """
+
+    model: str
+    max_batch: int = 16
+    max_queue: int = 64
+    max_tokens: int = 4096
+    timeout: float = 3600.0
+    grace: float = 30.0
+    method: str | None = None
+    options: TokenSwiftOptions | None = None
+    api_key: str | None = None
+
+
+class Running:
+    """A submitted request: its pieces, as they come. `close` ends it, whether it is done or not.
+
+    Args:
+        arguments: of each choice.
+        timeout: seconds from now that the request may take.
+    """
+
+    def __init__(self, worker: Worker, arguments: list[Arguments], timeout: float):
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        self._worker, self._pieces, self._open, self._timeout = worker, pieces, len(arguments), timeout
+        self._deadline = loop.time() + timeout
+
+        def deliver(piece: Piece | ApiError) -> None:
+            # A loop that is closed belongs to a server that is gone, and nobody waits.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        self._job = Job(arguments, deliver)
+        worker.submit(self._job)
+
+    def close(self) -> None:
+        self._worker.cancel(self._job)
+
+    async def piece(self) -> Piece | None:
+        """The next piece, None after the last one; raises the ApiError that has ended the request."""
+        if not self._open:
+            return None
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                piece = await self._pieces.get()
+        except TimeoutError:
+            words = f"the request took longer than the {self._timeout:g} seconds that it may: ask for less"
+            raise ApiError(503, words, code="timeout") from None
+        if isinstance(piece, ApiError):
+            raise piece
+        self._open -= piece.output is not None
+        return piece
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while (piece := await self.piece()) is not None:
+            yield piece
+
+
+class Service:
+    """The decoder as the server's routes use it.
+
+    Attributes:
+        tokenizer: for this side of the server; the worker's thread uses the decoder's own.
+    """
+
+    def __init__(self, dec: Decoder, settings: Settings):
+        self.dec, self.settings, self.metrics = dec, settings, Metrics()
+        self.tokenizer = deepcopy(dec.tokenizer)
+        # Tokenizers must not be used from several threads at once, and a long text must not hold up the event loop.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.worker = Worker(dec, settings.max_batch, settings.max_queue, self.metrics.finished)
+        self.metrics.watch(self.worker)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body that a request may have: more than a prompt of all positions needs, in any script."""
+        return max(2**20, 64 * self.dec.model.config.max_position_embeddings)
+
+    async def submit(self, asked: Asked) -> tuple[Running, int]:
+        """Submit a request; returns it with the number of tokens in its prompts. Raises ApiError if it is refused."""
+        if asked.model not in (None, self.settings.model):
+            words = f"there is no such model: this server has {self.settings.model}"
+            raise ApiError(404, words, "model", "model_not_found")
+        prompts = [await self._ids(prompt) for prompt in asked.prompts]
+        arguments = [one for ids in prompts for one in self._arguments(asked, ids)]
+        running = Running(self.worker, arguments, self.settings.timeout)
+        prompt_tokens = sum(map(len, prompts))
+        self.metrics.prompt_tokens.inc(prompt_tokens)
+        return running, prompt_tokens
+
+    async def _ids(self, prompt: Prompt) -> list[int]:
+        def ids() -> list[int]:
+            return prompt_ids(prompt, self.tokenizer, self.dec.target.vocab_size)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, ids)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+
+    def _arguments(self, asked: Asked, ids: list[int]) -> list[Arguments]:
+        """The arguments of each choice for one prompt; raises ApiError 400 where they are of no use."""
+        settings = self.settings
+        positions = self.dec.model.config.max_position_embeddings
+        if asked.max_tokens is not None and asked.max_tokens > settings.max_tokens:
+            words = f"max_tokens may be at most {settings.max_tokens:,} here, not {asked.max_tokens:,}"
+            raise ApiError(400, words, "max_tokens")
+        if len(ids) + (asked.max_tokens or 1) > positions:
+            words = f"the prompt has {len(ids):,} tokens and max_tokens is {asked.max_tokens or 1:,}"
+            words += f", but the model has {positions:,} positions: shorten one of them"
+            raise ApiError(400, words, code="context_length_exceeded")
+        try:
+            one = check_arguments(
+                self.dec,
+                ids,
+                asked.max_tokens,
+                asked.method or settings.method,
+                asked.sampling,
+                settings.options,
+                asked.stop,
+                asked.ignore_eos,
+                asked.logprobs,
+                None,
+            )
+            one = replace(one, limit=min(one.limit, settings.max_tokens))
+            self.worker.admission.check(self.dec.cache_bytes(one))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        seed = asked.sampling.seed
+        return [replace(one, sampling=replace(asked.sampling, seed=seed + choice)) for choice in range(asked.n)]

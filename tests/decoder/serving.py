@@ -1,0 +1,64 @@
+"""A server in a thread of the test's own process, and the parts that tests of it share."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx2
+import openai
+import uvicorn
+
+from decoder.serve.app import make_app
+from decoder.serve.service import Service, Settings
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
+
+class Running:
+    """A started server."""
+
+    def __init__(self, service, port):
+        self.service, self.url = service, f"http://127.0.0.1:{port}"
+        key = service.settings.api_key or "none"
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
+
+    def post(self, body, path="/v1/completions", **more):
+        return self.http.post(path, json=body, **more)
+
+    def idle(self, seconds=10.0):
+        """Whether the worker has nothing left to do, after a while."""
+        return within(seconds, lambda: not self.service.worker.running and not self.service.worker.waiting)
+
+
+@contextmanager
+def served(dec, **settings):
+    """Serve ``dec`` for the length of the block."""
+    service = Service(dec, Settings("tiny", **settings))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(make_app(service), log_config=None, access_log=False, lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        service.worker.start()
+        thread.start()
+        running = Running(service, listener.getsockname()[1])
+        try:
+            yield running
+        finally:
+            running.openai.close()
+            running.http.close()
+            service.worker.stop(0)
+            server.should_exit = True
+            thread.join(10)
+            service.worker.join(10)
+
+
+def within(seconds, true):
+    """Whether ``true()`` becomes true in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if true():
+            return True
+        time.sleep(0.01)
+    return False

@@ -1,0 +1,445 @@
+"""The server: its texts are those of `Decoder.generate`, and whatever a client does costs the others nothing."""
+
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+import decoder.__main__ as command_line
+from decoder import Decoder, SamplingParams
+from decoder.engine import Engine
+from decoder.sequence import Sequence
+from decoder.serve import command
+from decoder.serve.service import Service, Settings
+
+from .conftest import random_heads, tiny_llama
+from .serving import TEMPLATE, Running, served, within
+from .test_using_it import byte_tokenizer
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me?"}]
+
+
+@pytest.fixture(scope="module")
+def dec():
+    model = tiny_llama(vocab_size=256)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Decoder(model, tokenizer, random_heads(model))
+
+
+@pytest.fixture(scope="module")
+def server(dec):
+    with served(dec, max_tokens=2000) as running:
+        yield running
+
+
+def seeded(seed, **fields):
+    return SamplingParams(seed=seed, **fields)
+
+
+@pytest.mark.parametrize("method", [None, "ar", "tokenswift"])
+def test_a_completion_is_the_text_of_generate(server, dec, method):
+    fields = dict(temperature=0.8, top_p=0.9)
+    ours = dict(min_p=0.02, repetition_penalty=1.1, top_k=40, penalty_window=64, eta_cutoff=1e-4)
+    asked = dict(model="tiny", prompt="Call me Ishmael", max_tokens=60, seed=7, n=2, **fields)
+    got = server.openai.completions.create(
+        **asked, logprobs=0, extra_body=ours | ({"method": method} if method else {})
+    )
+    assert [choice.index for choice in got.choices] == [0, 1]
+    for choice in got.choices:
+        sampling = seeded(7 + choice.index, **fields, **ours)
+        expected = dec.generate("Call me Ishmael", 60, "ar", sampling, return_logprobs=True)
+        assert choice.text == expected.text and choice.finish_reason == expected.finish_reason == "length"
+        assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs)
+        assert choice.logprobs.tokens == [dec.tokenizer.decode([token]) for token in expected.token_ids]
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (15, 120, 135)
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(server, dec):
+    asked = dict(model="tiny", messages=CHAT, max_completion_tokens=50, seed=3, n=2, logprobs=True)
+    whole = server.openai.chat.completions.create(**asked)
+    texts, reasons, logprobs = ["", ""], [None, None], [[], []]
+    usage = None
+    for chunk in server.openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            logprobs[choice.index] += [one.logprob for one in choice.logprobs.content] if choice.logprobs else []
+    for index, choice in enumerate(whole.choices):
+        expected = dec.generate(CHAT, 50, sampling=seeded(3 + index), return_logprobs=True)
+        assert choice.message.role == "assistant"
+        assert choice.message.content == texts[index] == expected.text
+        assert choice.finish_reason == reasons[index] == "length"
+        assert [one.logprob for one in choice.logprobs.content] == pytest.approx(expected.logprobs)
+        assert logprobs[index] == pytest.approx(expected.logprobs)
+    assert usage.model_dump() == whole.usage.model_dump() and usage.completion_tokens == 100
+
+
+def test_prompts_may_be_many_and_token_ids(server, dec):
+    ids = [dec.tokenizer(text)["input_ids"] for text in ("Call me", "It was")]
+    for prompt in (["Call me", "It was"], ids):
+        got = server.openai.completions.create(model="tiny", prompt=prompt, max_tokens=12, seed=1, n=2)
+        expected = [dec.generate(one, 12, sampling=seeded(1 + i)).text for one in ids for i in range(2)]
+        assert [choice.text for choice in got.choices] == expected
+    alone = server.openai.completions.create(model="tiny", prompt=ids[0], max_tokens=12, seed=1)
+    assert alone.choices[0].text == expected[0]
+
+
+def test_stops_and_content_parts(server, dec):
+    text = dec.generate("Call me", 200, sampling=seeded(5)).text
+    stop = next(text[i] for i in range(20, 200) if text[i].isalnum() and text[i] not in text[:20])
+    got = server.openai.completions.create(model="tiny", prompt="Call me", max_tokens=200, seed=5, stop=[stop])
+    assert got.choices[0].text == text[: text.index(stop)] and got.choices[0].finish_reason == "stop"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Call "}, {"type": "text", "text": "me"}]}]
+    got = server.openai.chat.completions.create(model="tiny", messages=parts, max_tokens=9, temperature=0)
+    expected = dec.generate([{"role": "user", "content": "Call me"}], 9, sampling=SamplingParams(temperature=0))
+    assert got.choices[0].message.content == expected.text
+
+
+def test_end_tokens_end_a_text_unless_they_are_ignored(server, dec, monkeypatch):
+    tokens = dec.generate("Call me", 40, sampling=seeded(2)).token_ids
+    end = next(token for token in tokens[5:] if token not in tokens[:5])
+    monkeypatch.setattr(dec.model.generation_config, "eos_token_id", end)
+    body = dict(prompt="Call me", max_tokens=40, seed=2)
+    choice = server.post(body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    ignored = server.post({**body, "ignore_eos": True}).json()
+    assert ignored["choices"][0]["finish_reason"] == "length" and ignored["usage"]["completion_tokens"] == 40
+
+
+def test_a_chat_without_a_length_goes_as_far_as_the_server_allows(dec):
+    with served(dec, max_tokens=70) as server:
+        got = server.openai.chat.completions.create(model="tiny", messages=CHAT, seed=1)
+        assert got.usage.completion_tokens == 70
+        assert got.choices[0].message.content == dec.generate(CHAT, 70, sampling=seeded(1)).text
+
+
+def test_no_seed_is_another_text_each_time(server):
+    asked = dict(model="tiny", prompt="Call me", max_tokens=20)
+    assert len({server.openai.completions.create(**asked).choices[0].text for _ in range(3)}) == 3
+
+
+def test_requests_at_the_same_time_are_each_the_text_they_would_be_alone(server, dec):
+    bodies = [
+        dict(prompt="Call me " * (i % 5 + 1), max_tokens=10 + 17 * i, seed=i, min_p=0.05 * (i % 3), stream=False)
+        for i in range(8)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        texts = [answer.json()["choices"][0]["text"] for answer in pool.map(server.post, bodies)]
+    for body, text in zip(bodies, texts, strict=True):
+        sampling = seeded(body["seed"], min_p=body["min_p"])
+        assert text == dec.generate(body["prompt"], body["max_tokens"], "ar", sampling).text
+
+
+REFUSED = [
+    ("temperature", -1),
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("top_p", 0),
+    ("min_p", 2),
+    ("repetition_penalty", 0),
+    ("top_k", -1),
+    ("n", 0),
+    ("n", 1.5),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("max_tokens", 0),
+    ("max_tokens", 2001),
+    ("stop", [""]),
+    ("stop", 7),
+    ("stop", ["x"] * 17),
+    ("stream", "yes"),
+    ("stream_options", 3),
+    ("logprobs", -1),
+    ("prompt", None),
+    ("prompt", []),
+    ("prompt", [1, "x"]),
+    ("prompt", {"text": "x"}),
+    ("best_of", 2),
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", 1),
+    ("logit_bias", {"5": -100}),
+    ("suffix", "end"),
+    ("echo", True),
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function"}]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: str(value)[:30])
+def test_a_field_that_cannot_be_honoured_is_named(server, name, value):
+    answer = server.post({"prompt": "Call me", name: value})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == name and name in error["message"] and "\n" not in error["message"]
+
+
+MALFORMED = [
+    (b"{", "JSON"),
+    (b"\xff\xfe", "JSON"),
+    (b"[" * 100_000, "JSON"),
+    (b"[1]", "object"),
+    (b'{"prompt": "\\ud800"}', "Unicode"),
+    (b'{"prompt": ""}', "empty"),
+    (b'{"prompt": [999]}', "vocabulary"),
+    (b'{"prompt": "x", "method": "faster"}', "method"),
+    (b'{"prompt": "x", "method": "triforce"}', "draft_model"),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+    (b'{"prompt": ["x", "y"], "n": 100}', "n may be at most"),
+    (b'{"prompt": "%s"}' % (b"x" * 5000), "positions"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), MALFORMED, ids=[words for _, words in MALFORMED])
+def test_a_malformed_body_is_a_400_in_words(server, content, words):
+    answer = server.http.post("/v1/completions", content=content)
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hi",
+        [3],
+        [{"role": "user"}],
+        [{"role": 1, "content": "x"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
+    ],
+    ids=str,
+)
+def test_messages_that_are_none_are_a_400(server, messages):
+    answer = server.post({"messages": messages}, "/v1/chat/completions")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+def test_fields_that_change_no_text_are_ignored(server):
+    harmless = dict(
+        user="me", metadata={"a": 1}, store=True, service_tier="auto", whatever=[1], logit_bias={}, echo=False
+    )
+    body = dict(prompt="Call me", max_tokens=20, seed=4)
+    assert server.post({**body, **harmless}).json()["choices"] == server.post(body).json()["choices"]
+
+
+def test_paths_models_and_methods(server):
+    assert [model.id for model in server.openai.models.list()] == ["tiny"]
+    assert server.openai.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        server.openai.completions.create(model="gpt-5", prompt="x")
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        server.openai.models.retrieve("a/b")
+    for answer, status in ((server.http.get("/v2"), 404), (server.http.get("/v1/completions"), 405)):
+        assert answer.status_code == status and answer.json()["error"]["message"]
+    assert server.http.get("/health").json() == {"status": "ok"}
+
+
+def test_a_body_that_is_too_large_is_a_413_and_the_others_go_on(server):
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.post, dict(prompt="Call me", max_tokens=500, seed=1, ignore_eos=True))
+        answer = server.post({"prompt": "x" * (30 * 2**20)})
+        assert answer.status_code == 413 and "bytes" in answer.json()["error"]["message"]
+        assert other.result().status_code == 200
+
+
+def test_a_chat_needs_a_template(dec, monkeypatch):
+    monkeypatch.setattr(dec.tokenizer, "chat_template", None)
+    with served(dec) as server, pytest.raises(openai.BadRequestError, match="no chat template"):
+        server.openai.chat.completions.create(model="tiny", messages=CHAT)
+
+
+def test_the_key_is_checked(dec):
+    with served(dec, api_key="se\u00e7ret") as server:
+        body = dict(prompt="x", max_tokens=1)
+        wrong = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic se\u00e7ret".encode()}]
+        for headers in wrong:
+            answer = server.post(body, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert server.http.get("/v1/models").status_code == 401
+        assert server.http.get("/health").status_code == 200
+    with served(dec, api_key="secret") as server:
+        assert server.openai.completions.create(model="tiny", prompt="x", max_tokens=1).usage.completion_tokens == 1
+
+
+def long_stream(server, **more):
+    """An open stream of a long text, of which the first piece has come."""
+    stream = server.openai.completions.create(
+        model="tiny",
+        prompt="Call me",
+        max_tokens=2000,
+        stream=True,
+        extra_body={"ignore_eos": True, "method": "ar"},
+        **more,
+    )
+    next(iter(stream))
+    return stream
+
+
+def test_a_full_queue_is_a_429(dec):
+    with served(dec, max_batch=1, max_queue=1) as server:
+        stream = long_stream(server)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.post, dict(prompt="It was", max_tokens=3, seed=1))
+            assert within(5, lambda: server.service.worker.waiting == 1)
+            with pytest.raises(openai.RateLimitError, match="room for 1 running and 1 waiting") as error:
+                server.openai.completions.create(model="tiny", prompt="x")
+            assert error.value.response.headers["retry-after"]
+            assert server.post(dict(prompt="x", n=3)).status_code == 429
+            stream.close()
+            assert waiting.result().json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["streamed", "whole"])
+def test_a_client_that_leaves_frees_its_sequence(dec, monkeypatch, whole):
+    made, steps = [], []
+    init, step = Sequence.__init__, Engine.step
+    monkeypatch.setattr(
+        Sequence, "__init__", lambda self, *args, **kw: (made.append(weakref.ref(self)), init(self, *args, **kw))[1]
+    )
+    monkeypatch.setattr(Engine, "step", lambda self: (steps.append(len(self.running)), step(self))[1])
+    with served(dec, max_batch=2) as server:
+        if whole:
+            body = json.dumps(dict(prompt="Call me", max_tokens=2000, ignore_eos=True, n=3, method="ar")).encode()
+            raw = socket.create_connection(("127.0.0.1", server.http.base_url.port))
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert within(5, lambda: server.service.worker.running == 2)
+            raw.close()
+        else:
+            long_stream(server, n=3).close()
+        assert server.idle(5)
+        # Far fewer steps than the texts would have taken, and nothing remembers them.
+        assert len(steps) < 1500 and len(made) == 2
+        gc.collect()
+        assert within(5, lambda: not any(one() for one in made))
+        assert server.post(dict(prompt="x", max_tokens=2)).status_code == 200
+
+
+def test_a_request_that_takes_too_long_is_a_503(dec):
+    with served(dec, timeout=0.3) as server:
+        body = dict(prompt="Call me", max_tokens=3000, ignore_eos=True, method="ar")
+        answer = server.post(body)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "timeout"
+        lines = server.post({**body, "stream": True}).text.strip().split("\n\n")
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert server.idle(2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [(RuntimeError("the whale"), 500, "generation_failed"), (MemoryError(), 503, "out_of_memory")],
+    ids=["fault", "memory"],
+)
+@pytest.mark.parametrize("place", ["step", "sequence"])
+def test_a_fault_fails_what_ran_and_no_more(dec, monkeypatch, caplog, fault, status, code, place):
+    with served(dec) as server, caplog.at_level(logging.DEBUG):
+        with monkeypatch.context() as broken:
+
+            def failing(*args):
+                raise fault
+
+            broken.setattr(*((Engine, "step") if place == "step" else (Decoder, "sequence")), failing)
+            answer = server.post(dict(prompt="white as snow", max_tokens=9))
+            assert answer.status_code == status and answer.json()["error"]["code"] == code
+        assert server.post(dict(prompt="white as snow", max_tokens=9)).status_code == 200
+        assert server.idle(1)
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("decoder")]
+    assert ours and not any(word in "".join(ours) for word in ("whale", "snow"))
+
+
+def test_metrics_count_what_was_done(dec):
+    with served(dec) as server:
+        server.post(dict(prompt="Call me", max_tokens=30, seed=1, n=2, method="tokenswift"))
+        server.post(dict(prompt="Call me", n=0))
+        lines = dict(line.rsplit(" ", 1) for line in server.http.get("/metrics").text.splitlines() if line[0] != "#")
+        path = 'path="/v1/completions"'
+        assert float(lines[f'tokenswift_requests_total{{{path},status="200"}}']) == 1
+        assert float(lines[f'tokenswift_requests_total{{{path},status="400"}}']) == 1
+        assert float(lines["tokenswift_prompt_tokens_total"]) == 7
+        assert float(lines["tokenswift_generated_tokens_total"]) == 60
+        assert 0 < float(lines["tokenswift_steps_total"]) <= 60
+        assert float(lines["tokenswift_drafted_tokens_total"]) >= float(lines["tokenswift_accepted_tokens_total"])
+        assert float(lines["tokenswift_request_seconds_count"]) == 1
+        assert float(lines["tokenswift_texts_running"]) == float(lines["tokenswift_texts_waiting"]) == 0
+
+
+@pytest.mark.parametrize("grace", [0.0, 30.0], ids=["at once", "with time"])
+def test_sigterm_finishes_or_fails_running_requests_in_words(dec, grace):
+    service = Service(dec, Settings("tiny", grace=grace, max_batch=2))
+    tokens = 2000 if not grace else 200
+    answers, done = [], threading.Event()
+
+    def client(url):
+        server = Running(service, url)
+        body = dict(prompt="Call me", max_tokens=tokens, ignore_eos=True, method="ar", seed=1)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                sent = [pool.submit(server.post, {**body, "stream": index % 2 == 1}) for index in range(4)]
+                within(10, lambda: service.worker.running == 2)
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGTERM)
+                answers.extend(one.result() for one in sent)
+        finally:
+            done.set()
+
+    with command._listening("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=client, args=(listener.getsockname()[1],))
+        thread.start()
+        command._run(service, listener)
+    thread.join(20)
+    assert done.is_set() and len(answers) == 4 and not service.worker.alive
+    ends = [answer.text.strip().split("\n\n")[-1].removeprefix("data: ") for answer in answers]
+    if grace:
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert ends[1] == ends[3] == "[DONE]"
+        expected = dec.generate("Call me", tokens, "ar", seeded(1), ignore_eos=True).text
+        assert json.loads(ends[0])["choices"][0]["text"] == expected
+    else:
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        assert all(json.loads(end)["error"]["code"] == "stopping" for end in ends)
+
+
+MODEL = ["--model", "data/reference-model"]
+USAGE = {
+    "port in use": (lambda port, tmp: [*MODEL, "--port", str(port)], "choose another --port"),
+    "no such port": (lambda port, tmp: [*MODEL, "--port", "70000"], "--port must be between"),
+    "no such host": (lambda port, tmp: [*MODEL, "--host", "no.such.host.invalid"], "no address of this machine"),
+    "no model": (lambda port, tmp: ["--model", str(tmp / "none")], "there is no model folder"),
+    "no key file": (lambda port, tmp: [*MODEL, "--api-key-file", str(tmp / "none")], "there is no key file"),
+    "empty key": (lambda port, tmp: [*MODEL, "--api-key-file", str(tmp / "empty")], "must hold one key"),
+    "no batch": (lambda port, tmp: [*MODEL, "--max-batch", "0"], "--max-batch must be at least 1"),
+    "no time": (lambda port, tmp: [*MODEL, "--timeout", "nan"], "--timeout must be at least 1"),
+    "biased": (lambda port, tmp: [*MODEL, "--verification", "independent"], "exact verification"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_wrong_usage_ends_in_one_sentence(name, tmp_path, capsys):
+    arguments, words = USAGE[name]
+    (tmp_path / "empty").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status = command_line.main(["serve", *arguments(taken.getsockname()[1], tmp_path)])
+    out, err = capsys.readouterr()
+    assert status == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "starlette", "prometheus_client"])
+def test_a_missing_extra_is_named(package, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == package or name.startswith("decoder.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert command_line.main(["serve", *MODEL]) == 2
+    assert f"needs {package}, which is not installed: pip install" in capsys.readouterr().err

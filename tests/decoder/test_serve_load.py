@@ -1,0 +1,182 @@
+"""The command `python -m decoder serve` under load: 50 clients at once, 500 in a row, and SIGTERM among them.
+
+OMP_NUM_THREADS=1 .venv/bin/pytest -m slow -s tests/decoder/test_serve_load.py
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+import decoder
+from decoder import SamplingParams
+
+from .serving import within
+
+pytestmark = pytest.mark.slow
+
+DATA = Path(__file__).parents[2] / "data"
+WORDS = ["It", "was", "a", "dark", "night", "and", "the", "captain", "said", "that", "ship", "would", "not"]
+
+
+@pytest.fixture(scope="module")
+def dec():
+    return decoder.load(DATA / "reference-model", heads=DATA / "heads-gated")
+
+
+class Command:
+    """The command in a process of its own."""
+
+    def __init__(self, key_file, *flags):
+        arguments = ["--model", DATA / "reference-model", "--heads", DATA / "heads-gated", "--port", "0"]
+        arguments += ["--api-key-file", key_file, *flags]
+        command = [sys.executable, "-m", "decoder", "serve", *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.log = []
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"at (http://127.0.0.1:(\d+))/v1", line):
+                self.url, self.port = found[1], int(found[2])
+                break
+        headers = {"Authorization": "Bearer secret"}
+        limits = httpx2.Limits(max_connections=100)
+        self.http = httpx2.Client(base_url=self.url, timeout=600, headers=headers, limits=limits)
+
+    def metric(self, name):
+        return float(re.search(rf"^{name} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)[1])
+
+    def idle(self):
+        return self.metric("tokenswift_texts_running") == self.metric("tokenswift_texts_waiting") == 0
+
+    def memory(self):
+        """Resident bytes of the process."""
+        return psutil.Process(self.process.pid).memory_info().rss
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        self.log += self.process.stderr.read().splitlines(keepends=True)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the command with flags; whatever becomes of the test, it is ended."""
+    (tmp_path / "key").write_text("secret\n")
+    started = []
+
+    def start(*flags):
+        started.append(Command(tmp_path / "key", *flags))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+def prompt(index):
+    return " ".join(random.Random(index).choices(WORDS, k=3 + 7 * (index % 9)))
+
+
+def dropped(server, index):
+    """Ask by a socket of its own, and leave half way."""
+    body = dict(prompt=prompt(index), max_tokens=2000, ignore_eos=True, seed=index, stream=index % 2 == 0)
+    data = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+        raw.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        time.sleep(1 + 0.1 * index)
+    return "left"
+
+
+def bad(server, index):
+    """A malformed or oversized request, or one with a wrong key: its status and the one that is right."""
+    cases = [
+        (dict(content=b'{"prompt": '), 400),
+        (dict(json={"prompt": "x", "temperature": "hot"}), 400),
+        (dict(json={"prompt": "x", "model": "other"}), 404),
+        (dict(json={"prompt": "x", "max_tokens": 10**6}), 400),
+        (dict(content=b"x" * 100_000_000), 413),
+        (dict(json={"prompt": "x"}, headers={"Authorization": "Bearer wrong"}), 401),
+    ]
+    asked, status = cases[index % len(cases)]
+    answer = server.http.post("/v1/completions", **asked)
+    assert answer.json()["error"]["message"]
+    return answer.status_code, status
+
+
+def test_fifty_clients_at_once_get_their_texts_or_the_right_status(dec, start):
+    server = start("--max-batch", "8", "--max-queue", "100")
+    asked = [dict(prompt=prompt(i), max_tokens=8 + 5 * i, seed=i, ignore_eos=True) for i in range(50)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(90) as pool:
+        good = [pool.submit(server.http.post, "/v1/completions", json=body) for body in asked]
+        gone = [pool.submit(dropped, server, index) for index in range(20)]
+        wrong = [pool.submit(bad, server, index) for index in range(20)]
+        answers = [one.result() for one in good]
+        statuses = [one.result() for one in wrong]
+        assert [one.result() for one in gone] == ["left"] * 20
+    seconds = time.monotonic() - began
+    assert [answer.status_code for answer in answers] == [200] * 50
+    assert all(got == right for got, right in statuses)
+    assert within(30, server.idle), "a text of a client that has left goes on"
+    print(f"\n50 answered, 20 left, 20 refused {Counter(got for got, _ in statuses)} in {seconds:.1f} s")
+    assert server.end() == 0
+    assert not any(word in "".join(server.log) for word in ("captain", "Traceback"))
+    for index in range(0, 50, 7):
+        body = asked[index]
+        expected = dec.generate(
+            body["prompt"], body["max_tokens"], sampling=SamplingParams(seed=index), ignore_eos=True
+        )
+        assert answers[index].json()["choices"][0]["text"] == expected.text, index
+
+
+def test_memory_is_flat_over_five_hundred_requests(start):
+    server = start("--max-batch", "8")
+    sizes = []
+
+    def ask(index):
+        body = dict(prompt=prompt(index), max_tokens=4 + index % 29, seed=index, stream=index % 3 == 0)
+        return server.http.post("/v1/completions", json=body).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        for start in range(0, 500, 50):
+            assert list(pool.map(ask, range(start, start + 50))) == [200] * 50
+            sizes.append(server.memory() / 2**20)
+    print("\nMiB after each 50 requests:", " ".join(f"{size:.0f}" for size in sizes))
+    # The first hundred fill what is kept: tuning states, the allocator's pools, connections.
+    assert max(sizes[2:]) < 1.1 * sizes[1]
+    assert server.idle() and server.end() == 0
+
+
+def test_sigterm_under_load_ends_every_request_in_words(start):
+    server = start("--max-batch", "4", "--grace", "2")
+    body = dict(prompt=prompt(1), ignore_eos=True, seed=1)
+
+    def ask(index):
+        lengths = dict(max_tokens=20 if index < 4 else 4000, stream=index % 2 == 0)
+        return server.http.post("/v1/completions", json=body | lengths)
+
+    with ThreadPoolExecutor(12) as pool:
+        sent = [pool.submit(ask, index) for index in range(12)]
+        assert within(30, lambda: server.metric("tokenswift_texts_running") == 4)
+        os.kill(server.process.pid, signal.SIGTERM)
+        began = time.monotonic()
+        answers = [one.result() for one in sent]
+    assert server.process.wait(30) == 0 and time.monotonic() - began < 20
+    ends = [answer.text.strip().split("\n\n")[-1].removeprefix("data: ") for answer in answers]
+    told = [end for end in ends if end != "[DONE]" and "error" in json.loads(end)]
+    print(f"\nafter SIGTERM {len(ends) - len(told)} finished, {len(told)} were told")
+    assert len(told) >= 8 and all("the server is stopping" in end for end in told)
