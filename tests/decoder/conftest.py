@@ -10,6 +10,8 @@ from decoder import Decoder, DraftHeads
 from decoder.cache.base import LayeredCache
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.eagle3.config import Eagle3Config
+from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.kernels import attention, fast_paths, rotary
 from decoder.model import fast_layers, target
 
@@ -39,11 +41,38 @@ def tiny_llama(dtype=torch.float64, seed=0, **overrides):
 
 def random_heads(model, num_heads=3, kind="chained", seed=1):
     torch.manual_seed(seed)
+    if kind == "eagle3":
+        heads = new_heads(model.config, num_heads)
+        for parameter in heads.parameters():
+            parameter.data.mul_(3)
+        return heads
     heads = DraftHeads(model.config.hidden_size, num_heads=num_heads, kind=kind)
     for parameter in heads.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.1)
     return heads
+
+
+def new_heads(config, levels):
+    """An EAGLE-3 draft model of the shape of a model's layer, with the draft vocabulary of every second token."""
+    shape = Eagle3Config(
+        target_hidden_size=config.hidden_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        attention_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        target_layers=None,
+        sliding_window=24,
+        levels=levels,
+    )
+    return Eagle3DraftModel(shape, torch.arange(0, config.vocab_size, 2))
+
+
+def all_heads(model, kind="chained", num_heads=3):
+    """Linear heads of a kind, and a draft model for the methods that need one."""
+    return {each: random_heads(model, num_heads, each) for each in (kind, "eagle3")}
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +83,7 @@ def model():
 @pytest.fixture(scope="session")
 def dec(model):
     small = tiny_llama(seed=2, num_hidden_layers=1, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
-    return Decoder(model, heads=random_heads(model), draft_model=small)
+    return Decoder(model, heads=all_heads(model), draft_model=small)
 
 
 @pytest.fixture(autouse=True)

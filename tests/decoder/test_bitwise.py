@@ -15,7 +15,7 @@ from decoder.model import bitwise, bitwise_test, target
 from decoder.model.bitwise_test import OneLayer
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, random_heads, tiny_llama
+from .conftest import VOCAB, all_heads, tiny_llama
 from .test_families import FAMILIES, tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -31,7 +31,7 @@ RULE = Rule(4, 160)
 def exact(request):
     model = tiny_llama(request.param)
     small = tiny_llama(request.param, seed=2, num_hidden_layers=1, hidden_size=16, num_attention_heads=2)
-    return Decoder(model, heads=random_heads(model), draft_model=small, bitwise=True)
+    return Decoder(model, heads=all_heads(model), draft_model=small, bitwise=True)
 
 
 @pytest.fixture(scope="module")

@@ -269,3 +269,28 @@ def test_methods_of_other_heads_say_what_they_need(tmp_path, target_model):
     draft_model(own_head=True).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="load_heads"):
         decoder.DraftHeads.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_speculators_reads_it_and_computes_the_same(tmp_path, window):
+    """vLLM's own training library as the referee, where it is installed (it asks for older transformers)."""
+    theirs = pytest.importorskip("speculators.models.eagle3.core").Eagle3DraftModel
+    target = tiny_llama(torch.float32, num_hidden_layers=4)
+    target.save_pretrained(tmp_path / "target")
+    model = draft_model(window, own_head=True).float()
+    model.save_pretrained(tmp_path / "draft", base_model=str(tmp_path / "target"), training={"steps": 1})
+    other = theirs.from_pretrained(tmp_path / "draft").eval()
+    embed = target.get_input_embeddings()
+    other.embed_tokens.weight.data = embed.weight.data.clone()
+    # As many as a block of its attention holds.
+    count = 128
+    features = torch.randn(1, count, 3 * 32)
+    ids = torch.randint(VOCAB, (1, count + 3))
+    ahead = torch.stack([embed(ids)[:, i : i + count] for i in range(3)], 2)
+    logits = []
+    other.lm_head.register_forward_hook(lambda module, args, output: logits.append(output))
+    with torch.no_grad():
+        other(features, ids[:, :count], torch.zeros(1, count, dtype=torch.long), ttt_steps=3)
+        for ours, found in zip(model(features, ahead), logits, strict=True):
+            # The last positions wrap around, each in its own way.
+            assert torch.allclose(model.lm_head(ours)[:, :-3], found[:, :-3], atol=1e-5)

@@ -12,7 +12,7 @@ from decoder.kernels.fast_paths import NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
 from decoder.kernels.self_test import AttentionShape
 from decoder.model import recording_test
 
-from .conftest import random_heads, tiny_llama
+from .conftest import all_heads, random_heads, tiny_llama
 from .tape import TapeRecorder
 from .test_graphs import NARROW, SAMPLING
 from .test_using_it import byte_tokenizer
@@ -251,7 +251,7 @@ def test_differences_are_found_and_roundings_are_none(change):
 
 
 def test_a_report_has_versions_device_and_every_path(model):
-    dec = Decoder(single(), heads=random_heads(model), draft_model=single(seed=2, num_hidden_layers=1))
+    dec = Decoder(single(), heads=all_heads(model), draft_model=single(seed=2, num_hidden_layers=1))
     report = dec.report()
     assert f"torch {torch.__version__}" in report and "transformers " in report and "triton" in report
     assert "device: cpu" in report and "AVX512-BF16" in report and "float32" in report

@@ -22,7 +22,7 @@ from decoder.model.probe import Probed
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import clocked, random_heads, tiny_llama
+from .conftest import all_heads, clocked, random_heads, tiny_llama
 from .tape import TapeRecorder, eager_attention
 from .test_families import FAMILIES, tiny
 from .test_walk import HostReads
@@ -48,7 +48,7 @@ class Unrecorded(TapeRecorder):
 
 def decoder_with(kind):
     model = tiny_llama()
-    return Decoder(model, heads=random_heads(model, kind=kind), draft_model=tiny_llama(seed=2, num_hidden_layers=1))
+    return Decoder(model, heads=all_heads(model, kind), draft_model=tiny_llama(seed=2, num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("kind", ["chained", "gated"])

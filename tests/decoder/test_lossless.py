@@ -20,7 +20,7 @@ from transformers import (
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.drafters import TUNED
 
-from .conftest import VOCAB, random_heads, tiny_llama
+from .conftest import VOCAB, all_heads, random_heads, tiny_llama
 from .scipy_free import chi_square_tail
 
 SAMPLERS = {
@@ -76,7 +76,7 @@ def test_every_method_equals_ar(dec, prompt, plain, method, options):
 def test_single_precision_differs_in_ties_only(prompt, kind, autocast):
     """Packed weights and heads in bfloat16 take part here, and not in float64; under autocast neither does."""
     model = tiny_llama(torch.float32)
-    dec = Decoder(model, heads=random_heads(model, kind=kind).bfloat16(), draft_model=tiny_llama(torch.float32, seed=2))
+    dec = Decoder(model, heads=all_heads(model, kind), draft_model=tiny_llama(torch.float32, seed=2))
     sampling = SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2)
     for method in methods():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -92,7 +92,7 @@ def decoders(dec):
     found = [dec]
     for groups, tied, num_heads, kind in ((4, False, 2, "conditioned"), (1, True, 4, "independent")):
         model = tiny_llama(seed=groups, num_key_value_heads=groups, tie_word_embeddings=tied)
-        found.append(Decoder(model, heads=random_heads(model, num_heads, kind), draft_model=dec.draft_model))
+        found.append(Decoder(model, heads=all_heads(model, kind, num_heads), draft_model=dec.draft_model))
     return found
 
 
@@ -232,7 +232,7 @@ def test_a_model_that_gives_nan_is_told_by_every_method(method, prompt):
     """Drafts of NaN are nobody's fault but the model's, and the verification says so."""
     for kind in ("chained", "gated"):
         model = tiny_llama()
-        dec = Decoder(model, heads=random_heads(model, kind=kind), draft_model=tiny_llama(seed=2))
+        dec = Decoder(model, heads=all_heads(model, kind), draft_model=tiny_llama(seed=2))
         with torch.no_grad():
             model.lm_head.weight[5] = torch.nan
         for temperature in (0.0, 1.0):

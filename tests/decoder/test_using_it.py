@@ -21,7 +21,7 @@ from decoder.drafters import METHODS
 from decoder.options import parse_tree
 from decoder.text.stream import TextStream
 
-from .conftest import VOCAB, random_heads, tiny_llama
+from .conftest import VOCAB, all_heads, random_heads, tiny_llama
 
 
 def byte_tokenizer():
@@ -36,7 +36,7 @@ def byte_tokenizer():
 @pytest.fixture(scope="module")
 def speaking():
     model = tiny_llama(vocab_size=256)
-    return Decoder(model, byte_tokenizer(), random_heads(model), draft_model=tiny_llama(seed=1, vocab_size=256))
+    return Decoder(model, byte_tokenizer(), all_heads(model), draft_model=tiny_llama(seed=1, vocab_size=256))
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +378,7 @@ def test_suppressed_tokens_outside_or_all_of_the_vocabulary_are_told_at_once(spe
 @pytest.mark.parametrize("method", decoder.methods())
 def test_without_a_length_the_text_goes_to_a_stop_or_the_models_last_position(method):
     model = tiny_llama(max_position_embeddings=200)
-    dec = Decoder(model, heads=random_heads(model), draft_model=tiny_llama(seed=2, num_hidden_layers=1))
+    dec = Decoder(model, heads=all_heads(model), draft_model=tiny_llama(seed=2, num_hidden_layers=1))
     whole = dec.generate([1, 2, 3], None, method)
     assert whole.token_ids == dec.generate([1, 2, 3], 197, "ar").token_ids
     assert whole.finish_reason == "length"

@@ -7,19 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_reference import BOOKS, byte_tokenizer, save_model
-from transformers import BertConfig, BertModel
+from transformers import AutoConfig, BertConfig, BertModel
 
-from decoder import DraftHeads
+from decoder import DraftHeads, Eagle3DraftModel
+from decoder.eagle3.config import Eagle3Config
 from ts_eval import rounds
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A data folder: reference-model, heads-chained, heads-gated, pg19/test.jsonl.gz."""
+    """A data folder: reference-model, heads-chained, heads-gated, heads-eagle3, pg19/test.jsonl.gz."""
     folder = tmp_path_factory.mktemp("data")
     save_model(folder / "reference-model")
     DraftHeads(32).save_pretrained(folder / "heads-chained")
     DraftHeads(32, kind="gated").save_pretrained(folder / "heads-gated")
+    config = AutoConfig.from_pretrained(folder / "reference-model")
+    Eagle3DraftModel(Eagle3Config.for_model(config), own_head=True).save_pretrained(folder / "heads-eagle3")
     (folder / "pg19").mkdir()
     with gzip.open(folder / "pg19/test.jsonl.gz", "wt", encoding="utf-8") as books:
         for title, text in BOOKS.items():

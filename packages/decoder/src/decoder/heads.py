@@ -1,6 +1,7 @@
 """Draft heads of any kind: the linear ones of the paper, and EAGLE-3's draft model."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 from decoder.draft_heads import KINDS as LINEAR_KINDS
@@ -13,6 +14,16 @@ from decoder.heads_files import CONFIG, local_folder, read_json
 Heads = DraftHeads | Eagle3DraftModel
 
 KINDS = (*LINEAR_KINDS, EAGLE3)
+
+
+def kind_in(folder: str | os.PathLike) -> str | None:
+    """The kind of the heads in a folder; None where its configuration names none that is known."""
+    try:
+        config = read_json(Path(folder) / CONFIG)
+    except (OSError, ValueError):
+        return None
+    kind = EAGLE3 if is_eagle3(config) else config.get("kind")
+    return kind if kind in KINDS else None
 
 
 def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import decoder
-from decoder.drafters import METHODS
+from decoder.drafters import METHODS, Drafter
+from decoder.heads import kind_in
 from ts_eval import checkpoints
 from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.method_spec import MethodSpec
@@ -15,6 +16,7 @@ from ts_eval.results import digest_files
 DEFAULT_KINDS = {
     "tokenswift": "chained",
     "medusa": "independent",
+    "eagle3": "eagle3",
     "tokenswift-fused": "gated",
     "auto": "gated",
 }
@@ -40,7 +42,8 @@ class Sources:
     ) -> "Sources":
         """What ``specs`` run with; without a ``model`` the reference model, with its heads and draft model.
 
-        Where no heads are named for a model folder, they are those in the folder heads-NAME beside it, if there is one.
+        Where no heads are named for a model folder NAME, a method takes those of the kind that suits it best among the
+        folders heads-NAME and heads-NAME-* beside it.
 
         Raises:
             ValueError: ``heads`` are several checkpoints, or pairs with what is no method.
@@ -53,8 +56,8 @@ class Sources:
             own_heads = {name: str(data / f"heads-{kind}") for name, kind in DEFAULT_KINDS.items()}
             if draft_model is None and any(spec.name == "triforce" for spec in specs):
                 draft_model = str(data / DRAFT_MODEL)
-        elif (beside := Path(model).parent / f"heads-{Path(model).name}").is_dir():
-            own_heads = {name: str(beside) for name, drafter in METHODS.items() if drafter.heads_kinds}
+        else:
+            own_heads = _heads_beside(Path(model))
         return cls(model, draft_model, _heads_by_method(specs, heads, own_heads))
 
     def refuse_missing(self, specs: Sequence[MethodSpec]) -> None:
@@ -87,6 +90,20 @@ class Sources:
         return loaded
 
 
+def _heads_beside(model: Path) -> dict[str, str]:
+    """Method -> the folder beside a model's with the heads that suit it best; of equal kinds the shortest name."""
+    name = f"heads-{glob.escape(model.name)}"
+    folders = [path for pattern in (name, f"{name}-*") for path in sorted(model.parent.glob(pattern))]
+    by_kind: dict[str, str] = {}
+    for folder in folders:
+        if (kind := kind_in(folder)) is not None:
+            by_kind.setdefault(kind, str(folder))
+    wanted = {
+        method: next((kind for kind in each.heads_kinds if kind in by_kind), None) for method, each in METHODS.items()
+    }
+    return {method: by_kind[kind] for method, kind in wanted.items() if kind is not None}
+
+
 def _digest(path: Path) -> str | None:
     """Tells two versions of a folder, or of a GGUF file, apart; None for a hub id."""
     if path.is_file():
@@ -113,7 +130,14 @@ def _heads_by_method(specs: Sequence[MethodSpec], heads: Sequence[str], own: dic
             for_all.append(entry)
     if len(for_all) > 1:
         raise ValueError("--heads takes one checkpoint, or METHOD=CHECKPOINT pairs, not several checkpoints")
-    usual = {spec.name: pairs.get(spec.name, for_all[0] if for_all else own.get(spec.name)) for spec in specs}
+    for_each = {name: for_all[0] for name, each in METHODS.items() if _suits(for_all[0], each)} if for_all else own
+    usual = {spec.name: pairs.get(spec.name, for_each.get(spec.name)) for spec in specs}
     found = {spec.text: spec.heads or usual[spec.name] for spec in specs}
     needing = {spec.text for spec in specs if not spec.is_hf and METHODS[spec.name].heads_kinds}
     return {text: path for text, path in found.items() if path and text in needing}
+
+
+def _suits(checkpoint: str, method: type[Drafter]) -> bool:
+    """Whether a method can run with the heads of a checkpoint, as far as a folder's configuration tells."""
+    kind = kind_in(checkpoint)
+    return kind is None or kind in method.heads_kinds

@@ -24,6 +24,10 @@ from tqdm import tqdm
 import decoder
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
+from decoder.drafters.draft_vocabulary import DraftVocabulary
+from decoder.eagle3.draft_model import Eagle3DraftModel, attend
+from decoder.eagle3.text_cache import Eagle3TextCache
+from decoder.heads import Heads
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
 from decoder.sampling.sampler import Sampler
@@ -50,6 +54,7 @@ TRACED_STEPS = 16
 """Steps of a generation that is traced: a trace has a line for each of some hundred kernels a pass."""
 
 Operation = Callable[[], object]
+Reader = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -184,12 +189,30 @@ class Measurement:
     def _sampler(self, context: Sequence[int]) -> Sampler:
         return Sampler(self.params, self.target.vocab_size, self.target.device, context)
 
-    def _level(self, dec: "decoder.Decoder", heads: "decoder.DraftHeads", hidden: torch.Tensor) -> Operation:
-        """Time one head with what it takes: an embedding where it is conditioned, and the language-model head."""
+    def _level(self, dec: "decoder.Decoder", heads: Heads, hidden: torch.Tensor) -> Operation:
+        """Time one level with what it takes: an embedding where it is conditioned, and the language-model head."""
+        vocabulary = DraftVocabulary.of(dec.target, heads)
 
-        def level() -> None:
+        def of_linear_heads() -> None:
             embedding = dec.target.embed(self.prompt[-1]) if heads.conditioned else None
-            dec.target.head(heads.advance(0, hidden, embedding)[1][None])
+            vocabulary.logits(heads.advance(0, hidden, embedding)[1][None])
+
+        text = None
+        if isinstance(heads, Eagle3DraftModel):
+            text = Eagle3TextCache(heads, dec.target.device)
+            shape = len(self.prompt), heads.config.kv_heads, heads.config.head_dim
+            text.write(*torch.randn(2, *shape).to(heads.fc.weight))
+
+        features = hidden.repeat(heads.fc.in_features // len(hidden))[None] if text is not None else None
+
+        def of_draft_model() -> None:
+            embedding = dec.target.embed(self.prompt[-1:])
+            position = torch.tensor([text.entries + 1], device=hidden.device)
+            query, keys, values, residual = heads.project(heads.combine(features), embedding, position)
+            text.write_drafts(keys, values, 0)
+            vocabulary.logits(heads.finish(attend(query, *text.read(1)), residual)[1])
+
+        level = of_linear_heads if text is None else of_draft_model
 
         def timed() -> float:
             with dec.target.patched():
@@ -206,9 +229,9 @@ class Measurement:
         prefill = Target.prefill
 
         def filled(
-            target: Target, tokens: Sequence[int], cache: FullCache, observed: int = 1
+            target: Target, tokens: Sequence[int], cache: FullCache, observed: int = 1, read: Reader | None = None
         ) -> dict[int, torch.Tensor]:
-            queries = prefill(target, tokens[: len(self.prompt)], cache, observed)
+            queries = prefill(target, tokens[: len(self.prompt)], cache, observed, read)
             _fill(cache, len(tokens))
             return queries
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
+from decoder.eagle3.config import Eagle3Config
+from decoder.heads import EAGLE3, Heads
 from decoder.kernels.memory import available_memory
 from decoder.loader import device_named
 from decoder.model.architectures import refuse_unsupported
@@ -21,8 +23,8 @@ from ts_eval.plan import held_dtype, read_config, read_shape
 from ts_eval.prompts import Prompt
 
 _STD = 0.02
-_PARAMETERS_OF_HEADS = {"gated": 12, "conditioned": 2}
-"""In squares of the hidden size, per head; one of other kinds."""
+_PARAMETERS_OF_HEADS = {"gated": 12, "conditioned": 2, "eagle3": 9}
+"""In squares of the hidden size, per head; one of other kinds. A draft model has some 27 in all."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class RandomSources(Sources):
                     model = AutoModelForCausalLM.from_config(config, dtype=held).eval()
                 loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model, bitwise=wanted)}
                 for kind in kinds:
-                    heads = _random_heads(kind, shape.hidden_size, where, held)
+                    heads = _random_heads(kind, config, where, held)
                     loaded[kind] = decoder.Decoder(model, heads=heads, bitwise=wanted)
         except (RuntimeError, MemoryError) as error:
             raise short_of_memory(error, f"{sentence}, and memory ran out: take a smaller model or dtype") from error
@@ -89,9 +91,13 @@ class RandomSources(Sources):
         return Prompt("random tokens", tuple(torch.randint(vocab_size, (count,), generator=generator).tolist()))
 
 
-def _random_heads(name: str, hidden_size: int, device: torch.device, dtype: torch.dtype) -> "decoder.DraftHeads":
+def _random_heads(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Heads:
+    kind = name.removeprefix("random ")
     with torch.device(device):
-        heads = decoder.DraftHeads(hidden_size, kind=name.removeprefix("random ")).to(dtype)
+        if kind == EAGLE3:
+            heads = decoder.Eagle3DraftModel(Eagle3Config.for_model(config)).to(dtype)
+        else:
+            heads = decoder.DraftHeads(config.hidden_size, kind=kind).to(dtype)
     for parameter in heads.parameters():
         # New heads are zeros, which can be multiplied faster than other numbers.
         if parameter.ndim == 2:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 
 from decoder.draft_heads import DraftHeads
+from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine
 from decoder.model.target import Target
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -32,6 +33,9 @@ _WATCHED = (
     (Target, "embed", "draft"),
     (DraftHeads, "forward", "draft"),
     (DraftHeads, "advance", "draft"),
+    (Eagle3DraftModel, "combine", "draft"),
+    (Eagle3DraftModel, "project", "draft"),
+    (Eagle3DraftModel, "finish", "draft"),
     (Sampler, "draft_scores", "scoring"),
     (Sampler, "draft_choice", "scoring"),
     (Sampler, "branch_scores", "scoring"),

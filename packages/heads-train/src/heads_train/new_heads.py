@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from decoder.draft_heads import DraftHeads
-from decoder.eagle3.config import Eagle3Config, default_layers
+from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads, load_heads
@@ -33,22 +33,7 @@ def new_heads(
         if layers is not None:
             raise ValueError(f"model.target_layers is for kind {EAGLE3}, and model.kind is {kind}: leave it out")
         return DraftHeads(config.hidden_size, count, norm_eps(config), kind)
-    heads = config.num_attention_heads
-    shape = Eagle3Config(
-        target_hidden_size=config.hidden_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        attention_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=config.vocab_size,
-        target_layers=default_layers(config.num_hidden_layers) if layers is None else tuple(layers),
-        sliding_window=sliding_window,
-        norm_eps=norm_eps(config),
-        rotary=dict(config.rope_parameters),
-        max_positions=config.max_position_embeddings,
-        levels=count,
-    )
+    shape = Eagle3Config.for_model(config, layers, sliding_window, count)
     draft_model = Eagle3DraftModel(shape)
     draft_model.target_architecture = (config.architectures or [draft_model.target_architecture])[0]
     draft_model.check_fits(config.hidden_size, config.vocab_size, config.num_hidden_layers)

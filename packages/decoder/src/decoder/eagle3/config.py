@@ -1,7 +1,10 @@
 """The shape of an EAGLE-3 draft model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,39 @@ class Eagle3Config:
             raise ValueError(f"target_layers must be layers' numbers from 0 on, got {list(self.target_layers)}")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other")
+
+    @classmethod
+    def for_model(
+        cls,
+        config: PretrainedConfig,
+        target_layers: Sequence[int] | None = None,
+        sliding_window: int | None = 512,
+        levels: int = 3,
+    ) -> "Eagle3Config":
+        """A draft model of the shape of one layer of the model of ``config``; without layers `default_layers`.
+
+        Raises:
+            ValueError: the model has no RMSNorm or no rotary embedding of the usual fields.
+        """
+        heads, rotary = config.num_attention_heads, getattr(config, "rope_parameters", None)
+        eps = getattr(config, "rms_norm_eps", None)
+        if eps is None or not rotary or "rope_type" not in rotary:
+            raise ValueError(f"models of type {config.model_type} have no layer that a draft model could be made like")
+        return cls(
+            target_hidden_size=config.hidden_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            attention_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            target_layers=default_layers(config.num_hidden_layers) if target_layers is None else tuple(target_layers),
+            sliding_window=sliding_window,
+            norm_eps=eps,
+            rotary=dict(rotary),
+            max_positions=config.max_position_embeddings,
+            levels=levels,
+        )
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
