@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo smollm2 test lint clean
+.PHONY: demo smollm2 test docs dist clean
 
 # On the real model; where the package index cannot be reached, on the reference model.
 demo: $(INSTALLED)
@@ -17,14 +17,26 @@ smollm2: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# The three packages as wheels and source archives in dist/, checked, and installed into an empty environment.
+dist: $(INSTALLED)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
+	rm -rf dist
+	for package in decoder heads-train eval; do $(BIN)/python -m build -q --outdir dist packages/$$package || exit 1; done
+	$(BIN)/python -m twine check --strict dist/*.whl dist/*.tar.gz
+	$(PYTHON) -m venv dist/empty
+	dist/empty/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd dist && empty/bin/python -m decoder --help > help.txt && empty/bin/heads-train --help > help.txt && empty/bin/ts-eval methods
+	rm -rf dist/empty dist/help.txt
 
 # Installed once: only a change of what is installed runs it again.
 $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-train/pyproject.toml packages/eval/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis ruff \
-		peft openai \
+		mypy peft openai \
 		"triton ; platform_system == 'Linux' and platform_machine == 'x86_64'" \
 		-e 'packages/decoder[gguf,serve]' -e packages/heads-train -e packages/eval
 	touch $(INSTALLED)

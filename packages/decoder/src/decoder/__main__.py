@@ -7,10 +7,11 @@ Standard output gets the text and nothing else. Exit status: 0 done; 1 the run b
 """
 
 import argparse
+import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -174,7 +175,7 @@ class _Run:
         self._check_request(request)
         token_ids = [] if self.transcript is None else self.transcript.token_ids
         self.prompt_tokens, self.before, self.generated = len(prompt_ids), len(token_ids), len(token_ids)
-        self.chunks: Iterator[Chunk] = stream_on(
+        self.chunks: Generator[Chunk, None, None] = stream_on(
             self.decoder,
             prompt_ids,
             token_ids,
@@ -205,7 +206,8 @@ class _Run:
                 status.show(f"reading {self.prompt_tokens + self.generated:,} tokens", now=True)
             for chunk in self.chunks:
                 if self.transcript is not None:
-                    self.transcript.append(chunk.token_ids, chunk.text, chunk.output and chunk.output.finish_reason)
+                    ended = None if chunk.output is None else chunk.output.finish_reason
+                    self.transcript.append(chunk.token_ids, chunk.text, ended)
                 self.generated += len(chunk.token_ids)
                 _put(chunk.text)
                 status.show(f"{self.generated:,}{limit} tokens{_rates(chunk.stats)}")
@@ -302,7 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     other = _COMMANDS.get(arguments[0]) if arguments else None
     args = None if other else _parser().parse_args(arguments)
     # A character that the terminal cannot show must not end the output.
-    sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     # Errors are reported in one sentence, which warnings and retries of libraries would hide.

@@ -60,9 +60,9 @@ def check_arguments(
     for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
-    for name, value in (("ignore_eos", ignore_eos), ("return_logprobs", return_logprobs)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, not {value!r}")
+    for name, switch in (("ignore_eos", ignore_eos), ("return_logprobs", return_logprobs)):
+        if not isinstance(switch, bool):
+            raise ValueError(f"{name} must be true or false, not {switch!r}")
     if logits_hook is not None and not callable(logits_hook):
         raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
     context = prompt_ids(prompt, dec.tokenizer, dec.target.vocab_size)

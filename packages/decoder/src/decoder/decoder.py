@@ -2,9 +2,10 @@
 
 import os
 from collections import abc
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,7 +88,7 @@ class Decoder:
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
         self.target.make_bitwise(bitwise)
         self.verify_costs = VerifyCosts(self.target)
-        self._tuning_states: dict[tuple, dict[Hashable, object]] = {}
+        self._tuning_states: dict[tuple, dict[Hashable, Any]] = {}
         self.heads: dict[str, Heads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
@@ -165,7 +166,7 @@ class Decoder:
         ignore_eos: bool = False,
         return_logprobs: bool = False,
         logits_hook: LogitsHook | None = None,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first chunk.
 
         Weights that are changed between two chunks take effect in the next generation.
@@ -176,7 +177,7 @@ class Decoder:
         engine = Engine(self.target)
         return self._run(engine, self.sequence(engine, arguments))
 
-    def _run(self, engine: Engine, sequence: Sequence) -> Iterator[Chunk]:
+    def _run(self, engine: Engine, sequence: Sequence) -> Generator[Chunk, None, None]:
         engine.add(sequence)
         while True:
             [(_, tokens)] = engine.step()
@@ -238,7 +239,7 @@ class Decoder:
         return_logprobs: bool = False,
         logits_hook: LogitsHook | abc.Sequence[LogitsHook | None] | None = None,
         max_batch: int | None = None,
-    ) -> Iterator[tuple[int, Chunk]]:
+    ) -> Generator[tuple[int, Chunk], None, None]:
         """`generate_batch`, yielding (the prompt's index, its `Chunk`) as they come."""
         if isinstance(prompts, str | bytes | torch.Tensor) or not isinstance(prompts, abc.Sequence) or is_chat(prompts):
             raise ValueError("prompts must be a list with a prompt per text")
@@ -270,7 +271,7 @@ class Decoder:
                 raise ValueError(f"prompt {index}: {error}") from error
         return self._run_batch(checked, admission)
 
-    def _run_batch(self, arguments: list[Arguments], admission: Admission) -> Iterator[tuple[int, Chunk]]:
+    def _run_batch(self, arguments: list[Arguments], admission: Admission) -> Generator[tuple[int, Chunk], None, None]:
         engine = Engine(self.target, admission)
         index_of: dict[Sequence, int] = {}
         outputs: list[GenerationOutput | None] = [None] * len(arguments)
@@ -359,7 +360,7 @@ class Decoder:
         prompt = len(arguments.context)
         return self.target.kv_bytes * (prompt + arguments.limit + arguments.options.budget_for(prompt))
 
-    def _tuning_state(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, object]:
+    def _tuning_state(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, Any]:
         """The state that a method's tuning has collected from earlier texts with these settings, empty at first.
 
         The states of the settings that were used last are remembered.

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -172,8 +173,12 @@ class DraftHeads(nn.Module):
 
         ``embedding`` [..., d], of the token drafted before this one, is for conditioned heads.
         """
-        state = self.heads[index](state, embedding)
-        return state, self.heads[index].output_norm(state)
+        head = self._head(index)
+        state = head(state, embedding)
+        return state, head.output_norm(state)
+
+    def _head(self, index: int) -> DraftHead:
+        return cast(DraftHead, self.heads[index])
 
     @torch.no_grad()
     def init_from_norm(self, weight: torch.Tensor) -> None:
@@ -183,8 +188,8 @@ class DraftHeads(nn.Module):
         Raises ValueError if the size differs.
         """
         self.check_fits(weight.shape[-1])
-        for head in self.heads:
-            head.output_norm.weight.copy_(weight)
+        for index in range(len(self.heads)):
+            self._head(index).output_norm.weight.copy_(weight)
 
     def check_fits(self, hidden_size: int, vocab_size: int | None = None) -> None:
         """Raise ValueError unless the heads are for a model of ``hidden_size``, with ``vocab_size`` tokens if given."""

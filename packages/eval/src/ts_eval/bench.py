@@ -100,7 +100,7 @@ class Bench:
         sources.refuse_missing(specs)
 
         loaded = sources.load(self.device, self.dtype, self.bitwise)
-        if prompts is None:
+        if isinstance(sources, RandomSources):
             prompt = sources.prompt(loaded[None].target.vocab_size, self.prompt_tokens)
         else:
             prompt = read_prompts(prompts, loaded[None].tokenizer, self.prompt_tokens, 1)[0]

@@ -3,6 +3,7 @@
 import textwrap
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -202,7 +203,11 @@ def plot(results: dict, path: Path) -> None:
 
 def _verifications(axes: Axes, results: dict, value) -> None:
     for place, row in enumerate(results["lengths"]):
-        look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
+        look: dict[str, Any] = {
+            "color": COLOURS[place % len(COLOURS)],
+            "marker": MARKERS[place % len(MARKERS)],
+            "markersize": 4.5,
+        }
         widths = [cell["width"] for cell in row["verify"]]
         axes.plot(widths, [value(cell) for cell in row["verify"]], label=f"{row['length']:,}", **look)
     axes.set_xscale("log", base=2)

@@ -4,6 +4,7 @@ import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import decoder
 from decoder.drafters import METHODS, Drafter
@@ -79,7 +80,7 @@ class Sources:
 
     def load(self, device: str, dtype: str, bitwise: bool | None = None) -> "dict[str | None, decoder.Decoder]":
         """Heads checkpoint (or None) -> Decoder; all share the one loaded model. Raises as `decoder.load`."""
-        wanted = "auto" if bitwise is None else bitwise
+        wanted: bool | Literal["auto"] = "auto" if bitwise is None else bitwise
         with checkpoints.named(self.model):
             plain = decoder.load(self.model, draft_model=self.draft_model, device=device, dtype=dtype, bitwise=wanted)
         if plain.tokenizer is None:

@@ -48,4 +48,4 @@ def median_interval(values_of_prompts: Sequence[Sequence[Weighted]]) -> list[flo
     drawn = np.random.default_rng(0).integers(len(known), size=(RESAMPLES, len(known)))
     medians = [weighted_median([*chain.from_iterable(known[prompt] for prompt in prompts)]) for prompts in drawn]
     tail = (1 - CONFIDENCE) / 2
-    return [float(end) for end in np.quantile(medians, [tail, 1 - tail])]
+    return np.quantile(medians, [tail, 1 - tail]).tolist()

@@ -262,7 +262,7 @@ class Measurement:
                 return self._seconds(lambda: target.draft([text[-1]], length, memory_of_drafts))
 
         operations: dict[object, Operation] = {**memory, "ar": decode, "draft": draft}
-        operations |= {width: lambda width=width: verify(width) for width in widths}
+        operations |= {width: partial(verify, width) for width in widths}
         return self._figures_at(length, widths, slots, list(memory), self._rounds(operations, bar))
 
     def _figures_at(

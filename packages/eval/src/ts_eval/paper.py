@@ -65,7 +65,7 @@ class Target:
     cells: tuple[Cell, ...]
     figures: tuple[str, ...]
     at: tuple[int, ...] = LENGTHS
-    paper: dict[str, dict[str, Sequence[float]]] = field(default_factory=dict)
+    paper: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     trends: tuple[Trend, ...] = ()
     pages: bool = False
     scaled: bool = True

@@ -247,7 +247,8 @@ def plan(
     without its small model.
     """
     methods = {}
-    half, whole = (model.cache_bytes(prompt_tokens + tokens) for tokens in (max_new_tokens / 2, max_new_tokens))
+    whole = model.cache_bytes(prompt_tokens + max_new_tokens)
+    half = (model.cache_bytes(prompt_tokens) + whole) / 2
     for name in METHODS:
         if name == "triforce" and draft_model is None:
             continue

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ def plan_from(
         OSError: a model configuration that cannot be read.
     """
     _refuse_out_of_range(max_new_tokens, prompt_tokens, num_heads, bandwidth, acceptance, gpu)
-    given = {"tree": tree, "ngrams": ngrams, "budget": budget}
+    given: dict[str, Any] = {"tree": tree, "ngrams": ngrams, "budget": budget}
     options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
     if model is None:
         data = find_data_dir(data_dir)

@@ -1,6 +1,7 @@
 """A generation under way: on disk step by step, so that a killed one goes on where it was."""
 
 import copy
+import io
 import os
 import time
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class Progress:
         self.resumed_at: list[int] = []
         self.counts: dict | None = None
         self._before: dict | None = None
-        self._file = None
+        self._file: io.FileIO | None = None
         self._synced = time.monotonic()
         self._keep = 0
         self._load()

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ SHIPPED = "pg19/test.jsonl.gz"
 HUB_SPLIT = "test"
 
 
-Messages = list[dict[str, str]]
+Messages = Sequence[Mapping[str, str]]
 """A chat: ``{"role": ..., "content": ...}`` each, the oldest first."""
 
 
@@ -63,10 +64,11 @@ def read_texts(source: str | Path, limit: int | None = None) -> list[tuple[str, 
 
 
 def _file_texts(path: Path, limit: int | None) -> list[tuple[str, str | Messages]]:
+    texts: list[tuple[str, str | Messages]] = []
     try:
         if not path.name.endswith((".jsonl", ".jsonl.gz")):
-            return [(path.name, path.read_text(encoding="utf-8"))][:limit]
-        texts = []
+            texts.append((path.name, path.read_text(encoding="utf-8")))
+            return texts[:limit]
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if len(texts) == limit:

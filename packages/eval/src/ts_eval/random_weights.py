@@ -5,6 +5,7 @@ Acceptance on them means nothing, so methods cannot be judged by it; passes, lev
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -60,7 +61,8 @@ class RandomSources(Sources):
             ValueError: an unknown device or dtype.
             MemoryError: they do not fit.
         """
-        where, wanted = device_named(device), "auto" if bitwise is None else bitwise
+        where = device_named(device)
+        wanted: bool | Literal["auto"] = "auto" if bitwise is None else bitwise
         if dtype == "auto" and where.type == "cpu":
             dtype = "float32"
         config = read_config(self.model)

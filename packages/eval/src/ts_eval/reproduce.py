@@ -1,7 +1,9 @@
 """`ts-eval reproduce`: an experiment of the paper on a given model, beside the paper's figures."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from decoder.options import PAPER_NGRAMS, PAPER_TREE
 from ts_eval import defaults
@@ -81,14 +83,17 @@ def _figures(target: Target, results: dict, method: str) -> dict[str, list[float
     def minutes(mark: dict) -> float:
         return mark["ms_per_token"] * mark["tokens"] / 60_000
 
-    readers = {
+    def distinct(n: str, mark: dict, at_ar: dict) -> float:
+        return row["distinct"][n]
+
+    readers: dict[str, Callable[[dict, dict], Any]] = {
         "alpha": lambda mark, at_ar: mark["acceptance_rate"],
         "beta": lambda mark, at_ar: mark["ngram_acceptance_rate"],
         "x": lambda mark, at_ar: mark["speedup"],
         "ar_minutes": lambda mark, at_ar: minutes(at_ar),
         "minutes": lambda mark, at_ar: minutes(mark),
         "distinct": lambda mark, at_ar: row["distinct"]["mean"],
-        **{f"distinct{n}": lambda mark, at_ar, n=n: row["distinct"][str(n)] for n in range(1, 5)},
+        **{f"distinct{n}": partial(distinct, str(n)) for n in range(1, 5)},
         "loop_start": lambda mark, at_ar: row["loop_start"],
         "repeated_share": lambda mark, at_ar: row["repeated_share"],
     }

@@ -1,6 +1,7 @@
 """What a comparison leaves on disk: generations.jsonl while it runs, results.json when it is done."""
 
 import hashlib
+import io
 import json
 import os
 import platform
@@ -137,7 +138,7 @@ class GenerationLog:
         self._header = {"log_version": LOG_VERSION, "settings": settings, "environment": environment}
         self.fingerprint = fingerprint_of(self._header)
         self._records: dict[tuple[str, int, int], dict] = {}
-        self._file = None
+        self._file: io.FileIO | None = None
         self._keep = 0
         if self.path.is_file():
             self._lock()

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -207,13 +208,14 @@ def along_rows(generations: list[dict], at_marks: list[list[dict]]) -> list[dict
     """
     pairs = [(record["along_length"], reference) for record, reference in zip(generations, at_marks, strict=True)]
     rows = []
-    for place, mark in enumerate(max((own for own, _ in pairs), key=len)):
+    longest = max((own for own, _ in pairs), key=lambda own: len(own))
+    for place, mark in enumerate(longest):
         reached = [(own[place], ar[place] if place < len(ar) else None) for own, ar in pairs if place < len(own)]
         row = {"tokens": mark["tokens"]}
         for name in list(mark)[1:]:
             row[name] = median_of([own[name] for own, _ in reached])
         for name in ("ms_per_token", "ms_per_token_since"):
-            speedups = [ar and _quotient(ar[name], own[name]) for own, ar in reached]
+            speedups = [None if ar is None else _quotient(ar[name], own[name]) for own, ar in reached]
             row["speedup" + name.removeprefix("ms_per_token")] = median_of(speedups)
         rows.append(row)
     return rows
@@ -221,7 +223,7 @@ def along_rows(generations: list[dict], at_marks: list[list[dict]]) -> list[dict
 
 def _mean_measures(values: list[dict]) -> dict:
     """Means over generations, nested ones by key; of where looping begins the earliest."""
-    means = {}
+    means: dict[str, Any] = {}
     for name, first in values[0].items():
         column = [value[name] for value in values]
         if isinstance(first, dict):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -39,7 +40,7 @@ def measure(
     rows = {}
     for file, text in texts.items():
         ids = loaded(text, add_special_tokens=False, verbose=False)["input_ids"] if loaded else None
-        row = {"words": len(text.split())} if ids is None else {"tokens": len(ids)}
+        row: dict[str, Any] = {"words": len(text.split())} if ids is None else {"tokens": len(ids)}
         row |= metrics.measure_text(text, ids)
         if dec is not None:
             own = (

@@ -33,7 +33,7 @@ def book_chunks(
     Of every book the first ``chunks_per_book`` whole chunks (None: all); shorter books are left out and counted.
     Reading stops at ``max_chunks``. Raises ValueError when no book is long enough, and what the source raises.
     """
-    limits = [text_column, chunk_tokens, chunks_per_book, max_chunks]
+    limits = (text_column, chunk_tokens, chunks_per_book, max_chunks)
     key = hashlib.sha256(json.dumps([source.key(), tokenizer_digest(tokenizer), *limits]).encode()).hexdigest()[:24]
     path = cache_dir / f"{key}.uint32"
     if not path.exists():

@@ -30,7 +30,7 @@ def expected_counts(
     length = chunks.shape[1]
     rows = np.linspace(0, len(chunks) - 1, min(len(chunks), max(1, READ_TOKENS // length))).round().astype(int)
     step = max(1, len(rows) * length // SUMMED_POSITIONS)
-    counts = 0.0
+    counts = torch.zeros((), dtype=torch.float64, device=device)
     for row in rows:
         ids = torch.from_numpy(chunks[row].astype(np.int64))[None].to(device)
         counts = counts + logits_of(states_of(ids)[0, ::step]).softmax(-1, dtype=torch.float32).sum(0).double()

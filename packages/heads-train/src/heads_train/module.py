@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -112,15 +112,15 @@ class HeadsModule(L.LightningModule):
         self.loss_chunk_tokens = loss_chunk_tokens
         self.backbone_dtype = backbone_dtype
         self.compile_layers = compile
-        self.backbone = None
+        self.backbone: Any = None  # a transformers model, here as soon as `configure_model` was called
         self.val_metrics: dict[str, float] = {}
         self.val_step: int | None = None
         self.first_loss: float | None = None
         self.high_batches = 0
         self.val_coverage = MeanMetric()
-        self.val_losses = nn.ModuleList(MeanMetric() for _ in range(num_heads))
-        self.val_overlaps = nn.ModuleList(MeanMetric() for _ in range(num_heads))
-        self.val_accuracies = nn.ModuleList(TopKAccuracy(TOP_K) for _ in range(num_heads))
+        self.val_losses: Any = nn.ModuleList(MeanMetric() for _ in range(num_heads))
+        self.val_overlaps: Any = nn.ModuleList(MeanMetric() for _ in range(num_heads))
+        self.val_accuracies: Any = nn.ModuleList(TopKAccuracy(TOP_K) for _ in range(num_heads))
         self.val_tokens_per_step = TokensPerStep(num_heads, TOP_K)
         # A checkpoint holds the heads only; `on_load_checkpoint` checks what is in it.
         self.strict_loading = False
@@ -144,7 +144,7 @@ class HeadsModule(L.LightningModule):
 
     def _load(self) -> None:
         self.backbone = load_backbone(self.model_name_or_path, self._backbone_dtype())
-        self.heads.init_from_norm(final_norm(self.backbone).weight)
+        self.heads.init_from_norm(final_norm(self.backbone).get_parameter("weight"))
         if self.start_heads is not None:
             given = start_heads(self.start_heads, self.heads)
             if given.draft_to_target is not None:
@@ -289,7 +289,8 @@ class HeadsModule(L.LightningModule):
                     None if log_sums is None else log_sums[:, i:-1].flatten(),
                 )
             )
-        return tuple(map(list, zip(*results, strict=True)))
+        losses, ranks, overlaps = (list(column) for column in zip(*results, strict=True))
+        return losses, ranks, overlaps
 
     def training_step(self, input_ids: Tensor, batch_idx: int) -> Tensor:
         # Ranks cost a pass over the logits: only where they are looked at.
@@ -307,7 +308,7 @@ class HeadsModule(L.LightningModule):
         self.log("train_loss", mean, prog_bar=True)
         return total
 
-    def _weighted(self, losses: list) -> Tensor | float:
+    def _weighted(self, losses: list) -> Any:
         return sum(weight * loss for weight, loss in zip(self.head_weights, losses, strict=True))
 
     def _stop_if_diverged(self, loss: float) -> None:

@@ -37,7 +37,7 @@ class StateCache:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _path(self, token_ids: Tensor) -> Path:
-        ids = token_ids.cpu().numpy().astype(np.uint32)
+        ids: np.ndarray = token_ids.cpu().numpy().astype(np.uint32)
         return self.folder / f"{hashlib.sha256(ids.tobytes()).hexdigest()[:32]}.npy"
 
     def get(self, token_ids: Tensor) -> Tensor | None:

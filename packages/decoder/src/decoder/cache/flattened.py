@@ -32,7 +32,7 @@ class FlattenedCaches(Cache):
         if any(cache.kv_length is not None for cache in self.caches):
             written = [cache.update(*part, layer_idx) for cache, part in zip(self.caches, parts, strict=True)]
             return tuple(zip(*written, strict=True))
-        slots = [cache.slots_for(*part, layer_idx) for cache, part in zip(self.caches, parts, strict=True)]
+        slots = [cache.slots_for(key, value, layer_idx) for cache, (key, value) in zip(self.caches, parts, strict=True)]
         # One call for all texts.
         torch._foreach_copy_([each for pair in slots for each in pair], [each for pair in parts for each in pair])
         seen = [cache.seen_by(count, layer_idx) for cache, count in zip(self.caches, self.counts, strict=True)]

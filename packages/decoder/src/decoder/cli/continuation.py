@@ -1,6 +1,6 @@
 """Continues a generation that was interrupted, with the same tokens and text as if it had not been."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def stream_on(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
     finish_reason: str | None = None,
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """`Decoder.stream` for a text whose first tokens, ``token_ids``, have been generated before.
 
     Since the noise is keyed by position and the penalty window covers prompt and output, these tokens can simply be
@@ -63,13 +63,13 @@ def stream_on(
 
 
 def _run(
-    stream: Iterator[Chunk],
+    stream: Generator[Chunk, None, None],
     decoder: Decoder,
     request: Request,
     token_ids: Sequence[int],
     stop: Sequence[str],
     finish_reason: str | None,
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     text, token_ids = TextStream(decoder.tokenizer, stop), list(token_ids)
     for token in token_ids:
         text.push(token)
@@ -91,7 +91,10 @@ def _run(
                 if text.stopped:
                     break
             token_ids += tokens
-            finish_reason = "stop" if text.stopped else step.output and step.output.finish_reason
+            if text.stopped:
+                finish_reason = "stop"
+            elif step.output is not None:
+                finish_reason = step.output.finish_reason
             yield chunk(tokens, step.stats)
             if finish_reason:
                 return

@@ -4,7 +4,7 @@ import argparse
 import inspect
 import re
 from dataclasses import fields
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from decoder.decoder import Decoder
 from decoder.loader import load
@@ -77,7 +77,7 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
     """Add a flag for each field of a dataclass; its help is in `_WORDS` or in the class's docstring."""
     hints, words = get_type_hints(settings), _documented(settings)
     for field in fields(settings):
-        default = field.default
+        default: Any = field.default
         if field.name in _TUPLES:
             kind, metavar = _TUPLES[field.name]
             default = ",".join(map(str, default or ())) or None
@@ -101,7 +101,7 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
 
 def from_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
     """Make the record from the parsed flags; it validates itself."""
-    given = {field.name: getattr(args, field.name) for field in fields(settings)}
+    given = {field.name: getattr(args, field.name) for field in fields(cast(Any, settings))}
     return settings(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -1,6 +1,7 @@
 """Plain autoregressive decoding, which drafts nothing: the reference that all other methods are compared with."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -15,8 +16,8 @@ from decoder.stats import Statistics
 class Autoregressive:
     """Proposes nothing: each step verifies the newest token alone and draws one."""
 
-    heads_kinds = ()
-    needs_heads = False
+    heads_kinds: ClassVar[tuple[str, ...]] = ()
+    needs_heads: ClassVar[bool] = False
     observed_queries = 0
 
     def __init__(self, context: DrafterContext) -> None:

@@ -1,5 +1,7 @@
 """The default method: drafts from suffixes and heads in each step where they pay, plain decoding where they do not."""
 
+from typing import ClassVar
+
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.cost_tuned import CostTuned
@@ -13,7 +15,7 @@ class Auto(CostTuned):
     A suffix of the text tells what followed it where it stood before (compare SuffixDecoding, arXiv 2411.04975).
     """
 
-    heads_kinds = ("eagle3", "gated", "conditioned", "chained", "independent")
+    heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3", "gated", "conditioned", "chained", "independent")
 
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)

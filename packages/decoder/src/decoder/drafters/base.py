@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -45,7 +45,7 @@ class DrafterContext:
     prompt: list[int]
     costs: VerifyCosts
     max_new_tokens: int
-    tuning_state: dict[Hashable, object]
+    tuning_state: dict[Hashable, Any]
     running: Callable[[], int] = lambda: 1
 
     @property

@@ -1,5 +1,7 @@
 """Fused drafting: TokenSwift without its draft pass, one pass over the weights per step."""
 
+from typing import ClassVar
+
 from decoder.cache.full import FullCache
 from decoder.drafters.auto import Auto
 from decoder.drafters.base import DrafterContext
@@ -19,8 +21,8 @@ class Fused(Medusa):
     The chain is what followed the longest suffix seen before, twice as long as that suffix.
     """
 
-    heads_kinds = ("gated", "conditioned", "chained", "independent")
-    needs_heads = True
+    heads_kinds: ClassVar[tuple[str, ...]] = ("gated", "conditioned", "chained", "independent")
+    needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)
@@ -43,4 +45,4 @@ class Fused(Medusa):
 class TunedFused(Auto):
     """`Fused` where no tree is given: `Auto`, but never without heads."""
 
-    needs_heads = True
+    needs_heads: ClassVar[bool] = True

@@ -121,8 +121,9 @@ class HeadLevels:
 
     def read(self, numbers: Sequence[float]) -> list[Level]:
         """The levels from the values of the vector that `ask` has returned."""
-        levels, left = [], iter(numbers)
-        branches, parents = 1, None
+        levels: list[Level] = []
+        left, branches = iter(numbers), 1
+        parents: list[int] | None = None
         while True:
             if levels and self.heads.conditioned and self.beam > 1:
                 branches = min(self.beam, branches * self.width)
@@ -160,7 +161,9 @@ class HeadLevels:
         return parts
 
     def _in_turn(self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool) -> Filling:
-        parts, drafted, likely = [], None, 0.0
+        parts: list[torch.Tensor] = []
+        drafted: torch.Tensor | None = None
+        likely: torch.Tensor | float = 0.0
         for level in range(count):
             if own_level and not level:
                 scores, tokens = yield from self._own(state, sampler, context)
@@ -216,7 +219,7 @@ class LevelsWanted(NamedTuple):
     heads: HeadLevels
     state: State
     sampler: Sampler
-    count: int
+    count: int  # type: ignore[assignment]  # hides `tuple.count`
     own_level: bool
     receive: Callable[[list[Level], float], None]
 

@@ -1,6 +1,7 @@
 """MagicDec (arXiv 2408.11049): the model drafts for itself, with a KV cache of fixed size."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -25,8 +26,8 @@ class MagicDec:
     cache is StreamingLLM's, or SnapKV's with the newest pairs beside it, as ``options.draft_cache`` says.
     """
 
-    heads_kinds = ()
-    needs_heads = False
+    heads_kinds: ClassVar[tuple[str, ...]] = ()
+    needs_heads: ClassVar[bool] = False
 
     def __init__(self, context: DrafterContext) -> None:
         self.target, self.options = context.target, context.options

@@ -1,6 +1,7 @@
 """Medusa* of the paper's Table 3: heads on the verification's own hidden state, same tree, no draft pass."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -23,8 +24,8 @@ class Medusa:
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds = ("independent", "chained", "conditioned", "gated")
-    needs_heads = True
+    heads_kinds: ClassVar[tuple[str, ...]] = ("independent", "chained", "conditioned", "gated")
+    needs_heads: ClassVar[bool] = True
     observed_queries = 0
 
     def __init__(self, context: DrafterContext) -> None:
@@ -77,5 +78,5 @@ class Medusa:
 class TunedMedusa(CostTuned):
     """`Medusa` where no tree is given: of its heads' candidates those that pay on this machine."""
 
-    heads_kinds = Medusa.heads_kinds
-    needs_heads = True
+    heads_kinds: ClassVar[tuple[str, ...]] = Medusa.heads_kinds
+    needs_heads: ClassVar[bool] = True

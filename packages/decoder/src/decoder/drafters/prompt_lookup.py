@@ -1,6 +1,7 @@
 """Prompt lookup (A. Saxena, 2023): draft what followed the last occurrence of the text's end."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -19,8 +20,8 @@ CHAIN = 10  # tokens, transformers' default for prompt_lookup_num_tokens
 class PromptLookup:
     """Drafts a chain of tokens from prompt and output alone, without a pass over any weights."""
 
-    heads_kinds = ()
-    needs_heads = False
+    heads_kinds: ClassVar[tuple[str, ...]] = ()
+    needs_heads: ClassVar[bool] = False
     observed_queries = 0
 
     def __init__(self, context: DrafterContext) -> None:

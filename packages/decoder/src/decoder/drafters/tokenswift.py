@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -71,8 +72,8 @@ class TokenSwift:
     The tree is fixed, as the paper has it; `TunedTokenSwift` chooses one in each step.
     """
 
-    heads_kinds = ("gated", "conditioned", "chained", "independent")
-    needs_heads = True
+    heads_kinds: ClassVar[tuple[str, ...]] = ("gated", "conditioned", "chained", "independent")
+    needs_heads: ClassVar[bool] = True
     observed_queries = 1  # the importance of a pair is for the newest token
 
     def __init__(self, context: DrafterContext) -> None:
@@ -116,8 +117,8 @@ class TokenSwift:
 class TunedTokenSwift(CostTuned):
     """`TokenSwift` where no tree is given: of its candidates those that pay here, and no draft pass where none does."""
 
-    heads_kinds = TokenSwift.heads_kinds
-    needs_heads = True
+    heads_kinds: ClassVar[tuple[str, ...]] = TokenSwift.heads_kinds
+    needs_heads: ClassVar[bool] = True
     observed_queries = 1
 
     def __init__(self, context: DrafterContext) -> None:

@@ -4,6 +4,7 @@ A small model drafts for the target over a partial cache, and that drafts for th
 """
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -28,8 +29,8 @@ class TriForce:
     this: the original selects the cache once.
     """
 
-    heads_kinds = ()
-    needs_heads = False
+    heads_kinds: ClassVar[tuple[str, ...]] = ()
+    needs_heads: ClassVar[bool] = False
     observed_queries = 1  # the importance of a pair is for the newest token
 
     def __init__(self, context: DrafterContext) -> None:

@@ -4,7 +4,7 @@ Registered with transformers' `AttentionInterface`, so every model that uses tha
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -50,7 +50,7 @@ class TextInPass(NamedTuple):
 
 
 def tree_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor | tuple[torch.Tensor, ...],
     value: torch.Tensor | tuple[torch.Tensor, ...],
@@ -73,6 +73,7 @@ def tree_attention(
     with others, which blocks do not, and every such difference can turn a near tie.
 
     Args:
+        module: the model's attention layer, with its ``layer_idx`` and ``config``.
         query: [B, H, T, D]. key, value: [B, G, L + T, D], the T new entries last; usually views of a cache, each D
             numbers next to each other. Of several texts, whose tokens stand behind each other in the queries [1, H, T,
             D], they are tuples with an entry per text.
@@ -102,6 +103,7 @@ def tree_attention(
         ]
         return torch.cat(outputs, 1), None
     text = texts[0] if texts else TextInPass(query.shape[2])
+    assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
     output = _attend(query, key, value, text, module.layer_idx, scaling)
     # Some models take a view of this, as they may of what transformers' own functions return.
     return output.transpose(1, 2).contiguous(), None
@@ -177,7 +179,7 @@ def _one_softmax(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _refuse_more_than_causal(module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict) -> None:
+def _refuse_more_than_causal(module: Any, attention_mask: torch.Tensor | None, kwargs: dict) -> None:
     asked = None if attention_mask is None else "an attention mask of its own"
     if not getattr(module, "is_causal", True):
         asked = "attention in both directions"

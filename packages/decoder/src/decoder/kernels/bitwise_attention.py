@@ -61,7 +61,7 @@ class _Rows(NamedTuple):
     """
 
     nodes: slice | torch.Tensor
-    count: int
+    count: int  # type: ignore[assignment]  # hides `tuple.count`
     start: int
     width: int
     columns: torch.Tensor | None
@@ -193,7 +193,7 @@ class BitwiseText:
         wide_rows, near_key, near_value = rows, near.keys[layer], near.values[layer]
         if near.dtype != rows.dtype:
             wide_rows, near_key = rows.to(near.dtype), near_key.to(near.dtype)
-            near_value = tuple(part.to(near.dtype) for part in near_value)
+            near_value = near_value[0].to(near.dtype), near_value[1].to(near.dtype)
         if near.columns is None:
             scores = torch.baddbmm(near.mask, wide_rows, near_key, alpha=scaling)
         else:

@@ -50,7 +50,8 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.fault = device, None
+        self.device = device
+        self.fault: str | None = None
         # Graphs of one recorder are replayed one after the other, so they can share memory for intermediate results.
         self._pool = torch.cuda.graph_pool_handle()
         # Without a stream of our own PyTorch uses one for the whole process. It is on the device that recorded first,

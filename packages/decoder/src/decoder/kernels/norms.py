@@ -51,7 +51,7 @@ def _eps(module: nn.Module) -> float | None:
 def _fused(module: nn.Module) -> Forward | None:
     if not looks_like_rms_norm(module):
         return None
-    weight, eps = module.weight, _eps(module)
+    weight, eps = module.get_parameter("weight"), float(_eps(module) or 0)
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states, weight, eps)
@@ -66,7 +66,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @torch.inference_mode()
 def _equal(module: nn.Module, fused: Forward) -> bool:
-    weight = module.weight
+    weight = module.get_parameter("weight")
     generator = torch.Generator(weight.device).manual_seed(0)
     shape = (1, 4, len(weight))
     x = 3 * torch.randn(shape, device=weight.device, dtype=torch.float32, generator=generator).to(weight.dtype)

@@ -146,7 +146,8 @@ def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # Shared by all decoders of a model, since a copy for each would multiply the memory.
-_packed: WeakKeyDictionary[nn.Module, PackedLinears | PackedHead] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[nn.Module, PackedLinears] = WeakKeyDictionary()
+_packed_heads: WeakKeyDictionary[DraftHead, PackedHead] = WeakKeyDictionary()
 
 
 def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
@@ -158,18 +159,20 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     modules = list(modules)
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
     within = {layer for head in heads for layer in _products(head)}
-    layers = [module for module in modules if module not in within and _packable(module)]
+    layers = [module for module in modules if isinstance(module, nn.Linear) and module not in within]
+    layers = [layer for layer in layers if _packable(layer)]
     memory = available_memory(torch.device("cpu"))
-    new = sum(_nbytes(layer) for layer in [*heads, *layers] if layer not in _packed)
+    new = sum(_nbytes(head) for head in heads if head not in _packed_heads)
+    new += sum(_nbytes(layer) for layer in layers if layer not in _packed)
     if memory is not None and new > _SHARE * memory:
         return {}
     found: dict[nn.Module, Callable] = {}
     for head in heads:
-        if head in _packed:
-            _packed[head].pack(head)
+        if head in _packed_heads:
+            _packed_heads[head].pack(head)
         else:
-            _packed[head] = PackedHead(head)
-        found[head] = _packed[head]
+            _packed_heads[head] = PackedHead(head)
+        found[head] = _packed_heads[head]
     for group in _groups(modules, layers):
         packed = _packed.get(group[0])
         if packed is not None and len(packed) == len(group) and all(_packed.get(layer) is packed for layer in group):

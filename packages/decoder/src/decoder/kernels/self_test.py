@@ -64,8 +64,8 @@ def split_kv_fault(shape: AttentionShape, device: torch.device) -> str | None:
             on_device = torch.tensor([length], device=device)
             actual = split_kv.split_kv_attention(query, key, value, on_device, mask, scaling)
             blocked = torch.ones(new, new, dtype=torch.bool, device=device).triu(1) if mask is None else ~mask
-            wide = (x.double() for x in (query, key[:, :, :end], value[:, :, :end]))
-            expected = attention._one_softmax(*wide, blocked, scaling)
+            seen = key[:, :, :end].double(), value[:, :, :end].double()
+            expected = attention._one_softmax(query.double(), *seen, blocked, scaling)
             fault = difference(actual, expected, _ALLOWED[shape.dtype])
             if fault:
                 return f"{fault} at {new} tokens behind {length}"
@@ -147,8 +147,8 @@ def _inputs(module: nn.Module, rows: int) -> tuple:
         random = _random(dtype, module.input_norm.weight.device)
         conditioned = module.linear.in_features == 2 * size
         return random(rows, size), random(rows, size) if conditioned else None
-    random = _random(module.weight.dtype, module.weight.device)
-    return (random(1, rows, module.in_features),)
+    weight = module.get_parameter("weight")
+    return (_random(weight.dtype, weight.device)(1, rows, weight.shape[1]),)
 
 
 def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:

@@ -10,7 +10,7 @@ def on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def upload(numbers: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(numbers: int | Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
     """``numbers`` (nested lists of integers, or a tensor) on ``device``; on CUDA the host does not wait for it."""
     tensor = torch.as_tensor(numbers)
     if device.type != "cuda" or not on_host(tensor):

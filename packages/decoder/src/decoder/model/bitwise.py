@@ -7,6 +7,7 @@ never decides between two tokens whose scores are nearly equal.
 
 import logging
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -117,11 +118,11 @@ class Bitwise:
             return None, fault
         for least, most in _WIDTHS:
             rule = PassRule(attention, least, most)
-            fault = fault_of(lambda rule=rule: bitwise_test.products_fault(target, rule.least, rule.most))
+            fault = fault_of(partial(bitwise_test.products_fault, target, rule.least, rule.most))
             if fault is None:
                 # The passes of this test must obey the rule.
                 self.rule = rule
-                fault = fault_of(lambda rule=rule: bitwise_test.model_fault(target))
+                fault = fault_of(partial(bitwise_test.model_fault, target))
                 self.rule = None
             if fault is None:
                 width = f"{most} tokens in each pass" if most else f"{least} tokens or more in a pass"

@@ -1,5 +1,6 @@
 """The tests for `model.bitwise`: rows alone and among others, through attention, linear layers and whole passes."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +52,7 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
         for multiple in _MULTIPLES:
             for in_order in (_IN_ORDER, 0):
                 rule = Rule(multiple, in_order)
-                fault = fault_of(lambda rule=rule: attention_fault(shape, rule))
+                fault = fault_of(partial(attention_fault, shape, rule))
                 if fault is None:
                     _rules[key] = rule, None
                     return _rules[key]
@@ -146,11 +147,10 @@ def model_fault(target: "Target") -> str | None:
         verified = _cache(target)
         target.prefill(text[:start], verified)
         [seen] = target.forward([tree], [verified])
-        for step, node in enumerate(path):
-            for name, own, other in zip(
-                ("hidden states", "logits"), steps[step], (seen.hidden, seen.logits), strict=True
-            ):
-                if not torch.equal(own, other[node]):
+        for alone, node in zip(steps, path, strict=True):
+            of_node = seen.hidden[node], seen.logits[node]
+            for name, own, in_tree in zip(("hidden states", "logits"), alone, of_node, strict=True):
+                if not torch.equal(own, in_tree):
                     return f"a token's {name} have other bits in a tree of {len(tree)} nodes than alone"
         verified.keep(path)
         prefilled = _cache(target)

@@ -37,7 +37,8 @@ class FastLayers(NamedTuple):
 
 def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
     """`fused_norms` of ``modules``, or nothing if PyTorch's kernel fails its test."""
-    sizes = frozenset((len(module.weight), module.weight.dtype) for module in modules if looks_like_rms_norm(module))
+    weights = [module.get_parameter("weight") for module in modules if looks_like_rms_norm(module)]
+    sizes = frozenset((len(weight), weight.dtype) for weight in weights)
     if not sizes:
         paths.leave_off(NORMS, "no root-mean-square norm but of float64, which stays as it is")
         return {}

@@ -5,6 +5,7 @@ does not know, end tokens besides the first, and a check that the file is comple
 wrongly without an error are refused.
 """
 
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def unpacking() -> dict[str, Any]:
     return {} if keeping is None else {"quantization_config": keeping(dequantize=True)}
 
 
-def open_header(source: str | Path) -> Header:
+def open_header(source: str | os.PathLike) -> Header:
     """Read and check the header of a file.
 
     Raises:

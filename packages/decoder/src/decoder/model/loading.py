@@ -110,7 +110,7 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
     return model.to(device).eval()
 
 
-def _from_gguf(what: str, auto_class: type, header: gguf.Header, **kwargs: Any) -> Any:
+def _from_gguf(what: str, auto_class: Any, header: gguf.Header, **kwargs: Any) -> Any:
     """Read a GGUF file with an auto class of transformers. Raises OSError, with what to do, if that fails."""
     folder, file_name = gguf.arguments(header.path)
     with _readable(what, header.path, lambda error: gguf.reason_of(error, header)):

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -20,7 +21,7 @@ class RecordedState:
     function reads from elsewhere cannot be covered.
     """
 
-    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], recorder: object):
+    def __init__(self, model: PreTrainedModel, modules: Iterable[nn.Module], recorder: object):
         # References and not ids, since a new object may get the id of one that is gone.
         self._objects: list[object] = [recorder]
         self._numbers: list[object] = [repr(model.config.to_dict())]
@@ -35,7 +36,7 @@ class RecordedState:
             and all(mine is theirs for mine, theirs in zip(self._objects, other._objects, strict=True))
         )
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def _add(self, module: nn.Module) -> None:
         owner = sys.modules.get(type(module).__module__)

@@ -7,6 +7,7 @@ none; they are replaced while a pass runs, where a test has found a faster funct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ class Target:
         self.hidden_size: int = self.lm_head.weight.shape[1]
         refuse_devices(model, self.device)
         self._helpers: list[nn.Module] = []
-        self.draft_vocabularies: dict[nn.Module, object] = {}
+        self.draft_vocabularies: dict[nn.Module, Any] = {}  # `drafters.draft_vocabulary.DraftVocabulary`
         """By draft heads, their `DraftVocabulary`, which outlives generations."""
         self._model_pass = ModelPass(model, norm)
         self.paths = FastPaths(self.device)

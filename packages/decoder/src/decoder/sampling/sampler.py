@@ -130,12 +130,12 @@ class Sampler:
             token = int(values.argmax())
             return Drawn(token, float(values[token]), None if self.logprobs is None else log_prob(filtered, token))
         best = scores.amax(-1, keepdim=True)
-        token = first_argmax(scores, best)[None]
-        numbers = [token, best]
+        chosen = first_argmax(scores, best)[None]
+        numbers = [chosen, best]
         if self.logprobs is not None:
-            numbers.append(filtered.log_softmax(-1).index_select(0, token))
-        token, *rest = download(torch.cat(numbers))
-        return Drawn(int(token), *rest)
+            numbers.append(filtered.log_softmax(-1).index_select(0, chosen))
+        number, *rest = download(torch.cat(numbers))
+        return Drawn(int(number), *rest)
 
     def take(self, drawn: Drawn) -> int:
         """Append a drawn token to the text, and its log-probability to ``logprobs``.

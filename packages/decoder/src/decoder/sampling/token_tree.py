@@ -13,14 +13,16 @@ def rank_paths(tree: Sequence[int] | Sequence[Sequence[int]], depth: int) -> lis
 
     The branching (1, 3) gives (0,), (0, 0), (0, 1), (0, 2). To explicit paths their missing prefixes are added.
     """
-    if isinstance(tree[0], int):
+    branching = [count for count in tree if isinstance(count, int)]
+    if branching:
         paths: list[RankPath] = []
         level: list[RankPath] = [()]
-        for count in tree[:depth]:
+        for count in branching[:depth]:
             level = [(*path, rank) for path in level for rank in range(count)]
             paths += level
         return paths
-    prefixes = {tuple(path[:length]) for path in tree for length in range(1, min(len(path), depth) + 1)}
+    given = [tuple(path) for path in tree if not isinstance(path, int)]
+    prefixes = {path[:length] for path in given for length in range(1, min(len(path), depth) + 1)}
     return sorted(prefixes, key=lambda path: (len(path), path))
 
 
@@ -82,7 +84,7 @@ class TokenTree:
         Prefixes of a path must come before it. Where a level has too few candidates, the paths through the missing ones
         are left out.
         """
-        nodes = {(): 0}
+        nodes: dict[RankPath, int] = {(): 0}
         for path in paths:
             parent = nodes.get(path[:-1])
             if parent is not None and len(path) <= len(candidates) and path[-1] < len(candidates[len(path) - 1]):

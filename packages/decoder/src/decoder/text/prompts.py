@@ -1,7 +1,7 @@
 """Prompts as token ids: text through the tokenizer, chat messages through its chat template."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jinja2 import TemplateError
@@ -31,7 +31,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
             raise ValueError(f"one prompt at a time: the batch has {len(prompt)}; generate_batch takes many")
         ids = prompt.flatten().tolist()
     elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt) and not isinstance(prompt, bytes):
-        ids = list(prompt)
+        ids = [i for i in prompt if isinstance(i, int)]
     else:
         raise ValueError("a prompt is text, chat messages, a list of integer token ids, or a LongTensor [n] or [1, n]")
     if not ids:
@@ -42,7 +42,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
     return ids
 
 
-def is_chat(prompt: Any) -> bool:
+def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, str]]]:
     """Whether a prompt is a list of messages, as opposed to text or token ids."""
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return listed and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)

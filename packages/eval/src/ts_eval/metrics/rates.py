@@ -98,5 +98,5 @@ class AcceptanceBySource(Ratio):
             self.numerator[place] += accepted_by_source.get(source, 0)
         self.denominator += drafted
 
-    def compute(self) -> dict[str, torch.Tensor]:
+    def compute(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # as torchmetrics' collections do
         return dict(zip(self.sources, super().compute(), strict=True))

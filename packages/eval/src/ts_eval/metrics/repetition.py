@@ -20,7 +20,8 @@ def longest_repeated_span(tokens: Sequence[Hashable]) -> int:
     automaton, in time and memory linear in the text: when it has read a prefix, the suffix link of that prefix's state
     is as long as the longest suffix that also ends further left.
     """
-    lengths, links, moves = [0], [-1], [{}]
+    lengths, links = [0], [-1]
+    moves: list[dict[Hashable, int]] = [{}]
     last, longest = 0, 0
     for token in tokens:
         state = len(lengths)

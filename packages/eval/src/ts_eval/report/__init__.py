@@ -3,9 +3,10 @@
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -15,7 +16,7 @@ from ts_eval.report.texts import coloured_texts
 from ts_eval.results import write_text
 from ts_eval.table import acceptance_table, describe, length_table, notes, speed_table, text_table
 
-TABLES = {
+TABLES: dict[str, Callable[[dict], tuple[list, list]]] = {
     "Speed, acceptance, identity": partial(speed_table, distinct=False),
     "Along the length": length_table,
     "Acceptance": acceptance_table,
@@ -101,9 +102,9 @@ def table_of_all(results: dict) -> str:
     return out.getvalue()
 
 
-def _flat(content: dict | list, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flat(content: dict | list, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of everything nested in ``content``; lists of numbers or texts stay together."""
-    items = content.items() if isinstance(content, dict) else enumerate(content)
+    items: Iterable[tuple[Any, Any]] = content.items() if isinstance(content, dict) else enumerate(content)
     for name, value in items:
         nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
         if nested:

@@ -1,9 +1,13 @@
 """The candidates of a step, and how likely the text goes through each."""
 
 from collections.abc import Hashable
+from typing import Any
 
 from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.sampling.token_tree import TokenTree
+
+Kind = tuple[Any, ...]
+"""What drafts have in common that share an acceptance rate; the first entry is the source's name."""
 
 
 class CandidateTree:
@@ -17,11 +21,9 @@ class CandidateTree:
         self.tree, self.chances = tree, [1.0]
         self._depth, self._floor, self._estimate = depth, floor, estimate
         self._rates = [1.0]  # how likely the text goes on with each node, once it has come to its parent
-        self._offers: list[list[tuple[tuple[Hashable, ...], int, float]]] = [
-            []
-        ]  # behind each node: kind, token and rate
+        self._offers: list[list[tuple[Kind, int, float]]] = [[]]  # behind each node: kind, token and rate
 
-    def offer(self, parent: int, token: int, kind: tuple[Hashable, ...], prior: float) -> int | None:
+    def offer(self, parent: int, token: int, kind: Kind, prior: float) -> int | None:
         """``token`` may follow the node ``parent``; its node, None where it is left out.
 
         Its acceptance rate is that of its ``kind``, which begins with the source's name, and ``prior`` at first.

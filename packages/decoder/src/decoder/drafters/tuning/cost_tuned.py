@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -36,7 +37,7 @@ class CostTuned:
     next.
     """
 
-    needs_heads = False
+    needs_heads: ClassVar[bool] = False
     observed_queries = 0
     max_nodes = WIDEST
 
