@@ -62,7 +62,7 @@ def levels_of(dec, prompt, beam=1):
     context = DrafterContext(
         dec.target, heads, None, SamplingParams(), TokenSwiftOptions(), prompt, VerifyCosts(dec.target), 100, {}
     )
-    return Eagle3Levels(context, width=VOCAB // 2, beam=beam)
+    return Eagle3Levels(context, heads, width=VOCAB // 2, beam=beam)
 
 
 @pytest.mark.parametrize("window", [None, 5, 300])

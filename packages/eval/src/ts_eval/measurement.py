@@ -192,33 +192,38 @@ class Measurement:
     def _level(self, dec: "decoder.Decoder", heads: Heads, hidden: torch.Tensor) -> Operation:
         """Time one level with what it takes: an embedding where it is conditioned, and the language-model head."""
         vocabulary = DraftVocabulary.of(dec.target, heads)
-
-        def of_linear_heads() -> None:
-            embedding = dec.target.embed(self.prompt[-1]) if heads.conditioned else None
-            vocabulary.logits(heads.advance(0, hidden, embedding)[1][None])
-
-        text = None
         if isinstance(heads, Eagle3DraftModel):
-            text = Eagle3TextCache(heads, dec.target.device)
-            shape = len(self.prompt), heads.config.kv_heads, heads.config.head_dim
-            text.write(*torch.randn(2, *shape).to(heads.fc.weight))
+            level = self._draft_model_level(dec, heads, vocabulary, hidden)
+        else:
+            linear = heads
 
-        features = hidden.repeat(heads.fc.in_features // len(hidden))[None] if text is not None else None
-
-        def of_draft_model() -> None:
-            embedding = dec.target.embed(self.prompt[-1:])
-            position = torch.tensor([text.entries + 1], device=hidden.device)
-            query, keys, values, residual = heads.project(heads.combine(features), embedding, position)
-            text.write_drafts(keys, values, 0)
-            vocabulary.logits(heads.finish(attend(query, *text.read(1)), residual)[1])
-
-        level = of_linear_heads if text is None else of_draft_model
+            def level() -> None:
+                embedding = dec.target.embed(self.prompt[-1]) if linear.conditioned else None
+                vocabulary.logits(linear.advance(0, hidden, embedding)[1][None])
 
         def timed() -> float:
             with dec.target.patched():
                 return self._seconds(level)
 
         return timed
+
+    def _draft_model_level(
+        self, dec: "decoder.Decoder", heads: Eagle3DraftModel, vocabulary: DraftVocabulary, hidden: torch.Tensor
+    ) -> Callable[[], None]:
+        """A level of an EAGLE-3 draft model behind as many entries as the prompt has tokens."""
+        weight, config = heads.fc.weight, heads.config
+        text = Eagle3TextCache(heads, dec.target.device)
+        text.write(*torch.randn(2, len(self.prompt), config.kv_heads, config.head_dim).to(weight))
+        features = hidden.repeat(heads.fc.in_features // len(hidden))[None]
+        position = torch.tensor([text.entries + 1], device=weight.device)
+
+        def level() -> None:
+            embedding = dec.target.embed(self.prompt[-1:])
+            query, keys, values, residual = heads.project(heads.combine(features), embedding, position)
+            text.write_drafts(keys, values, 0)
+            vocabulary.logits(heads.finish(attend(query, *text.read(1)), residual)[1])
+
+        return level
 
     def at_length(self, length: int, widths: Sequence[int], memory: dict[object, Operation], bar: tqdm) -> dict:
         """Plain decoding, verifications and TokenSwift's draft pass over ``length`` tokens of text.

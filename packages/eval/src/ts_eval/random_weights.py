@@ -96,10 +96,12 @@ class RandomSources(Sources):
 def _random_heads(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Heads:
     kind = name.removeprefix("random ")
     with torch.device(device):
-        if kind == EAGLE3:
-            heads = decoder.Eagle3DraftModel(Eagle3Config.for_model(config)).to(dtype)
-        else:
-            heads = decoder.DraftHeads(config.hidden_size, kind=kind).to(dtype)
+        eagle3 = kind == EAGLE3
+        heads: Heads = (
+            decoder.Eagle3DraftModel(Eagle3Config.for_model(config))
+            if eagle3
+            else decoder.DraftHeads(config.hidden_size, kind=kind)
+        ).to(dtype)
     for parameter in heads.parameters():
         # New heads are zeros, which can be multiplied faster than other numbers.
         if parameter.ndim == 2:

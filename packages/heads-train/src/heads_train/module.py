@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 from transformers import get_cosine_schedule_with_warmup
 
-from decoder.eagle3.draft_model import KIND as EAGLE3
+from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
 from heads_train.draft_vocabulary import expected_counts, most_expected
@@ -152,25 +152,26 @@ class HeadsModule(L.LightningModule):
                 self.draft_vocab_size = given.draft_vocab_size
                 self.heads.set_draft_vocabulary(given.draft_to_target)
                 self.heads.check_fits(self.heads.hidden_size, self.backbone.get_output_embeddings().weight.shape[0])
-            if self.heads.kind == EAGLE3:
+            if isinstance(self.heads, Eagle3DraftModel):
                 copy_head(self.heads, self.backbone.get_output_embeddings())
             self.heads.load_state_dict(given.state_dict())
-        layers, kept = self.heads.target_layers if self.heads.kind == EAGLE3 else (), None
+        layers: Sequence[int] = self.heads.target_layers if isinstance(self.heads, Eagle3DraftModel) else ()
+        kept = None
         if self.state_cache is not None:
             kept = StateCache(self.state_cache, self.model_name_or_path, self._backbone_dtype(), layers)
         self.states = FrozenStates(self.backbone, layers, kept)
-        if self.heads.kind == EAGLE3 and self.start_heads is None:
-            self._fit_features()
+        if isinstance(self.heads, Eagle3DraftModel) and self.start_heads is None:
+            self._fit_features(self.heads)
         if self.compile_layers:
             for layer in self.backbone.get_decoder().layers:
                 layer.compile()
 
-    def _fit_features(self) -> None:
+    def _fit_features(self, heads: Eagle3DraftModel) -> None:
         chunks = self.trainer.datamodule.chunks.get("train")
         if chunks is not None:
             some = chunks[:: max(1, len(chunks) * chunks.shape[1] // FITTED_TOKENS)]
             ids = (torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some)
-            fit_features(self.heads, map(self.states, ids))
+            fit_features(heads, map(self.states, ids))
 
     def _refuse_other_size(self, size: int | None, who: str) -> None:
         if self.draft_vocab_size not in (None, size):
@@ -236,7 +237,7 @@ class HeadsModule(L.LightningModule):
             raise ValueError(f"data.chunk_tokens is {length}; these heads and this model take {least} to {longest}")
         states = self.states(input_ids)
         hidden = self._last(states)
-        read = states[..., : -self.heads.hidden_size] if self.heads.kind == EAGLE3 else hidden
+        read = states[..., : -self.heads.hidden_size] if isinstance(self.heads, Eagle3DraftModel) else hidden
         return self.heads(read, self._tokens_before(input_ids)), hidden
 
     @torch.no_grad()
@@ -385,8 +386,8 @@ class HeadsModule(L.LightningModule):
         heads = new_heads(self.config, self.heads.kind, self.heads.num_heads, *self.attention_settings)
         chosen = self.heads.draft_to_target
         heads.set_draft_vocabulary(None if chosen is None else chosen.cpu())
-        if "lm_head.weight" in state:
-            heads.make_own(head=True, embeddings=False)
+        if isinstance(heads, Eagle3DraftModel):
+            heads.make_own_head()
         heads.load_state_dict(state, assign=True)
         return heads
 

@@ -54,7 +54,7 @@ def start_heads(source: str, heads: Heads) -> Heads:
     return given
 
 
-def copy_head(heads: Heads, lm_head: nn.Module) -> tuple[Tensor, Tensor | None]:
+def copy_head(heads: Heads, lm_head: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Weight [v, d] and bias [v] of the language-model head for the tokens that heads draft.
 
     An eagle3 draft model is given them as its own, frozen, since its checkpoints hold them.
@@ -67,11 +67,10 @@ def copy_head(heads: Heads, lm_head: nn.Module) -> tuple[Tensor, Tensor | None]:
         return (weight, bias) if chosen is None else (weight[chosen], None if bias is None else bias[chosen])
     if bias is not None:
         raise ValueError("an eagle3 draft model has no place for the bias of this model's language-model head")
-    if heads.lm_head is None:
-        heads.make_own(head=True, embeddings=False)
-        heads.lm_head.to(weight.device, weight.dtype).requires_grad_(False)
-        heads.lm_head.weight.data = weight.detach().clone() if chosen is None else weight.detach()[chosen]
-    return heads.lm_head.weight, None
+    if (own := heads.lm_head) is None:
+        own = heads.make_own_head().to(weight.device, weight.dtype).requires_grad_(False)
+        own.weight.data = weight.detach().clone() if chosen is None else weight.detach()[chosen]
+    return own.weight, None
 
 
 @torch.no_grad()

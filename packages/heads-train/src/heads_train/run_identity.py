@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from decoder.eagle3.draft_model import KIND as EAGLE3
+from decoder.eagle3.draft_model import Eagle3DraftModel
 
 if TYPE_CHECKING:
     from heads_train.module import HeadsModule
@@ -21,10 +21,12 @@ def describe_heads(module: "HeadsModule") -> dict:
 
 def describe_draft_model(module: "HeadsModule") -> dict:
     """What tells eagle3 draft models apart, by setting."""
-    if module.heads.kind != EAGLE3:
+    if not isinstance(heads := module.heads, Eagle3DraftModel):
         return {}
-    config = module.heads.config
-    return {"model.target_layers": list(config.target_layers), "model.sliding_window": config.sliding_window}
+    return {
+        "model.target_layers": list(heads.target_layers or ()),
+        "model.sliding_window": heads.config.sliding_window,
+    }
 
 
 def describe_run(module: "HeadsModule") -> dict:

@@ -1,5 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840): drafts of one decoder layer that reads three of the target's hidden states."""
 
+from typing import ClassVar
+
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.tuning.cost_tuned import CostTuned
@@ -13,7 +15,7 @@ class Eagle3(Medusa):
     before with the candidates of the likeliest.
     """
 
-    heads_kinds = ("eagle3",)
+    heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3",)
 
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)
@@ -26,5 +28,5 @@ class Eagle3(Medusa):
 class TunedEagle3(CostTuned):
     """`Eagle3` where no tree is given: of its candidates those that pay on this machine."""
 
-    heads_kinds = ("eagle3",)
+    heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3",)
     needs_heads = True

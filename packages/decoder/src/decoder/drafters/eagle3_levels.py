@@ -36,16 +36,15 @@ class Eagle3Levels(HeadLevels):
     The first level comes with the entries of the tokens accepted in the last step, as one pass. Each further level is a
     pass over the branches that go on.
 
-    Args:
-        prompt: the prompt's token ids, whose features `read_features` is given, except for the last one's.
+    The prompt is that of ``context``; `read_features` is given the features of all its tokens but the last.
     """
 
     drafts_ahead = False
     heads: Eagle3DraftModel
 
-    def __init__(self, context: DrafterContext, width: int, beam: int = 1):
-        super().__init__(context.target, context.heads, context.options.coupled, width, beam)
-        self.text = Eagle3TextCache(self.heads, context.target.device)
+    def __init__(self, context: DrafterContext, draft_model: Eagle3DraftModel, width: int, beam: int = 1):
+        super().__init__(context.target, draft_model, context.options.coupled, width, beam)
+        self.text = Eagle3TextCache(draft_model, context.target.device)
         self._prompt = context.prompt
 
     def read_features(self, features: torch.Tensor) -> None:
@@ -56,6 +55,7 @@ class Eagle3Levels(HeadLevels):
         self.state = self.text
 
     def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
+        assert verification.features is not None  # the target returns them wherever it has such a draft model
         rows = upload(path, self.target.device)
         self.text.add(verification.features.index_select(0, rows), tokens)
         self.text.absorb(self._embed)
@@ -105,6 +105,8 @@ class Eagle3Levels(HeadLevels):
 
 def make_levels(context: DrafterContext, width: int, beam: int = 1) -> HeadLevels:
     """The levels of a text, by the kind of heads that its drafter was given."""
+    if context.heads is None:
+        raise ValueError("there are no heads to make levels from")
     if isinstance(context.heads, Eagle3DraftModel):
-        return Eagle3Levels(context, width, beam)
+        return Eagle3Levels(context, context.heads, width, beam)
     return HeadLevels(context.target, context.heads, context.options.coupled, width, beam)

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.heads import Heads
 from decoder.kernels.transfers import download
@@ -49,15 +50,15 @@ class Product(NamedTuple):
 Filling = Generator[Product, tuple[torch.Tensor, ...], list[torch.Tensor]]
 """Asks for products and is sent their results; returns the tensors that `HeadLevels.read` takes, flattened."""
 
-Advancing = Generator[Product, tuple[torch.Tensor, ...], tuple["State", torch.Tensor]]
+Advancing = Generator[Product, tuple[torch.Tensor, ...], tuple[Any, torch.Tensor]]
 """Asks for products likewise; returns the state and the logits [n, v] of a level."""
 
 
-class State(Protocol):
-    """What a level is drafted from, one row per branch: a hidden state [n, d], or more than that."""
+State = Any
+"""What a level is drafted from, in a form of the heads' own: a hidden state [n, d] of n branches, or more than that.
 
-    def index_select(self, dim: int, index: torch.Tensor) -> "State":
-        """The rows ``index``, int64 on the device, along ``dim`` 0."""
+It has ``index_select(0, rows)`` wherever branches have been drafted.
+"""
 
 
 class HeadLevels:
@@ -84,7 +85,7 @@ class HeadLevels:
         self.target, self.heads, self.coupled = target, heads, coupled
         self.vocabulary = DraftVocabulary.of(target, heads)
         self.width, self.beam = min(width, self.vocabulary.size), beam
-        self.state: State | None = None
+        self.state: State = None
 
     def read_features(self, features: torch.Tensor) -> None:
         """Take in the target's features of prompt tokens, see `ReadsFeatures`; these heads need none."""
@@ -192,13 +193,15 @@ class HeadLevels:
 
         The last head serves deeper levels.
         """
-        head = min(level, self.heads.num_heads - 1)
+        assert isinstance(self.heads, DraftHeads)  # a draft model's levels override this
+        heads, head = self.heads, min(level, self.heads.num_heads - 1)
 
         def run(hidden: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            state, normalised = self.heads.advance(head, hidden, self.target.embed(newest))
+            state, normalised = heads.advance(head, hidden, self.target.embed(newest))
             return state, self.vocabulary.logits(normalised)
 
-        return (yield Product((self.heads, head), run, (state, newest)))
+        state, logits = yield Product((heads, head), run, (state, newest))
+        return state, logits
 
     def _conditioned_scores(
         self, logits: torch.Tensor, sampler: Sampler, context: DraftContext, drafted: torch.Tensor | None

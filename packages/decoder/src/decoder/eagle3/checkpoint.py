@@ -70,7 +70,10 @@ def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Ea
             model = Eagle3DraftModel(parsed)
             model.source = source
             model.set_draft_vocabulary(draft_to_target)
-            model.make_own(*(f"{name}.weight" in tensors for name in ("lm_head", "embed_tokens")))
+            if "lm_head.weight" in tensors:
+                model.make_own_head()
+            if "embed_tokens.weight" in tensors:
+                model.make_own_embeddings()
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} is not of a draft model that can be read: {error}") from error
     if (
@@ -109,13 +112,8 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def _parse_speculators(config: Mapping[str, Any]) -> Eagle3Config:
     layer = config["transformer_layer_config"]
     ids = config.get("eagle_aux_hidden_state_layer_ids")
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return replace(
-        _parse_layer(layer),
-        target_layers=None if ids is None else tuple(ids),
-        levels=_levels(config),
-        **{flag: bool(config.get(flag, False)) for flag in flags},
-    )
+    found = replace(_parse_layer(layer), target_layers=None if ids is None else tuple(ids), levels=_levels(config))
+    return _with_flags(found, config)
 
 
 def _levels(config: Mapping[str, Any]) -> int:
@@ -125,12 +123,18 @@ def _levels(config: Mapping[str, Any]) -> int:
 
 def _parse_eagle3(config: Mapping[str, Any]) -> Eagle3Config:
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    # An output of layer i is the input of layer i + 1.
+    found = replace(_parse_layer(config), target_layers=None if ids is None else tuple(layer + 1 for layer in ids))
+    return _with_flags(found, config)
+
+
+def _with_flags(found: Eagle3Config, config: Mapping[str, Any]) -> Eagle3Config:
     return replace(
-        _parse_layer(config),
-        # An output of layer i is the input of layer i + 1.
-        target_layers=None if ids is None else tuple(layer + 1 for layer in ids),
-        **{flag: bool(config.get(flag, False)) for flag in flags},
+        found,
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_before_fc=bool(config.get("norm_before_fc", False)),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
     )
 
 
@@ -271,7 +275,7 @@ def _speculators_config(model: Eagle3DraftModel, dtype: str) -> dict[str, Any]:
         "model_type": "speculator_model",
         "dtype": dtype,
         "draft_vocab_size": model.draft_vocab_size or config.vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(model.target_layers),
+        "eagle_aux_hidden_state_layer_ids": list(model.target_layers or ()),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
@@ -301,7 +305,7 @@ def _eagle3_config(model: Eagle3DraftModel, dtype: str) -> dict[str, Any]:
         "draft_vocab_size": model.draft_vocab_size or config.vocab_size,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in model.target_layers],
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in model.target_layers or ()],
         },
         "base_model": model.base_model,
         **{flag: True for flag in flags if getattr(config, flag)},

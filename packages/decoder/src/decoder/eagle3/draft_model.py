@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -39,10 +40,10 @@ class _Attention(nn.Module):
 class _GatedUnit(nn.Module):
     def __init__(self, config: Eagle3Config):
         super().__init__()
-        sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
-        self.gate_proj = nn.Linear(*sizes, bias=bias)
-        self.up_proj = nn.Linear(*sizes, bias=bias)
-        self.down_proj = nn.Linear(*reversed(sizes), bias=bias)
+        d, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(d, width, bias=bias)
+        self.up_proj = nn.Linear(d, width, bias=bias)
+        self.down_proj = nn.Linear(width, d, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -84,6 +85,9 @@ class Eagle3DraftModel(nn.Module):
 
     kind = KIND
     conditioned = True
+    lm_head: nn.Linear | None
+    embed_tokens: nn.Embedding | None
+    draft_to_target: torch.Tensor | None
 
     def __init__(
         self,
@@ -111,16 +115,20 @@ class Eagle3DraftModel(nn.Module):
         self.layers = nn.ModuleList([_Layer(config)])
         self.norm = RMSNorm(d, config.norm_eps)
         self.lm_head = self.embed_tokens = None
-        self.make_own(own_head, own_embeddings)
+        if own_head:
+            self.make_own_head()
+        if own_embeddings:
+            self.make_own_embeddings()
         self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()
 
-    def make_own(self, head: bool, embeddings: bool) -> None:
-        """Give it a language-model head and embeddings of its own, where asked for."""
-        config = self.config
-        if head:
-            self.lm_head = nn.Linear(config.hidden_size, self.draft_vocab_size or config.vocab_size, bias=False)
-        if embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+    def make_own_head(self) -> nn.Linear:
+        """Give it a language-model head of its own, for its draft vocabulary."""
+        self.lm_head = nn.Linear(self.config.hidden_size, self.draft_vocab_size or self.config.vocab_size, bias=False)
+        return self.lm_head
+
+    def make_own_embeddings(self) -> None:
+        """Give it embeddings of its own."""
+        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def _cos_sin(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._rotary:
@@ -153,6 +161,10 @@ class Eagle3DraftModel(nn.Module):
             if len(draft_to_target.unique()) != len(draft_to_target):
                 raise ValueError(f"the draft vocabulary{self._where} names a token twice")
         self.draft_to_target = draft_to_target
+
+    @property
+    def _layer(self) -> _Layer:
+        return cast(_Layer, self.layers[0])
 
     @property
     def _where(self) -> str:
@@ -202,7 +214,7 @@ class Eagle3DraftModel(nn.Module):
 
         The norm becomes the model's final one, ``weight`` [d].
         """
-        d, layer = self.config.hidden_size, self.layers[0]
+        d, layer = self.config.hidden_size, self._layer
         self.fc.weight.zero_()
         self.fc.weight[:, -d:].fill_diagonal_(1.0)
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -229,13 +241,14 @@ class Eagle3DraftModel(nn.Module):
             embedding: of the entries' tokens, [..., n, d].
             positions: int64, broadcast to [..., n].
         """
-        layer, attention, config = self.layers[0], self.layers[0].self_attn, self.config
+        layer, config = self._layer, self.config
+        attention = layer.self_attn
         normalised = layer.hidden_norm(state)
         read = torch.cat((layer.input_layernorm(embedding.to(state.dtype)), normalised), dim=-1)
         query = attention.q_proj(read).unflatten(-1, (config.attention_heads, config.head_dim))
         key = attention.k_proj(read).unflatten(-1, (config.kv_heads, config.head_dim))
         value = attention.v_proj(read).unflatten(-1, (config.kv_heads, config.head_dim))
-        if attention.q_norm is not None:
+        if attention.q_norm is not None and attention.k_norm is not None:
             query, key = attention.q_norm(query), attention.k_norm(key)
         cos, sin = self._cos_sin(state, positions)
         cos, sin = (one.view(*positions.shape, 1, config.head_dim) for one in (cos, sin))
@@ -244,7 +257,7 @@ class Eagle3DraftModel(nn.Module):
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What follows attention, ``attended`` [..., heads, D]: the next state and the normalised one, [..., d]."""
-        layer = self.layers[0]
+        layer = self._layer
         state = residual + layer.self_attn.o_proj(attended.flatten(-2))
         state = state + layer.mlp(layer.post_attention_layernorm(state))
         normalised = self.norm(state)

@@ -1,6 +1,6 @@
 """The keys and values that an EAGLE-3 draft model has of a text, and behind it of the drafts of one step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,7 +43,7 @@ class Eagle3TextCache:
         self._features.append(features)
         self._tokens += tokens
 
-    def absorb(self, embed) -> None:
+    def absorb(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compute the keys and values of all entries but the newest, if many wait; ``embed`` gives embeddings."""
         if self.pending <= _MOST_PENDING:
             return

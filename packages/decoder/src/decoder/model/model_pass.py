@@ -40,8 +40,8 @@ class PassOutput(NamedTuple):
 
     def part(self, rows: slice, queries: dict[int, torch.Tensor]) -> "PassOutput":
         """The outputs of some tokens, with the ``queries`` given."""
-        hidden, logits, _, features = (one[rows] if isinstance(one, torch.Tensor) else None for one in self)
-        return PassOutput(hidden, logits, queries, features)
+        logits, features = (None if one is None else one[rows] for one in (self.logits, self.features))
+        return PassOutput(self.hidden[rows], logits, queries, features)
 
 
 class ModelPass:
@@ -61,7 +61,7 @@ class ModelPass:
         self.model, self.norm = model, norm
         self.modules: list[nn.Module] = []
         self.feature_layers: tuple[int, ...] = ()
-        self._hidden: torch.Tensor | None = None
+        self._hidden: list[torch.Tensor] = []
         self._features: list[torch.Tensor] = []
 
     def read_features(self, layers: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class ModelPass:
             output = module(**inputs, texts=texts, queries=queries if observed else None, observed=observed)
             logits = output.logits[0] if module is self.model else None
             features = torch.cat(self._features, -1)[0] if self._features else None
-            return PassOutput(self._hidden[0], logits, queries, features)
+            return PassOutput(self._hidden[-1][0], logits, queries, features)
 
     @contextmanager
     def _patched(self, faster: FastLayers) -> Iterator[None]:
@@ -119,11 +119,10 @@ class ModelPass:
             config._attn_implementation = implementation
             for module in training:
                 module.training = True
-            self._hidden = None
-            self._features = []
+            self._hidden, self._features = [], []
 
     def _catch_hidden(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self._hidden = args[0]
+        self._hidden.append(args[0])
 
     def _catch_feature(self, layer: nn.Module, args: tuple, named: dict) -> None:
         self._features.append(args[0] if args else named["hidden_states"])

@@ -28,7 +28,9 @@ class Verification:
     @classmethod
     def of(cls, output: PassOutput) -> "Verification":
         """The verification that a pass over the nodes has made."""
-        return cls(*output)
+        if output.logits is None:
+            raise ValueError("a pass of the decoder alone verifies nothing: it has no logits")
+        return cls(output.hidden, output.logits, output.queries, output.features)
 
     def detached(self) -> "Verification":
         """A copy that no later pass overwrites."""
