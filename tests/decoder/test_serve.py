@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import pytest
 import decoder.__main__ as command_line
 from decoder import Decoder, SamplingParams
 from decoder.engine import Engine
+from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
 from decoder.serve import command
 from decoder.serve.service import Service, Settings
@@ -376,6 +378,23 @@ def test_metrics_count_what_was_done(dec):
         assert float(lines["tokenswift_texts_running"]) == float(lines["tokenswift_texts_waiting"]) == 0
 
 
+def test_the_next_turn_of_a_chat_prefills_what_is_new(dec, monkeypatch):
+    monkeypatch.setattr(dec, "prefixes", PrefixReuse(dec.target, 2**24))
+    messages, texts = list(CHAT), []
+    with served(dec) as server:
+        for turn in range(3):
+            asked = dict(model="tiny", messages=messages, max_tokens=20, seed=turn)
+            texts.append(server.openai.chat.completions.create(**asked).choices[0].message.content)
+            messages += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": "And then?"}]
+        metrics = server.http.get("/metrics").text
+        reused = float(re.search(r"^tokenswift_reused_tokens_total (\S+)$", metrics, re.MULTILINE)[1])
+        # Of the second and third turn at least all that the one before had been asked.
+        assert reused > 2 * len("system: Be brief.\nuser: Call me?\nassistant:")
+    monkeypatch.setattr(dec, "prefixes", None)
+    for turn, text in enumerate(texts):
+        assert dec.generate(messages[: 2 + 2 * turn], 20, sampling=seeded(turn)).text == text
+
+
 @pytest.mark.parametrize("grace", [0.0, 30.0], ids=["at once", "with time"])
 def test_sigterm_finishes_or_fails_running_requests_in_words(dec, grace):
     service = Service(dec, Settings("tiny", grace=grace, max_batch=2))
@@ -422,6 +441,7 @@ USAGE = {
     "empty key": (lambda port, tmp: [*MODEL, "--api-key-file", str(tmp / "empty")], "must hold one key"),
     "no batch": (lambda port, tmp: [*MODEL, "--max-batch", "0"], "--max-batch must be at least 1"),
     "no time": (lambda port, tmp: [*MODEL, "--timeout", "nan"], "--timeout must be at least 1"),
+    "no bytes": (lambda port, tmp: [*MODEL, "--prefix-cache-bytes", "-1"], "--prefix-cache-bytes must be at least 0"),
     "biased": (lambda port, tmp: [*MODEL, "--verification", "independent"], "exact verification"),
 }
 

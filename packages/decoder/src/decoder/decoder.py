@@ -18,7 +18,7 @@ from decoder.drafters import METHODS, DrafterContext, drafter_class
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.engine import Engine
+from decoder.engine import Engine, Fits
 from decoder.heads import Heads, load_heads
 from decoder.kernels.memory import available_memory
 from decoder.kernels.packed_linear import fast_bfloat16
@@ -26,6 +26,7 @@ from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
+from decoder.prefix_reuse import prefix_reuse
 from decoder.report import report
 from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.params import SamplingParams
@@ -62,6 +63,8 @@ class Decoder:
         bitwise: whether a token's logits must have the same bits whatever else is in its pass, so that no rounding can
             ever change a text. "auto" switches this on where tests of about a second show that it holds, which can be
             on a CPU, in float32 and half precision.
+        prefix_cache_bytes: how much of the caches of texts that have ended is kept, for prompts that begin like them;
+            0 keeps nothing. See `PrefixReuse`.
 
     Raises:
         ValueError: the architecture cannot be decoded exactly; tokenizer, heads or draft model have a wrong type or do
@@ -76,6 +79,7 @@ class Decoder:
         heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
         draft_model: PreTrainedModel | None = None,
         bitwise: BitwiseSetting = "auto",
+        prefix_cache_bytes: int = 0,
     ):
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}")
@@ -87,6 +91,7 @@ class Decoder:
             sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
         self.target.make_bitwise(bitwise)
+        self.prefixes = prefix_reuse(self.target, prefix_cache_bytes)
         self.verify_costs = VerifyCosts(self.target)
         self._tuning_states: dict[tuple, dict[Hashable, Any]] = {}
         self.heads: dict[str, Heads] = {}
@@ -174,7 +179,7 @@ class Decoder:
         arguments = check_arguments(
             self, prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook
         )
-        engine = Engine(self.target)
+        engine = self.engine()
         return self._run(engine, self.sequence(engine, arguments))
 
     def _run(self, engine: Engine, sequence: Sequence) -> Generator[Chunk, None, None]:
@@ -184,7 +189,12 @@ class Decoder:
             if sequence.error is not None:
                 raise sequence.error
             chunk = sequence.chunk(tokens)
-            yield chunk
+            try:
+                yield chunk
+            except GeneratorExit:
+                # A stream that is closed is a text that has ended, too.
+                engine.cancel(sequence)
+                raise
             if chunk.output is not None:
                 return
 
@@ -272,7 +282,7 @@ class Decoder:
         return self._run_batch(checked, admission)
 
     def _run_batch(self, arguments: list[Arguments], admission: Admission) -> Generator[tuple[int, Chunk], None, None]:
-        engine = Engine(self.target, admission)
+        engine = self.engine(admission)
         index_of: dict[Sequence, int] = {}
         outputs: list[GenerationOutput | None] = [None] * len(arguments)
         errors: dict[int, Exception] = {}
@@ -314,6 +324,10 @@ class Decoder:
         if self.draft_target is not None:
             targets["draft model"] = self.draft_target
         return report(targets, self.heads)
+
+    def engine(self, fits: Fits | None = None) -> Engine:
+        """An engine for sequences of this decoder."""
+        return Engine(self.target, fits, self.prefixes)
 
     def sequence(self, engine: Engine, arguments: Arguments) -> Sequence:
         """The sequence, to be decoded by ``engine``, that the arguments ask for."""

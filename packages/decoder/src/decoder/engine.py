@@ -17,6 +17,7 @@ from decoder.kernels.transfers import download
 from decoder.model.loading import out_of_memory
 from decoder.model.target import Target
 from decoder.model.verification import Verification
+from decoder.prefix_reuse import PrefixReuse
 from decoder.sampling.acceptance import Walk, walk
 from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
@@ -36,14 +37,15 @@ class Engine:
         target: the model.
         fits: tells whether a waiting sequence may join. It is not asked while nothing runs, so that any text can run
             alone. None lets every sequence join at once.
+        prefixes: where texts begin and what becomes of their caches; None to prefill every prompt as a whole.
 
     Attributes:
         running: the sequences that steps decode.
         waiting: the sequences that have not begun, in the order in which they will.
     """
 
-    def __init__(self, target: Target, fits: Fits | None = None):
-        self.target, self.fits = target, fits
+    def __init__(self, target: Target, fits: Fits | None = None, prefixes: PrefixReuse | None = None):
+        self.target, self.fits, self.prefixes = target, fits, prefixes
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
 
@@ -55,6 +57,7 @@ class Engine:
         """Remove a sequence, whether it is running or waiting; the others go on."""
         if sequence in self.running:
             self.running.remove(sequence)
+            self._keep_prefix(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -73,6 +76,9 @@ class Engine:
         stepped = list(self.running)
         tokens = self.decode([sequence for sequence in stepped if not sequence.done])
         self.running = [sequence for sequence in self.running if not sequence.done]
+        for sequence in stepped:
+            if sequence.done:
+                self._keep_prefix(sequence)
         return [(sequence, tokens.get(sequence, [])) for sequence in stepped]
 
     def _admit(self) -> None:
@@ -95,10 +101,24 @@ class Engine:
         with self.target.patched():
             prompt = sequence.sampler.context[:-1]
             read = drafter.read_features if isinstance(drafter, ReadsFeatures) else None
-            queries = self.target.prefill(prompt, sequence.cache, drafter.observed_queries, read)
+            reused = None
+            # Features of the whole prompt come from passes over the whole prompt.
+            if self.prefixes is not None and not (read is not None and self.target.gives_features):
+                reused = self.prefixes.take_over(prompt, sequence.cache, drafter.observed_queries)
+            rest = prompt if reused is None else prompt[reused.count :]
+            queries = self.target.prefill(rest, sequence.cache, drafter.observed_queries, read)
+            if reused is not None and not self.prefixes.confirm(reused, sequence.cache):
+                reused, queries = None, self.target.prefill(prompt, sequence.cache, drafter.observed_queries, read)
             drafter.start(sequence.cache, queries)
+            sequence.statistics.reused_tokens = 0 if reused is None else reused.count
         self.target.wait()
         sequence.statistics.prefill_seconds = time.perf_counter() - start
+
+    @torch.inference_mode()
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        """Keep the cache of a sequence that leaves, unless a fault ended it."""
+        if self.prefixes is not None and sequence.error is None:
+            self.prefixes.keep(sequence.sampler.context, sequence.cache)
 
     def decode(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
         """The pipeline of a step, for sequences whose prompts are prefilled: the new tokens of each.

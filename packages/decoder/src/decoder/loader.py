@@ -21,6 +21,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     bitwise: BitwiseSetting = "auto",
+    prefix_cache_bytes: int = 0,
     **model_kwargs,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
@@ -30,7 +31,7 @@ def load(
         draft_model: folder or hub id of a small model with the same vocabulary.
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is float32 on a CPU and the checkpoint's own on CUDA.
-        bitwise: see `Decoder`.
+        bitwise, prefix_cache_bytes: see `Decoder`.
         model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also used
             for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and its
             tokenizer alone.
@@ -69,7 +70,7 @@ def load(
     tokenizer = read_tokenizer(model, **from_hub)
     target = read_model(model, device, dtype=dtype, **model_kwargs)
     small = None if draft_model is None else read_model(draft_model, device, dtype=dtype, **of_draft)
-    return Decoder(target, tokenizer, heads, small, bitwise)
+    return Decoder(target, tokenizer, heads, small, bitwise, prefix_cache_bytes)
 
 
 def device_named(device: str | torch.device) -> torch.device:

@@ -22,6 +22,7 @@ class Statistics:
         shared_seconds: decode_seconds with the time of each step divided among the texts decoded in it; the sum over
             the texts of a batch is the time that the batch took.
         cache_rebuilds: selections of the partial cache.
+        reused_tokens: tokens of the prompt whose pairs were taken over from an earlier text.
     """
 
     steps: int = 0
@@ -36,6 +37,7 @@ class Statistics:
     decode_seconds: float = 0.0
     shared_seconds: float = 0.0
     cache_rebuilds: int = 0
+    reused_tokens: int = 0
 
     def count_step(self, nodes: int, depth: int, sources: Sequence[Collection[str]], generated: int) -> None:
         """Count one step, which verified a tree of so many nodes and this ``depth`` and added ``generated`` tokens.

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from decoder.cache.base import LayeredCache
 from decoder.kernels.transfers import upload
 
@@ -36,6 +38,16 @@ class FullCache(LayeredCache):
         if not self.growable:
             raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
         self.enlarge(max(end, self.capacity + max(_SMALLEST_GROWTH, self.capacity // 2)), self.length)
+
+    def begin_with(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Commit copies of the pairs [layers, B, G, n, D] of the text's first n tokens to the empty cache."""
+        count = keys.shape[3]
+        self._make_room(count)
+        self._allocate(keys[0], values[0])
+        self.keys[:, :, :, :count] = keys
+        self.values[:, :, :, :count] = values
+        self._finite = max(self._finite, count)
+        self.length = count
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the nodes ``path`` (ascending) of the last pass: their pairs move up behind the committed ones."""

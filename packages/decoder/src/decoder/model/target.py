@@ -176,6 +176,11 @@ class Target:
         self._model_pass.read_features(layers)
         self.refresh_weights()
 
+    @property
+    def gives_features(self) -> bool:
+        """Whether passes return features."""
+        return bool(self._model_pass.feature_layers)
+
     def _run(
         self,
         module: nn.Module,
@@ -243,6 +248,11 @@ class Target:
         cache.prepare(self.layers, None if self.recorder is None else self.pool, spare)
         cache.begin(count)
 
+    def begin_with(self, cache: FullCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """`FullCache.begin_with`, for a cache that no pass has prepared yet."""
+        self._begin(cache, keys.shape[3])
+        cache.begin_with(keys, values)
+
     def prefill(
         self,
         tokens: Sequence[int],
@@ -250,7 +260,7 @@ class Target:
         observed: int = 0,
         read: Callable[[torch.Tensor], None] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Run ``tokens`` through the model chunk by chunk, and commit them to an empty cache.
+        """Run ``tokens`` through the model chunk by chunk, and commit them behind what the cache holds.
 
         Args:
             observed: how many tokens' queries to return.
@@ -267,7 +277,8 @@ class Target:
         starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
         for start, end in pairwise([*starts, len(tokens)] if tokens else []):
             last = observed if end == len(tokens) else 0
-            output = self._pass(self.decoder, tokens[start:end], range(start, end), cache, observed=last)
+            positions = range(cache.length, cache.length + end - start)
+            output = self._pass(self.decoder, tokens[start:end], positions, cache, observed=last)
             cache.keep(range(end - start))
             queries = output.queries
             if read is not None and output.features is not None:

@@ -14,10 +14,12 @@ import uvicorn
 from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
 from decoder.decoder import methods
 from decoder.options import TokenSwiftOptions
+from decoder.prefix_reuse import prefix_reuse
 from decoder.serve.app import make_app
 from decoder.serve.service import Service, Settings
 
 logger = logging.getLogger("decoder.serve")
+_PREFIX_CACHE_BYTES = 2**30
 _SECONDS_TO_TELL = 15.0  # for answers that say that the server stops, after the time of grace
 
 
@@ -32,6 +34,8 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
     for name, least in (("max_batch", 1), ("max_queue", 0), ("max_tokens", 1), ("timeout", 1), ("grace", 0)):
         if not getattr(args, name) >= least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if args.prefix_cache_bytes is not None and args.prefix_cache_bytes < 0:
+        raise ValueError(f"--prefix-cache-bytes must be at least 0, not {args.prefix_cache_bytes}")
     options = from_flags(TokenSwiftOptions, args)
     if options.verification != "exact":
         raise ValueError(f"a server needs exact verification, not {options.verification}: texts share its passes")
@@ -41,6 +45,10 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
     # Before the model is loaded, which takes long.
     with _listening(args.host, args.port) as listener:
         dec = load_from_flags(args)
+        reused = args.prefix_cache_bytes
+        if reused is None:
+            reused = _PREFIX_CACHE_BYTES if dec.bitwise else 0
+        dec.prefixes = prefix_reuse(dec.target, reused)
         if dec.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer, which a server needs")
         settings = Settings(
@@ -77,6 +85,12 @@ def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     ):
         flag, value = "--" + name.replace("_", "-"), getattr(default, name)
         server.add_argument(flag, type=int, default=value, metavar="N", help=words + " (default: %(default)s)")
+    server.add_argument(
+        "--prefix-cache-bytes",
+        type=int,
+        metavar="N",
+        help="kept of the caches of ended texts, for prompts that begin alike (default: 1 GiB with bitwise, else 0)",
+    )
     for name, words in (
         ("timeout", "seconds that a request may take, the queue included"),
         ("grace", "seconds that running requests have to end when the server is told to stop"),

@@ -18,6 +18,9 @@ class Metrics:
         self.running = Gauge("tokenswift_texts_running", "Texts being decoded", **of)
         self.waiting = Gauge("tokenswift_texts_waiting", "Texts in the queue", **of)
         self.prompt_tokens = Counter("tokenswift_prompt_tokens", "Tokens of prompts", **of)
+        self.reused_tokens = Counter(
+            "tokenswift_reused_tokens", "Tokens of prompts taken over from earlier texts", **of
+        )
         self.generated_tokens = Counter("tokenswift_generated_tokens", "New tokens", **of)
         self.steps = Counter("tokenswift_steps", "Steps, summed over texts", **of)
         self.drafted = Counter("tokenswift_drafted_tokens", "Depths of the drafted trees", **of)
@@ -35,6 +38,7 @@ class Metrics:
     def finished(self, statistics: Statistics) -> None:
         """Count a text that has ended."""
         self.generated_tokens.inc(statistics.generated)
+        self.reused_tokens.inc(statistics.reused_tokens)
         self.steps.inc(statistics.steps)
         self.drafted.inc(statistics.drafted)
         self.accepted.inc(statistics.accepted)

@@ -14,7 +14,6 @@ from decoder import sequence as sequences
 from decoder.admission import Admission
 from decoder.arguments import Arguments
 from decoder.decoder import Decoder
-from decoder.engine import Engine
 from decoder.kernels.memory import available_memory
 from decoder.model.loading import out_of_memory
 from decoder.outputs import GenerationOutput
@@ -76,8 +75,11 @@ class Worker:
         self, dec: Decoder, max_batch: int, max_queue: int, finished: Callable[[Statistics], None] = lambda _: None
     ):
         self.dec, self.max_queue, self._finished = dec, max_queue, finished
-        self.admission = Admission(max_batch, available_memory(dec.target.device))
-        self._engine = Engine(dec.target, self.admission)
+        memory = available_memory(dec.target.device)
+        if memory is not None and dec.prefixes is not None:
+            memory -= dec.prefixes.max_bytes
+        self.admission = Admission(max_batch, memory)
+        self._engine = dec.engine(self.admission)
         self._waiting: deque[tuple[Job, int]] = deque()
         self._running: dict[sequences.Sequence, tuple[Job, int]] = {}
         self._changed = threading.Condition()
@@ -198,10 +200,11 @@ class Worker:
         """Memory ran out, or there is a fault in a step: whatever ran has failed, what waits goes on."""
         told = _told(error)
         with self._changed:
-            for sequence, (job, _) in list(self._running.items()):
-                self._leave(sequence)
+            for sequence, (job, _) in self._running.items():
+                self._finished(sequence.statistics)
                 job.fail(told)
-            self._engine = Engine(self.dec.target, self.admission)
+            self._running.clear()
+            self._engine = self.dec.engine(self.admission)
 
     def _fail_all(self, error: ApiError) -> None:
         for job, _ in [*self._running.values(), *self._waiting]:

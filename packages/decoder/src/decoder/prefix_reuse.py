@@ -1,0 +1,149 @@
+"""Prefix reuse: a prompt that begins like an earlier text takes over its keys and values and prefills only the rest."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decoder.cache.full import FullCache
+from decoder.kernels.packed_linear import under_autocast
+from decoder.model.target import Target
+
+_SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which are faster prefilled than looked up
+
+
+@dataclass(eq=False)
+class _Kept:
+    """The beginning of an earlier text: its tokens int32 [n], and their pairs [layers, 1, KV heads, n, head size]."""
+
+    tokens: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.keys.nbytes + self.values.nbytes
+
+    def shared(self, tokens: torch.Tensor) -> int:
+        """How many tokens it has in common with the beginning of ``tokens``."""
+        count = min(len(self.tokens), len(tokens))
+        different = (self.tokens[:count] != tokens[:count]).nonzero()
+        return int(different[0]) if len(different) else count
+
+
+def prefix_reuse(target: Target, max_bytes: int) -> "PrefixReuse | None":
+    """`PrefixReuse` with so many bytes, None for 0. Raises ValueError if it is no integer of at least 0."""
+    if type(max_bytes) is not int or max_bytes < 0:
+        raise ValueError(f"prefix_cache_bytes must be an integer of at least 0, not {max_bytes!r}")
+    return PrefixReuse(target, max_bytes) if max_bytes else None
+
+
+class PrefixReuse:
+    """Keeps copies of the caches of texts that have ended; the one that was used least recently leaves first.
+
+    Pairs are functions of the model and the tokens before them, so they may be taken over as long as the model is the
+    same. Whether it is shows in two ways: by its parameters (which tensors they are, and how often PyTorch has seen
+    them written to), and by the last pair that is taken over, which is computed again and compared. Where the model has
+    changed, all is forgotten.
+
+    With `Target.bitwise`, and in float64 as far as roundings matter, a text is the one without reuse. Elsewhere pairs
+    that were decoded differ by rounding from pairs that were prefilled, as they do between two methods.
+
+    Args:
+        target: the model.
+        max_bytes: how many bytes are kept at most; of a longer text the beginning is.
+    """
+
+    def __init__(self, target: Target, max_bytes: int):
+        self.target, self.max_bytes = target, max_bytes
+        self._kept: list[_Kept] = []  # the one that was used last at the end
+        self._model_state: object = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(one.nbytes for one in self._kept)
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._kept.clear()
+
+    def take_over(self, prompt: Sequence[int], cache: FullCache, computed: int) -> "Reused | None":
+        """Fill an empty cache with the pairs of as many of the prompt's first tokens as are kept, if any.
+
+        Args:
+            prompt: the tokens to be prefilled.
+            computed: how many of its last tokens must be prefilled in any case.
+        """
+        self._check_model()
+        if not self._kept or under_autocast():
+            return None
+        tokens = torch.tensor(prompt, dtype=torch.int32)
+        best = max(self._kept, key=lambda one: one.shared(tokens))
+        # The last token that is shared is prefilled, too: its pair is compared.
+        count = min(best.shared(tokens) - 1, len(prompt) - max(1, computed))
+        if count < _SHORTEST:
+            return None
+        self._kept.remove(best)
+        self._kept.append(best)
+        self.target.begin_with(cache, best.keys[:, :, :, :count], best.values[:, :, :, :count])
+        return Reused(count, best.keys[:, :, :, count], best.values[:, :, :, count])
+
+    def confirm(self, reused: "Reused", cache: FullCache) -> bool:
+        """Whether the prefilled rest shows that the model is still the one of the pairs that were taken over.
+
+        If it is not, all texts are forgotten, and the cache is empty again.
+        """
+        at = reused.count
+        pairs = ((cache.keys[:, :, :, at], reused.key), (cache.values[:, :, :, at], reused.value))
+        if all(self._same(new, old) for new, old in pairs):
+            return True
+        self.clear()
+        cache.length = 0
+        return False
+
+    def _same(self, new: torch.Tensor, old: torch.Tensor) -> bool:
+        if self.target.bitwise.rule is not None:
+            return torch.equal(new, old)
+        # Roundings alone are far smaller than this, and what another model gives is not.
+        tolerance = math.sqrt(torch.finfo(new.dtype).eps)
+        return new.dtype == old.dtype and torch.allclose(new, old, tolerance, tolerance * float(old.abs().amax()))
+
+    def keep(self, text: Sequence[int], cache: FullCache) -> None:
+        """Keep a copy of the pairs of a text that has ended; ``cache`` holds those of its first tokens."""
+        count = min(cache.length, self.max_bytes // (self.target.kv_bytes + torch.int32.itemsize))
+        if count < _SHORTEST or under_autocast():
+            return
+        tokens = torch.tensor(text[:count], dtype=torch.int32)
+        for one in list(self._kept):
+            shared = one.shared(tokens)
+            if shared == count:
+                # There already, in a text that goes on or is the same.
+                self._kept.remove(one)
+                self._kept.append(one)
+                return
+            if shared == len(one.tokens):
+                self._kept.remove(one)
+        needed = tokens.nbytes + count * self.target.kv_bytes
+        while self._kept and self.nbytes + needed > self.max_bytes:
+            self._kept.pop(0)
+        self._kept.append(_Kept(tokens, cache.keys[:, :, :, :count].clone(), cache.values[:, :, :, :count].clone()))
+
+    def _check_model(self) -> None:
+        """Forget all texts if a parameter is another tensor than before, or was written to."""
+        parameters = self.target.model.parameters()
+        state = [(one.data_ptr(), one.dtype, 0 if one.is_inference() else one._version) for one in parameters]
+        state.append((self.target.bitwise.rule, torch.get_num_threads()))
+        if state != self._model_state:
+            self._model_state = state
+            self.clear()
+
+
+@dataclass(frozen=True)
+class Reused:
+    """What a cache has taken over: ``count`` pairs, and the pair that stood behind them, [layers, 1, KV heads, D]."""
+
+    count: int
+    key: torch.Tensor
+    value: torch.Tensor
