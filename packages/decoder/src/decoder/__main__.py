@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m decoder", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = _Parser(prog="python -m decoder", description=" ".join(__doc__.split("\n\n")[:2]), allow_abbrev=False)
     add_loading_flags(parser)
     prompts = parser.add_argument_group("prompt", "one of these, or text piped into standard input")
     prompt = prompts.add_mutually_exclusive_group()

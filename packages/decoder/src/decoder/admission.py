@@ -2,9 +2,21 @@
 
 from weakref import WeakKeyDictionary
 
+import torch
+
+from decoder.kernels.memory import available_memory
+from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
 
 _CACHE_SHARE = 0.6  # the share of free memory that the caches of a batch may take
+
+
+def memory_for_caches(device: torch.device, prefixes: PrefixReuse | None) -> int | None:
+    """Bytes that running texts may take, beside what may yet be kept of ended ones; None where that is not known."""
+    memory = available_memory(device)
+    if memory is None or prefixes is None:
+        return memory
+    return max(0, memory - (prefixes.max_bytes - prefixes.nbytes))
 
 
 class Admission:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.admission import Admission
+from decoder.admission import Admission, memory_for_caches
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
 from decoder.cache.full import FullCache
@@ -20,7 +20,6 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine, Fits
 from decoder.heads import Heads, load_heads
-from decoder.kernels.memory import available_memory
 from decoder.kernels.packed_linear import fast_bfloat16
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
@@ -269,7 +268,7 @@ class Decoder:
         checked = []
         # Buffers that wait for a single text would take memory from the caches of the batch.
         self.target.pool.clear()
-        admission = Admission(max_batch or _MOST_TEXTS, available_memory(self.target.device))
+        admission = Admission(max_batch or _MOST_TEXTS, memory_for_caches(self.target.device, self.prefixes))
         for index, (prompt, length, params, stops, hook) in enumerate(columns):
             try:
                 one = check_arguments(

@@ -12,7 +12,8 @@ from pathlib import Path
 import uvicorn
 
 from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
-from decoder.decoder import methods
+from decoder.decoder import Decoder, methods
+from decoder.kernels.memory import available_memory
 from decoder.options import TokenSwiftOptions
 from decoder.prefix_reuse import prefix_reuse
 from decoder.serve.app import make_app
@@ -45,10 +46,7 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
     # Before the model is loaded, which takes long.
     with _listening(args.host, args.port) as listener:
         dec = load_from_flags(args)
-        reused = args.prefix_cache_bytes
-        if reused is None:
-            reused = _PREFIX_CACHE_BYTES if dec.bitwise else 0
-        dec.prefixes = prefix_reuse(dec.target, reused)
+        dec.prefixes = prefix_reuse(dec.target, _prefix_cache_bytes(args, dec))
         if dec.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer, which a server needs")
         settings = Settings(
@@ -100,6 +98,15 @@ def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
     drafting.add_argument("--method", choices=methods(), help="for requests that do not name one (default: auto)")
     add_flags(drafting, TokenSwiftOptions)
+    return asked
+
+
+def _prefix_cache_bytes(args: argparse.Namespace, dec: Decoder) -> int:
+    memory, asked = available_memory(dec.target.device), args.prefix_cache_bytes
+    if asked is None:
+        return min(_PREFIX_CACHE_BYTES, memory // 8 if memory else _PREFIX_CACHE_BYTES) if dec.bitwise else 0
+    if memory is not None and asked > memory // 2:
+        raise ValueError(f"--prefix-cache-bytes {asked:,} is more than half of the {memory:,} bytes that are available")
     return asked
 
 

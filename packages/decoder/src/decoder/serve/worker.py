@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from decoder import sequence as sequences
-from decoder.admission import Admission
+from decoder.admission import Admission, memory_for_caches
 from decoder.arguments import Arguments
 from decoder.decoder import Decoder
-from decoder.kernels.memory import available_memory
 from decoder.model.loading import out_of_memory
 from decoder.outputs import GenerationOutput
 from decoder.serve.errors import ApiError, stopping
@@ -75,10 +74,7 @@ class Worker:
         self, dec: Decoder, max_batch: int, max_queue: int, finished: Callable[[Statistics], None] = lambda _: None
     ):
         self.dec, self.max_queue, self._finished = dec, max_queue, finished
-        memory = available_memory(dec.target.device)
-        if memory is not None and dec.prefixes is not None:
-            memory -= dec.prefixes.max_bytes
-        self.admission = Admission(max_batch, memory)
+        self.admission = Admission(max_batch, memory_for_caches(dec.target.device, dec.prefixes))
         self._engine = dec.engine(self.admission)
         self._waiting: deque[tuple[Job, int]] = deque()
         self._running: dict[sequences.Sequence, tuple[Job, int]] = {}
