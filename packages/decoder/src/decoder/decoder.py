@@ -25,7 +25,7 @@ from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
-from decoder.prefix_reuse import prefix_reuse
+from decoder.prefix_reuse import PrefixReuse, prefix_reuse
 from decoder.report import report
 from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.params import SamplingParams
@@ -90,7 +90,7 @@ class Decoder:
             sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
             raise ValueError(f"the draft model has another vocabulary: {sizes}")
         self.target.make_bitwise(bitwise)
-        self.prefixes = prefix_reuse(self.target, prefix_cache_bytes)
+        self.prefixes: PrefixReuse | None = prefix_reuse(self.target, prefix_cache_bytes)
         self.verify_costs = VerifyCosts(self.target)
         self._tuning_states: dict[tuple, dict[Hashable, Any]] = {}
         self.heads: dict[str, Heads] = {}

@@ -101,14 +101,14 @@ class Engine:
         with self.target.patched():
             prompt = sequence.sampler.context[:-1]
             read = drafter.read_features if isinstance(drafter, ReadsFeatures) else None
-            reused = None
             # Features of the whole prompt come from passes over the whole prompt.
-            if self.prefixes is not None and not (read is not None and self.target.gives_features):
-                reused = self.prefixes.take_over(prompt, sequence.cache, drafter.observed_queries)
+            prefixes = None if read is not None and self.target.gives_features else self.prefixes
+            observed = drafter.observed_queries
+            reused = None if prefixes is None else prefixes.take_over(prompt, sequence.cache, observed)
             rest = prompt if reused is None else prompt[reused.count :]
-            queries = self.target.prefill(rest, sequence.cache, drafter.observed_queries, read)
-            if reused is not None and not self.prefixes.confirm(reused, sequence.cache):
-                reused, queries = None, self.target.prefill(prompt, sequence.cache, drafter.observed_queries, read)
+            queries = self.target.prefill(rest, sequence.cache, observed, read)
+            if prefixes and reused and not prefixes.confirm(reused, sequence.cache):
+                reused, queries = None, self.target.prefill(prompt, sequence.cache, observed, read)
             drafter.start(sequence.cache, queries)
             sequence.statistics.reused_tokens = 0 if reused is None else reused.count
         self.target.wait()

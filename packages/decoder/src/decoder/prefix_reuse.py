@@ -133,7 +133,9 @@ class PrefixReuse:
     def _check_model(self) -> None:
         """Forget all texts if a parameter is another tensor than before, or was written to."""
         parameters = self.target.model.parameters()
-        state = [(one.data_ptr(), one.dtype, 0 if one.is_inference() else one._version) for one in parameters]
+        state: list[object] = [
+            (one.data_ptr(), one.dtype, 0 if one.is_inference() else one._version) for one in parameters
+        ]
         state.append((self.target.bitwise.rule, torch.get_num_threads()))
         if state != self._model_state:
             self._model_state = state

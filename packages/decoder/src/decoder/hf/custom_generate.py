@@ -100,7 +100,7 @@ class CustomGenerate:
                 )
             if self.decoder is None or self.decoder.model is not model:
                 self.decoder = Decoder(model, heads=self.heads)
-            run = _Run(self, input_ids, logits_processor, stopping_criteria, generation_config)
+            run = _Run(self.decoder, self, input_ids, logits_processor, stopping_criteria, generation_config)
             return run.one(prompts[0]) if len(prompts) == 1 else run.many(prompts)
         finally:
             if self.streamer is not None:
@@ -113,13 +113,15 @@ class _Run:
 
     def __init__(
         self,
+        dec: Decoder,
         hook: CustomGenerate,
         input_ids: torch.Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
     ):
-        self.hook, self.input_ids, self.processors, self.config = hook, input_ids, processors, config
+        self.dec, self.hook, self.input_ids = dec, hook, input_ids
+        self.processors, self.config = processors, config
         self.limit = config.max_length - input_ids.shape[1]
         self.eos = [int(i) for one in criteria if type(one) is EosTokenCriteria for i in one.eos_token_id]
         self.criteria = StoppingCriteriaList(one for one in criteria if type(one) not in _NATIVE_STOPS)
@@ -134,7 +136,7 @@ class _Run:
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters; a seed is drawn from torch's default generator where tokens are."""
-        fields = {"penalty_window": self.hook.decoder.model.config.max_position_embeddings, **self.fields}
+        fields = {"penalty_window": self.dec.model.config.max_position_embeddings, **self.fields}
         if not self.config.do_sample:
             return SamplingParams(**fields, temperature=0)
         return SamplingParams(**fields, seed=int(torch.randint(2**63 - 1, ())))
@@ -158,7 +160,7 @@ class _Run:
         device, streamer = self.input_ids.device, self.hook.streamer
         if streamer is not None:
             streamer.put(self.input_ids.cpu())
-        chunks = self.hook.decoder.stream(
+        chunks = self.dec.stream(
             prompt,
             self.limit,
             self.hook.method,
@@ -168,7 +170,9 @@ class _Run:
             ignore_eos=True,
             logits_hook=self._logits_hook(len(prompt) < self.input_ids.shape[1]),
         )
-        ids, scores, own = self.input_ids, [], []
+        ids = self.input_ids
+        scores: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
         for token in (token for chunk in chunks for token in chunk.token_ids):
             if self.logits:
                 own.append(self.logits.pop(len(prompt) + len(own))[None].to(device, torch.float32))
@@ -196,7 +200,7 @@ class _Run:
             raise ValueError(f"{self._names([*self.before, *self.criteria])} can be honoured for one prompt at a time")
         if self.wants_scores or self.wants_logits:
             raise ValueError("output_scores and output_logits are available for one prompt at a time")
-        outs = self.hook.decoder.generate_batch(
+        outs = self.dec.generate_batch(
             prompts,
             self.limit,
             self.hook.method,

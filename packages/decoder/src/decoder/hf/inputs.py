@@ -8,6 +8,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_OF_MODES = (
+    "num_beams",
+    "constraints",
+    "force_words_ids",
+    "penalty_alpha",
+    "dola_layers",
+    "use_mtp",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+)
 _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
@@ -21,10 +31,10 @@ def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_k
         )
     mode = config.get_generation_mode()
     if mode not in _MODES:
-        fields = ("num_beams", "constraints", "force_words_ids", "penalty_alpha", "dola_layers", "use_mtp")
-        fields += ("prompt_lookup_num_tokens", "assistant_early_exit")
         default = GenerationConfig()
-        named = [name for name in fields if getattr(config, name, None) not in (None, getattr(default, name, None), 1)]
+        named = [
+            name for name in _OF_MODES if getattr(config, name, None) not in (None, getattr(default, name, None), 1)
+        ]
         raise ValueError(
             f"{' and '.join(named) or 'this configuration'} asks for {mode.value.replace('_', ' ')}: custom_generate "
             "decodes greedily or samples, so leave that out, or generate without custom_generate"

@@ -50,7 +50,8 @@ def make_app(service: Service) -> Starlette:
     )
 
 
-async def _no_route(request: Request, error: HTTPException) -> Response:
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     words = "there is no such path" if error.status_code == 404 else "this path does not take this method"
     return _response(ApiError(error.status_code, f"{words}: see /v1/completions, /v1/chat/completions and /v1/models"))
 

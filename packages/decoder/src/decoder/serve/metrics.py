@@ -13,22 +13,28 @@ class Metrics:
 
     def __init__(self):
         self.registry = CollectorRegistry()
-        of = dict(registry=self.registry)
-        self.requests = Counter("tokenswift_requests", "Answered requests", ["path", "status"], **of)
-        self.running = Gauge("tokenswift_texts_running", "Texts being decoded", **of)
-        self.waiting = Gauge("tokenswift_texts_waiting", "Texts in the queue", **of)
-        self.prompt_tokens = Counter("tokenswift_prompt_tokens", "Tokens of prompts", **of)
+        self.requests = Counter("tokenswift_requests", "Answered requests", ["path", "status"], registry=self.registry)
+        self.running = Gauge("tokenswift_texts_running", "Texts being decoded", registry=self.registry)
+        self.waiting = Gauge("tokenswift_texts_waiting", "Texts in the queue", registry=self.registry)
+        self.prompt_tokens = Counter("tokenswift_prompt_tokens", "Tokens of prompts", registry=self.registry)
         self.reused_tokens = Counter(
-            "tokenswift_reused_tokens", "Tokens of prompts taken over from earlier texts", **of
+            "tokenswift_reused_tokens", "Tokens of prompts taken over from earlier texts", registry=self.registry
         )
-        self.generated_tokens = Counter("tokenswift_generated_tokens", "New tokens", **of)
-        self.steps = Counter("tokenswift_steps", "Steps, summed over texts", **of)
-        self.drafted = Counter("tokenswift_drafted_tokens", "Depths of the drafted trees", **of)
-        self.accepted = Counter("tokenswift_accepted_tokens", "Drafted tokens that were accepted", **of)
+        self.generated_tokens = Counter("tokenswift_generated_tokens", "New tokens", registry=self.registry)
+        self.steps = Counter("tokenswift_steps", "Steps, summed over texts", registry=self.registry)
+        self.drafted = Counter("tokenswift_drafted_tokens", "Depths of the drafted trees", registry=self.registry)
+        self.accepted = Counter(
+            "tokenswift_accepted_tokens", "Drafted tokens that were accepted", registry=self.registry
+        )
         self.first = Histogram(
-            "tokenswift_first_token_seconds", "From the request to its first piece", buckets=_SECONDS, **of
+            "tokenswift_first_token_seconds",
+            "From the request to its first piece",
+            buckets=_SECONDS,
+            registry=self.registry,
         )
-        self.seconds = Histogram("tokenswift_request_seconds", "From the request to its end", buckets=_SECONDS, **of)
+        self.seconds = Histogram(
+            "tokenswift_request_seconds", "From the request to its end", buckets=_SECONDS, registry=self.registry
+        )
 
     def watch(self, worker: Worker) -> None:
         """Read what runs and waits from ``worker`` whenever the metrics are asked for."""

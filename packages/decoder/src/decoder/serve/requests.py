@@ -63,7 +63,7 @@ def parse(body: Any, chat: bool) -> Asked:
     """
     fields = Fields(body)
     refuse_unsupported(fields.body)
-    n = fields.integer("n", 1, MOST_CHOICES, 1)
+    n = fields.integer("n", 1, MOST_CHOICES) or 1
     if fields.integer("best_of", 1, MOST_CHOICES, n) != n:
         raise ApiError(400, "best_of is not supported: leave it out, or give n", "best_of")
     options = fields.body.get("stream_options")
@@ -91,7 +91,7 @@ def parse(body: Any, chat: bool) -> Asked:
 def _sampling(fields: Fields, n: int) -> SamplingParams:
     seed = fields.integer("seed", 0, _LARGEST_SEED - n + 1)
     given: dict[str, Any] = {"seed": secrets.randbelow(_LARGEST_SEED - n + 1) if seed is None else seed}
-    values = {name: fields.number(name) for name in _NUMBERS}
+    values: dict[str, Any] = {name: fields.number(name) for name in _NUMBERS}
     values |= {name: fields.integer(name, 0, _LARGEST_SEED) for name in _INTEGERS}
     try:
         return SamplingParams(**given, **{name: value for name, value in values.items() if value is not None})

@@ -39,15 +39,19 @@ class Answer:
         choices = []
         for index, of_choice in enumerate(pieces):
             self._generated += sum(len(piece.token_ids) for piece in of_choice)
-            text = of_choice[-1].output.text
-            logprobs = self._logprobs(index, of_choice)
-            part = {"message": {"role": "assistant", "content": text}} if self.asked.chat else {"text": text}
-            choices.append(self._choice(index, part, logprobs, of_choice[-1].output.finish_reason))
+            output = of_choice[-1].output
+            assert output is not None, "the last piece has the whole text"
+            text, logprobs = output.text, self._logprobs(index, of_choice)
+            part: dict[str, Any] = (
+                {"message": {"role": "assistant", "content": text}} if self.asked.chat else {"text": text}
+            )
+            choices.append(self._choice(index, part, logprobs, output.finish_reason))
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage}
 
     def chunks(self, piece: Piece) -> list[bytes]:
         """The events of a stream that a piece of a choice gives; the first one of a chat tells the role."""
-        events, index, done = [], piece.choice, piece.output is not None
+        events, index = [], piece.choice
+        part: dict[str, Any]
         self._generated += len(piece.token_ids)
         if self.asked.chat and index not in self._begun:
             self._begun.add(index)
@@ -56,7 +60,7 @@ class Answer:
         if piece.text or (logprobs and piece.token_ids):
             part = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
             events.append(self._event([self._choice(index, part, logprobs)]))
-        if done:
+        if piece.output is not None:
             part = {"delta": {}} if self.asked.chat else {"text": ""}
             events.append(self._event([self._choice(index, part, None, piece.output.finish_reason)]))
         return events
@@ -86,7 +90,7 @@ class Answer:
         if not self.asked.logprobs:
             return None
         tokens = [self.tokenizer.decode([token]) for piece in pieces for token in piece.token_ids]
-        values = [value for piece in pieces for value in piece.logprobs]
+        values = [value for piece in pieces for value in piece.logprobs or ()]
         if self.asked.chat:
             pairs = zip(tokens, values, strict=True)
             content = [

@@ -53,7 +53,8 @@ class Running:
     """
 
     def __init__(self, worker: Worker, arguments: list[Arguments], timeout: float):
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
         self._worker, self._pieces, self._open, self._timeout = worker, pieces, len(arguments), timeout
         self._deadline = loop.time() + timeout
 

@@ -148,7 +148,7 @@ class Worker:
                 self._fail_all(stopping())
             if self._stop_at is not None and not self._waiting and not self._running:
                 return False
-            joining = []
+            joining: list[tuple[Job, int]] = []
             for sequence in [one for one, (job, _) in self._running.items() if job.over]:
                 self._leave(sequence)
             while self._waiting and len(self._running) + len(joining) < self.admission.max_batch:
