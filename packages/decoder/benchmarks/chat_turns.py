@@ -6,6 +6,8 @@ OMP_NUM_THREADS=1 python packages/decoder/benchmarks/chat_turns.py --model data/
 import argparse
 import time
 
+import transformers
+
 import decoder
 
 QUESTIONS = [
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=len(QUESTIONS))
     parser.add_argument("--max-new-tokens", type=int, default=40)
     args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     results = {}
     for size in (0, 2**30):
         dec = decoder.load(args.model, heads=args.heads, prefix_cache_bytes=size)

@@ -50,8 +50,10 @@ def main() -> None:
         line = next(line for line in server.stderr if "http://" in line)
         url = re.search(r"http://\S+", line)[0]
         texts = {}
-        # The first round teaches the drafter what pays, and is not reported.
-        for clients in (1, 1, 4, 8):
+        # These teach the drafter what pays, and are not reported.
+        for body in bodies[:2]:
+            ask(url, body)
+        for clients in (1, 4, 8):
             began = time.perf_counter()
             with ThreadPoolExecutor(clients) as pool:
                 answers = list(pool.map(lambda body: ask(url, body), bodies))
