@@ -20,7 +20,7 @@ SAMPLERS = {
     "filtered": SamplingParams(seed=3, min_p=0.1, top_k=20),
     "greedy": SamplingParams(temperature=0),
 }
-WITH_HEADS = [name for name, method in METHODS.items() if method.heads_kinds]
+WITH_HEADS = [name for name, method in METHODS.items() if "gated" in method.heads_kinds]
 
 
 def restricted_heads(model, kind, drafted=DRAFTED):

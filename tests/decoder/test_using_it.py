@@ -524,7 +524,12 @@ def test_the_hubs_arguments_reach_all_that_is_read_and_the_revision_the_model_al
     watch(transformers.AutoConfig, "config", "model")
     watch(transformers.AutoTokenizer, "tokenizer", "model")
     watch(transformers.AutoModelForCausalLM, "model", "model")
-    watch(DraftHeads, "heads", "heads")
+
+    def fetch(repository, names, **given):
+        asked.append(("heads", repository, given))
+        return folders / "heads"
+
+    monkeypatch.setattr("decoder.heads_files.fetch", fetch)
     decoder.load("someone/big", "someone/heads", draft_model="someone/small", **hub)
     unversioned = {name: value for name, value in hub.items() if name != "revision"}
     assert sorted(asked, key=str) == sorted(

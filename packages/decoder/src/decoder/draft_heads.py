@@ -259,12 +259,16 @@ class DraftHeads(nn.Module):
             local_files_only: use only what is in the cache, and do not ask the hub.
         """
         directory = local_folder(str(source), cache_dir=cache_dir, token=token, local_files_only=local_files_only)
-        config = read_json(directory / CONFIG)
+        return cls.read(directory, read_json(directory / CONFIG), str(source))
+
+    @classmethod
+    def read(cls, directory: Path, config: dict, source: str) -> "DraftHeads":
+        """The heads in a folder whose ``config.json`` holds ``config``; ``source`` is what errors call them."""
         if "eagle3" in str(config.get("architectures")).lower():
             raise ValueError(f"{directory} is an EAGLE-3 draft model: read it with decoder.load_heads")
         own = config.get("architecture") == ARCHITECTURE
         heads = cls._from_own(directory, config) if own else cls._from_published(directory, config)
-        heads.source = str(source)
+        heads.source = source
         return heads
 
     @classmethod

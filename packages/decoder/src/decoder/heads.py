@@ -6,7 +6,7 @@ from typing import Any
 
 from decoder.draft_heads import KINDS as LINEAR_KINDS
 from decoder.draft_heads import DraftHeads
-from decoder.eagle3.checkpoint import is_eagle3, load_draft_model
+from decoder.eagle3.checkpoint import is_eagle3, read_draft_model
 from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads_files import CONFIG, local_folder, read_json
@@ -35,6 +35,5 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
         ValueError: the contents are not heads of a known format.
     """
     folder = local_folder(str(source), **from_hub)
-    if is_eagle3(read_json(folder / CONFIG)):
-        return load_draft_model(source, **from_hub)
-    return DraftHeads.from_pretrained(source, **from_hub)
+    config = read_json(folder / CONFIG)
+    return (read_draft_model if is_eagle3(config) else DraftHeads.read)(folder, config, str(source))
