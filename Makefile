@@ -20,6 +20,11 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# The documentation in site/; a warning or a broken link ends it.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+
 # The three packages as wheels and source archives in dist/, checked, and installed into an empty environment.
 dist: $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
@@ -42,4 +47,4 @@ $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-tra
 	touch $(INSTALLED)
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -216,7 +216,7 @@ class Decoder:
 
         Args:
             prompts: in any of the forms that `generate` takes.
-            max_new_tokens, sampling, logits_hook: one for all, or a list with one per prompt.
+            max_new_tokens: one for all, or a list with one per prompt, as are ``sampling`` and ``logits_hook``.
             stop: one for all, as in `generate`; or a list with a value per prompt, at least one of which is None or a
                 list, since a list of strings and ids alone is one value for all.
             max_batch: how many texts are decoded together at most; None takes as many as memory has room for, up to

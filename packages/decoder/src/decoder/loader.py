@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     bitwise: BitwiseSetting = "auto",
     prefix_cache_bytes: int = 0,
-    **model_kwargs,
+    **model_kwargs: Any,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
 
@@ -32,9 +33,9 @@ def load(
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is float32 on a CPU and the checkpoint's own on CUDA.
         bitwise, prefix_cache_bytes: see `Decoder`.
-        model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also used
-            for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and its
-            tokenizer alone.
+        **model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also
+            used for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and
+            its tokenizer alone.
 
     Raises:
         OSError: a model, tokenizer or heads checkpoint cannot be found or read.
