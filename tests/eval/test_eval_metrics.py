@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_reference import BOOKS
+from torchmetrics import Metric
 from transformers import AutoModel, AutoTokenizer
 
 import decoder
@@ -153,6 +154,9 @@ def test_loop_start_by_hand():
     assert metrics.loop_start(story * 3) == 0
     assert metrics.loop_start(story * 2) is None
     assert metrics.loop_start([]) is None
+    assert metrics.loop_start([7] * 32, longest_period=1) == 0
+    long_block = list(range(1025))
+    assert metrics.loop_start(long_block[:-1] * 3) == 0 and metrics.loop_start(long_block * 3) is None
 
 
 def test_compression_ratio_grows_with_repetition():
@@ -181,6 +185,9 @@ def test_perplexity_is_torchmetrics_of_one_plain_pass(data):
     after = metrics.perplexity(model, ids[300:], ids[:300])
     assert after == pytest.approx(plain_perplexity(model, ids, prompt=300), rel=1e-5)
     assert metrics.perplexity(model, ids[:1]) is None and metrics.perplexity(model, [], ids) is None
+    # The fewest tokens that can be scored, and a last pass with one of them.
+    for length in (2, 258):
+        assert metrics.perplexity(model, ids[:length]) == pytest.approx(plain_perplexity(model, ids[:length]), rel=1e-5)
     metric = metrics.Perplexity(model)
     metric.update(ids)
     metric.update(ids[:1])
@@ -206,6 +213,8 @@ def test_semantic_diversity_is_the_mean_over_pairs():
     assert found == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-5)
     assert metrics.semantic_diversity(text, lambda s: torch.ones(6, 5), segments=6) == pytest.approx(0.0, abs=1e-12)
     assert metrics.semantic_diversity("too short", lambda s: vectors) is None
+    apart = torch.eye(2)
+    assert metrics.semantic_diversity("two parts", lambda s: apart, segments=2) == pytest.approx(1.0)
     metric = metrics.SemanticDiversity(lambda sentences: vectors, segments=6)
     metric.update(text)
     metric.update("short")
@@ -267,6 +276,14 @@ def test_torchmetrics_classes_agree_with_the_functions():
     self_bleu.update(text)
     self_bleu.update("short")
     assert self_bleu.compute().item() == pytest.approx(metrics.self_bleu(text, (2,), 4)["2"])
+
+
+def test_classes_say_which_way_is_better():
+    lower = {"SelfBLEU", "Perplexity", "LongestRepeatedSpan", "RepeatedShare", "CompressionRatio"}
+    classes = [value for value in vars(metrics).values() if isinstance(value, type) and issubclass(value, Metric)]
+    assert len(classes) > len(lower)
+    for one in classes:
+        assert one.higher_is_better is (one.__name__ not in lower), one.__name__
 
 
 def test_command_measures_words_and_tokens_of_any_text(data, prompt_file, tmp_path):
