@@ -4,6 +4,7 @@ import ctypes
 import gc
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -21,7 +22,9 @@ from tiny_reference import BOOKS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import decoder
+from decoder.drafters import Autoregressive
 from decoder.sampling.sampler import NoiseRows
+from decoder.sequence import Sequence
 from ts_eval import compare as experiment
 from ts_eval import defaults, metrics, rounds, summary
 from ts_eval.cli import main
@@ -207,6 +210,34 @@ def test_a_tie_excuses_only_where_bitwise_is_off(data, tmp_path, lie, bitwise, f
     assert ("bitwise" in describe(results)) is bitwise
     results["methods"]["tokenswift"]["divergence_margin"] = 1e-6
     assert summary.differs(results) == found
+
+
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_the_check_compares_log_probabilities_to_the_last_bit(data, tmp_path, monkeypatch, batch):
+    """Equal tokens with another log-probability are a fault where bits are promised, and nothing elsewhere."""
+    arguments = ("--num-prompts", "2", "--batch", batch)
+    assert compare(data, tmp_path / "unasked", *arguments).exit_code == 0
+    assert load(tmp_path / "unasked")["methods"]["tokenswift"]["logprobs_equal"] is None
+    honest = compare(data, tmp_path / "honest", *arguments, "--check-lossless")
+    assert honest.exit_code == 0 and "to the last bit" in " ".join(honest.stdout.split())
+    rows = load(tmp_path / "honest")["methods"]
+    assert all(row["logprobs_equal"] for row in rows.values())
+    assert all(len(run["logprobs"]) == 12 and max(run["logprobs"]) < 0 for run in rows["tokenswift"]["runs"])
+
+    chunk_of = Sequence.chunk
+
+    def chunk(self, tokens):
+        found = chunk_of(self, tokens)
+        if found.logprobs and not isinstance(self.drafter, Autoregressive):
+            found.logprobs[0] = math.nextafter(found.logprobs[0], 0)
+        return found
+
+    monkeypatch.setattr(Sequence, "chunk", chunk)
+    lying = compare(data, tmp_path / "lying", *arguments, "--check-lossless")
+    assert lying.exit_code == 1 and "tokenswift differs where bitwise" in lying.stderr
+    assert load(tmp_path / "lying")["methods"]["tokenswift"]["identical_to_ar"]
+    loose = compare(data, tmp_path / "loose", *arguments, "--check-lossless", "--no-bitwise")
+    assert loose.exit_code == 0
 
 
 def test_demanding_bits_where_they_cannot_be_had_is_one_sentence(data, tmp_path, monkeypatch):

@@ -59,12 +59,14 @@ class Chunk:
         text: the text that no later token can change any more, since the last chunk; it may be "".
         stats: counts and times so far; the same object in all chunks.
         output: the whole result; only in the last chunk, None in others.
+        logprobs: the log-probability of each of the step's tokens, if asked for.
     """
 
     token_ids: list[int]
     text: str
     stats: Statistics
     output: GenerationOutput | None = None
+    logprobs: list[float] | None = None
 
 
 class BatchError(ValueError):

@@ -81,7 +81,9 @@ class Sequence:
         if done and self.text_stream is not None and self.text_stream.stopped:
             # The text held back until now may have completed a stop string.
             self.finish_reason = "stop"
-        return Chunk(tokens, piece, self.statistics, self.output() if done else None)
+        logprobs = self.sampler.logprobs
+        own = None if logprobs is None else logprobs[len(logprobs) - len(tokens) :]
+        return Chunk(tokens, piece, self.statistics, self.output() if done else None, own)
 
     def output(self) -> GenerationOutput:
         """The finished generation."""

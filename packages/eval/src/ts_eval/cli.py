@@ -130,8 +130,8 @@ def main():
 @click.option(
     "--check-lossless",
     is_flag=True,
-    help="Score ar's texts again with the plain model, and exit with 1 when a method differs from ar or ar from the "
-    "model, audited ties aside.",
+    help="Score ar's texts again with the plain model, and exit with 1 when a method differs from ar (where bitwise is "
+    "on, in a token or a bit of a log-probability) or ar from the model, audited ties aside.",
 )
 @click.option("--marks", type=IntegerList(), help="New tokens at which to tell latency.  [default: five equal steps]")
 @click.option("--embedding-model", help="Sentence-embedding model for the semantic diversity of the texts.")

@@ -63,7 +63,8 @@ class Experiment:
         options: fields of `decoder.TokenSwiftOptions` for every method; a method's own come first.
         marks: numbers of new tokens at which latency and speed-up are told; None takes five equal steps.
         embedding_model: folder or hub id of an encoder, for the semantic diversity of the texts.
-        audit: score ar's texts again with the plain model, so that a fault of all methods alike is found too.
+        audit: score ar's texts again with the plain model, so that a fault of all methods alike is found too; and keep
+            all tokens' log-probabilities, to compare them with ar's.
         output: folder; what was generated in it is kept and not generated again.
         data_dir: the data folder; None finds the checkout's.
         overwrite: drop what other settings left in ``output`` instead of refusing.

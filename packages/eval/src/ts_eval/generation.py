@@ -14,7 +14,8 @@ from decoder.cli.continuation import stream_on
 from ts_eval.method_spec import HF
 from ts_eval.progress import COUNTS, counts_of
 
-OnStep = Callable[[Sequence[int], dict], None]
+OnStep = Callable[[Sequence[int], dict, Sequence[float] | None], None]
+"""Is told a step's tokens, the counts so far, and the tokens' log-probabilities if these were asked for."""
 
 
 def continue_with_decoder(
@@ -27,13 +28,15 @@ def continue_with_decoder(
     options: "decoder.TokenSwiftOptions",
     stop_ids: Collection[int],
     on_step: OnStep,
+    logprobs: bool = False,
 ) -> None:
     """Generate what ``sofar`` lacks of ``max_new_tokens`` tokens, or up to one of ``stop_ids``, as if never cut."""
-    stream = stream_on(dec, prompt, sofar, max_new_tokens, method, sampling, options, ignore_eos=not stop_ids)
+    how = dict(ignore_eos=not stop_ids, return_logprobs=logprobs)
+    stream = stream_on(dec, prompt, sofar, max_new_tokens, method, sampling, options, **how)
     with closing(stream):
         for chunk in stream:
             if chunk.token_ids:
-                on_step(chunk.token_ids, counts_of(chunk.stats))
+                on_step(chunk.token_ids, counts_of(chunk.stats), chunk.logprobs)
 
 
 def continue_batch_with_decoder(
@@ -45,7 +48,8 @@ def continue_batch_with_decoder(
     sampling: "Sequence[decoder.SamplingParams]",
     options: "decoder.TokenSwiftOptions",
     stop_ids: Sequence[Collection[int]],
-    on_step: Callable[[int, Sequence[int], dict], None],
+    on_step: Callable[[int, Sequence[int], dict, Sequence[float] | None], None],
+    logprobs: bool = False,
 ) -> None:
     """`continue_with_decoder` for several texts, decoded together; ``on_step`` is also given the text's index.
 
@@ -59,12 +63,12 @@ def continue_batch_with_decoder(
     lengths = [max_new_tokens - len(tokens) for tokens in sofar]
     stops = [sorted(ids) for ids in stop_ids]
     stream = dec.stream_batch(
-        contexts, lengths, method, list(sampling), options, stops, ignore_eos=True, max_batch=len(contexts)
+        contexts, lengths, method, list(sampling), options, stops, True, logprobs, max_batch=len(contexts)
     )
     with closing(stream):
         for index, chunk in stream:
             if chunk.token_ids:
-                on_step(index, chunk.token_ids, counts_of(chunk.stats))
+                on_step(index, chunk.token_ids, counts_of(chunk.stats), chunk.logprobs)
 
 
 def continue_with_transformers(
@@ -160,7 +164,7 @@ class _Steps(BaseStreamer):
             self._counts["decode_seconds"] += seconds
             self._counts["shared_seconds"] += seconds
         self._counts["steps"] += 1
-        self._on_step(tokens, dict(self._counts))
+        self._on_step(tokens, dict(self._counts), None)
 
     def end(self) -> None:
         pass

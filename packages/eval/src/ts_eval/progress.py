@@ -67,6 +67,7 @@ class Progress:
         counts: the sums of `COUNTS`, None before the first step. After a cut, cache_rebuilds are not known, because
             only a finished generation tells them, and prefill_seconds are the first part's, that of the prompt alone.
         resumed_at: the number of tokens there were at each resumption.
+        logprobs: the log-probability of each token; None where they are not known of all.
     """
 
     def __init__(self, path: Path, header: dict):
@@ -78,6 +79,7 @@ class Progress:
         self.step_accepted: list[int | None] = []
         self.step_ngram_accepted: list[int | None] = []
         self.resumed_at: list[int] = []
+        self.logprobs: list[float] | None = []
         self.counts: dict | None = None
         self._before: dict | None = None
         self._file: io.FileIO | None = None
@@ -96,36 +98,38 @@ class Progress:
             if "resumed_at" in record:
                 self._begin_part(record["resumed_at"])
             elif number:
-                self._take(record["tokens"], record["counts"])
+                self._take(record["tokens"], record["counts"], record.get("logprobs"))
             self._keep = end
 
     def _begin_part(self, tokens: int) -> None:
         self.resumed_at.append(tokens)
         self._before = {**self.counts, "cache_rebuilds": None}
 
-    def _take(self, tokens: Sequence[int], counts: dict) -> None:
+    def _take(self, tokens: Sequence[int], counts: dict, logprobs: Sequence[float] | None) -> None:
         self.counts = counts if self._before is None else add_counts(self._before, counts)
         if self._before is not None:
             self.counts["prefill_seconds"] = self._before["prefill_seconds"]
         self.token_ids += tokens
+        self.logprobs = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
         self.step_tokens.append(len(tokens))
         self.step_seconds.append(round(self.counts["decode_seconds"], 7))
         self.step_drafted.append(self.counts["drafted"])
         self.step_accepted.append(self.counts["accepted"])
         self.step_ngram_accepted.append(self.counts["ngram_accepted"])
 
-    def add(self, tokens: Sequence[int], counts: dict) -> None:
-        """Add a step: its tokens, and the counts since this process began or continued the generation.
+    def add(self, tokens: Sequence[int], counts: dict, logprobs: Sequence[float] | None = None) -> None:
+        """Add a step: its tokens, the counts since this process began or continued the generation, log-probabilities.
 
         Raises OSError, naming the file, when the step cannot be written.
         """
         try:
             if self._file is None:
                 self._open()
-            self._write({"tokens": list(tokens), "counts": counts})
+            known = {} if logprobs is None else {"logprobs": list(logprobs)}
+            self._write({"tokens": list(tokens), "counts": counts, **known})
         except OSError as error:
             raise named(error, self.path) from error
-        self._take(tokens, counts)
+        self._take(tokens, counts, logprobs)
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

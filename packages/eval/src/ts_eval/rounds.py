@@ -133,9 +133,9 @@ class Rounds:
                 finish(pair)
         pairs = [pair for pair in turn.pairs if lacking(pair)]
 
-        def on_step(place: int, tokens: Sequence[int], counts: dict) -> None:
+        def on_step(place: int, tokens: Sequence[int], counts: dict, logprobs: Sequence[float] | None) -> None:
             pair = pairs[place]
-            kept[pair].add(tokens, counts)
+            kept[pair].add(tokens, counts, logprobs)
             bar.update(len(tokens))
             if _orphaned():
                 raise SystemExit("the process that started this one is gone")
@@ -156,7 +156,7 @@ class Rounds:
         prompts: Sequence[Sequence[int]],
         sofar: Sequence[Sequence[int]],
         max_new_tokens: int,
-        on_step: Callable[[int, Sequence[int], dict], None],
+        on_step: Callable[[int, Sequence[int], dict, Sequence[float] | None], None],
     ) -> None:
         """Generate what ``sofar`` lacks; ``on_step`` is told which of the generations a step belongs to."""
         spec, dec, options = turn.spec, self.setup.decoders[turn.spec.text], self.setup.options[turn.spec.text]
@@ -164,17 +164,17 @@ class Rounds:
         stop_ids = [self.setup.stop_ids(prompt) for prompt, _ in pairs]
         if self.setup.batch > 1 and not spec.is_hf:
             texts = (prompts, sofar, max_new_tokens, params, options, stop_ids)
-            continue_batch_with_decoder(dec, spec.name, *texts, on_step)
+            continue_batch_with_decoder(dec, spec.name, *texts, on_step, self.setup.logprobs)
             return
 
-        def on_its_step(tokens: Sequence[int], counts: dict) -> None:
-            on_step(0, tokens, counts)
+        def on_its_step(tokens: Sequence[int], counts: dict, logprobs: Sequence[float] | None) -> None:
+            on_step(0, tokens, counts, logprobs)
 
         given = (prompts[0], sofar[0], max_new_tokens, params[0])
         if spec.is_hf:
             continue_with_transformers(dec.model, spec.name, *given, stop_ids[0], on_its_step)
         else:
-            continue_with_decoder(dec, spec.name, *given, options, stop_ids[0], on_its_step)
+            continue_with_decoder(dec, spec.name, *given, options, stop_ids[0], on_its_step, self.setup.logprobs)
 
     def _record(self, turn: Turn, pair: Pair, kept: Progress, peak_memory: int | None) -> dict:
         text, (prompt, run) = turn.spec.text, pair
@@ -192,6 +192,7 @@ class Rounds:
             "prompt_tokens": len(self.setup.prompts[prompt].token_ids),
             "new_tokens": len(kept.token_ids),
             "resumed_at": kept.resumed_at,
+            "logprobs": kept.logprobs,
             "step_tokens": kept.step_tokens,
             "step_seconds": kept.step_seconds,
             "step_drafted": kept.step_drafted,

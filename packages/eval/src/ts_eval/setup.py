@@ -39,7 +39,8 @@ class Turn:
 class Setup:
     """An experiment with everything loaded; mappings are by the row's name.
 
-    ``memory_before`` is what the process held before the model came, nothing of what a CUDA device counts.
+    ``memory_before`` is what the process held before the model came, nothing of what a CUDA device counts; with
+    ``logprobs`` the log-probabilities of all tokens are kept, to be compared.
     """
 
     specs: list[MethodSpec]
@@ -53,6 +54,7 @@ class Setup:
     batch: int
     memory_before: int | None
     eos_ids: set[int]
+    logprobs: bool
 
     @property
     def model(self):
@@ -155,6 +157,7 @@ def set_up(experiment: "Experiment") -> Setup:
         batch=experiment.batch,
         memory_before=memory_before if backbone.device.type == "cpu" else 0,
         eos_ids=eos_ids(backbone, decoders[None].tokenizer),
+        logprobs=experiment.audit,
     )
 
 

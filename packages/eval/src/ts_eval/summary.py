@@ -43,6 +43,7 @@ def summarise(
     of all texts that are decoded together, over all batches, with its range over batches; ``throughput_speedup`` is the
     method's over AR's, and ``texts_per_step`` the mean number of texts that a step decoded, weighted by time. Rates are
     pooled over all steps. Measures of the text are means over generations.
+    ``logprobs_equal`` tells whether the log-probabilities are ar's to the last bit, where they were kept.
     ``first_divergence`` is the smallest index at which a generation differs from ar's and ``divergence_margin`` the
     largest margin of those that differ: all are ties when it is within the tolerance. Identity is None where
     transformers samples, or penalises otherwise.
@@ -79,7 +80,7 @@ def summarise(
     return rows
 
 
-IDENTITY = ("identical_to_ar", "first_divergence", "divergence_margin")
+IDENTITY = ("identical_to_ar", "first_divergence", "divergence_margin", "logprobs_equal")
 
 
 def _identity(ar: dict, record: dict, prompt: Sequence[int], run: int, margin: Margin) -> dict:
@@ -87,7 +88,13 @@ def _identity(ar: dict, record: dict, prompt: Sequence[int], run: int, margin: M
     found = None
     if index is not None and index < min(len(ar["token_ids"]), len(record["token_ids"])):
         found = margin([*prompt, *ar["token_ids"][:index]], ar["token_ids"][index], record["token_ids"][index], run)
-    return dict(zip(IDENTITY, (index is None, index, found), strict=True))
+    return dict(zip(IDENTITY, (index is None, index, found, _logprobs_equal(ar, record, index)), strict=True))
+
+
+def _logprobs_equal(ar: dict, record: dict, end: int | None) -> bool | None:
+    """Whether the tokens before ``end`` have ar's log-probabilities to the last bit; None where they were not kept."""
+    expected, found = ar.get("logprobs"), record.get("logprobs")
+    return None if expected is None or found is None else expected[:end] == found[:end]
 
 
 def timed_tokens(record: dict) -> list[int]:
@@ -158,6 +165,7 @@ def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict
     compared = [record for record in generations if record["identical_to_ar"] is not None]
     differing = [record for record in compared if not record["identical_to_ar"]]
     margins = [record["divergence_margin"] for record in differing]
+    equal = [record["logprobs_equal"] for record in generations]
     drafted, steps = total("drafted"), total("steps")
     known = [record for record in generations if record["accepted_by_depth"] is not None]
     by_depth = _sums([record["accepted_by_depth"] for record in known])
@@ -181,6 +189,7 @@ def _row(generations: list[dict], measures: list[dict], at_marks: list[list[dict
         "along_length": along_rows(generations, at_marks),
         **_mean_measures(measures),
         "identical_to_ar": not differing if compared else None,
+        "logprobs_equal": None if None in equal or not equal else all(equal),
         "first_divergence": min((record["first_divergence"] for record in differing), default=None),
         "divergence_margin": max(margins, default=None) if None not in margins else None,
         "resumed": sum(bool(record["resumed_at"]) for record in generations),
@@ -302,7 +311,7 @@ def is_tie(margin: float | None, dtype: str) -> bool:
 def differs(results: dict) -> list[str]:
     """Rows that differ from ar other than by an audited tie, or whose audit found a fault.
 
-    Where logits are the same bits in every pass, no tie excuses a row of ours.
+    Where logits are the same bits in every pass, no tie excuses a row of ours, and log-probabilities must be ar's, too.
     """
     dtype, bitwise = results["settings"]["dtype"], results["settings"].get("bitwise", False)
     return [
@@ -312,5 +321,6 @@ def differs(results: dict) -> list[str]:
             row["identical_to_ar"] is False
             and not (is_tie(row["divergence_margin"], dtype) and not (bitwise and not MethodSpec.parse(name).is_hf))
         )
+        or (bitwise and row["logprobs_equal"] is False)
         or any(audit["index"] is not None and not is_tie(audit["margin"], dtype) for audit in row.get("audits", ()))
     ]

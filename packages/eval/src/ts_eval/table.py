@@ -277,6 +277,8 @@ def notes(results: dict) -> str:
             "transformers' own rows penalise the whole text and draw other noise, so their text is another one unless "
             "greedy under the same penalty."
         )
+    if all(row["logprobs_equal"] for row in methods.values()):
+        sentences.append("The log-probabilities of all tokens are ar's, too, to the last bit.")
     resumed = [name for name, row in methods.items() if row["resumed"]]
     if resumed:
         sentences.append(

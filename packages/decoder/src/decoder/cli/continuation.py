@@ -23,6 +23,7 @@ def stream_on(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
     finish_reason: str | None = None,
+    return_logprobs: bool = False,
 ) -> Generator[Chunk, None, None]:
     """`Decoder.stream` for a text whose first tokens, ``token_ids``, have been generated before.
 
@@ -36,7 +37,8 @@ def stream_on(
         prompt_ids: the token ids of the original prompt.
         token_ids: the tokens that were generated before.
         max_new_tokens: the length of the whole generation; None goes on until a stop or the model's last position.
-        method, sampling, options, ignore_eos: as in `Decoder.stream`.
+        method, sampling, options, ignore_eos, return_logprobs: as in `Decoder.stream`; log-probabilities are in the
+            chunks alone, those of the new tokens.
         stop: stop strings.
         finish_reason: why the text ended with ``token_ids``, if it did. After "length" a longer text can be asked for.
 
@@ -56,7 +58,8 @@ def stream_on(
     if options.budget is None:
         options = replace(options, budget=options.budget_for(len(prompt_ids)))
     rest = None if max_new_tokens is None else max_new_tokens - len(token_ids)
-    stream = decoder.stream([*prompt_ids, *token_ids], rest, method, sampling, options, ignore_eos=ignore_eos)
+    given = dict(ignore_eos=ignore_eos, return_logprobs=return_logprobs)
+    stream = decoder.stream([*prompt_ids, *token_ids], rest, method, sampling, options, **given)
     request = Request(decoder.model, list(prompt_ids), sampling, options.verification, None)
     ended = finish_reason if finish_reason == "stop" or rest == 0 else None
     return _run(stream, decoder, request, token_ids, stop, ended)
@@ -74,10 +77,10 @@ def _run(
     for token in token_ids:
         text.push(token)
 
-    def chunk(tokens: list[int], stats: Statistics) -> Chunk:
+    def chunk(tokens: list[int], stats: Statistics, logprobs: list[float] | None = None) -> Chunk:
         piece = text.take(final=finish_reason is not None)
         output = GenerationOutput(list(token_ids), text.text, finish_reason, stats, request) if finish_reason else None
-        return Chunk(tokens, piece, stats, output)
+        return Chunk(tokens, piece, stats, output, None if logprobs is None else logprobs[: len(tokens)])
 
     with closing(stream):
         yield chunk([], Statistics())
@@ -95,6 +98,6 @@ def _run(
                 finish_reason = "stop"
             elif step.output is not None:
                 finish_reason = step.output.finish_reason
-            yield chunk(tokens, step.stats)
+            yield chunk(tokens, step.stats, step.logprobs)
             if finish_reason:
                 return

@@ -187,10 +187,8 @@ class Worker:
             if sequence.error is not None:
                 job.fail(_told(sequence.error))
             elif not job.over:
-                logprobs = sequence.sampler.logprobs
-                own = None if logprobs is None else logprobs[len(logprobs) - len(tokens) :]
                 chunk = sequence.chunk(tokens)
-                job.deliver(Piece(choice, chunk.token_ids, chunk.text, own, chunk.output))
+                job.deliver(Piece(choice, chunk.token_ids, chunk.text, chunk.logprobs, chunk.output))
 
     def _recover(self, error: Exception) -> None:
         """Memory ran out, or there is a fault in a step: whatever ran has failed, what waits goes on."""
