@@ -31,8 +31,8 @@ def continue_with_decoder(
     logprobs: bool = False,
 ) -> None:
     """Generate what ``sofar`` lacks of ``max_new_tokens`` tokens, or up to one of ``stop_ids``, as if never cut."""
-    how = dict(ignore_eos=not stop_ids, return_logprobs=logprobs)
-    stream = stream_on(dec, prompt, sofar, max_new_tokens, method, sampling, options, **how)
+    arguments = (dec, prompt, sofar, max_new_tokens, method, sampling, options)
+    stream = stream_on(*arguments, ignore_eos=not stop_ids, return_logprobs=logprobs)
     with closing(stream):
         for chunk in stream:
             if chunk.token_ids:

@@ -58,8 +58,10 @@ def stream_on(
     if options.budget is None:
         options = replace(options, budget=options.budget_for(len(prompt_ids)))
     rest = None if max_new_tokens is None else max_new_tokens - len(token_ids)
-    given = dict(ignore_eos=ignore_eos, return_logprobs=return_logprobs)
-    stream = decoder.stream([*prompt_ids, *token_ids], rest, method, sampling, options, **given)
+    context = [*prompt_ids, *token_ids]
+    stream = decoder.stream(
+        context, rest, method, sampling, options, ignore_eos=ignore_eos, return_logprobs=return_logprobs
+    )
     request = Request(decoder.model, list(prompt_ids), sampling, options.verification, None)
     ended = finish_reason if finish_reason == "stop" or rest == 0 else None
     return _run(stream, decoder, request, token_ids, stop, ended)
