@@ -199,11 +199,11 @@ def test_memory_bounds_how_many_run_together_and_tells_what_cannot_run_at_all(de
     monkeypatch.setattr(Engine, "step", watched)
     largest = max(length + new for length, new in zip(LENGTHS, NEW, strict=True))
     room = dec.target.kv_bytes * 2 * (largest + 64) / 0.6
-    monkeypatch.setattr("decoder.decoder.available_memory", lambda device: room)
+    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
     outs = joined(dec, texts, "ar")
     assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
     assert 1 < max(most) < 5
-    monkeypatch.setattr("decoder.decoder.available_memory", lambda device: room / 4)
+    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room / 4)
     with pytest.raises(ValueError, match=r"prompt 0: its cache of [\d,]+ bytes does not fit the memory"):
         joined(dec, texts, "ar")
 

@@ -62,7 +62,8 @@ def load(output: Path) -> dict:
 
 def all_parts(data: Path) -> list[str]:
     """Heads for every method that takes any, and a small model for triforce."""
-    return ["--heads", str(data / "heads-chained"), "--draft-model", str(data / "reference-model")]
+    heads = ["--heads", str(data / "heads-chained"), "--heads", f"eagle3={data / 'heads-eagle3'}"]
+    return [*heads, "--draft-model", str(data / "reference-model")]
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +93,11 @@ def test_the_report_has_every_figure_with_its_spread(measured):
     assert results["environment"]["versions"]["torch"] == torch.__version__
     assert results["settings"]["prompt_tokens"] == 40
     assert set(results["sampling"]) == {"choose_ms", "score_ms"}
-    assert [heads["kind"] for heads in results["heads"]] == ["chained"]
+    assert [heads["kind"] for heads in results["heads"]] == ["chained", "eagle3"]
     assert list(results["methods"]) == decoder.methods()
     found = statistics(results)
     # Sampling and heads; bandwidths, ar, draft and widths per length; steps, tokens, five parts and their sum per row.
-    assert len(found) == 3 + len(LENGTHS) * (4 + len(WIDTHS)) + len(results["methods"]) * 9
+    assert len(found) == 4 + len(LENGTHS) * (4 + len(WIDTHS)) + len(results["methods"]) * 9
     for figure in found:
         assert len(figure["values"]) == REPEATS
         assert figure["median"] == median(figure["values"])

@@ -512,7 +512,8 @@ def measures(row: dict) -> dict:
 
 
 def with_every_part(data: Path) -> tuple[str, ...]:
-    return "--draft-model", str(data / "reference-model"), "--heads", str(data / "heads-chained")
+    heads = "--heads", str(data / "heads-chained"), "--heads", f"eagle3={data / 'heads-eagle3'}"
+    return "--draft-model", str(data / "reference-model"), *heads
 
 
 @pytest.mark.parametrize("method", decoder.methods())
