@@ -224,7 +224,7 @@ def _retensored(tmp_path, change):
         (lambda path: _with(path, num_hidden_layers=2), "2 layers"),
         (lambda path: _with(path, hidden_act="relu"), "relu"),
         (lambda path: _with(path, intermediate_size=99), "shape"),
-        (lambda path: _retensored(path, lambda found: found.pop("norm.weight")), "lacks tensors: norm.weight"),
+        (lambda path: _retensored(path, lambda found: found.pop("norm.weight")), "lack tensors: norm.weight"),
         (lambda path: _retensored(path, lambda found: found.update(strange=torch.ones(1))), "extra tensors: strange"),
         (lambda path: _retensored(path, lambda found: found.pop("fc.weight")), "fc.weight"),
         (lambda path: _retensored(path, lambda found: found["norm.weight"].fill_(float("nan"))), "finite"),

@@ -20,6 +20,7 @@ from decoder.heads_files import (
     published_files,
     read_json,
     read_tensors,
+    refuse_misfits,
 )
 
 KINDS = ("chained", "independent", "conditioned", "gated")
@@ -317,17 +318,8 @@ class DraftHeads(nn.Module):
         if (draft_to_target := tensors.pop(DRAFT_TO_TARGET, None)) is not None:
             _refuse_no_map(draft_to_target, f" of the heads in {directory}")
         expected = heads.state_dict()
-        for what, names in (
-            ("lack", expected.keys() - tensors.keys()),
-            ("have extra", tensors.keys() - expected.keys()),
-        ):
-            if names:
-                some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                raise ValueError(f"the heads in {directory} {what} tensors: {some}")
+        refuse_misfits(tensors, expected, directory)
         for name, tensor in tensors.items():
-            if tensor.shape != expected[name].shape:
-                shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
-                raise ValueError(f"tensor {name} of the heads in {directory} has shape {shapes}")
             refuse_not_finite(name, tensor, f" in {directory}")
         heads.load_state_dict(tensors, assign=True)
         heads.set_draft_vocabulary(draft_to_target)

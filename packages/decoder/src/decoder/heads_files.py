@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,15 @@ def read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, tor
             return {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file") from error
+
+
+def refuse_misfits(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Raise ValueError unless the ``tensors`` of a checkpoint have the names and shapes of those that are expected."""
+    for what, names in (("lack", expected.keys() - tensors.keys()), ("have extra", tensors.keys() - expected.keys())):
+        if names:
+            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"the heads in {directory} {what} tensors: {some}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
+            raise ValueError(f"tensor {name} of the heads in {directory} has shape {shapes}")

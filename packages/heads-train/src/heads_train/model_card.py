@@ -1,5 +1,6 @@
 """The README.md of a heads folder: what the heads are for, how good they are, how they were made, how to use them."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -38,7 +39,7 @@ that the frozen model verifies: the text stays exactly what the model alone woul
 ```python
 import decoder
 
-dec = decoder.load({str(base_model)!r}, heads={str(folder)!r})
+dec = decoder.load({json.dumps(str(base_model))}, heads={json.dumps(str(folder))})
 print(dec.generate("It was a dark night, and", 200).text)
 ```
 

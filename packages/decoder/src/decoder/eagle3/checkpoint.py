@@ -27,6 +27,7 @@ from decoder.heads_files import (
     local_folder,
     read_json,
     read_tensors,
+    refuse_misfits,
 )
 
 LAYOUTS = ("speculators", "eagle3")
@@ -185,14 +186,7 @@ def _completed(config: Eagle3Config, tensors: Mapping[str, torch.Tensor]) -> Eag
 
 def _load(model: Eagle3DraftModel, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
-    for what, names in (("lacks", expected.keys() - tensors.keys()), ("has extra", tensors.keys() - expected.keys())):
-        if names:
-            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"the draft model in {folder} {what} tensors: {some}")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
-            raise ValueError(f"tensor {name} of the draft model in {folder} has shape {shapes}")
+    refuse_misfits(tensors, expected, folder)
     model.load_state_dict(tensors, assign=True, strict=False)
     model.check_finite()
 
