@@ -564,8 +564,8 @@ def test_a_cut_generation_whose_draws_are_a_sequence_starts_over(data, tmp_path,
     honest = Progress.add
     steps = []
 
-    def add(self, tokens, counts):
-        honest(self, tokens, counts)
+    def add(self, tokens, counts, logprobs):
+        honest(self, tokens, counts, logprobs)
         steps.append(self._header["method"])
         if steps.count(method) == 3:
             raise KeyboardInterrupt

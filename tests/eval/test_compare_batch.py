@@ -126,9 +126,9 @@ def test_texts_that_ended_before_the_cut_are_not_generated_again(compare, tmp_pa
     generated = []
     add = Progress.add
 
-    def counted(self, ids, counts):
+    def counted(self, ids, counts, logprobs):
         generated.extend(ids)
-        add(self, ids, counts)
+        add(self, ids, counts, logprobs)
 
     with monkeypatch.context() as patched:
         lying(patched, "tokenswift", 10, break_off=True)

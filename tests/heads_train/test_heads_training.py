@@ -125,7 +125,7 @@ def test_fit_lowers_every_loss_and_leaves_heads_logs_and_curves(flags, model, tm
     card = (out / "best" / "README.md").read_text()
     assert f"{figures['val_tokens_per_step_top3']:.2f} with 3" in card
     assert f"| 3 | {training['untrained']['val_loss_head3']:.2f} | {figures['val_loss_head3']:.2f} |" in card
-    assert f"| torch | {torch.__version__} |" in card and f"heads={str(out / 'best')!r}" in card
+    assert f"| torch | {torch.__version__} |" in card and f"heads={json.dumps(str(out / 'best'))}" in card
     after = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
