@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder.kernels.transfers import upload
 
 _MOST_PENDING = 64  # entries that wait until levels are drafted: they are computed with the first one
 _ROOM = 256  # slots beyond the window, or by which the cache of a whole text grows at least
@@ -47,6 +48,7 @@ class Eagle3TextCache:
         """Compute the keys and values of all entries but the newest, if many wait; ``embed`` gives embeddings."""
         if self.pending <= _MOST_PENDING:
             return
+        newest = self._tokens[-1]
         features, tokens, positions = self.take()
         if self.window is not None:
             # What has left the window already is never looked at.
@@ -57,11 +59,11 @@ class Eagle3TextCache:
         state = self.draft_model.combine(features[:count])
         _, keys, values, _ = self.draft_model.project(state, embed(tokens[:count]), positions[:count])
         self.write(keys, values)
-        self.add(features[count:], tokens[count:].tolist())
+        self.add(features[count:], [newest])
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The entries that wait, which the caller must `write`: features [n, c], tokens [n] and positions [n]."""
-        features, tokens = torch.cat(self._features), torch.tensor(self._tokens, device=self.device)
+        features, tokens = torch.cat(self._features), upload(self._tokens, self.device)
         self._features, self._tokens = [], []
         first = self.entries + 1
         return features, tokens, torch.arange(first, first + len(tokens), device=self.device)
