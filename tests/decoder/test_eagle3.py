@@ -11,7 +11,7 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.eagle3_levels import Eagle3Levels
 from decoder.drafters.tuning.verify_costs import VerifyCosts
-from decoder.eagle3.checkpoint import load_draft_model, save_draft_model
+from decoder.eagle3.checkpoint import save_draft_model
 from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.model.verification import Verification
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_either_layout_is_read_again(tmp_path, target_model, lay
     model = draft_model(window, own_head=True)
     model.base_model = "some/model"
     save_draft_model(model, tmp_path, layout=layout, training={"steps": 3})
-    again = load_draft_model(tmp_path)
+    again = decoder.load_heads(tmp_path)
     assert again.config == model.config and again.base_model == "some/model"
     assert torch.equal(again.draft_to_target, model.draft_to_target)
     states, tokens = torch.randn(2, 9, 96).double(), torch.randn(2, 9, 3, 32).double()
@@ -196,7 +196,7 @@ def test_a_pickled_checkpoint_of_the_first_authors(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["eagle_config"], config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = load_draft_model(tmp_path)
+    model = decoder.load_heads(tmp_path)
     assert model.embed_tokens is not None and model.config.target_layers is None
     model.check_fits(32, VOCAB, layers=12)
     assert model.target_layers == default_layers(12) == (2, 6, 9)
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_refused_in_a_sentence(tmp_path, damage, words):
     save_draft_model(draft_model(own_head=True), tmp_path, layout="eagle3")
     damage(tmp_path)
     with pytest.raises(ValueError, match=words) as refusal:
-        load_draft_model(tmp_path)
+        decoder.load_heads(tmp_path)
     assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -246,7 +246,7 @@ def test_a_pickle_that_could_run_code_is_refused(tmp_path, capsys):
     (tmp_path / "model.safetensors").unlink()
     torch.save({"fc.weight": _Harmful()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="tensors alone"):
-        load_draft_model(tmp_path)
+        decoder.load_heads(tmp_path)
     assert "ran" not in capsys.readouterr().out
 
 

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 import decoder
-from decoder.eagle3.checkpoint import load_draft_model
 from heads_train.backbone import FrozenStates, load_backbone
 from heads_train.cli import main
 from heads_train.new_heads import fit_features, new_heads
@@ -30,7 +29,7 @@ def test_it_is_trained_and_drafts_for_its_model(flags, model, tmp_path):
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(model)
     validation, before = config["training"]["validation"], config["training"]["untrained"]
     assert validation["val_loss"] < before["val_loss"]
-    trained = load_draft_model(folder)
+    trained = decoder.load_heads(folder)
     assert trained.config.sliding_window == 8 and trained.num_heads == 2 and trained.draft_vocab_size == 9
     dec = decoder.load(model, folder, dtype="float64")
     tree = decoder.TokenSwiftOptions(tree=(2, 2, 1))
@@ -58,8 +57,8 @@ def test_a_run_goes_on_from_a_draft_model_and_another_shape_is_refused(flags, tm
     run(flags, *EAGLE3, "--model.draft_vocab_size=9")
     start = [f"--model.heads={tmp_path / 'out' / 'last'}", f"--output={tmp_path / 'more'}"]
     run(without_output(flags), *EAGLE3, *start)
-    before = load_draft_model(tmp_path / "out" / "last")
-    after = load_draft_model(tmp_path / "more" / "last")
+    before = decoder.load_heads(tmp_path / "out" / "last")
+    after = decoder.load_heads(tmp_path / "more" / "last")
     assert after.draft_to_target.tolist() == before.draft_to_target.tolist()
     assert not torch.equal(after.fc.weight, before.fc.weight)
     capsys.readouterr()
@@ -74,9 +73,9 @@ def test_it_is_exported_for_other_engines(flags, tmp_path, capsys):
     for layout in ("speculators", "eagle3"):
         output = tmp_path / layout
         assert main(["export", "--format", layout, "--base-model", "org/model", str(source), str(output)]) == 0
-        found = load_draft_model(output)
+        found = decoder.load_heads(output)
         assert found.base_model == "org/model"
-        assert torch.equal(found.fc.weight, load_draft_model(source).fc.weight)
+        assert torch.equal(found.fc.weight, decoder.load_heads(source).fc.weight)
     capsys.readouterr()
     assert main(["export", str(source), str(tmp_path / "eagle3")]) == 2
     assert "not empty" in capsys.readouterr().err

@@ -24,7 +24,6 @@ from decoder.heads_files import (
     MODEL_INDEX,
     MODEL_WEIGHTS,
     PICKLED_WEIGHTS,
-    local_folder,
     read_json,
     read_tensors,
     refuse_misfits,
@@ -45,22 +44,16 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     return any("eagle3" in str(name).lower() for name in names)
 
 
-def load_draft_model(source: str | os.PathLike, **from_hub: Any) -> Eagle3DraftModel:
-    """The draft model of a folder or hub id, in the dtype that it was saved in.
+def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Eagle3DraftModel:
+    """The draft model in ``folder``, in the dtype it was saved in; ``source`` is what errors call it.
+
+    Args:
+        config: the content of its ``config.json``.
 
     Raises:
-        OSError: there is no such folder, file or reachable hub repository.
+        OSError: a file is missing.
         ValueError: it is not an EAGLE-3 checkpoint of a known layout.
     """
-    folder = local_folder(str(source), **from_hub)
-    config = read_json(folder / CONFIG)
-    if not is_eagle3(config):
-        raise ValueError(f"{folder / CONFIG} is not of an EAGLE-3 draft model")
-    return read_draft_model(folder, config, str(source))
-
-
-def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Eagle3DraftModel:
-    """The draft model in ``folder``, whose ``config.json`` holds ``config``; raises as `load_draft_model`."""
     tensors = _read_weights(folder)
     try:
         parsed = _parse_speculators(config) if "transformer_layer_config" in config else _parse_eagle3(config)

@@ -72,7 +72,6 @@ class Eagle3DraftModel(nn.Module):
         config: its shape.
         draft_to_target: ids of the tokens drafted, int64 [v], without repetition; None drafts all.
         own_head: whether it has a language-model head of its own.
-        own_embeddings: whether it has embeddings of its own.
 
     Attributes:
         source: where it was read from, which errors name.
@@ -94,7 +93,6 @@ class Eagle3DraftModel(nn.Module):
         config: Eagle3Config,
         draft_to_target: torch.Tensor | None = None,
         own_head: bool = False,
-        own_embeddings: bool = False,
     ):
         super().__init__()
         self.config = config
@@ -117,8 +115,6 @@ class Eagle3DraftModel(nn.Module):
         self.lm_head = self.embed_tokens = None
         if own_head:
             self.make_own_head()
-        if own_embeddings:
-            self.make_own_embeddings()
         self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()
 
     def make_own_head(self) -> nn.Linear:
