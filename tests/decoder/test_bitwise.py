@@ -166,7 +166,9 @@ def test_texts_decoded_together_have_the_bits_they_have_alone(exact, prompt):
         assert [(out.token_ids, out.logprobs) for out in outs] == [(out.token_ids, out.logprobs) for out in alone]
 
 
-@pytest.mark.parametrize("widths", [((2, None),), ((16, 16),)], ids=["two or more", "sixteen each"])
+@pytest.mark.parametrize(
+    "widths", [((2, 1, None),), ((3, 3, None),), ((16, 16, 16),)], ids=["two or more", "by three", "sixteen each"]
+)
 def test_padded_passes_give_the_same_text(prompt, monkeypatch, widths):
     """The rules of machines whose products depend on the number of rows, held to on one whose do not."""
     monkeypatch.setattr(bitwise, "_WIDTHS", widths)
@@ -183,10 +185,12 @@ def test_padded_passes_give_the_same_text(prompt, monkeypatch, widths):
         options = TokenSwiftOptions(tree=tree, budget=40)
         out = dec.generate(prompt, 40, method, SAMPLINGS[1], options, return_logprobs=True)
         assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
-    outs = dec.generate_batch([prompt, prompt[:5]], 40, "suffix", SAMPLINGS[1], return_logprobs=True)
-    assert outs[0].logprobs == plain.logprobs
-    least, most = widths[0]
+    for method in ("suffix", "ar"):
+        outs = dec.generate_batch([prompt, prompt[:5]], 40, method, SAMPLINGS[1], return_logprobs=True)
+        assert outs[0].logprobs == plain.logprobs
+    [(least, multiple, most)] = widths
     assert min(counts) == least and (most is None or max(counts) == most)
+    assert all(count % multiple == 0 for count in counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
@@ -237,7 +241,7 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
             BitwiseText, "attend", lambda self, q, *rest: attend(self, q, *rest) * (1 + 2**-8 * (q.shape[2] > 1))
         )
     # One width for all passes would hide it, as it is meant to.
-    monkeypatch.setattr(bitwise, "_WIDTHS", ((1, None),))
+    monkeypatch.setattr(bitwise, "_WIDTHS", ((1, 1, None),))
     dec = Decoder(model)
     assert not dec.bitwise and dec.target.bitwise.reason
     with pytest.raises(ValueError, match=r"bitwise cannot be had here: .*(row|token|text)"):

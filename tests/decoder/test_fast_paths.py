@@ -7,10 +7,10 @@ import torch
 
 import decoder.__main__ as command
 from decoder import Decoder
-from decoder.kernels import fast_paths, norms, packed_linear, rotary, self_test, split_kv
-from decoder.kernels.fast_paths import NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
+from decoder.kernels import fast_paths, norms, packed_linear, packed_weight, rotary, self_test, split_kv
+from decoder.kernels.fast_paths import FUSED, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
 from decoder.kernels.self_test import AttentionShape
-from decoder.model import recording_test
+from decoder.model import fused_layer, recording_test
 
 from .conftest import all_heads, random_heads, tiny_llama
 from .tape import TapeRecorder
@@ -154,18 +154,33 @@ def test_norms_that_fail_are_left_off(prompt, expected, monkeypatch, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", ["_product", "_packed_weight"])
+@pytest.mark.parametrize("name", ["HalfWeight", "OneDnnWeight", "pack"])
 def test_products_that_fail_are_left_off(prompt, expected, monkeypatch, fault, name):
-    if name == "_packed_weight" and fault in ("wrong", "no number"):
-        monkeypatch.setattr(
-            packed_linear,
-            "_packed_weight",
-            lambda weight, pack=packed_linear._packed_weight: pack(weight * (1.5 if fault == "wrong" else torch.nan)),
-        )
+    make = single
+    if name == "HalfWeight":
+        # Rounded to weights that half precision holds, which makes another text.
+        def make():
+            return single().half().float()
+
+        expected = text(Decoder(make()), prompt)
+        monkeypatch.setattr(fast_paths, "_outcomes", {})
+    if name != "pack":
+        kind = getattr(packed_weight, name)
+        monkeypatch.setattr(kind, "__call__", FAULTS[fault](kind.__call__))
+    elif fault in ("wrong", "no number"):
+        pack, factor = packed_weight.pack, 1.5 if fault == "wrong" else torch.nan
+        monkeypatch.setattr(packed_linear, "pack", lambda given, *other: pack([w * factor for w in given], *other))
     else:
-        monkeypatch.setattr(packed_linear, name, FAULTS[fault](getattr(packed_linear, name)))
-    dec = assert_left_off(single, prompt, expected, PACKED, fault)
-    assert state(dec)[NORMS]
+        monkeypatch.setattr(packed_linear, "pack", FAULTS[fault](None))
+    dec = assert_left_off(make, prompt, expected, PACKED, fault)
+    assert state(dec)[NORMS] and not state(dec)[FUSED]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fused_layers_that_fail_are_left_off(prompt, expected, monkeypatch, fault):
+    monkeypatch.setattr(fused_layer.FusedLayer, "__call__", FAULTS[fault](fused_layer.FusedLayer.__call__))
+    dec = assert_left_off(single, prompt, expected, FUSED, fault)
+    assert state(dec)[NORMS] and state(dec)[PACKED]
 
 
 @pytest.mark.parametrize("kind", ["gated", "conditioned", "chained"])
@@ -255,7 +270,7 @@ def test_a_report_has_versions_device_and_every_path(model):
     report = dec.report()
     assert f"torch {torch.__version__}" in report and "transformers " in report and "triton" in report
     assert "device: cpu" in report and "AVX512-BF16" in report and "float32" in report
-    assert report.count(PACKED) == report.count(NORMS) == report.count(ROTARY) == 2
+    assert report.count(FUSED) == report.count(PACKED) == report.count(NORMS) == report.count(ROTARY) == 2
     assert report.count("for CUDA only") == 4
     assert "draft heads: chained" in report
 

@@ -19,6 +19,7 @@ from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.kernels import packed_linear as linear
 from decoder.kernels.packed_linear import packed_layers, replaced
+from decoder.kernels.packed_weight import HalfWeight, OneDnnWeight, onednn_dtype, pack
 from decoder.sampling.token_tree import TokenTree, rank_paths
 
 
@@ -108,22 +109,61 @@ def test_prompt_lookup_equals_searching_the_text(text, longest, count):
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 513])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, dtype, tolerance):
+def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, half, dtype, tolerance):
+    """With weights that half precision holds, and others."""
     torch.manual_seed(0)
     module = torch.nn.Linear(12, 7, bias=bias).to(dtype)
     # Strides that the kernel does not ask for.
-    module.weight.data = torch.randn(12, 7, dtype=dtype).T
+    module.weight.data = torch.randn(12, 7, dtype=torch.half if half else dtype).to(dtype).T
     if bias:
         module.bias.data = torch.randn(14, dtype=dtype)[::2]
     x = torch.randn(1, rows, 12, dtype=dtype)
     expected = module(x)
-    with torch.inference_mode(), replaced(packed_layers([module])):
+    packed = packed_layers([module])
+    assert not half or dtype == torch.bfloat16 or isinstance(packed[module].__self__._weight, HalfWeight)
+    with torch.inference_mode(), replaced(packed):
         actual = module(x)
-        alone = [module(x[:, row : row + 1]) for row in range(rows)]
+        # Three equal rows, since FBGEMM computes one or two in another order.
+        alone = [module(x[:, row : row + 1].expand(-1, 3, -1))[:, :1] for row in range(rows)]
+        together = module(torch.cat((x, x[:, :1].expand(-1, -rows % 3, -1)), 1))
     assert "forward" not in module.__dict__
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-    assert all(torch.equal(actual[:, row : row + 1], one) for row, one in enumerate(alone))
+    assert all(torch.equal(together[:, row : row + 1], one) for row, one in enumerate(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_packed_in_half_precision_only_where_it_holds_them(dtype):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 5, bias=False).to(dtype)
+    layer.weight.data = torch.randn(5, 64).bfloat16().to(dtype)
+    if onednn_dtype(dtype) == torch.bfloat16:
+        assert isinstance(pack([layer.weight], [None]), OneDnnWeight)
+        return
+    assert isinstance(pack([layer.weight], [None]), HalfWeight)
+    # Numbers so small that half precision rounds them, in a row in which that is less than a rounding of the others.
+    layer.weight.data[2, :3] = 3.3e-7
+    assert isinstance(pack([layer.weight], [None]), HalfWeight)
+    for row in (torch.full((64,), 3.3e-7), torch.full((64,), 1e5), torch.full((64,), torch.nan)):
+        changed = layer.weight.data.clone()
+        changed[3] = row.to(dtype)
+        assert isinstance(pack([changed], [None]), OneDnnWeight)
+    if dtype == torch.float32:
+        assert isinstance(pack([torch.randn(5, 64)], [None]), OneDnnWeight)
+        assert isinstance(pack([torch.randn(5, 64)], [None], exact=False), HalfWeight)
+
+
+def test_packing_leaves_the_users_choice_of_a_library_as_it_is():
+    engines = [one for one in torch.backends.quantized.supported_engines if one != "none"]
+    before = torch.backends.quantized.engine
+    try:
+        for engine in engines:
+            torch.backends.quantized.engine = engine
+            assert isinstance(pack([torch.ones(3, 8)], [None]), HalfWeight)
+            assert torch.backends.quantized.engine == engine
+    finally:
+        torch.backends.quantized.engine = before
 
 
 def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
@@ -177,8 +217,7 @@ def test_weights_are_packed_again_when_and_only_when_they_have_changed(monkeypat
         dtype = torch.float32
     parent, packings = attention_like(), []
     parent.to(dtype)
-    pack = linear._packed_weight
-    monkeypatch.setattr(linear, "_packed_weight", lambda weight: packings.append(1) or pack(weight))
+    monkeypatch.setattr(linear, "pack", lambda *given: packings.append(1) or pack(*given))
     x = torch.randn(3, 8, dtype=dtype)
     packed = packed_layers(parent.modules())
 
@@ -208,8 +247,8 @@ def attention_like(bias=(False, False, False), kind=torch.nn.Linear):
 def test_layers_that_read_the_same_are_one_product(monkeypatch, bias):
     """Called in any order, again with what was changed in place, and some of them not at all."""
     parent, products = attention_like((bias,) * 3), []
-    product = linear._product
-    monkeypatch.setattr(linear, "_product", lambda *args: products.append(1) or product(*args))
+    product = linear.PackedLinears.product
+    monkeypatch.setattr(linear.PackedLinears, "product", lambda *args: products.append(1) or product(*args))
     packed = packed_layers(parent.modules())
     x = torch.randn(1, 5, 8)
     for order in ("qkv", "vkq", "kqv", "qkv"):
@@ -270,7 +309,7 @@ def test_the_copy_of_layers_that_are_one_product_goes_with_them():
 
 
 @pytest.mark.parametrize("kind", ["chained", "conditioned", "gated"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-3), (torch.bfloat16, 0.02)])
 def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(kind, dtype, tolerance):
     """Also where the states are wider than the weights."""
     heads = DraftHeads(32, num_heads=2, kind=kind)
@@ -279,24 +318,25 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(ki
     heads = heads.to(dtype)
     hidden = torch.randn(4, 32)
     embedding = torch.randn(4, 32) if heads.conditioned else None
+
+    def assert_near(found, expected):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine - theirs).norm() <= tolerance * theirs.norm()
+
     expected = heads.advance(1, hidden, embedding)
     packed = packed_layers(heads.modules())
     assert set(packed) == set(heads.heads)
     with torch.inference_mode(), replaced(packed):
-        torch.testing.assert_close(heads.advance(1, hidden, embedding), expected, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(
-            heads.advance(1, hidden[0], None if embedding is None else embedding[0])[0],
-            expected[0][0],
-            rtol=tolerance,
-            atol=tolerance,
-        )
+        assert_near(heads.advance(1, hidden, embedding), expected)
+        alone = heads.advance(1, hidden[0], None if embedding is None else embedding[0])
+        assert_near(alone[:1], [expected[0][0]])
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.mul_(2)
     expected = heads.advance(1, hidden, embedding)
     packed_layers(heads.modules())
     with torch.inference_mode(), replaced(packed):
-        torch.testing.assert_close(heads.advance(1, hidden, embedding), expected, rtol=tolerance, atol=2 * tolerance)
+        assert_near(heads.advance(1, hidden, embedding), expected)
 
 
 class OwnLinear(torch.nn.Linear):

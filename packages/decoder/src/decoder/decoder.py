@@ -354,7 +354,7 @@ class Decoder:
             )
         )
         exactly = options.verification == "exact"
-        smallest = len(arguments.context) + target.width(drafter.max_nodes)
+        smallest = len(arguments.context) + target.slots(drafter.max_nodes)
         return Sequence(
             Request(self.model, arguments.context, arguments.sampling, options.verification, hook),
             sampler,

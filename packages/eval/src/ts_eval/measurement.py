@@ -240,7 +240,7 @@ class Measurement:
             _fill(cache, len(tokens))
             return queries
 
-        cache = FullCache(length + target.width(widths[-1]))
+        cache = FullCache(length + target.slots(widths[-1]))
         with target.patched():
             queries = filled(target, text, cache)
 

@@ -94,8 +94,9 @@ def tree_attention(
         queries[module.layer_idx] = last if last.shape[2] == query.shape[2] else last.clone()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, tuple):
-        if len(texts) == query.shape[2] and all(text.bitwise is not None for text in texts):
-            return attend_tokens([text.bitwise for text in texts], query, module.layer_idx, scaling), None
+        single = [text.bitwise for text in texts if text.bitwise is not None and text.bitwise.count == 1]
+        if len(single) == len(texts):
+            return attend_tokens(single, query, module.layer_idx, scaling), None
         own = query.split([text.tokens for text in texts], 2)
         outputs = [
             _attend(*parts, module.layer_idx, scaling).transpose(1, 2)

@@ -267,18 +267,21 @@ class BitwiseText:
 
 
 def attend_tokens(texts: Sequence[BitwiseText], query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-    """[1, T, H, Dv]: `BitwiseText.attend` of T texts with one new token each, whose queries are [1, H, T, D].
+    """[1, T, H, Dv]: `BitwiseText.attend` of texts with one new token each, whose queries are [1, H, T, D].
 
-    What can be done for all texts at once is: most of a batch's step is calls.
+    If there are more queries than texts, those behind are padding. What can be done for all texts at once is: most of a
+    batch's step is calls.
     """
-    heads, count, dim = query.shape[1:]
+    heads, queries, dim = query.shape[1:]
+    count = len(texts)
     kv_heads = texts[0].pairs.keys.shape[2]
     per_head, multiple = heads // kv_heads, texts[0].rule.multiple
-    rows = query.view(kv_heads, per_head, count, dim).permute(2, 0, 1, 3)
+    rows = query[:, :, :count].reshape(kv_heads, per_head, count, dim).permute(2, 0, 1, 3)
     rows = _padded(rows.reshape(count * kv_heads, per_head, dim), multiple).split(kv_heads)
     outputs = [text.attend_rows(0, own, per_head, layer, scaling) for text, own in zip(texts, rows, strict=True)]
     output = torch.stack(outputs).narrow(2, 0, per_head)
-    return output.reshape(1, count, heads, -1).to(query.dtype)
+    output = output.reshape(1, count, heads, -1).to(query.dtype)
+    return torch.cat((output, output[:, :1].expand(-1, queries - count, -1, -1)), 1) if queries > count else output
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ SPLIT_KV = "split-KV attention"
 ROTARY = "fused rotary embedding"
 NORMS = "fused norms"
 PACKED = "packed products"
+FUSED = "fused layers"
 RECORDED = "recorded passes"
 FLATTENED = "texts in one pass"
 BITWISE = "bit for bit"
@@ -52,6 +53,9 @@ class FastPaths:
 
     def __iter__(self) -> Iterator[FastPath]:
         return iter(self._paths.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._paths
 
     def __getitem__(self, name: str) -> FastPath:
         return self._paths[name]

@@ -1,11 +1,6 @@
-"""Linear layers on a CPU with weights packed for oneDNN, so that the few rows of a step cost little more than one.
+"""Linear layers on a CPU with packed weights, so that the few rows of a step cost little more than one.
 
-A product with packed weights reads them once for all rows. With 16 rows it was measured to take a third of the time of
-PyTorch's own product, and prefill is faster too. Layers with the same input are joined to one product, since half of
-the time of a small model's step goes to calls.
-
-On a CPU that cannot multiply bfloat16, bfloat16 weights are packed as float32. That takes twice the memory, but eight
-rows were measured to take a quarter of the time, since PyTorch's own product there reads the weights once for each row.
+Layers with the same input are joined to one product, since half of the time of a small model's step goes to calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +14,7 @@ from torch.nn import functional
 
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.kernels.memory import available_memory
+from decoder.kernels.packed_weight import PackedWeight, onednn_dtype, pack
 
 _SHARE = 0.5  # the share of available memory that packed copies may take
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -28,10 +24,15 @@ class PackedLinears:
     """Forwards for one linear layer, or several with the same input: one product with a packed copy of their weights.
 
     Of several layers the first that is called computes the outputs of all, and the others return their part.
+
+    Attributes:
+        inputs: the number of inputs.
+        sizes: the number of outputs of each layer.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]):
         self._fingerprint: list[torch.Tensor] = []
+        self._weight: PackedWeight | None = None
         self.pack(layers)
         self._input: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}  # outputs for this input that have not been returned yet
@@ -43,25 +44,31 @@ class PackedLinears:
             return
         self._fingerprint = fingerprint
         self._weight = None  # frees the old copy before the new one is made
-        weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
-        self._sizes = [len(weight) for weight in weights]
-        self._weight = _packed_weight(weights[0] if len(weights) == 1 else torch.cat(weights))
-        packed_dtype = _packed_dtype(weights[0].dtype)
-        self._bias = None if None in biases else torch.cat([bias.detach() for bias in biases]).to(packed_dtype)
+        self.inputs, self.sizes = layers[0].in_features, [layer.out_features for layer in layers]
+        self._weight = pack([layer.weight for layer in layers], [layer.bias for layer in layers])
+
+    @property
+    def kind(self) -> type:
+        """The library that computes the product."""
+        return type(self._weight)
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self.sizes)
 
     def forwards(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """A forward for each layer, in order."""
-        return [partial(self._part, index) for index in range(len(self))] if len(self) > 1 else [self._product]
+        return [partial(self._part, index) for index in range(len(self))] if len(self) > 1 else [self.product]
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self._weight, self._bias)
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs of all layers [..., sum of sizes] for inputs [..., in]."""
+        assert self._weight is not None
+        if x.dtype == self._weight.dtype:
+            return self._weight(x)
+        return self._weight(x.to(self._weight.dtype)).to(x.dtype)
 
     def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or index not in self._parts:
-            self._input, self._parts = x, dict(enumerate(self._product(x).split(self._sizes, dim=-1)))
+            self._input, self._parts = x, dict(enumerate(self.product(x).split(self.sizes, dim=-1)))
         part = self._parts.pop(index)
         if not self._parts:
             self._input = None
@@ -71,11 +78,12 @@ class PackedLinears:
 class PackedHead:
     """`DraftHead.forward` with packed weights: layers with the same input are one product, and no module is called.
 
-    A head takes so little time that calls of modules would be half of it.
+    A head takes so little time that calls of modules would be half of it. A draft may be off by a rounding.
     """
 
     def __init__(self, head: DraftHead):
         self._fingerprint: list[torch.Tensor] = []
+        self._readers: PackedWeight | None = None
         self.pack(head)
 
     def pack(self, head: DraftHead) -> None:
@@ -87,20 +95,26 @@ class PackedHead:
         self._readers = self._down = None
         self._norm, self._eps = head.input_norm.weight.detach(), head.input_norm.eps
         readers = [head.linear, head.gate, head.up] if head.gated else [head.linear]
-        weight = torch.cat([layer.weight.detach() for layer in readers]) if head.gated else head.linear.weight
-        self._dtype, self._readers = _packed_dtype(weight.dtype), _packed_weight(weight)
         self._sizes = [layer.out_features for layer in readers]
-        self._down = _packed_weight(head.down.weight) if head.gated else None
+        self._readers = pack([layer.weight for layer in readers], [None], exact=False)
+        self._down = pack([head.down.weight], [None], exact=False) if head.gated else None
+
+    @property
+    def kind(self) -> type:
+        """The library that computes the products."""
+        return type(self._readers)
 
     def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+        assert self._readers is not None
         features = functional.rms_norm(hidden, hidden.shape[-1:], self._norm.to(hidden.dtype), self._eps)
         if embedding is not None:
             unit = functional.rms_norm(embedding, embedding.shape[-1:])
             features = torch.cat((features, unit.to(features.dtype)), dim=-1)
-        change, *gated = _product(features.to(self._dtype), self._readers).split(self._sizes, dim=-1)
+        change, *gated = self._readers(features.to(self._readers.dtype)).split(self._sizes, dim=-1)
         if gated:
+            assert self._down is not None
             gate, up = gated
-            change = change + _product(functional.silu(gate) * up, self._down)
+            change = change + self._down((functional.silu(gate) * up).to(self._down.dtype))
         return (change + hidden).to(hidden.dtype)
 
 
@@ -125,24 +139,6 @@ def _same(fingerprint: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) ->
     """Whether two fingerprints show that the weights are the same."""
     pairs = zip(fingerprint, other, strict=False)
     return 0 < len(fingerprint) == len(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
-
-
-# These and `_product` are the operators that torch.compile emits for frozen linear layers on a CPU.
-def _packed_weight(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(_packed_dtype(weight.dtype)))
-
-
-def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if x.dtype == packed.dtype:
-        return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return torch.ops.mkldnn._linear_pointwise.default(x.to(packed.dtype), packed, bias, "none", [], "").to(x.dtype)
-
-
-def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which weights are packed: their own, or float32 if the CPU cannot multiply bfloat16."""
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
-    return dtype
 
 
 # Shared by all decoders of a model, since a copy for each would multiply the memory.
@@ -174,8 +170,8 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
             _packed_heads[head] = PackedHead(head)
         found[head] = _packed_heads[head]
     for group in _groups(modules, layers):
-        packed = _packed.get(group[0])
-        if packed is not None and len(packed) == len(group) and all(_packed.get(layer) is packed for layer in group):
+        packed = joined(group)
+        if packed is not None:
             packed.pack(group)
         else:
             packed = PackedLinears(group)
@@ -196,6 +192,13 @@ def _groups(modules: Iterable[nn.Module], layers: Iterable[nn.Linear]) -> list[l
                 for layer in group:
                     del alone[layer]
     return groups + [[layer] for layer in alone]
+
+
+def joined(layers: Sequence[nn.Linear]) -> PackedLinears | None:
+    """The one packed product of exactly these layers, if `packed_layers` has made it."""
+    packed = _packed.get(layers[0])
+    whole = packed is not None and len(packed) == len(layers) and all(_packed.get(layer) is packed for layer in layers)
+    return packed if whole else None
 
 
 def fast_bfloat16(device: torch.device) -> bool:
@@ -230,8 +233,8 @@ def _products(head: DraftHead) -> list[nn.Module]:
 
 
 def _nbytes(layer: nn.Module) -> int:
-    """How many bytes the packed copy takes."""
-    return sum(parameter.numel() * _packed_dtype(parameter.dtype).itemsize for parameter in layer.parameters())
+    """How many bytes the packed copy takes at most."""
+    return sum(parameter.numel() * onednn_dtype(parameter.dtype).itemsize for parameter in layer.parameters())
 
 
 def under_autocast() -> bool:

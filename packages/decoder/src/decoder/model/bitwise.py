@@ -32,19 +32,28 @@ class PassRule(NamedTuple):
     Attributes:
         attention: the rule for the products in attention.
         least: the least number of tokens in a pass; a shorter pass is padded.
+        multiple: the number of tokens in a pass is padded to a multiple of this one.
         most: the largest number of tokens in a pass, None if there is no limit; prompts are split and trees pruned.
     """
 
     attention: Rule
     least: int = 1
+    multiple: int = 1
     most: int | None = None
+
+    def padding(self, count: int) -> int:
+        """How many tokens are added to a pass of ``count``."""
+        padded = max(count, self.least)
+        return padded + -padded % self.multiple - count
 
 
 # Results for each model, so that several decoders of one model test it once.
 _found: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PassRule | None, str]] = WeakKeyDictionary()
 
-# The (least, most) to try, the cheapest first. With the last one all passes have the same width.
-_WIDTHS = ((1, None), (2, None), (16, 16))
+# The (least, multiple, most) to try, the cheapest first. oneDNN splits the sum of a single row. FBGEMM has another loop
+# for rows that its blocks of six leave over if these are one or two, in 120 rows and so in any multiple of three. With
+# the last one all passes have the same width.
+_WIDTHS = ((1, 1, None), (2, 1, None), (3, 3, None), (4, 4, None), (8, 8, None), (16, 16, 16))
 
 
 class Bitwise:
@@ -116,9 +125,9 @@ class Bitwise:
         attention, fault = bitwise_test.attention_rule(target.attention_shape)
         if attention is None:
             return None, fault
-        for least, most in _WIDTHS:
-            rule = PassRule(attention, least, most)
-            fault = fault_of(partial(bitwise_test.products_fault, target, rule.least, rule.most))
+        for least, multiple, most in _WIDTHS:
+            rule = PassRule(attention, least, multiple, most)
+            fault = fault_of(partial(bitwise_test.products_fault, target, rule))
             if fault is None:
                 # The passes of this test must obey the rule.
                 self.rule = rule
@@ -126,5 +135,7 @@ class Bitwise:
                 self.rule = None
             if fault is None:
                 width = f"{most} tokens in each pass" if most else f"{least} tokens or more in a pass"
+                if multiple > 1 and not most:
+                    width = f"tokens by {multiple} in a pass"
                 return rule, f"{width}, rows by {attention.multiple} in attention"
         return None, fault

@@ -1,5 +1,6 @@
 """The tests for `model.bitwise`: rows alone and among others, through attention, linear layers and whole passes."""
 
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, BitwiseText
 from decoder.kernels.fast_paths import fault_of
 from decoder.kernels.packed_linear import replaced
 from decoder.kernels.self_test import AttentionShape
+from decoder.model.fused_layer import FusedLayer
 from decoder.sampling.token_tree import TokenTree
 
 if TYPE_CHECKING:
+    from decoder.model.bitwise import PassRule
     from decoder.model.target import Target
 
 _MULTIPLES = (4, 8, 16)
@@ -23,7 +26,7 @@ _IN_ORDER = 160
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
 _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
-_ROWS = (1, 2, 3, 5, 8, 13, 32, 100)
+_ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 14, 31, 37, 62, 100, 121, 242)
 _MOST_ROWS = 320
 _ROWS_OF_VOCABULARY = 48
 _TEXT = 44
@@ -94,31 +97,44 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
 
 
 @torch.inference_mode()
-def products_fault(target: "Target", least: int, most: int | None) -> str | None:
+def products_fault(target: "Target", rule: "PassRule") -> str | None:
     """For each distinct linear layer, as a pass calls it, compare rows of a long input with the same in short ones."""
     generator = torch.Generator().manual_seed(0)
     tested = set()
+    counts = sorted({count + rule.padding(count) for count in _ROWS})
     with replaced(target.replacements().layers):
-        for name, module in target.model.named_modules():
-            weight = getattr(module, "weight", None)
-            size = getattr(module, "in_features", None)
-            if size is None or weight is None or isinstance(module, DraftHead):
-                continue
-            kind = type(module), getattr(module, "out_features", None), size, weight.dtype, "forward" in module.__dict__
+        for name, size, kind, product in _products(target):
             if kind in tested:
                 continue
             tested.add(kind)
-            rows = most or (_ROWS_OF_VOCABULARY if module is target.lm_head else _MOST_ROWS)
-            dtype = target.lm_head.weight.dtype
-            x = torch.randn(1, rows, size, generator=generator).to(dtype)
-            whole = module(x)
-            for count in {max(least, count) for count in _ROWS}:
+            rows = rule.most or (_ROWS_OF_VOCABULARY if product is target.lm_head else _MOST_ROWS)
+            rows += rule.padding(rows)
+            x = torch.randn(1, rows, size, generator=generator).to(target.lm_head.weight.dtype)
+            whole = product(x)
+            for count in counts:
                 # The first rows of the input, then the last ones.
                 for first in (0, rows - count) if count < rows else ():
                     part = slice(first, first + count)
-                    if not torch.equal(module(x[:, part].contiguous()), whole[:, part]):
+                    if not torch.equal(product(x[:, part].contiguous()), whole[:, part]):
                         return f"{name} gives a row other bits among {count} rows than among {rows}"
     return None
+
+
+def _products(target: "Target") -> Iterator[tuple[str, int, Hashable, Callable[[torch.Tensor], torch.Tensor]]]:
+    """The linear layers as a pass calls them: a name, the size of an input row, what equal ones share, and the call."""
+    layers = target.replacements().layers
+    within: set[torch.nn.Module] = set()
+    for name, module in target.model.named_modules():
+        fused = layers.get(module)
+        if isinstance(fused, FusedLayer):
+            within.update(module.modules())
+            for part, product in fused.products.items():
+                yield f"{name}, {part}", product.inputs, (part, product.inputs, *product.sizes), product.product
+        weight, size = getattr(module, "weight", None), getattr(module, "in_features", None)
+        if module in within or size is None or weight is None or isinstance(module, DraftHead):
+            continue
+        kind = type(module), getattr(module, "out_features", None), size, weight.dtype, "forward" in module.__dict__
+        yield name, size, kind, module
 
 
 @torch.inference_mode()
@@ -163,7 +179,7 @@ def model_fault(target: "Target") -> str | None:
 
 
 def _cache(target: "Target") -> FullCache:
-    return FullCache(_TEXT + target.width(3 * _DECODED))
+    return FullCache(_TEXT + target.slots(3 * _DECODED))
 
 
 def _tree(nodes: int) -> TokenTree:

@@ -8,17 +8,26 @@ launch their kernels one by one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from decoder.kernels.fast_paths import NORMS, PACKED, ROTARY, FastPaths, in_words
+from decoder.kernels.fast_paths import FUSED, NORMS, PACKED, ROTARY, FastPaths, in_words
 from decoder.kernels.norms import fused_norms, looks_like_rms_norm
 from decoder.kernels.packed_linear import packed_layers
 from decoder.kernels.rotary import FusedRotary, fused_rotary
-from decoder.kernels.self_test import AttentionShape, packed_fault, packed_shapes, rms_norm_fault, rotary_fault
+from decoder.kernels.self_test import (
+    AttentionShape,
+    packed_fault,
+    packed_kinds,
+    packed_shapes,
+    rms_norm_fault,
+    rotary_fault,
+)
+from decoder.model.fused_layer import FusedLayer, fused_layer_fault, fused_layers
 
 
 class FastLayers(NamedTuple):
@@ -66,8 +75,24 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
     if not found:
         paths.leave_off(PACKED, "no layer of a dtype that oneDNN packs here, or no memory for a copy")
         return {}
-    key = frozenset(packed_shapes([module])[0] for module in found)
+    key = packed_kinds(found)
     return found if paths.passes_test(PACKED, key, lambda: packed_fault(found), f"{len(found)} layers") else {}
+
+
+def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, FusedLayer]:
+    """`fused_layers` of ``modules``, whose products are packed, or nothing if one kind of them fails its test."""
+    if not (PACKED in paths and paths[PACKED].on):
+        paths.leave_off(FUSED, f"needs {PACKED}")
+        return {}
+    found = fused_layers(modules)
+    kinds = {(type(one), *packed_shapes(list(one.modules())), fused.kind): one for one, fused in found.items()}
+    for kind, layer in kinds.items():
+        test = partial(fused_layer_fault, layer, found[layer])
+        if not paths.passes_test(FUSED, kind, test, f"{len(found)} layers"):
+            return {}
+    if not found:
+        paths.leave_off(FUSED, "the model's layers are of another kind")
+    return found
 
 
 def tested_rotary(

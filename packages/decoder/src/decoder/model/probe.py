@@ -54,7 +54,7 @@ def probe(target: "Target") -> Probed:
     tree = TokenTree(0)
     for token in (0, 1 % target.vocab_size):
         tree.add(0, token, "probe")
-    cache = ProbedCache(target.width(len(tree)))
+    cache = ProbedCache(target.slots(len(tree)))
     target.replacements()
     try:
         with target.patched():
@@ -86,7 +86,7 @@ def runs_flattened(target: "Target") -> bool:
     texts = [[0, 0, 0], [0]]
 
     def verified(together: bool) -> list[torch.Tensor]:
-        caches = [ProbedCache(len(text) + target.width(2)) for text in texts]
+        caches = [ProbedCache(len(text) + target.slots(2)) for text in texts]
         for text, cache in zip(texts, caches, strict=True):
             target.prefill(text, cache)
         size = len(trees) if together else 1

@@ -69,7 +69,7 @@ def _logits(target: "Target", recorder: Recorder | None) -> list[torch.Tensor]:
     target.set_recorder(recorder)
     tokens = iter(range(10_000))
     size = target.vocab_size
-    cache = FullCache(_PROMPT + sum(_TIMES * target.width(nodes) for nodes in _NODES))
+    cache = FullCache(_PROMPT + sum(_TIMES * target.slots(nodes) for nodes in _NODES))
     found = []
     with target.patched():
         target.prefill([next(tokens) % size for _ in range(_PROMPT)], cache)

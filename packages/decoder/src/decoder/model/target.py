@@ -26,7 +26,7 @@ from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
 from decoder.model.bitwise import Bitwise, BitwiseSetting, PassRule
-from decoder.model.fast_layers import FastLayers, tested_norms, tested_products, tested_rotary
+from decoder.model.fast_layers import FastLayers, tested_fused, tested_norms, tested_products, tested_rotary
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
@@ -143,6 +143,9 @@ class Target:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
             modules = [*self._modules, *of_helpers]
             found = tested_norms(modules, self.paths) | tested_products(modules, self.paths)
+            fused = tested_fused(self._modules, self.paths)
+            within = {inner for layer in fused for inner in layer.modules()}
+            found = {module: forward for module, forward in found.items() if module not in within} | fused
             called = {self.norm, self.lm_head, *of_helpers}
             if self.recorder is None:
                 self.paths.leave_off(ROTARY, f"needs {RECORDED}")
@@ -226,7 +229,7 @@ class Target:
     ) -> PassOutput:
         """`_run` for one text on ids [2, T] in host memory, padded as the `PassRule` demands."""
         count = ids.shape[1]
-        padding = max(0, self._rule.least - count)
+        padding = self._rule.padding(count)
         text = self._text(count + padding, ids[1].tolist(), mask, cache)
         if not padding:
             return self._run(module, ids, cache, [text], observed)
@@ -272,8 +275,8 @@ class Target:
         queries: dict[int, torch.Tensor] = {}
         # A chunk of another size comes first, so that the last one has all queries that are observed.
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
-        if self._rule is not None and self._rule.most is not None:
-            size = self._rule.most
+        if self._rule is not None:
+            size = self._rule.most or size - size % self._rule.multiple
         starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
         for start, end in pairwise([*starts, len(tokens)] if tokens else []):
             last = observed if end == len(tokens) else 0
@@ -287,10 +290,17 @@ class Target:
         return {layer: query.clone() for layer, query in queries.items()}
 
     def width(self, nodes: int) -> int:
-        """How many cache slots a verification of ``nodes`` nodes writes, which is more if the tree is padded."""
+        """How many rows a verification of ``nodes`` nodes computes, which is more if the tree is padded."""
         if self._rule is not None:
-            return max(nodes, self._rule.least)
+            return nodes + self._rule.padding(nodes)
         return nodes if self.recorder is None else padded_width(nodes)
+
+    def slots(self, nodes: int) -> int:
+        """How many cache slots a verification of ``nodes`` nodes may write."""
+        if self._rule is not None:
+            # In a pass over several texts the last one gets all of the padding.
+            return max(nodes, self._rule.least) + self._rule.multiple - 1
+        return self.width(nodes)
 
     @property
     def most_nodes(self) -> int | None:
@@ -331,17 +341,21 @@ class Target:
     def _verify(self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool) -> list[Verification]:
         """Verify all trees in one pass, which is never recorded, since its shape changes with every step."""
         counts = [len(tree) for tree in trees]
+        padding = 0 if self._rule is None else self._rule.padding(sum(counts))
+        # The last text is padded with its first token, which no other sees.
+        widths = [*counts[:-1], counts[-1] + padding]
         texts, positions = [], []
-        for tree, cache in zip(trees, caches, strict=True):
+        for tree, cache, width in zip(trees, caches, widths, strict=True):
             mask = tree.ancestor_mask()
             mask = None if mask is None else upload(mask, self.device)
             own = [cache.length + depth for depth in tree.depths]
-            texts.append(self._text(len(tree), own, mask, cache))
+            texts.append(self._text(width, own, mask, cache))
             positions += own
-        tokens = [token for tree in trees for token in tree.tokens]
+        tokens = [token for tree in trees for token in tree.tokens] + [trees[-1].tokens[0]] * padding
+        positions += [caches[-1].length] * padding
         ids = upload([tokens, positions], self.device)
         observed = len(tokens) if observe else 0
-        cache = FlattenedCaches(caches, counts) if len(caches) > 1 else caches[0]
+        cache = FlattenedCaches(caches, widths) if len(caches) > 1 else caches[0]
         output = self._run(self.model, ids, cache, texts, observed)
         verifications = []
         for start, end in pairwise(accumulate(counts, initial=0)):

@@ -50,9 +50,11 @@ class VerifyCosts:
         best = list(accumulate((self._seconds(n, cache) if n <= most else _NEVER for n in _WIDTHS), max))
         table = [0.0, best[0]]
         for (left, at_left), (right, at_right) in pairwise(zip(_WIDTHS, best, strict=True)):
+            # What a tree is padded with costs as much as its nodes.
+            narrow, wide = self.target.width(left), self.target.width(right)
             for nodes in range(left + 1, right + 1):
-                # What a tree is padded with costs as much as its nodes.
-                table.append(at_left + (self.target.width(nodes) - left) / (right - left) * (at_right - at_left))
+                share = (self.target.width(nodes) - narrow) / max(1, wide - narrow)
+                table.append(at_left + share * (at_right - at_left))
         return table
 
     def _seconds(self, width: int, cache: FullCache) -> float:

@@ -1,0 +1,105 @@
+"""Weight matrices on a CPU, packed for products with the few rows of a step.
+
+A product with packed weights reads them once for all rows. With 16 rows it was measured to take a third of the time of
+PyTorch's own product, and prefill is faster too.
+
+Two libraries that come with PyTorch do this. oneDNN packs weights in their own dtype. FBGEMM packs them in half
+precision and multiplies them in single precision, so they take half the memory, and a step's time is mostly that of
+reading them: with SmolLM2-135M and a processor without AVX-512, products of 1, 4 and 8 rows were measured to take 0.60,
+0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is used where half precision holds the weights as
+exactly as single precision does, which is so for most checkpoints that were saved in bfloat16.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+# A float32 number is off by up to 2**-24 of itself, and so is each row of the weights at most, measured by its norm.
+_SAME = 2**-24
+# For weights that need not be exact, such as those of draft heads: the rounding of half precision, not its overflow.
+_CLOSE = 2**-10
+_CHECKED_AT_ONCE = 2**24  # numbers, so that the check takes little memory
+
+
+class PackedWeight(Protocol):
+    """x W^T + b, of inputs [..., in] in ``dtype`` the outputs [..., out] in the same."""
+
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class HalfWeight:
+    """FBGEMM's product of float32 inputs with weights in half precision, which are summed in float32."""
+
+    dtype = torch.float32
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        with _fbgemm():
+            wide = weight.detach().float().contiguous()
+            self._packed = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.float())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim == 1:
+            return torch.ops.quantized.linear_dynamic_fp16(x[None], self._packed)[0]
+        return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+
+
+class OneDnnWeight:
+    """oneDNN's product; bfloat16 weights are widened to float32 where the processor cannot multiply bfloat16.
+
+    These are the operators that torch.compile emits for frozen linear layers on a CPU.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.dtype = onednn_dtype(weight.dtype)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype))
+        self._bias = None if bias is None else bias.to(self.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self._bias, "none", [], "")
+
+
+def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], exact: bool = True) -> PackedWeight:
+    """One product for several weights [out_i, in] of float32 or bfloat16, with biases [out_i] for all or none of them.
+
+    Args:
+        exact: whether the weights must be held as exactly as in float32.
+    """
+    weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+    given = [bias.detach() for bias in biases if bias is not None]
+    bias = torch.cat(given) if given else None
+    half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
+    half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
+    return HalfWeight(weight, bias) if half else OneDnnWeight(weight, bias)
+
+
+def onednn_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which oneDNN multiplies: the weights' own, or float32 if the CPU cannot multiply bfloat16."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return dtype
+
+
+def _half_holds(weight: torch.Tensor, tolerance: float) -> bool:
+    """Whether no row changes in half precision by more than this share of its norm."""
+    for part in weight.split(max(1, _CHECKED_AT_ONCE // weight.shape[1])):
+        wide = part.float()
+        change = wide.half().float().sub_(wide).norm(dim=1)
+        # What overflows has an infinite change, and what is no number a change that is none.
+        if not bool((change <= tolerance * wide.norm(dim=1)).all()):
+            return False
+    return True
+
+
+@contextmanager
+def _fbgemm() -> Iterator[None]:
+    """A block in which PyTorch packs quantised layers with FBGEMM, whatever the user has chosen."""
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = engine

@@ -1,0 +1,201 @@
+"""A decoder layer of the Llama family in few calls, on a CPU with packed products.
+
+transformers' layer makes some sixty calls besides its products, and passes a dozen modules. In a step of a small model
+that takes as long as the products. The fused layer makes some twenty calls. It computes the same, except that keys and
+queries are rotated together.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from decoder.cache.base import LayeredCache
+from decoder.cache.flattened import FlattenedCaches
+from decoder.cache.full import FullCache
+from decoder.kernels import attention as attention_kernel
+from decoder.kernels.attention import TextInPass, tree_attention
+from decoder.kernels.norms import looks_like_rms_norm, rms_norm
+from decoder.kernels.packed_linear import PackedLinears, joined
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_LAYERS = {(f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in _FAMILIES}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_NORMS_OF_HEADS = {"q_norm", "k_norm"}
+# Largest norm of the errors as a share of that of the results.
+_ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2**-4}
+_LENGTH, _TOKENS = 3, 5  # of the test: cached and new tokens
+
+
+class Angles:
+    """The cosines and sines of a pass, as all fused layers of a model use them."""
+
+    def __init__(self) -> None:
+        self._given: torch.Tensor | None = None
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, 1, D] both, from [1, T, D]: the sines of a head's first half are negated."""
+        if self._made is None or self._given is not sin:
+            half = sin.shape[-1] // 2
+            signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+            self._given, self._made = sin, (cos[0, :, None], signed[:, None])
+        return self._made
+
+
+class FusedLayer:
+    """The forward of one decoder layer, for passes over one row of tokens without gradients.
+
+    Args:
+        layer: the layer, whose products are packed.
+        angles: shared by the layers of a model.
+    """
+
+    def __init__(self, layer: Any, angles: Angles):
+        attention = layer.self_attn
+        self.attention, self._angles = attention, angles
+        self._norm_in, self._norm_between = layer.input_layernorm, layer.post_attention_layernorm
+        self.products: dict[str, PackedLinears] = {}
+        for name, owner, parts in _products(layer):
+            product = joined([owner._modules[part] for part in parts])
+            assert product is not None
+            self.products[name] = product
+        self._dim = attention.head_dim
+        queries, keys, _ = self.products["qkv"].sizes
+        self._heads, self._rotated = queries // self._dim, (queries + keys) // self._dim
+        # What transformers' layers of these families hand to attention; a window that binds is refused there.
+        self._window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self._head_norm: tuple[torch.Tensor, float] | None = None
+        if "q_norm" in attention._modules:
+            weights = [
+                norm.weight.detach().expand(count, -1)
+                for norm, count in ((attention.q_norm, self._heads), (attention.k_norm, self._rotated - self._heads))
+            ]
+            self._head_norm = torch.cat(weights), attention.q_norm.variance_epsilon
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: LayeredCache | FlattenedCaches | None = None,
+        use_cache: bool = True,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **of_attention,
+    ) -> torch.Tensor:
+        """As the layer's own forward: hidden states [1, T, d] of T tokens to those behind the layer."""
+        assert position_embeddings is not None and past_key_values is not None and attention_mask is None
+        tokens = hidden_states.shape[1]
+        qkv = self.products["qkv"].product(_normed(hidden_states, self._norm_in)).view(tokens, -1, self._dim)
+        turned = self._turned(qkv.narrow(1, 0, self._rotated), *self._angles.of(*position_embeddings))
+        query, key = turned.transpose(0, 1)[None].tensor_split((self._heads,), 1)
+        value = qkv[:, self._rotated :].transpose(0, 1)[None]
+        keys, values = past_key_values.update(key, value, self.attention.layer_idx)
+        of_attention |= {"scaling": self.attention.scaling, "sliding_window": self._window}
+        attended = tree_attention(self.attention, query, keys, values, None, **of_attention)[0]
+        hidden = self.products["o"].product(attended.view(1, tokens, -1)).add_(hidden_states)
+        gate_up = self.products["gate_up"].product(_normed(hidden, self._norm_between))
+        gate, up = gate_up.split(self.products["gate_up"].sizes, -1)
+        return self.products["down"].product(functional.silu(gate).mul_(up)).add_(hidden)
+
+    @property
+    def kind(self) -> Hashable:
+        """What tells fused layers apart besides the modules of the layer."""
+        return self.attention.scaling, tuple(product.kind for product in self.products.values())
+
+    def _turned(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Queries and keys [T, heads, D], rotated by their positions.
+
+        Each product and sum is an operation of its own, so that it is rounded alike wherever it stands.
+        """
+        if self._head_norm is not None:
+            weight, eps = self._head_norm
+            heads = functional.rms_norm(heads, (self._dim,), None, eps).mul_(weight)
+        return (heads * cos).add_(heads.roll(self._dim // 2, -1).mul_(sin))
+
+
+def _normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def _products(layer: Any) -> list[tuple[str, Any, tuple[str, ...]]]:
+    return [
+        ("qkv", layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+        ("o", layer.self_attn, ("o_proj",)),
+        ("gate_up", layer.mlp, ("gate_proj", "up_proj")),
+        ("down", layer.mlp, ("down_proj",)),
+    ]
+
+
+def fusible(layer: Any) -> bool:
+    """Whether a module is a layer of a known family, with packed products and nothing of the user's in it."""
+    if (type(layer).__module__, type(layer).__name__) not in _LAYERS:
+        return False
+    within = [module for module in layer.modules() if module is not layer]
+    if any(
+        "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        for module in within
+    ):
+        return False
+    if layer._modules.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if attention._modules.keys() not in (_ATTENTION, _ATTENTION | _NORMS_OF_HEADS):
+        return False
+    if mlp._modules.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attention._modules[name] for name in _NORMS_OF_HEADS if name in attention._modules]
+    return (
+        all(looks_like_rms_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and attention.head_dim % 2 == 0
+        and all(joined([owner._modules[part] for part in parts]) for _, owner, parts in _products(layer))
+    )
+
+
+def fused_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, FusedLayer]:
+    """Forwards for those ``modules`` that are `fusible`."""
+    angles = Angles()
+    return {module: FusedLayer(module, angles) for module in modules if fusible(module)}
+
+
+@torch.inference_mode()
+@torch.autocast("cpu", enabled=False)
+def fused_layer_fault(layer: Any, fused: FusedLayer) -> str | None:
+    """Compare both forwards, with our attention, over a cache of random pairs; what is wrong, in words."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = layer.input_layernorm.weight.dtype
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    size, dim = len(layer.input_layernorm.weight), fused.attention.head_dim
+    hidden = random(1, _TOKENS, size)
+    # The halves of a head get angles of their own, so that a rotation of other pairs shows.
+    angles = random(1, _TOKENS, dim), random(1, _TOKENS, dim)
+    keys, values = (random(1, 1, count // dim, _LENGTH, dim) for count in fused.products["qkv"].sizes[1:])
+    config = fused.attention.config
+    implementation, index = config._attn_implementation, fused.attention.layer_idx
+
+    def run(forward) -> tuple[torch.Tensor, ...]:
+        cache = FullCache(_LENGTH + _TOKENS)
+        cache.prepare(index + 1)
+        cache.begin_with(keys.expand(index + 1, -1, -1, -1, -1), values.expand(index + 1, -1, -1, -1, -1))
+        cache.begin(_TOKENS)
+        text = TextInPass(_TOKENS)
+        output = forward(hidden, past_key_values=cache, position_embeddings=angles, texts=[text])
+        return output, cache.keys[index], cache.values[index]
+
+    config._attn_implementation = attention_kernel.NAME
+    try:
+        expected = run(type(layer).forward.__get__(layer))
+    finally:
+        config._attn_implementation = implementation
+    for name, mine, theirs in zip(("hidden states", "keys", "values"), run(fused), expected, strict=True):
+        error = float((mine - theirs).double().norm() / theirs.double().norm())
+        if not error <= _ALLOWED[dtype]:
+            return f"the {name} of a {type(layer).__name__} are off by {error:.2g} of their norm"
+    return None
