@@ -54,7 +54,8 @@ class Sources:
         if model is None:
             data = find_data_dir(data_dir)
             model = str(data / REFERENCE_MODEL)
-            own_heads = {name: str(data / f"heads-{kind}") for name, kind in DEFAULT_KINDS.items()}
+            folders = {name: data / f"heads-{kind}" for name, kind in DEFAULT_KINDS.items()}
+            own_heads = {name: str(folder) for name, folder in folders.items() if folder.exists()}
             if draft_model is None and any(spec.name == "triforce" for spec in specs):
                 draft_model = str(data / DRAFT_MODEL)
         else:
