@@ -8,6 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from ts_eval import compare as experiment
 from ts_eval.cli import main
 from ts_eval.method_spec import MethodSpec
 
@@ -65,6 +66,8 @@ def test_what_is_typed_comes_before_the_file(data, tmp_path):
         ("methods: [ar]\nruns: many", "runs: 'many' is not a valid integer"),
         ("methods: [ar]\ntree: [x, y]", "tree: "),
         ("methods: [ar]\nmarks: {a: 1}", "marks: "),
+        ("methods: [ar]\nsink: -1", "sink: sink must be "),
+        ("methods: [ar]\nsuppress_tokens: 7", "suppress_tokens: "),
         ("- ar", "is no YAML mapping such as methods: [ar, tokenswift]"),
         ("methods: [ar", "is not YAML: "),
         (None, "No such file or directory"),
@@ -138,3 +141,17 @@ def test_heads_beside_the_models_folder_are_its_own(data, tmp_path):
     assert settings_of(tmp_path / "b")["heads"]["tokenswift"] == str(tmp_path / "models/heads-tiny")
     assert run(*command, "--heads", data / "heads-chained", "--output", tmp_path / "c").exit_code == 0
     assert settings_of(tmp_path / "c")["heads"]["tokenswift"] == str(data / "heads-chained")
+
+
+def test_what_only_python_can_set_is_repeated_from_the_file_too(data, tmp_path):
+    """Options without a flag, such as sink, are written to run.yaml as well."""
+    fields = {"options": {"tree": (1, 2), "ngrams": 2, "sink": 3, "cache": "static"}}
+    brief = {"max_new_tokens": 6, "prompt_tokens": 30, "runs": 1, "data_dir": data}
+    experiment.compare(["tokenswift"], output=tmp_path / "a", sampling={"suppress_tokens": (5, 7)}, **fields, **brief)
+    again = run("--config", tmp_path / "a/run.yaml", "--output", tmp_path / "b")
+    assert again.exit_code == 0, again.output
+    assert settings_of(tmp_path / "a") == settings_of(tmp_path / "b")
+    assert settings_of(tmp_path / "b")["options_for_all"]["sink"] == 3
+    files = [yaml.safe_load((tmp_path / name / "run.yaml").read_text()) for name in "ab"]
+    assert [file["suppress_tokens"] for file in files] == [[5, 7], [5, 7]]
+    assert [file["cache"] for file in files] == ["static", "static"]

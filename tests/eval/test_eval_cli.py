@@ -18,7 +18,7 @@ from ts_eval.cli import main
 
 def test_methods_lists_the_decoders_and_transformers_own():
     names = CliRunner().invoke(main, ["methods"]).stdout.split()
-    assert names == [*decoder.methods(), "hf", "hf-prompt-lookup"]
+    assert names == [*decoder.methods(), "hf", "hf-assisted", "hf-prompt-lookup"]
 
 
 @pytest.mark.parametrize(("command", "flag"), [("compare", "--check-lossless"), ("bench", "--widths")])

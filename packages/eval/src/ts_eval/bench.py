@@ -172,9 +172,9 @@ class Bench:
     def _rows(self) -> tuple[list[MethodSpec], Sources]:
         """The rows and what they run with; when none were asked for, those that do not lack heads or draft model."""
         specs = with_ar(self.methods or decoder.methods())
-        theirs = next((spec.name for spec in specs if spec.is_hf), None)
+        theirs = next((spec.name for spec in specs if spec.is_outside), None)
         if theirs:
-            raise ValueError(f"{theirs} is transformers' own generate, which cannot be taken apart: compare times it")
+            raise ValueError(f"{theirs} is not decoded here and cannot be taken apart: compare times it")
         if self.random_weights is None:
             sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
         else:

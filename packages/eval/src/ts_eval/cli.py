@@ -17,6 +17,7 @@ import click
 
 from ts_eval import defaults
 from ts_eval.cli_options import (
+    WITHOUT_FLAG,
     IntegerList,
     Tree,
     bitwise_option,
@@ -136,6 +137,11 @@ def main():
 @click.option("--marks", type=IntegerList(), help="New tokens at which to tell latency.  [default: five equal steps]")
 @click.option("--embedding-model", help="Sentence-embedding model for the semantic diversity of the texts.")
 @click.option(
+    "--endpoint",
+    metavar="URL",
+    help="Time a server with the same model as one more row: vLLM, llama.cpp or `python -m decoder serve`.",
+)
+@click.option(
     "--processes", type=int, default=1, show_default=True, help="Share the prompts and runs over N processes."
 )
 @books_option
@@ -156,11 +162,12 @@ def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **argu
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
+        without_flag = click.get_current_context().meta.get(WITHOUT_FLAG, {})
         try:
             results = experiment.compare(
                 methods,
-                sampling=sampling,
-                options=options_of(preset, tree=tree, ngrams=ngrams, budget=budget),
+                sampling=sampling | without_flag.get("sampling", {}),
+                options=options_of(preset, tree=tree, ngrams=ngrams, budget=budget) | without_flag.get("options", {}),
                 audit=check_lossless,
                 arguments=typed,
                 say=lambda sentence: click.echo(sentence, err=True),
@@ -269,7 +276,7 @@ def bench(typed, methods, preset, tree, ngrams, budget, **arguments):
 
 @main.command()
 def methods():
-    """List what `compare` takes: the decoder's methods, and transformers' own generate (hf, hf-prompt-lookup)."""
+    """List what `compare` takes: the decoder's methods, and transformers' own generate (hf, ...)."""
     from ts_eval.method_spec import row_names
 
     for name in row_names():

@@ -1,8 +1,15 @@
 """The options that several commands of `ts-eval` share; free of heavy imports, so that --help is quick."""
 
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
 import click
 
 from ts_eval import defaults
+
+WITHOUT_FLAG = "ts_eval.without_flag"
+"""Where a click context keeps what a --config file gives for fields that have no flag."""
 
 
 class Tree(click.ParamType):
@@ -72,18 +79,41 @@ def from_file(context: click.Context, parameter: click.Parameter, path: str | No
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     known = {each.name: each for each in context.command.params if each.name != parameter.name}
-    for key, value in given.items():
-        if key not in known:
-            raise click.ClickException(f"{path} has an unknown key {key!r}: keys are {', '.join(known)}")
+    flags, context.meta[WITHOUT_FLAG] = _by_flag(path, given, known)
+    for key, value in flags.items():
         if isinstance(value, str) and (known[key].nargs == -1 or getattr(known[key], "multiple", False)):
-            given[key] = value = [value]
+            flags[key] = value = [value]
         try:
             known[key].type_cast_value(context, value)
         except (click.BadParameter, TypeError, AttributeError) as error:
             reason = error.message if isinstance(error, click.BadParameter) else f"{value!r} does not fit"
             raise click.ClickException(f"{path}: {key}: {reason}") from error
-    context.default_map = given
+    context.default_map = flags
     return path
+
+
+def _by_flag(path: str, given: dict, known: Collection[str | None]) -> tuple[dict, dict[str, dict]]:
+    """What a file gives for flags, and for the fields of "options" and "sampling" that only Python can set."""
+    from decoder import SamplingParams, TokenSwiftOptions
+
+    kinds: dict[str, type[TokenSwiftOptions] | type[SamplingParams]]
+    kinds = {"options": TokenSwiftOptions, "sampling": SamplingParams}
+    flags: dict = {}
+    without_flag: dict[str, dict] = {name: {} for name in kinds}
+    for key, value in given.items():
+        section = next((name for name, kind in kinds.items() if key in {field.name for field in fields(kind)}), None)
+        if key in known:
+            flags[key] = value
+        elif section is None:
+            raise click.ClickException(f"{path} has an unknown key {key!r}: keys are {', '.join(map(str, known))}")
+        else:
+            field: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value}
+            try:
+                kinds[section](**field)
+            except (ValueError, TypeError) as error:
+                raise click.ClickException(f"{path}: {key}: {error}") from error
+            without_flag[section] |= field
+    return flags, without_flag
 
 
 def options_of(preset: str | None, **given: object) -> dict:
@@ -103,7 +133,7 @@ model_options = together(
         help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.  "
         "[default: the folder heads-NAME beside the model's folder NAME]",
     ),
-    click.option("--draft-model", help="Small model that drafts for triforce."),
+    click.option("--draft-model", help="Small model that drafts for triforce and hf-assisted."),
 )
 device_options = together(
     click.option("--device", default="auto", show_default=True),

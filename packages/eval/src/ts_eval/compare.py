@@ -48,7 +48,8 @@ class Experiment:
         methods: specifications as in `MethodSpec`; ``ar`` is put first when it is not among them.
         model: folder or hub id; None takes the reference model of the data folder, with its heads and draft model.
         heads: one checkpoint for every method, or METHOD=CHECKPOINT pairs.
-        draft_model: folder or hub id of the model that drafts for ``triforce``.
+        draft_model: folder or hub id of the model that drafts for ``triforce`` and ``hf-assisted``.
+        endpoint: address of a server that speaks OpenAI's protocol and has the same model, for one more row.
         prompts: text file (one prompt), .jsonl(.gz), or hub dataset, with its split if that is not test
             (owner/name:split); None takes the shipped PG-19 test books.
         prompt_tokens: the first so many tokens of each prompt; None takes the whole text, but 1,024 of a book that is
@@ -57,7 +58,7 @@ class Experiment:
         num_prompts: at most so many prompts; None takes all of a file, one of the shipped books or of a hub dataset.
         runs: generations per method and prompt; run r (from 0) uses the seed ``seed`` + r.
         batch: how many of a row's generations are decoded together, taken run by run and prompt by prompt;
-            transformers' own rows take them one at a time.
+            rows that are not decoded here take them one at a time.
         device, dtype, bitwise: as in `decoder.load`; None is "auto".
         sampling: fields of `decoder.SamplingParams` over the defaults temperature 1, min-p 0.1, penalty 1.2 over 1,024.
         options: fields of `decoder.TokenSwiftOptions` for every method; a method's own come first.
@@ -84,6 +85,7 @@ class Experiment:
     model: str | None = None
     heads: Sequence[str] = ()
     draft_model: str | None = None
+    endpoint: str | None = None
     prompts: str | None = None
     prompt_tokens: int | None = None
     max_new_tokens: int = defaults.MAX_NEW_TOKENS
@@ -125,9 +127,9 @@ class Experiment:
             jobs = [job for job in jobs if log.get(*job) is None]
             if len(log):
                 say(f"{len(log)} finished generations taken over from {log.path}; {len(jobs)} left to run.")
-            one_at_a_time = [spec.text for spec in setup.specs if spec.is_hf]
+            one_at_a_time = [spec.text for spec in setup.specs if spec.is_outside]
             if jobs and self.batch > 1 and one_at_a_time:
-                say(f"{', '.join(one_at_a_time)}: transformers' own generate takes the texts of a batch one at a time.")
+                say(f"{', '.join(one_at_a_time)}: not decoded here, and given the texts of a batch one at a time.")
             if jobs:
                 with _keeping(Path(self.output)), working_beside(self) as check_others:
                     log.begin()

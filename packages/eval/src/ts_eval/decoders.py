@@ -11,7 +11,7 @@ from decoder.drafters import METHODS, Drafter
 from decoder.heads import kind_in
 from ts_eval import checkpoints
 from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
-from ts_eval.method_spec import MethodSpec
+from ts_eval.method_spec import NEED_DRAFT_MODEL, MethodSpec
 from ts_eval.results import digest_files
 
 DEFAULT_KINDS = {
@@ -56,7 +56,7 @@ class Sources:
             model = str(data / REFERENCE_MODEL)
             folders = {name: data / f"heads-{kind}" for name, kind in DEFAULT_KINDS.items()}
             own_heads = {name: str(folder) for name, folder in folders.items() if folder.exists()}
-            if draft_model is None and any(spec.name == "triforce" for spec in specs):
+            if draft_model is None and any(spec.name in NEED_DRAFT_MODEL for spec in specs):
                 draft_model = str(data / DRAFT_MODEL)
         else:
             own_heads = _heads_beside(Path(model))
@@ -69,10 +69,10 @@ class Sources:
         for path in self.heads.values():
             checkpoints.refuse_missing("heads", path, holding=None)
         for spec in specs:
-            if not spec.is_hf and METHODS[spec.name].needs_heads and spec.text not in self.heads:
+            if not spec.is_outside and METHODS[spec.name].needs_heads and spec.text not in self.heads:
                 raise ValueError(f"{spec.name} needs draft heads: give --heads CHECKPOINT or {spec.name}=CHECKPOINT")
-            if spec.name == "triforce" and self.draft_model is None:
-                raise ValueError("triforce needs a small model with the same vocabulary: give --draft-model")
+            if spec.name in NEED_DRAFT_MODEL and self.draft_model is None:
+                raise ValueError(f"{spec.name} needs a small model with the same vocabulary: give --draft-model")
 
     def weights(self) -> dict[str, str | None]:
         """What tells two versions of each local checkpoint apart; None for the hub's, which an id's revision tells."""
@@ -135,7 +135,7 @@ def _heads_by_method(specs: Sequence[MethodSpec], heads: Sequence[str], own: dic
     for_each = {name: for_all[0] for name, each in METHODS.items() if _suits(for_all[0], each)} if for_all else own
     usual = {spec.name: pairs.get(spec.name, for_each.get(spec.name)) for spec in specs}
     found = {spec.text: spec.heads or usual[spec.name] for spec in specs}
-    needing = {spec.text for spec in specs if not spec.is_hf and METHODS[spec.name].heads_kinds}
+    needing = {spec.text for spec in specs if not spec.is_outside and METHODS[spec.name].heads_kinds}
     return {text: path for text, path in found.items() if path and text in needing}
 
 

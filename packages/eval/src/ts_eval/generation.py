@@ -6,12 +6,13 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import torch
+import transformers
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import decoder
 from decoder.cli.continuation import stream_on
-from ts_eval.method_spec import HF
+from ts_eval.method_spec import ENDPOINT, HF, HF_ASSISTED
 from ts_eval.progress import COUNTS, counts_of
 
 OnStep = Callable[[Sequence[int], dict, Sequence[float] | None], None]
@@ -80,14 +81,18 @@ def continue_with_transformers(
     sampling: "decoder.SamplingParams",
     stop_ids: Collection[int],
     on_step: OnStep,
+    draft_model=None,
 ) -> None:
     """Generate what ``sofar`` lacks with ``model.generate``; when sampling it must be empty (see `can_continue`).
 
+    ``draft_model`` is the assistant of hf-assisted.
     The repetition penalty is transformers' own, over the whole text. The first step's tokens come out of the pass over
     the prompt, so its time is counted as prefill. The random state outside is left alone.
     """
     ids = torch.tensor([[*prompt, *sofar]], device=model.device)
-    with _bare_generation_config(model), torch.random.fork_rng():
+    assistant = draft_model if method == HF_ASSISTED else None
+    bare = _bare_generation_config(model), _bare_generation_config(assistant)
+    with bare[0], bare[1], _silent_transformers(), torch.random.fork_rng():
         torch.manual_seed(sampling.seed)
         model.generate(
             ids,
@@ -97,6 +102,7 @@ def continue_with_transformers(
             eos_token_id=sorted(stop_ids) or None,
             **hf_arguments(sampling),
             **HF[method],
+            **({} if assistant is None else {"assistant_model": assistant}),
         )
 
 
@@ -104,8 +110,10 @@ def can_continue(method: str, sampling: "decoder.SamplingParams", options: "deco
     """Whether a cut generation goes on to the same text.
 
     It does not where the noise is a sequence and no function of the position: when transformers samples, and under
-    independent verification.
+    independent verification; and a server is only timed.
     """
+    if method == ENDPOINT:
+        return False
     return sampling.greedy if method in HF else options.verification == "exact"
 
 
@@ -130,8 +138,22 @@ def same_sampling_in_transformers(sampling: "decoder.SamplingParams", length: in
 
 
 @contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Without the warnings that assisted generation gives of how it calls itself."""
+    kept = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(kept)
+
+
+@contextmanager
 def _bare_generation_config(model) -> Iterator[None]:
-    """The model without its checkpoint's own sampling defaults and end-of-text ids, for a while."""
+    """The model, if there is one, without its checkpoint's own sampling defaults and end-of-text ids, for a while."""
+    if model is None:
+        yield
+        return
     kept = model.generation_config
     model.generation_config = GenerationConfig()
     try:

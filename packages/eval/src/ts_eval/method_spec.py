@@ -1,4 +1,4 @@
-"""What a row of a comparison runs: a method of the decoder, or transformers' own generate."""
+"""What a row of a comparison runs: a method of the decoder, transformers' own generate, or a server."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -6,14 +6,20 @@ import decoder
 from decoder.drafters import METHODS, prompt_lookup
 from decoder.options import parse_tree
 
-HF = {
+HF_ASSISTED = "hf-assisted"
+HF: dict[str, dict] = {
     "hf": {},
+    HF_ASSISTED: {},
     "hf-prompt-lookup": {
         "prompt_lookup_num_tokens": prompt_lookup.CHAIN,
         "max_matching_ngram_size": prompt_lookup.LONGEST_SUFFIX,
     },
 }
-"""transformers' own rows, and what their generate is given besides the sampling: the lookup is our prompt-lookup's."""
+"""transformers' own rows, and what their generate is given besides the sampling: the lookup is our prompt-lookup's, and
+the assistant is the draft model."""
+ENDPOINT = "endpoint"
+"""The row of a server, which --endpoint names."""
+NEED_DRAFT_MODEL = ("triforce", HF_ASSISTED)
 
 
 @dataclass(frozen=True)
@@ -33,14 +39,19 @@ class MethodSpec:
     def is_hf(self) -> bool:
         return self.name in HF
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether others than this project's decoder generate the texts."""
+        return self.is_hf or self.name == ENDPOINT
+
     @classmethod
     def parse(cls, text: str) -> "MethodSpec":
         """Raises ValueError for an unknown method or option, or a value that does not read as the option's kind."""
         name, *pairs = text.split(":")
-        if name not in row_names():
+        if name not in (*row_names(), ENDPOINT):
             raise ValueError(f"unknown method {name!r}: choose from {', '.join(row_names())}")
-        if name in HF and pairs:
-            raise ValueError(f"{name} is transformers' own generate and takes no options, unlike {text!r}")
+        if name in (*HF, ENDPOINT) and pairs:
+            raise ValueError(f"{name} is not decoded here and takes no options, unlike {text!r}")
         defaults = asdict(decoder.TokenSwiftOptions())
         options, heads = {}, None
         for pair in pairs:

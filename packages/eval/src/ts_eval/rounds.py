@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from tqdm import tqdm
 
 import decoder
 from decoder.text.stream import TextStream
 from ts_eval import metrics
+from ts_eval.endpoint import Timing
 from ts_eval.generation import (
     can_continue,
     continue_batch_with_decoder,
@@ -21,7 +22,8 @@ from ts_eval.generation import (
     continue_with_transformers,
 )
 from ts_eval.memory import PeakMemory, held_bytes, short_of_memory
-from ts_eval.progress import Progress
+from ts_eval.method_spec import ENDPOINT
+from ts_eval.progress import COUNTS, Progress
 from ts_eval.results import GenerationLog
 from ts_eval.setup import Pair, Setup, Turn
 from ts_eval.summary import timed_tokens
@@ -107,10 +109,24 @@ class Rounds:
         ids = self.setup.prompts[0].token_ids[:WARM_UP_PROMPT_TOKENS]
         pairs = [(0, 0)] * len(turn.pairs)
         tokens = min(WARM_UP_NEW_TOKENS, self.setup.max_new_tokens)
+        if turn.spec.name == ENDPOINT:
+            self.setup.endpoint.generate(ids, tokens, self.setup.params[0], False)
+            return
         self._continue(turn, pairs, [ids] * len(pairs), [[]] * len(pairs), tokens, lambda *step: None)
+
+    def _time_server(self, turn: Turn, bar: tqdm) -> None:
+        """The turn of a server, which has one text."""
+        [(prompt, run)] = turn.pairs
+        chosen, tokens = self.setup.prompts[prompt], self.setup.max_new_tokens
+        found = self.setup.endpoint.generate(chosen.token_ids, tokens, self.setup.params[run], chosen.chat)
+        bar.update(tokens)
+        self.log.append(self._record_of_server(turn, (prompt, run), found))
 
     def _take(self, turn: Turn, bar: tqdm) -> None:
         """A turn, parts of which may be kept already."""
+        if turn.spec.name == ENDPOINT:
+            self._time_server(turn, bar)
+            return
         # What the turn before has left is not this one's.
         gc.collect()
         memory = PeakMemory(self.setup.model.device)
@@ -162,7 +178,7 @@ class Rounds:
         spec, dec, options = turn.spec, self.setup.decoders[turn.spec.text], self.setup.options[turn.spec.text]
         params = [self.setup.params[run] for _, run in pairs]
         stop_ids = [self.setup.stop_ids(prompt) for prompt, _ in pairs]
-        if self.setup.batch > 1 and not spec.is_hf:
+        if self.setup.batch > 1 and not spec.is_outside:
             texts = (prompts, sofar, max_new_tokens, params, options, stop_ids)
             continue_batch_with_decoder(dec, spec.name, *texts, on_step, self.setup.logprobs)
             return
@@ -172,24 +188,31 @@ class Rounds:
 
         given = (prompts[0], sofar[0], max_new_tokens, params[0])
         if spec.is_hf:
-            continue_with_transformers(dec.model, spec.name, *given, stop_ids[0], on_its_step)
+            continue_with_transformers(dec.model, spec.name, *given, stop_ids[0], on_its_step, dec.draft_model)
         else:
             continue_with_decoder(dec, spec.name, *given, options, stop_ids[0], on_its_step, self.setup.logprobs)
 
-    def _record(self, turn: Turn, pair: Pair, kept: Progress, peak_memory: int | None) -> dict:
-        text, (prompt, run) = turn.spec.text, pair
-        written, pieces = TextStream(self.setup.decoders[text].tokenizer), []
-        for place, token in enumerate(kept.token_ids):
-            written.push(token)
-            pieces.append(written.take(final=place == len(kept.token_ids) - 1))
-        record = {
-            "method": text,
+    def _what(self, turn: Turn, pair: Pair) -> dict:
+        """What tells a record from the others."""
+        prompt, run = pair
+        return {
+            "method": turn.spec.text,
             "prompt": self.setup.prompts[prompt].name,
             "prompt_index": prompt,
             "run": run,
             "batch_index": turn.batch,
             "seed": self.setup.params[run].seed,
             "prompt_tokens": len(self.setup.prompts[prompt].token_ids),
+        }
+
+    def _record(self, turn: Turn, pair: Pair, kept: Progress, peak_memory: int | None) -> dict:
+        text = turn.spec.text
+        written, pieces = TextStream(self.setup.decoders[text].tokenizer), []
+        for place, token in enumerate(kept.token_ids):
+            written.push(token)
+            pieces.append(written.take(final=place == len(kept.token_ids) - 1))
+        record = {
+            **self._what(turn, pair),
             "new_tokens": len(kept.token_ids),
             "resumed_at": kept.resumed_at,
             "logprobs": kept.logprobs,
@@ -215,6 +238,35 @@ class Rounds:
             "token_ids": kept.token_ids,
             "token_ends": list(accumulate(map(len, pieces))),
             "text": "".join(pieces),
+        }
+
+    def _record_of_server(self, turn: Turn, pair: Pair, found: Timing) -> dict:
+        """A record like `_record`'s, of what is known of a server's answer."""
+        tokens, seconds = found.tokens, found.seconds[-1]
+        unknown = [None] * len(tokens)
+        record = {
+            **self._what(turn, pair),
+            "new_tokens": tokens[-1],
+            "resumed_at": [],
+            "logprobs": None,
+            "step_tokens": [now - before for before, now in pairwise([0, *tokens])],
+            "step_seconds": found.seconds,
+            **dict.fromkeys(("step_drafted", "step_accepted", "step_ngram_accepted"), unknown),
+        }
+        timed = timed_tokens(record)[-1]
+        return {
+            **record,
+            "tokens_per_second": timed / seconds if seconds else None,
+            "ms_per_token": 1000 * seconds / timed if timed else None,
+            **dict.fromkeys(COUNTS),
+            "prefill_seconds": found.prefill_seconds,
+            "decode_seconds": seconds,
+            "shared_seconds": seconds,
+            **dict.fromkeys(("acceptance_rate", "ngram_acceptance_rate", "tokens_per_step")),
+            **dict.fromkeys(("peak_memory_bytes", "memory_before_bytes", "memory_loaded_bytes")),
+            "token_ids": [],
+            "token_ends": [],
+            "text": "",
         }
 
 

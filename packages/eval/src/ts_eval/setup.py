@@ -13,8 +13,9 @@ from decoder.text.stops import eos_ids
 from ts_eval import checkpoints, defaults, plan
 from ts_eval.data_dir import find_data_dir
 from ts_eval.decoders import Sources, with_ar
+from ts_eval.endpoint import Endpoint
 from ts_eval.memory import resident_bytes
-from ts_eval.method_spec import MethodSpec
+from ts_eval.method_spec import ENDPOINT, MethodSpec
 from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
 from ts_eval.results import environment
 from ts_eval.summary import audit_of
@@ -55,6 +56,7 @@ class Setup:
     memory_before: int | None
     eos_ids: set[int]
     logprobs: bool
+    endpoint: Endpoint | None
 
     @property
     def model(self):
@@ -72,13 +74,13 @@ class Setup:
     def turns(self) -> Iterator[Turn]:
         """Every row takes its turn at every batch; their order rotates by one from run to run.
 
-        transformers' own rows take the generations of a batch one at a time.
+        Rows that are not decoded here take the generations of a batch one at a time.
         """
         per_run = max(1, len(self.prompts) // self.batch)
         for batch, pairs in enumerate(self.batches()):
             shift = batch // per_run % len(self.specs)
             for spec in self.specs[shift:] + self.specs[:shift]:
-                for group in [(pair,) for pair in pairs] if spec.is_hf else [pairs]:
+                for group in [(pair,) for pair in pairs] if spec.is_outside else [pairs]:
                     yield Turn(spec, group, batch)
 
     def audit(self, record: dict) -> dict:
@@ -112,7 +114,7 @@ class Setup:
 
 def set_up(experiment: "Experiment") -> Setup:
     """Check what was asked for, read the prompts and load the model. Raises as `Experiment.run`."""
-    specs = with_ar(experiment.methods)
+    specs = _rows(experiment)
     for name in ("max_new_tokens", "runs", "num_prompts", "prompt_tokens", "processes", "batch"):
         value = getattr(experiment, name)
         if value is not None and value < 1:
@@ -126,6 +128,7 @@ def set_up(experiment: "Experiment") -> Setup:
     checkpoints.refuse_missing("embedding model", experiment.embedding_model)
     refuse_missing_prompts(prompts)
     sources.refuse_missing(specs)
+    endpoint = Endpoint.find(experiment.endpoint, sources.model) if experiment.endpoint else None
 
     memory_before = resident_bytes()
     decoders = sources.load(_device(experiment), experiment.dtype, experiment.bitwise)
@@ -140,9 +143,10 @@ def set_up(experiment: "Experiment") -> Setup:
         "seed": experiment.seed,
         "batch": experiment.batch,
         "processes": experiment.processes,
+        "endpoint": experiment.endpoint,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "bitwise": decoders[None].bitwise,
-        "sampling": {name: value for name, value in asdict(params[0]).items() if name in defaults.SAMPLING},
+        "sampling": {name: value for name, value in asdict(params[0]).items() if name != "seed"},
         "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),
     }
     return Setup(
@@ -158,7 +162,18 @@ def set_up(experiment: "Experiment") -> Setup:
         memory_before=memory_before if backbone.device.type == "cpu" else 0,
         eos_ids=eos_ids(backbone, decoders[None].tokenizer),
         logprobs=experiment.audit,
+        endpoint=endpoint,
     )
+
+
+def _rows(experiment: "Experiment") -> list[MethodSpec]:
+    """The rows of an experiment, the server's last."""
+    methods = [method for method in experiment.methods if method != ENDPOINT]
+    if experiment.endpoint is None and len(methods) < len(experiment.methods):
+        raise ValueError(f"{ENDPOINT} is the row of a server: name it with --endpoint URL")
+    if experiment.endpoint is not None and experiment.processes > 1:
+        raise ValueError("a server is timed one request at a time: leave out --processes, or --endpoint")
+    return with_ar([*methods, *([ENDPOINT] if experiment.endpoint else [])])
 
 
 def _which_prompts(experiment: "Experiment") -> tuple[str, int | None, int | None]:

@@ -46,7 +46,7 @@ def summarise(
     ``logprobs_equal`` tells whether the log-probabilities are ar's to the last bit, where they were kept.
     ``first_divergence`` is the smallest index at which a generation differs from ar's and ``divergence_margin`` the
     largest margin of those that differ: all are ties when it is within the tolerance. Identity is None where
-    transformers samples, or penalises otherwise.
+    transformers samples, or penalises otherwise, and of a server.
 
     Args:
         params: the sampling of each run.
@@ -64,7 +64,7 @@ def summarise(
         for prompt, run in pairs:
             record, ar = dict(log.get(spec.text, prompt, run)), reference[prompt, run]
             ids, length = prompts[prompt].token_ids, len(prompts[prompt].token_ids) + len(record["token_ids"])
-            comparable = not spec.is_hf or same_sampling_in_transformers(params[run], length)
+            comparable = not spec.is_outside or (spec.is_hf and same_sampling_in_transformers(params[run], length))
             record |= _identity(ar, record, ids, run, margin) if comparable else dict.fromkeys(IDENTITY)
             record["speedup"] = _quotient(ar["ms_per_token"], record["ms_per_token"])
             record["along_length"] = along_length(record, marks)

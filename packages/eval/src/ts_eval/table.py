@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 from decoder.drafters import TUNED
-from ts_eval.method_spec import MethodSpec
+from ts_eval.method_spec import ENDPOINT, MethodSpec
 from ts_eval.metrics import BLEU_ORDERS
 from ts_eval.summary import differs
 
@@ -272,10 +272,15 @@ def notes(results: dict) -> str:
             f"{settings['batch']} texts are decoded together: tokens/s and speed-up are those of one text among them, "
             "batch tok/s those of all together, batch x over ar's, texts/step how many a step decoded."
         )
-    if any(row["identical_to_ar"] is None for row in methods.values()):
+    if any(row["identical_to_ar"] is None and MethodSpec.parse(name).is_hf for name, row in methods.items()):
         sentences.append(
             "transformers' own rows penalise the whole text and draw other noise, so their text is another one unless "
             "greedy under the same penalty."
+        )
+    if ENDPOINT in methods:
+        sentences.append(
+            f"{ENDPOINT} is the server at {settings['endpoint']}, timed from its first piece of text to its last one; "
+            "its text is neither compared nor kept."
         )
     if all(row["logprobs_equal"] for row in methods.values()):
         sentences.append("The log-probabilities of all tokens are ar's, too, to the last bit.")
@@ -304,7 +309,7 @@ def notes(results: dict) -> str:
 
 def beginning(methods: dict, width: int, lines: int = 6) -> str:
     """The first lines of the text that the first prompt got from the last method, and whose text it is."""
-    name, row = list(methods.items())[-1]
+    name, row = next((name, row) for name, row in reversed(methods.items()) if name != ENDPOINT)
     record = row["runs"][0]
     # A model may well generate control characters, which would upset a terminal.
     printable = "".join(letter if letter.isprintable() else " " for letter in record["text"])

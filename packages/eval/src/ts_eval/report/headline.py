@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ts_eval.method_spec import ENDPOINT
 from ts_eval.summary import differs
 from ts_eval.table import count_of, number, spread, times
 
@@ -57,6 +58,8 @@ def identity_in_words(results: dict, name: str) -> tuple[str, str]:
     """What to say of a row's identity with ar, and the verdict of `Card`."""
     row = results["methods"][name]
     compared = [run for run in row["runs"] if run["identical_to_ar"] is not None]
+    if name == ENDPOINT:
+        return "a server, whose speed alone is compared", "none"
     if not compared:
         return "another text than ar's: it draws other noise or penalises otherwise", "none"
     same = sum(run["identical_to_ar"] for run in compared)

@@ -21,6 +21,7 @@ def coloured_texts(results: dict) -> list[dict]:
         rows = [
             {"method": name, "same_as_ar": row["runs"][place]["identical_to_ar"], "spans": spans_of(row["runs"][place])}
             for name, row in methods.items()
+            if row["runs"][place]["token_ids"]  # a server's texts are not kept
         ]
         texts.append({"prompt": first["prompt"], "seed": first["seed"], "rows": rows})
     return texts
