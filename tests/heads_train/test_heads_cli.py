@@ -100,8 +100,8 @@ def test_the_reference_configs_differ_in_kind_text_and_output_only(parsed, name,
     assert (chained["model"].pop("kind"), other["model"].pop("kind")) == ("chained", kind)
     assert (chained.pop("output"), other.pop("output")) == ("runs/heads-chained", output)
     for config in (chained, other):
-        config.pop("config")
-        config.pop("data")
+        for name in ("config", "base", "data"):
+            config.pop(name)
     assert chained == other
 
 
@@ -111,7 +111,10 @@ def test_every_shipped_config_trains_one_step_of_a_small_model_of_its_architectu
     small = make_random_model(name, tmp_path / "model")
     own = {"source", "chunk_tokens", "chunks_per_book", "batch_size", "cache_dir"}
     here = [flag for flag in flags if flag.partition("=")[0].removeprefix("--data.") in own]
-    shipped = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    shipped = {}
+    for file in cli.with_bases(f"{name}.yaml"):
+        for section, values in yaml.safe_load(file.read_text()).items():
+            shipped[section] = {**shipped.get(section, {}), **values} if isinstance(values, dict) else values
     if "draft_vocab_size" in shipped["model"]:
         here += ["--model.draft_vocab_size=100", f"--model.state_cache={tmp_path / 'states'}"]
     if shipped["data"]["source"] == "generated":
@@ -123,6 +126,7 @@ def test_every_shipped_config_trains_one_step_of_a_small_model_of_its_architectu
     out = tmp_path / "out"
     args = [f"--model.model_name_or_path={small}", f"--output={out}", *here, *(f"--trainer.{flag}" for flag in quick)]
     assert main(["fit", "--config", f"{name}.yaml", *args]) == 0
+    assert yaml.safe_load((out / "config.yaml").read_text())["base"] is None
     training = json.loads((out / "last" / "config.json").read_text())["training"]
     assert training["steps"] == 1
     heads = load_heads(out / "last")
@@ -163,9 +167,39 @@ def test_a_file_of_the_same_name_wins_over_the_shipped_one(parsed, tmp_path, mon
     assert parsed("fit", "--config", "reference.yaml").output == "here"
 
 
+def test_a_file_builds_on_its_base_whose_settings_are_saved_with_its_own(parsed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "template.yaml").write_text("output: not the shipped one\n")
+    (tmp_path / "sub" / "mine.yaml").write_text("base: llama31.yaml\nmodel:\n  num_heads: 5\n")
+    (tmp_path / "sub" / "ours.yaml").write_text("base: mine.yaml\noutput: ours\n")
+    settings = parsed("fit", "--config", "sub/ours.yaml", "--model.kind=gated")
+    assert (settings.output, settings.model.num_heads, settings.model.kind) == ("ours", 5, "gated")
+    # From the shipped configuration, and from the one that it builds on.
+    assert settings.model.model_name_or_path == "meta-llama/Llama-3.1-8B" and settings.trainer.max_steps == 200
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"a.yaml": "base: b.yaml", "b.yaml": "base: a.yaml"}, "a.yaml is the base of a configuration that it builds"),
+        ({"a.yaml": "base: none.yaml"}, "there is no configuration none.yaml; shipped are"),
+        ({"a.yaml": "model: ["}, "a.yaml is not YAML: "),
+    ],
+)
+def test_a_wrong_base_is_one_sentence(files, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert main(["fit", "--config", "a.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("heads-train: ") and reason in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
+        (["--base=llama31.yaml"], "base is a line of a configuration file: give several --config instead"),
         (["--model.model_name_or_path=/no/model"], "there is no model folder at /no/model"),
         (["--data.source=/no/books"], "there is no file or folder of books at /no/books"),
         (["--model.kind=magic"], "unknown kind of heads 'magic'; known kinds are chained, independent, conditioned"),

@@ -176,6 +176,34 @@ def test_a_single_file_holds_out_its_last_tenth(chunks_of, tmp_path):
     assert not {tuple(chunk) for chunk in train.tolist()[-2:]} & {tuple(chunk) for chunk in held_out.tolist()}
 
 
+def test_a_folder_of_text_files_holds_out_every_tenth_book(tmp_path):
+    names = [f"{place:02}-of-twelve.txt" for place in range(11)] + ["training-day.txt"]
+    for name in names:
+        (tmp_path / name).write_text(words(20))
+
+    def found(split):
+        return [file.name for file in find_source(str(tmp_path), split).files]
+
+    assert found("validation") == found("test") == [names[0], names[10]]
+    assert found("train") == [*names[1:10], names[11]]
+    # Folders of the splits come before that.
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / f"{split}-book.txt").write_text(words(20))
+    assert (found("train"), found("validation")) == (["train-book.txt"], ["validation-book.txt"])
+    with pytest.raises(FileNotFoundError, match="has no test file"):
+        find_source(str(tmp_path), "test")
+
+
+def test_a_single_book_in_a_folder_holds_out_its_end(chunks_of, tmp_path):
+    (tmp_path / "book.txt").write_text(words(160))
+    train, held_out = (chunks_of(tmp_path, split, chunks_per_book=None) for split in ("train", "validation"))
+    assert (len(train), len(held_out)) == (18, 2)
+    (tmp_path / "notes.jsonl").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"has no train file .* and is no folder of \.txt files only"):
+        find_source(str(tmp_path), "train")
+
+
 def test_books_are_tokenised_once_until_they_change(chunks_of, tmp_path, monkeypatch):
     write_books(tmp_path / "train.jsonl", [words(30)])
     calls = []

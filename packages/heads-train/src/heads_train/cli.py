@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import lightning as L
 import torch
+import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -79,8 +80,13 @@ class HeadsCLI(LightningCLI):
             help="folder of the results: heads in last/ and best/, checkpoints/, logs, loss_curves.png; "
             "a cut run goes on when it is given again",
         )
+        parser.add_argument("--base", type=str | None, default=None, help="configuration that a file builds on")
         parser.add_argument("--save_every", type=int, default=50, help="steps between checkpoints to go on from")
         parser.link_arguments("model.model_name_or_path", "data.tokenizer")
+
+    def before_instantiate_classes(self) -> None:
+        # What is saved beside the results holds the base's settings, too, and builds on nothing.
+        self.config[self.subcommand]["base"] = None
 
     @property
     def output(self) -> Path:
@@ -176,18 +182,46 @@ def find_config(name: str) -> str:
     raise FileNotFoundError(f"there is no configuration {name}; shipped are {names}")
 
 
+def with_bases(name: str) -> list[Path]:
+    """The files of a configuration: its ``base``, that one's base, and so on, the first of them first.
+
+    A base is looked for beside the file that names it, then by :func:`find_config`. Raises ValueError for files that
+    are each other's base or no YAML, and as `find_config`.
+    """
+    files = [Path(find_config(name))]
+    while (base := _base_of(files[0])) is not None:
+        beside = files[0].parent / base
+        file = beside if beside.is_file() else Path(find_config(base))
+        if file in files:
+            raise ValueError(f"{file} is the base of a configuration that it builds on itself: take its base away")
+        files.insert(0, file)
+    return files
+
+
+def _base_of(file: Path) -> str | None:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not YAML: {error}") from error
+    return content.get("base") if isinstance(content, dict) else None
+
+
 def _with_configs(args: Sequence[str]) -> list[str]:
-    """``args`` with every ``--config`` resolved by :func:`find_config`."""
-    found, is_name = [], False
+    """``args`` with every ``--config`` resolved by :func:`with_bases`."""
+    found: list[str] = []
+    is_name = False
     for arg in args:
         option, equals, value = arg.partition("=")
-        if is_name:
-            arg = find_config(arg)
-        elif option == "--config" and equals:
-            arg = f"{option}={find_config(value)}"
-        is_name = arg in ("--config", "-c")
-        found.append(arg)
-    return found
+        if option == "--base":
+            raise ValueError("base is a line of a configuration file: give several --config instead, the base first")
+        if is_name or (option == "--config" and equals):
+            found += [f"--config={file}" for file in with_bases(arg if is_name else value)]
+            is_name = False
+        elif arg in ("--config", "-c"):
+            is_name = True
+        else:
+            found.append(arg)
+    return [*found, "--config"] if is_name else found
 
 
 def _no_advertisement(record: logging.LogRecord) -> bool:

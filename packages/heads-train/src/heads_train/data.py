@@ -58,9 +58,10 @@ class BooksDataModule(L.LightningDataModule):
     """Chunks of text for training the heads (paper: the first 8,192 tokens of PG-19 books longer than that).
 
     Args:
-        source: a folder with train/validation/test files (.jsonl.gz, .jsonl, .parquet, .txt, or .npy with
-            rows of token ids), one such file (its last tenth is then for validation and test, as with a data set of one
-            split), a Hugging Face data set id, or ``generated`` for text of the model's own.
+        source: a folder with train/validation/test files (.jsonl.gz, .jsonl, .parquet, .txt, or .npy with rows of token
+            ids) or with a .txt file per book (every tenth is then for validation and test), one such file (its last
+            tenth is, as with a data set of one split), a Hugging Face data set id, or ``generated`` for text of the
+            model's own.
         tokenizer: folder or hub id of the model.
         subset: configuration of a Hugging Face data set that has several.
         text_column: name of the column that holds the text.

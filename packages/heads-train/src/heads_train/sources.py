@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,8 @@ def find_source(name: str, split: str, subset: str | None = None, streaming: boo
     """The books of ``split`` in ``name``: an existing folder or file, else a hub id.
 
     In a folder a split is every file whose name begins with it (``train.jsonl.gz``, ``train-00000-of-00002.parquet``)
-    or that lies in a folder of that name. A file, or a set with a single split, is shared by all splits.
+    or that lies in a folder of that name. Of a folder of .txt files without such names every tenth book by name, from
+    the first on, is for validation and test. A file, or a set with a single split, is shared by all splits.
     ``subset`` and ``streaming`` concern the hub: a set's configuration, and reading it without downloading it whole.
     Raises FileNotFoundError when there is nothing of the kind, OSError when the hub cannot be read.
     """
@@ -80,11 +81,7 @@ def find_source(name: str, split: str, subset: str | None = None, streaming: boo
             raise ValueError(f"{name} is of no known kind; known are {', '.join(SUFFIXES)}")
         return Source(name, split, shared=True, files=(path,))
     if path.is_dir():
-        found = [*path.glob(f"{split}*"), *path.glob(f"{split}/*")]
-        files = sorted(file for file in found if file.is_file() and file.name.endswith(SUFFIXES))
-        if not files:
-            raise FileNotFoundError(f"{name} has no {split} file ({split}.jsonl.gz, .jsonl, .parquet, .txt or .npy)")
-        return Source(name, split, files=tuple(files))
+        return _in_folder(path, name, split)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"there is no file or folder of books at {name}")
     import datasets
@@ -95,6 +92,33 @@ def find_source(name: str, split: str, subset: str | None = None, streaming: boo
         raise FileNotFoundError(f"the data set {name} has no {split} split but {', '.join(splits)}")
     shared = len(splits) == 1
     return Source(name, split, shared, (), subset, splits[0] if shared else split, str(builder.hash), streaming)
+
+
+def _in_folder(folder: Path, name: str, split: str) -> Source:
+    """`find_source` in a folder."""
+
+    def of_split(wanted: str) -> list[Path]:
+        # Not training-day.txt, which is a book's own name.
+        named = (path for path in folder.glob(f"{wanted}*") if not path.name[len(wanted) :][:1].isalpha())
+        return sorted([*_books(named), *_books(folder.glob(f"{wanted}/*"))])
+
+    if not any(map(of_split, SPLITS)):
+        books = _books(folder.iterdir())
+        if len(books) == 1 and books[0].suffix == ".txt":
+            return Source(name, split, shared=True, files=tuple(books))
+        if books and all(book.suffix == ".txt" for book in books):
+            held_out = books[::10]
+            return Source(name, split, files=tuple(book for book in books if (book in held_out) == (split != "train")))
+    if not (files := of_split(split)):
+        raise FileNotFoundError(
+            f"{name} has no {split} file ({split}.jsonl.gz, .jsonl, .parquet, .txt or .npy) and is no folder of .txt "
+            "files only"
+        )
+    return Source(name, split, files=tuple(files))
+
+
+def _books(paths: Iterable[Path]) -> list[Path]:
+    return sorted(path for path in paths if path.is_file() and path.name.endswith(SUFFIXES))
 
 
 def files_key(files: tuple[Path, ...] | list[Path]) -> str:
