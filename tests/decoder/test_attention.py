@@ -81,7 +81,7 @@ def test_attention_equals_the_obvious_one(way, dtype, heads, dim, cached, new, b
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("heads, groups, cached, new", [(2, 2, 100_000, 1), (6, 2, 99_999, 7), (3, 1, 30_000, 128)])
+@pytest.mark.parametrize("heads, groups, cached, new", [(2, 2, 100_000, 1), (6, 2, 49_999, 7), (3, 1, 10_000, 128)])
 def test_attention_over_a_long_text_equals_the_obvious_one(heads, groups, cached, new, dtype):
     assert_obvious(*case(heads, groups, 64, cached, new, dtype), random_tree_mask(new))
 

@@ -122,9 +122,9 @@ def test_no_tail_begins_behind_the_shallowest_ancestor():
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("sampling, tree", list(zip(SAMPLINGS, [(1,) * 4, (1, 2, 2), (3, 2)], strict=True)))
 def test_every_method_gives_the_bits_of_plain_decoding(exact, prompt, method, sampling, tree):
-    plain = exact.generate(prompt, 40, "ar", sampling, return_logprobs=True)
+    plain = exact.generate(prompt, 30, "ar", sampling, return_logprobs=True)
     options = TokenSwiftOptions(tree=tree, budget=40)
-    out = exact.generate(prompt, 40, method, sampling, options, return_logprobs=True)
+    out = exact.generate(prompt, 30, method, sampling, options, return_logprobs=True)
     assert exact.bitwise
     assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 

@@ -56,10 +56,10 @@ def test_recorded_passes_give_the_same_text(as_on_cuda, prompt, monkeypatch, kin
     """Against plain decoding of growing views; a replay knows no length but the one in memory."""
     # By the machine's clock `auto` and `suffix` may draft a tree of another width in every step.
     clocked(monkeypatch, 0.1)
-    expected = decoder_with(kind).generate(prompt, 90, "ar", SAMPLING)
+    expected = decoder_with(kind).generate(prompt, 60, "ar", SAMPLING)
     for method in methods():
         recorder = TapeRecorder()
-        out = fixed_shapes(decoder_with(kind), recorder).generate(prompt, 90, method, SAMPLING, NARROW)
+        out = fixed_shapes(decoder_with(kind), recorder).generate(prompt, 60, method, SAMPLING, NARROW)
         assert out.token_ids == expected.token_ids, method
         assert recorder.recorded <= recorder.rehearsed
         assert recorder.replayed > 0.7 * out.stats.steps, method
@@ -79,12 +79,13 @@ def test_the_kernel_itself_in_a_generation(as_on_cuda, prompt, monkeypatch):
 
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", both)
     dec = decoder_with("chained")
-    expected = dec.generate(prompt, 5, "ar", SAMPLING).token_ids
+    prompt = prompt[:18]
+    expected = dec.generate(prompt, 4, "ar", SAMPLING).token_ids
     tree = TokenSwiftOptions(tree=(1, 2), ngrams=0, budget=20)
     # Kernels that are emulated leave nothing on a tape.
-    out = fixed_shapes(dec, Unrecorded()).generate(prompt, 5, "tokenswift", SAMPLING, tree)
+    out = fixed_shapes(dec, Unrecorded()).generate(prompt, 4, "tokenswift", SAMPLING, tree)
     assert out.token_ids == expected
-    assert {query.shape[2] for query, *_ in calls} >= {39, 1, 4}
+    assert {query.shape[2] for query, *_ in calls} >= {17, 1, 4}
     assert all(committed.numel() == 1 and key.shape[2] > query.shape[2] for query, key, _, committed, *_ in calls)
 
 

@@ -54,15 +54,33 @@ CASES += [(method, name) for method in DRAFTING if method != "tokenswift" for na
 CASES += [(method, "by cost") for method in TUNED if method != "tokenswift"]
 
 
-@pytest.fixture(scope="module", params=SAMPLERS.values(), ids=SAMPLERS)
-def plain(request, dec, prompt):
+# Every case under two samplers, and a few of them under the others, too; the rest is slow.
+FOR_ALL = ("short window", "greedy, penalised")
+FEW = (("tokenswift", "paper"), ("tokenswift", "paths"), ("auto", "paths"), ("magicdec", "narrow"))
+UNDER_ALL = [
+    pytest.param(
+        *(name, *case),
+        marks=[] if name in FOR_ALL or case in FEW else pytest.mark.slow,
+        id="-".join((name, *case)),
+    )
+    for name in SAMPLERS
+    for case in CASES
+]
+
+
+@pytest.fixture(scope="module")
+def plain(dec, prompt):
     """Plain decoding under each of the samplers."""
-    return request.param, dec.generate(prompt, 80, "ar", request.param)
+    return {name: dec.generate(prompt, 80, "ar", sampling) for name, sampling in SAMPLERS.items()}
 
 
-@pytest.mark.parametrize("method, options", CASES)
-def test_every_method_equals_ar(dec, prompt, plain, method, options):
-    sampling, expected = plain
+def test_what_is_run_by_default_is_there():
+    assert set(FOR_ALL) <= set(SAMPLERS) and set(FEW) <= set(CASES)
+
+
+@pytest.mark.parametrize("name, method, options", UNDER_ALL)
+def test_every_method_equals_ar(dec, prompt, plain, name, method, options):
+    sampling, expected = SAMPLERS[name], plain[name]
     drafted = dec.generate(prompt, 80, method, sampling, OPTIONS[options])
     assert drafted.token_ids == expected.token_ids
     # Trees that follow the clock may not pay on a busy machine.
@@ -80,8 +98,8 @@ def test_single_precision_differs_in_ties_only(prompt, kind, autocast):
     sampling = SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2)
     for method in methods():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = dec.generate(prompt, 80, method, sampling)
-        assert len(out.token_ids) == 80
+            out = dec.generate(prompt, 40, method, sampling)
+        assert len(out.token_ids) == 40
         if not autocast:
             assert (dec.audit(out).margin or 0) < 1e-4
 
@@ -96,10 +114,24 @@ def decoders(dec):
     return found
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOMLY = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(max_examples=20, **RANDOMLY)
 @given(data=st.data())
 def test_every_method_equals_ar_whatever_the_settings(decoders, data, monkeypatch):
-    draw = data.draw
+    assert_equal_to_ar(decoders, data.draw, monkeypatch)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, **RANDOMLY)
+@given(data=st.data())
+def test_every_method_equals_ar_whatever_the_settings_many_times(decoders, data, monkeypatch):
+    assert_equal_to_ar(decoders, data.draw, monkeypatch)
+
+
+def assert_equal_to_ar(decoders, draw, monkeypatch):
+    """A drawn method, with drawn options and sampling, gives the text of plain decoding."""
     dec = draw(st.sampled_from(decoders))
     prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=90))
     sampling = SamplingParams(
@@ -183,8 +215,8 @@ def test_the_first_three_sampled_tokens_follow_transformers_distribution():
     sampling = SamplingParams(temperature=0.9, top_k=8, min_p=0.02, repetition_penalty=1.3)
     seeded = [replace(sampling, seed=seed) for seed in range(draws)]
     drawn = [out.token_ids for out in dec.generate_batch([prompt] * draws, 3, "ar", seeded)]
-    assert drawn[:40] == [dec.generate(prompt, 3, "ar", one).token_ids for one in seeded[:40]]
-    assert drawn[:200] == [out.token_ids for out in dec.generate_batch([prompt] * 200, 3, "tokenswift", seeded[:200])]
+    assert drawn[:20] == [dec.generate(prompt, 3, "ar", one).token_ids for one in seeded[:20]]
+    assert drawn[:60] == [out.token_ids for out in dec.generate_batch([prompt] * 60, 3, "tokenswift", seeded[:60])]
     counts = torch.zeros(3, vocab)
     for position, tokens in enumerate(zip(*drawn, strict=True)):
         counts[position] += torch.tensor(tokens).bincount(minlength=vocab)
@@ -201,24 +233,35 @@ def test_the_first_three_sampled_tokens_follow_transformers_distribution():
         assert chi_square_tail(statistic, len(cells) - 1) > 1e-6
 
 
-@pytest.mark.parametrize("config", [GPT2Config, OPTConfig], ids=["gpt2", "opt"])
-@pytest.mark.parametrize("method", [method for method in DRAFTING if method != "eagle3"])  # its layer is Llama's
-def test_nothing_looks_beyond_the_last_of_the_learned_positions(config, method):
-    """A text as long as the model's table of positions: one draft too deep would be an index out of range."""
+POSITIONS = 40
+
+
+@pytest.fixture(scope="module", params=[GPT2Config, OPTConfig], ids=["gpt2", "opt"])
+def full_texts(request):
+    """A decoder of a model with a table of positions, and as (prompt, sampling, continuation) texts that fill it."""
     shape = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48)
-    ends = dict(eos_token_id=None, bos_token_id=None, max_position_embeddings=64, word_embed_proj_dim=32)
+    ends = dict(eos_token_id=None, bos_token_id=None, max_position_embeddings=POSITIONS, word_embed_proj_dim=32)
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config(**shape, **ends)).double().eval()
+    model = AutoModelForCausalLM.from_config(request.param(**shape, **ends)).double().eval()
     for parameter in model.parameters():
         parameter.data.mul_(2)
     dec = Decoder(model, heads=random_heads(model, num_heads=5), draft_model=model)
-    options = TokenSwiftOptions(tree=(1, 2, 1, 1, 1, 1), ngrams=4, budget=10**12, draft_budget=10**12)
-    for prompt_tokens in (1, 20, 55, 62, 63, 64):
-        prompt = [7, 11, 13, 17] * 16
+    found = []
+    for prompt_tokens in (1, 31, POSITIONS - 2, POSITIONS - 1, POSITIONS):
         for sampling in (SamplingParams(temperature=0), SamplingParams(seed=prompt_tokens)):
-            expected = dec.generate(prompt[:prompt_tokens], None, "ar", sampling).token_ids
-            assert len(expected) == 64 - prompt_tokens
-            assert dec.generate(prompt[:prompt_tokens], None, method, sampling, options).token_ids == expected
+            prompt = ([7, 11, 13, 17] * POSITIONS)[:prompt_tokens]
+            found.append((prompt, sampling, dec.generate(prompt, None, "ar", sampling).token_ids))
+            assert len(found[-1][2]) == POSITIONS - prompt_tokens
+    return dec, found
+
+
+@pytest.mark.parametrize("method", [method for method in DRAFTING if method != "eagle3"])  # its layer is Llama's
+def test_nothing_looks_beyond_the_last_of_the_learned_positions(full_texts, method):
+    """A text as long as the model's table of positions: one draft too deep would be an index out of range."""
+    dec, texts = full_texts
+    options = TokenSwiftOptions(tree=(1, 2, 1, 1, 1, 1), ngrams=4, budget=10**12, draft_budget=10**12)
+    for prompt, sampling, expected in texts:
+        assert dec.generate(prompt, None, method, sampling, options).token_ids == expected
 
 
 def test_a_small_model_with_too_few_positions_is_told(dec, model, prompt):

@@ -68,7 +68,7 @@ def both(pair, prompt, new, method, seed=0, **asked):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_turns_of_a_chat_prefill_what_is_new(pair, method, prefilled):
     prompt = tokens(40, 1)
-    for turn in range(4):
+    for turn in range(3):
         before = len(prompt)
         out = both(pair, prompt, 25, method, seed=turn)
         prompt = prompt + out.token_ids + tokens(12, 10 + turn)
@@ -77,7 +77,7 @@ def test_the_turns_of_a_chat_prefill_what_is_new(pair, method, prefilled):
             assert out.stats.reused_tokens == before - 12 - 2
     if method != "triforce":
         # The decoder that reuses and the other one in turns.
-        assert prefilled == [39, 39, 13, 76, 13, 113, 13, 150]
+        assert prefilled == [39, 39, 13, 76, 13, 113]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

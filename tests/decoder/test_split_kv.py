@@ -16,6 +16,7 @@ repair_emulation()
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+EVERY_DAY = (torch.float32, torch.bfloat16)
 SCALING = 0.3
 
 
@@ -63,7 +64,11 @@ def assert_obvious(query, key, value, cached, mask=None):
     torch.testing.assert_close(actual.double(), expected, rtol=allowed, atol=allowed * scale)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype",
+    # float64 is also in the tests of the capacity and of random shapes.
+    [pytest.param(dtype, marks=[] if dtype in EVERY_DAY else pytest.mark.slow, id=str(dtype)) for dtype in TOLERANCE],
+)
 @pytest.mark.parametrize(
     "heads, groups, dim, cached, new",
     [
@@ -91,7 +96,7 @@ def test_as_obvious_at_every_end_of_a_block(cached, tree):
     assert_obvious(query, key, value, cached, random_mask(3) if tree else None)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     st.sampled_from([(1, 1), (4, 2), (6, 2), (7, 1), (3, 3)]),
     st.sampled_from([(8, 8), (16, 40), (24, 16), (64, 64)]),
@@ -161,7 +166,7 @@ def test_the_bits_of_a_result_do_not_depend_on_the_capacity(dtype):
     for new, cached, mask in ((1, 90, None), (5, 200, random_mask(5))):
         query, key, value = case(4, 2, 32, cached, new, dtype, spare=0)
         expected = split_kv_attention(query, key, value, length(cached), mask, SCALING)
-        for spare in (60, 4000):
+        for spare in (60, 1000):
             buffers = (torch.cat((x, x.new_full((1, 2, spare, 32), torch.nan)), 2) for x in (key, value))
             assert torch.equal(split_kv_attention(query, *buffers, length(cached), mask, SCALING), expected)
 

@@ -236,20 +236,20 @@ PAPER = TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20)
 def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, request, sampling, kind):
     heads = random_heads(model, kind=kind, seed=2)
     dec = Decoder(model, heads=heads, draft_model=tiny_llama(seed=2, num_hidden_layers=1))
-    plain = dec.generate(prompt, 45, "ar", sampling, return_logprobs=True)
-    stop = plain.token_ids[30]
+    plain = dec.generate(prompt, 30, "ar", sampling, return_logprobs=True)
+    stop = plain.token_ids[20]
     stopped = plain.token_ids[: plain.token_ids.index(stop) + 1]
     reads = request.getfixturevalue("on_device")
     for method in ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "prompt-lookup", "auto"):
         reads.clear()
-        out = dec.generate(prompt, 45, method, sampling, PAPER, return_logprobs=True)
+        out = dec.generate(prompt, 30, method, sampling, PAPER, return_logprobs=True)
         assert (out.token_ids, out.finish_reason) == (plain.token_ids, "length")
         assert out.logprobs == pytest.approx(plain.logprobs)
         assert len(reads) == out.stats.steps
         if method in ("tokenswift", "medusa"):
             assert out.stats.accepted > 0
             assert set(reads) == {1}
-        out = dec.generate(prompt, 45, method, sampling, PAPER, stop=[stop])
+        out = dec.generate(prompt, 30, method, sampling, PAPER, stop=[stop])
         assert (out.token_ids, out.finish_reason) == (stopped, "stop")
 
 
@@ -273,10 +273,10 @@ def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     monkeypatch.setattr(Target, "draws_whole_trees", True)
     monkeypatch.setattr(Engine, "step", counted)
     dec = Decoder(model, heads=random_heads(model, kind=kind))
-    plain = dec.generate(prompt, 40, "ar", sampling)
-    assert reads == [1] * 40
+    plain = dec.generate(prompt, 25, "ar", sampling)
+    assert reads == [1] * 25
     reads.clear()
-    out = dec.generate(prompt, 40, method, sampling, PAPER)
+    out = dec.generate(prompt, 25, method, sampling, PAPER)
     assert out.token_ids == plain.token_ids
     assert len(reads) == out.stats.steps
     if method == "auto":

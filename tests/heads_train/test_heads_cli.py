@@ -394,6 +394,7 @@ def test_a_terminated_run_says_so_and_goes_on(flags, tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["steps"] == 12
 
 
+@pytest.mark.slow
 def test_the_installed_command_reports_without_a_traceback(tmp_path):
     command = [sys.executable, "-c", "import sys; from heads_train.cli import main; sys.exit(main())"]
     done = subprocess.run([*command, "fit", "--config", "no.yaml"], capture_output=True, text=True, cwd=tmp_path)

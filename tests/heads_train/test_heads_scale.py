@@ -55,19 +55,45 @@ def fits(flags: list[str], folder: Path) -> dict[str, list[str]]:
     return commands
 
 
-@pytest.fixture(scope="module")
-def trained(model, books, tmp_path_factory) -> Path:
-    """A folder with the runs of one process, and of two by each strategy, which are launched once for both."""
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def trained(request, model, books, tmp_path_factory) -> tuple[Path, str]:
+    """A folder with the runs of one process, and of two by a strategy, which is told.
+
+    This process is the first of the two, as torchrun would start it; to start another takes longest.
+    """
     folder = tmp_path_factory.mktemp("scale")
     commands = fits(short_run(model, books, folder), folder)
     assert main(commands["one"]) == 0
-    done = launch("commands", *(json.dumps(commands[strategy]) for strategy in SHARED))
-    assert done.returncode == 0, done.stderr
-    return folder
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    shared |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    flags = commands[request.param]
+    second = subprocess.Popen(
+        [sys.executable, "-m", "heads_train", *flags],
+        env=os.environ | shared | {"RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**shared, "RANK": "0", "LOCAL_RANK": "0"}.items():
+            patch.setenv(name, value)
+        try:
+            assert main(flags) == 0
+            assert second.wait(60) == 0
+        finally:
+            second.kill()
+            said = second.communicate()[1]
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    assert "Traceback" not in said
+    return folder, request.param
 
 
-@pytest.mark.parametrize("strategy", SHARED)
-def test_two_processes_train_the_heads_of_one_with_the_doubled_batch(trained, model, strategy):
+@pytest.mark.filterwarnings("ignore:It is recommended to use")
+def test_two_processes_train_the_heads_of_one_with_the_doubled_batch(trained, model):
+    trained, strategy = trained
     assert_same_heads(trained / "one" / "last", trained / strategy / "last")
     trainings = [
         json.loads((trained / run / "last" / "config.json").read_text())["training"] for run in ("one", strategy)

@@ -98,7 +98,10 @@ def test_conditioned_heads_read_the_true_tokens_before_their_targets(model):
         assert torch.equal(tokens[:, : 20 - i, i - 1], table[ids[:, i:]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# That each of the others trains at all, a step of each shipped configuration shows.
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("chained", "gated") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_fit_lowers_every_loss_and_leaves_heads_logs_and_curves(flags, model, tmp_path, kind):
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert main(["fit", *flags, f"--model.kind={kind}", "--trainer.max_steps=36", "--model.learning_rate=0.03"]) == 0
@@ -154,10 +157,10 @@ def test_backbone_gets_no_gradient_no_training_mode_and_no_place_in_checkpoints(
     ("cut_at", "extra"),
     [
         (3, []),
-        (6, []),
-        (8, ["--trainer.accumulate_grad_batches=2"]),
+        pytest.param(6, [], marks=pytest.mark.slow),
+        pytest.param(8, ["--trainer.accumulate_grad_batches=2"], marks=pytest.mark.slow),
         (8, ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=5", "--save_every=3"]),
-        (6, ["--trainer.limit_train_batches=4", "--trainer.val_check_interval=4"]),
+        pytest.param(6, ["--trainer.limit_train_batches=4", "--trainer.val_check_interval=4"], marks=pytest.mark.slow),
         (6, ["--trainer.limit_train_batches=0.7", "--trainer.val_check_interval=4"]),
     ],
 )
@@ -185,30 +188,40 @@ def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, extr
         assert ends[0]["callbacks"][callback] == ends[1]["callbacks"][callback]
 
 
-def test_a_run_with_other_settings_is_not_gone_on_with(flags, model, tmp_path, capsys):
+BOOKS, MORE, LAST = "the books", "other books", "the last heads"
+"""Stand for paths that a test knows."""
+SETTINGS = (
+    ("model.learning_rate", 0.01, 0.02),
+    ("model.weight_decay", 0.1, 0.2),
+    ("model.beta1", 0.9, 0.8),
+    ("model.beta2", 0.999, 0.99),
+    ("model.warmup_steps", 2, 3),
+    ("model.head_weights", [1.0, 1.0, 1.0], [1.0, 2.0, 1.0]),
+    ("model.distill", False, True),
+    ("model.backbone_dtype", "auto", "float32"),
+    ("model.heads", None, LAST),
+    ("data.source", BOOKS, MORE),
+    ("data.chunk_tokens", 32, 16),
+    ("data.chunks_per_book", 2, 1),
+    ("data.max_chunks", None, 23),
+    ("data.seed", 0, 1),
+    ("trainer.precision", "32-true", "bf16-mixed"),
+    ("trainer.gradient_clip_val", None, 0.5),
+    ("trainer.limit_train_batches", 1.0, 5),
+)
+
+
+@pytest.mark.parametrize(
+    "settings", [SETTINGS[::4], pytest.param(SETTINGS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_run_with_other_settings_is_not_gone_on_with(flags, model, tmp_path, capsys, settings):
     flags = [*flags, "--save_every=1"]
     assert main(["fit", *flags, "--trainer.max_steps=2"]) == 0
     weights = (tmp_path / "out" / "last" / "heads.safetensors").read_bytes()
     more = make_books(tmp_path / "more")
-    for setting, before, now in (
-        ("model.learning_rate", 0.01, 0.02),
-        ("model.weight_decay", 0.1, 0.2),
-        ("model.beta1", 0.9, 0.8),
-        ("model.beta2", 0.999, 0.99),
-        ("model.warmup_steps", 2, 3),
-        ("model.head_weights", [1.0, 1.0, 1.0], [1.0, 2.0, 1.0]),
-        ("model.distill", False, True),
-        ("model.backbone_dtype", "auto", "float32"),
-        ("model.heads", None, str(tmp_path / "out" / "last")),
-        ("data.source", flags_value(flags, "data.source"), str(more)),
-        ("data.chunk_tokens", 32, 16),
-        ("data.chunks_per_book", 2, 1),
-        ("data.max_chunks", None, 23),
-        ("data.seed", 0, 1),
-        ("trainer.precision", "32-true", "bf16-mixed"),
-        ("trainer.gradient_clip_val", None, 0.5),
-        ("trainer.limit_train_batches", 1.0, 5),
-    ):
+    paths = {BOOKS: flags_value(flags, "data.source"), MORE: str(more), LAST: str(tmp_path / "out" / "last")}
+    for setting, *values in settings:
+        before, now = (paths.get(value, value) if isinstance(value, str) else value for value in values)
         capsys.readouterr()
         given = str(now).lower() if isinstance(now, bool) else str(now).replace(" ", "")
         assert main(["fit", *flags, f"--{setting}={given}", "--trainer.val_check_interval=5"]) == 2, setting
@@ -333,7 +346,7 @@ def disk_of(size: int):
 
 
 # The heads have 13 KB, the checkpoint several times that: the one or the other is what does not fit.
-@pytest.mark.parametrize("size", [10_000, 30_000])
+@pytest.mark.parametrize("size", [pytest.param(10_000, marks=pytest.mark.slow), 30_000])
 def test_a_full_disk_ends_in_a_sentence_and_keeps_what_was_trained(flags, tmp_path, monkeypatch, capsys, size):
     flags = [*flags, "--trainer.logger=false", "--save_every=3"]
     assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
