@@ -213,6 +213,10 @@ def test_semantic_diversity_is_the_mean_over_pairs():
     assert found == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-5)
     assert metrics.semantic_diversity(text, lambda s: torch.ones(6, 5), segments=6) == pytest.approx(0.0, abs=1e-12)
     assert metrics.semantic_diversity("too short", lambda s: vectors) is None
+    # Fifty segments unless told otherwise, as Self-BLEU has.
+    fifty = " ".join(map(str, range(50)))
+    assert metrics.semantic_diversity(fifty, lambda s: torch.eye(50)[: len(s)]) == pytest.approx(1.0)
+    assert metrics.semantic_diversity(fifty.removesuffix(" 49"), lambda s: torch.eye(50)[: len(s)]) is None
     apart = torch.eye(2)
     assert metrics.semantic_diversity("two parts", lambda s: apart, segments=2) == pytest.approx(1.0)
     metric = metrics.SemanticDiversity(lambda sentences: vectors, segments=6)
