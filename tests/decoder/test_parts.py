@@ -486,13 +486,21 @@ def test_accepted_pairs_replace_the_least_important_until_a_rebuild_is_due():
     commit(full, 5, seed=6)
     partial.append(full, {})
     torch.testing.assert_close(partial.keys[0][:, :, 4:9], full.keys[0][:, :, 43:48])
+    # The last pair that is not of the sink is replaced, too.
+    commit(full, 1, seed=9)
+    partial.append(full, {})
+    torch.testing.assert_close(partial.keys[0][:, :, 3:4], full.keys[0][:, :, 48:49])
     assert partial.rebuilds == 1
-    commit(full, 2, seed=7)
+    commit(full, 1, seed=7)
     partial.append(full, queries_for(full, seed=8))
     assert partial.rebuilds == 2
 
     static = PartialCache(budget=12, sink=3, dynamic=False)
     static.append(full, queries_for(full))
+    for count, slots in ((4, slice(8, 12)), (5, slice(3, 8)), (1, slice(11, 12))):
+        commit(full, count, seed=count)
+        static.append(full, {})
+        torch.testing.assert_close(static.keys[0][:, :, slots], full.keys[0][:, :, full.length - count : full.length])
     for step in range(30):
         commit(full, 1 + step % 4, seed=step)
         static.append(full, {})
