@@ -14,6 +14,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,13 +25,16 @@ import transformers
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
 from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
+from decoder.cli.processes import FLAG, first_speaks, say
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Decoder, methods
 from decoder.drafters import METHODS
+from decoder.loader import device_named
 from decoder.model.loading import out_of_memory, read_config, read_tokenizer
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import Chunk
+from decoder.parallel.ranks import ALONE, join, linked
 from decoder.sampling.params import SamplingParams
 from decoder.stats import Statistics
 from decoder.text.prompts import chat_ids, text_ids
@@ -48,6 +52,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m decoder", description=" ".join(__doc__.split("\n\n")[:2]), allow_abbrev=False)
     add_loading_flags(parser)
+    parser.add_argument(FLAG, action="store_true", help="the processes that torchrun has started share the model")
     prompts = parser.add_argument_group("prompt", "one of these, or text piped into standard input")
     prompt = prompts.add_mutually_exclusive_group()
     prompt.add_argument("--prompt-file", metavar="F", help="UTF-8 text; - is standard input")
@@ -120,7 +125,8 @@ def _read(file: str | None) -> str:
         raise ValueError(f"{name} is not UTF-8 text") from error
 
 
-def _prompt_ids(args: argparse.Namespace, text: str | None) -> list[int]:
+def _prompt_ids(args: argparse.Namespace) -> list[int]:
+    text = None if args.chat is not None else _prompt_text(args)
     config, tokenizer = read_config(args.model), read_tokenizer(args.model)
     if args.chat is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -138,12 +144,16 @@ def _prompt_ids(args: argparse.Namespace, text: str | None) -> list[int]:
 
 
 class _Run:
-    """One run of the command; making it checks all input, as far as possible before the model is loaded."""
+    """One run of the command; making it checks all input, as far as possible before the model is loaded.
+
+    Of the processes that share a model the first one reads the prompt and writes the text.
+    """
 
     def __init__(self, args: argparse.Namespace):
-        _check(args)
         self.args = args
-        self.transcript = None if args.output is None else Transcript(args.output, args.resume)
+        self.transcript: Transcript | None = None
+        self.ranks = join(device_named(args.device)) if args.tensor_parallel else ALONE
+        self.ranks.first(self._open)
         try:
             self._prepare()
         except BaseException:
@@ -151,11 +161,15 @@ class _Run:
                 self.transcript.close()
             raise
 
+    def _open(self) -> None:
+        _check(self.args)
+        if self.args.output is not None:
+            self.transcript = Transcript(self.args.output, self.args.resume)
+
     def _prepare(self) -> None:
         args = self.args
         sampling, options = from_flags(SamplingParams, args), from_flags(TokenSwiftOptions, args)
-        text = None if args.chat is not None else _prompt_text(args)
-        prompt_ids = _prompt_ids(args, text)
+        prompt_ids = self.ranks.first(lambda: _prompt_ids(args))
         request: dict[str, Any] = {
             "prompt": {"sha256": digest_of(prompt_ids), "tokens": len(prompt_ids)},
             "stop": args.stop,
@@ -164,16 +178,17 @@ class _Run:
             **asdict(sampling),
             "suppress_tokens": list(sampling.suppress_tokens),
         }
-        self._check_request(request)
-        self.decoder: Decoder = load_from_flags(args)
+        self.ranks.first(lambda: self._check_request(request))
+        self.decoder: Decoder = load_from_flags(args, args.tensor_parallel)
         model = self.decoder.model
         request |= {"dtype": str(model.dtype).removeprefix("torch."), "model": {"sha256": fingerprint(model)}}
         request["bitwise"] = self.decoder.bitwise
         if self.decoder.bitwise:
             # With another number of threads products may be summed in another order.
             request["threads"] = torch.get_num_threads()
-        self._check_request(request)
-        token_ids = [] if self.transcript is None else self.transcript.token_ids
+        self.ranks.first(lambda: self._check_request(request))
+        kept = None if self.transcript is None else (self.transcript.token_ids, self.transcript.finish_reason)
+        token_ids, finish_reason = self.ranks.agree(kept) or (list[int](), None)
         self.prompt_tokens, self.before, self.generated = len(prompt_ids), len(token_ids), len(token_ids)
         self.chunks: Generator[Chunk, None, None] = stream_on(
             self.decoder,
@@ -185,15 +200,18 @@ class _Run:
             options,
             args.stop,
             args.ignore_eos,
-            None if self.transcript is None else self.transcript.finish_reason,
+            finish_reason,
         )
         self.first = next(self.chunks)
-        if self.transcript is not None:
-            self.transcript.open(request, self.first.text)
+        self.ranks.first(lambda: self._begin_transcript(request))
 
     def _check_request(self, request: dict[str, Any]) -> None:
         if self.transcript is not None:
             self.transcript.check(request)
+
+    def _begin_transcript(self, request: dict[str, Any]) -> None:
+        if self.transcript is not None:
+            self.transcript.open(request, self.first.text)
 
     def stream(self) -> None:
         """Generate: the text goes to standard output and the file, progress and statistics to standard error."""
@@ -205,16 +223,19 @@ class _Run:
             if not complete:
                 status.show(f"reading {self.prompt_tokens + self.generated:,} tokens", now=True)
             for chunk in self.chunks:
-                if self.transcript is not None:
-                    ended = None if chunk.output is None else chunk.output.finish_reason
-                    self.transcript.append(chunk.token_ids, chunk.text, ended)
-                self.generated += len(chunk.token_ids)
-                _put(chunk.text)
+                self.ranks.first(partial(self._emit, chunk))
                 status.show(f"{self.generated:,}{limit} tokens{_rates(chunk.stats)}")
         before = f" ({self.before} of them before)" if self.before and not complete else ""
         rates = ", complete before" if complete else _rates(chunk.stats)
         audit = f"; {self.decoder.audit(chunk.output)}" if self.args.audit else ""
         print(f"{self.generated} tokens{before}{rates}{audit}", file=sys.stderr)
+
+    def _emit(self, chunk: Chunk) -> None:
+        if self.transcript is not None:
+            ended = None if chunk.output is None else chunk.output.finish_reason
+            self.transcript.append(chunk.token_ids, chunk.text, ended)
+        self.generated += len(chunk.token_ids)
+        _put(chunk.text)
 
     def left_behind(self) -> str:
         """Where a run broke off and how it can go on, in words."""
@@ -252,8 +273,8 @@ def _put(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _say(sentence: str) -> None:
-    print(f"python -m decoder: {sentence}", file=sys.stderr)
+def _say(sentence: str, error: BaseException | None = None) -> None:
+    say(f"python -m decoder: {sentence}", error)
 
 
 def _sentence(error: BaseException) -> str:
@@ -301,6 +322,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("standard output is closed: send it somewhere, to /dev/null for instance")
         return WRONG_INPUT
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with first_speaks(arguments):
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     other = _COMMANDS.get(arguments[0]) if arguments else None
     args = None if other else _parser().parse_args(arguments)
     # A character that the terminal cannot show must not end the output.
@@ -315,18 +341,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if other:
             other(arguments[1:])
             return 0
-        run = _Run(args)
+        with linked():
+            run = _Run(args)
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
     except Exception as error:
         if not _expected(error):
             raise
-        _say(_sentence(error))
+        _say(_sentence(error), error)
         return WRONG_INPUT
     with closing(run):
         try:
-            run.stream()
+            with linked():
+                run.stream()
         except KeyboardInterrupt:
             _say(f"interrupted {run.left_behind()}")
             return INTERRUPTED
@@ -338,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             if not _expected(error):
                 raise
-            _say(f"{_sentence(error)} {run.left_behind()}")
+            _say(f"{_sentence(error)} {run.left_behind()}", error)
             return BROKE_OFF
     return 0
 

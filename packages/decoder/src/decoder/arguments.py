@@ -1,7 +1,7 @@
 """Checks the arguments of a generation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from decoder.drafters import METHODS
@@ -41,6 +41,16 @@ class Arguments:
     stop_strings: list[str]
     return_logprobs: bool
     logits_hook: LogitsHook | None
+
+    def by_name(self) -> dict[str, object]:
+        """All that decides what is generated and how, by its name in words."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["heads"] = None if self.heads is None else self.heads.kind
+        values["logits_hook"] = self.logits_hook is not None
+        values["prompt"] = values.pop("context")
+        values["length"] = values.pop("limit"), values.pop("open_ended")
+        values["stop"] = sorted(values.pop("stop_ids")), values.pop("stop_strings")
+        return values
 
 
 def check_arguments(

@@ -268,7 +268,10 @@ class Decoder:
         checked = []
         # Buffers that wait for a single text would take memory from the caches of the batch.
         self.target.pool.clear()
-        admission = Admission(max_batch or _MOST_TEXTS, memory_for_caches(self.target.device, self.prefixes))
+        ranks = self.target.ranks
+        ranks.refuse_unequal({"number of prompts": count, "max_batch": max_batch})
+        memory = ranks.least(memory_for_caches(self.target.device, self.prefixes))
+        admission = Admission(max_batch or _MOST_TEXTS, memory)
         for index, (prompt, length, params, stops, hook) in enumerate(columns):
             try:
                 one = check_arguments(
@@ -331,6 +334,7 @@ class Decoder:
     def sequence(self, engine: Engine, arguments: Arguments) -> Sequence:
         """The sequence, to be decoded by ``engine``, that the arguments ask for."""
         target, options, hook = self.target, arguments.options, arguments.logits_hook
+        target.ranks.refuse_unequal(arguments.by_name())
         sampler = Sampler(
             arguments.sampling,
             target.vocab_size,

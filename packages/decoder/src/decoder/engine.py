@@ -5,7 +5,7 @@ Callers run `Engine.step`. The pipeline itself is `Engine.decode`.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,8 +17,9 @@ from decoder.kernels.transfers import download
 from decoder.model.loading import out_of_memory
 from decoder.model.target import Target
 from decoder.model.verification import Verification
+from decoder.parallel.ranks import Ranks, is_lost, linked
 from decoder.prefix_reuse import PrefixReuse
-from decoder.sampling.acceptance import Walk, walk
+from decoder.sampling.acceptance import Step, Walk, walk
 from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
@@ -72,9 +73,10 @@ class Engine:
         Returns:
             Each sequence that ran in this step with its new tokens, the finished ones included.
         """
-        self._admit()
-        stepped = list(self.running)
-        tokens = self.decode([sequence for sequence in stepped if not sequence.done])
+        with linked():
+            self._admit()
+            stepped = list(self.running)
+            tokens = self.decode([sequence for sequence in stepped if not sequence.done])
         self.running = [sequence for sequence in self.running if not sequence.done]
         for sequence in stepped:
             if sequence.done:
@@ -196,17 +198,17 @@ class Engine:
                 reads += own
                 walks[sequence] = walk(tree, draws)
         if reads:
-            _read(reads)
+            _read(reads, self.target.ranks)
         return walks
 
     def _accept(self, sequence: Sequence, tree: TokenTree, verification: Verification, walked: Walk) -> list[int]:
         """Append the walk's tokens to the text, until it ends, and commit the path to the cache and the drafter."""
-        path, tokens = [], []
-        for node, drawn in walked:
-            path.append(node)
-            tokens.append(sequence.sampler.take(drawn))
-            if sequence.advance(tokens[-1]):
-                break
+        ranks = self.target.ranks
+        taken = ranks.first(lambda: _follow(sequence, walked))
+        if ranks.rank:
+            # The walk of rank 0, where this process has drawn nothing.
+            _follow(sequence, taken)
+        path, tokens = [node for node, _ in taken], [drawn.token for _, drawn in taken]
         sequence.cache.keep(path)
         sequence.drafter.commit(sequence.cache, verification, path, tokens)
         sources = [tree.sources[node] for node in path[1:]]
@@ -216,9 +218,20 @@ class Engine:
         return tokens
 
 
-def _read(reads: list[DeferredRead]) -> None:
+def _follow(sequence: Sequence, walked: Iterable[Step]) -> list[Step]:
+    """Append the tokens of a walk to the text until it ends; returns the steps that were taken."""
+    taken = []
+    for step in walked:
+        sequence.sampler.take(step[1])
+        taken.append(step)
+        if sequence.advance(step[1].token):
+            break
+    return taken
+
+
+def _read(reads: list[DeferredRead], ranks: Ranks) -> None:
     """Wait for the device once, and hand each deferred read its values."""
-    numbers = download(torch.cat([read.numbers.double() for read in reads]))
+    numbers = ranks.agree(download(torch.cat([read.numbers.double() for read in reads])))
     start = 0
     for read in reads:
         end = start + len(read.numbers)
@@ -228,10 +241,10 @@ def _read(reads: list[DeferredRead]) -> None:
 
 @contextmanager
 def _failure_of(sequence: Sequence) -> Iterator[None]:
-    """An exception in this block ends this sequence alone, except that memory has run out, which is raised."""
+    """An exception in this block ends this sequence alone, unless memory has run out or another process is lost."""
     try:
         yield
     except Exception as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or is_lost(error):
             raise
         sequence.error = error

@@ -9,7 +9,10 @@ import torch
 from decoder.decoder import Decoder, HeadsLike, check_heads
 from decoder.heads import Heads, load_heads
 from decoder.model.bitwise import BitwiseSetting
+from decoder.model.gguf import is_gguf
 from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
+from decoder.parallel.ranks import ALONE, Ranks, join, linked
+from decoder.parallel.sharding import digest_of, refuse_unshareable, sharding
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -23,6 +26,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     bitwise: BitwiseSetting = "auto",
     prefix_cache_bytes: int = 0,
+    tensor_parallel: bool = False,
     **model_kwargs: Any,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
@@ -33,13 +37,17 @@ def load(
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is float32 on a CPU and the checkpoint's own on CUDA.
         bitwise, prefix_cache_bytes: see `Decoder`.
+        tensor_parallel: whether the processes that torchrun has started share the model: each holds a part of the
+            weights and some of the KV heads, on a device of its own, and all run the same program.
         **model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also
             used for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and
             its tokenizer alone.
 
     Raises:
         OSError: a model, tokenizer or heads checkpoint cannot be found or read.
-        ValueError: one of them does not fit or lacks tensors, or device or dtype are unknown.
+        ValueError: one of them does not fit or lacks tensors; device or dtype are unknown; or the model cannot be
+            shared among so many processes, or these were given different models or arguments.
+        ConnectionError: another process of the run has ended.
     """
     device = device_named(device)
     if isinstance(dtype, torch.dtype):
@@ -48,30 +56,73 @@ def load(
         raise ValueError(f"unknown dtype {dtype!r}: use one of auto, {', '.join(_DTYPES)}")
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
+    ranks = join(device) if tensor_parallel else ALONE
+    if ranks.size > 1:
+        device = _own_device(device)
+    # A revision belongs to one repository: the given one is the model's.
+    of_draft = {name: value for name, value in model_kwargs.items() if name != "revision"}
+    with linked():
+        # Refuse what can be refused before gigabytes of weights are read.
+        sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, ranks))
+        ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
+        heads = _read_heads(heads, model_kwargs)
+        tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
+        target = read_model(model, device, dtype=dtype, **model_kwargs, **sharding(ranks))
+        small = None if draft_model is None else read_model(draft_model, device, dtype=dtype, **of_draft)
+        return Decoder(target, tokenizer, heads, small, bitwise, prefix_cache_bytes)
+
+
+def _for_hub(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
+
+
+def _checked(
+    model: str | os.PathLike,
+    heads: HeadsLike | Mapping[str, HeadsLike] | None,
+    draft_model: str | os.PathLike | None,
+    model_kwargs: Mapping[str, Any],
+    ranks: Ranks,
+) -> dict[str, str]:
+    """Check what can be checked without reading weights; returns what tells the checkpoints from others."""
+    from_hub = _for_hub(model_kwargs)
     check_source("model", model)
     if draft_model is not None:
         check_source("draft model", draft_model)
     check_heads(heads)
-    from_hub = {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
-    # A revision belongs to one repository: the given one is the model's.
-    of_draft = {name: value for name, value in model_kwargs.items() if name != "revision"}
-    of_heads = {name: from_hub[name] for name in ("cache_dir", "local_files_only", "token") if name in from_hub}
+    if ranks.size > 1 and is_gguf(model):
+        raise ValueError("a GGUF file cannot be shared among processes: give a model folder or hub id")
+    config = read_config(model, **from_hub)
+    if draft_model is not None:
+        read_config(draft_model, **{name: value for name, value in from_hub.items() if name != "revision"})
+    if ranks.size == 1:
+        return {}
+    refuse_unshareable(config, ranks.size)
+    given = heads.values() if isinstance(heads, Mapping) else [heads]
+    return {
+        "model": digest_of(model, getattr(config, "_commit_hash", None)) + config.to_json_string(),
+        "heads": ", ".join(map(digest_of, given)),
+        "draft model": digest_of(draft_model),
+    }
 
-    def read_heads(one: HeadsLike) -> Heads:
+
+def _read_heads(
+    heads: HeadsLike | Mapping[str, HeadsLike] | None, model_kwargs: Mapping[str, Any]
+) -> Heads | dict[str, Heads] | None:
+    of_heads = {name: model_kwargs[name] for name in ("cache_dir", "local_files_only", "token") if name in model_kwargs}
+
+    def read(one: HeadsLike) -> Heads:
         return one if isinstance(one, Heads) else load_heads(one, **of_heads)
 
     if isinstance(heads, Mapping):
-        heads = {kind: read_heads(one) for kind, one in heads.items()}
-    elif heads is not None:
-        heads = read_heads(heads)
-    # Refuse what can be refused before gigabytes of weights are read.
-    read_config(model, **from_hub)
-    if draft_model is not None:
-        read_config(draft_model, **{name: of_draft[name] for name in from_hub if name in of_draft})
-    tokenizer = read_tokenizer(model, **from_hub)
-    target = read_model(model, device, dtype=dtype, **model_kwargs)
-    small = None if draft_model is None else read_model(draft_model, device, dtype=dtype, **of_draft)
-    return Decoder(target, tokenizer, heads, small, bitwise, prefix_cache_bytes)
+        return {kind: read(one) for kind, one in heads.items()}
+    return None if heads is None else read(heads)
+
+
+def _own_device(device: torch.device) -> torch.device:
+    """The device of this process: transformers gives each the accelerator of its number, where there is one."""
+    if device.index is not None or (device.type == "cpu" and torch.cuda.is_available()):
+        raise ValueError("each process takes the device of its own number: leave device at 'auto'")
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 def device_named(device: str | torch.device) -> torch.device:

@@ -9,6 +9,7 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.kernels.packed_linear import under_autocast
 from decoder.model.target import Target
+from decoder.parallel.sharding import own_part
 
 _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which are faster prefilled than looked up
 
@@ -97,7 +98,7 @@ class PrefixReuse:
         """
         at = reused.count
         pairs = ((cache.keys[:, :, :, at], reused.key), (cache.values[:, :, :, at], reused.value))
-        if all(self._same(new, old) for new, old in pairs):
+        if self.target.ranks.all(all(self._same(new, old) for new, old in pairs)):
             return True
         self.clear()
         cache.length = 0
@@ -132,7 +133,7 @@ class PrefixReuse:
 
     def _check_model(self) -> None:
         """Forget all texts if a parameter is another tensor than before, or was written to."""
-        parameters = self.target.model.parameters()
+        parameters = map(own_part, self.target.model.parameters())
         state: list[object] = [
             (one.data_ptr(), one.dtype, 0 if one.is_inference() else one._version) for one in parameters
         ]

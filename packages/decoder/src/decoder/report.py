@@ -26,7 +26,8 @@ def report(targets: Mapping[str, Target], heads: Iterable[str]) -> str:
         config, shape = target.model.config, target.attention_shape
         sizes = f"{config.num_hidden_layers} layers of {target.hidden_size}, {shape.heads} query and {shape.kv_heads}"
         dtype = str(target.lm_head.weight.dtype).removeprefix("torch.")
-        lines += ["", f"{role}: {target.name} in {dtype}, {sizes} KV heads of {shape.dim}"]
+        shared = f" in each of {target.ranks.size} processes" if target.ranks.size > 1 else ""
+        lines += ["", f"{role}: {target.name} in {dtype}, {sizes} KV heads of {shape.dim}{shared}"]
         lines += [f"  {_line(path)}" for path in target.fast_paths()]
     kinds = ", ".join(heads)
     return "\n".join([*lines, "", f"draft heads: {kinds or 'none'}"])

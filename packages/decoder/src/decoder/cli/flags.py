@@ -61,7 +61,7 @@ def check_sources(args: argparse.Namespace) -> None:
             check_source(name, source)
 
 
-def load_from_flags(args: argparse.Namespace) -> Decoder:
+def load_from_flags(args: argparse.Namespace, tensor_parallel: bool = False) -> Decoder:
     """Load what the flags of `add_loading_flags` name. Raises as `decoder.load` does."""
     return load(
         args.model,
@@ -70,6 +70,7 @@ def load_from_flags(args: argparse.Namespace) -> Decoder:
         device=args.device,
         dtype=args.dtype,
         bitwise=args.bitwise,
+        tensor_parallel=tensor_parallel,
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 
 from transformers import PreTrainedModel
 
+from decoder.parallel.sharding import whole
+
 FORMAT_VERSION = 1
 _SAMPLES = 64  # numbers of each weight that a fingerprint reads
 _ADDED_LATER = ("bitwise", "threads")  # keys that records of earlier versions lack
@@ -167,13 +169,16 @@ class Transcript:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash that distinguishes models without reading all weights: of some numbers of each, shapes and end tokens."""
+    """A hash that distinguishes models without reading all weights: of some numbers of each, shapes and end tokens.
+
+    All processes that share a model must ask at the same time.
+    """
     digest = hashlib.sha256()
     config = model.config.get_text_config()
     eos = getattr(model.generation_config, "eos_token_id", None)
     digest.update(json.dumps([getattr(config, "rope_parameters", None), eos], sort_keys=True).encode())
     for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
+        flat = whole(weight.detach()).flatten()
         some = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].double().cpu()
         digest.update(f"{name} {tuple(weight.shape)}".encode() + some.numpy().tobytes())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from torch import nn
 
 from decoder.heads import Heads
 from decoder.model.target import Target
+from decoder.parallel.sharding import own_part, whole
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 
@@ -55,16 +56,16 @@ class DraftVocabulary:
 
     def _state(self) -> tuple[int, int]:
         """A value that changes with the weights of the language-model head, as far as PyTorch counts their versions."""
-        weight = self.target.lm_head.weight
+        weight = own_part(self.target.lm_head.weight)
         return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
     @torch.no_grad()
     def _copy(self) -> None:
         weight, bias = self.target.lm_head.weight, getattr(self.target.lm_head, "bias", None)
         self._copied = self._state()
-        self._rows.weight = nn.Parameter(weight[self._ids], requires_grad=False)
+        self._rows.weight = nn.Parameter(whole(weight)[self._ids], requires_grad=False)
         if bias is not None:
-            self._rows.bias = nn.Parameter(bias[self._ids], requires_grad=False)
+            self._rows.bias = nn.Parameter(whole(bias)[self._ids], requires_grad=False)
 
     def logits(self, normalised: torch.Tensor) -> torch.Tensor:
         """Logits [..., v] of the drafted tokens, from normalised hidden states [..., d]."""

@@ -101,7 +101,8 @@ class HeadLevels:
         With ``own_level`` the first level is what the hidden state itself predicts (l_0 in the paper) and head 1 gives
         the second one. Without it head 1 gives the first.
         """
-        return self.read(download(self.ask(state, sampler, sampler.draft_context(), count, own_level)))
+        asked = self.ask(state, sampler, sampler.draft_context(), count, own_level)
+        return self.read(self.target.ranks.agree(download(asked)))
 
     def ask(
         self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
@@ -247,7 +248,9 @@ def fill_together(wanted: Sequence[LevelsWanted]) -> None:
                 except StopIteration as done:
                     parts[text] = done.value
                     del running[text]
-    levels = [one.heads.read(download(_flat(parts[text]))) for text, one in enumerate(wanted)]
+    ranks = wanted[0].heads.target.ranks
+    numbers = ranks.agree([download(_flat(parts[text])) for text in range(len(wanted))])
+    levels = [one.heads.read(own) for one, own in zip(wanted, numbers, strict=True)]
     seconds = time.perf_counter() - start
     for one, own in zip(wanted, levels, strict=True):
         one.receive(own, seconds / len(wanted))

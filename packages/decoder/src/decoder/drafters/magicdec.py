@@ -51,7 +51,7 @@ class MagicDec:
             logits = self.target.head(self.target.norm(hidden))
             chain.append(first_argmax(sampler.draft_scores(logits, self.options.coupled, drafted)))
             drafted.push(chain[-1])
-        tree.add_path(download(torch.cat(chain)) if chain else (), "target")
+        tree.add_path(self.target.ranks.agree(download(torch.cat(chain))) if chain else (), "target")
         return tree
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:

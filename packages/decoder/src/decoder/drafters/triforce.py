@@ -70,7 +70,7 @@ class TriForce:
                 hidden = self.target.draft([newest, *guesses], cache.length + len(chain), self.partial)
                 logits = self.target.head(self.target.norm(hidden))
                 for row, guess in zip(logits, [*guesses, None], strict=True):
-                    chain.append(sampler.draft_choice(row, self.options.coupled, chain))
+                    chain.append(self._choice(sampler, row, chain))
                     if chain[-1] != guess:
                         break
         tree.add_path(chain, "target")
@@ -91,10 +91,14 @@ class TriForce:
         guesses: list[int] = []
         while True:
             logits = self.small.head(self.small.norm(hidden[-1]))
-            guesses.append(sampler.draft_choice(logits, self.options.coupled, [*chain, *guesses]))
+            guesses.append(self._choice(sampler, logits, [*chain, *guesses]))
             if len(guesses) == count:
                 return guesses
             hidden = self._read_ahead(guesses[-1:])
+
+    def _choice(self, sampler: Sampler, logits: torch.Tensor, drafted: list[int]) -> int:
+        """The best candidate behind ``drafted``, the same for all processes that share the target."""
+        return self.target.ranks.first(lambda: sampler.draft_choice(logits, self.options.coupled, drafted))
 
     def _read_text(self, tokens: list[int]) -> torch.Tensor | None:
         """Let the small model read committed tokens; returns the hidden states of the last chunk."""

@@ -118,6 +118,8 @@ class Bitwise:
             return None, "on a CPU only"
         if under_autocast():
             return None, "autocast chooses dtypes by itself"
+        if target.ranks.size > 1:
+            return None, "sums over processes that share a model have an order of their own"
         if any(isinstance(module._modules.get("experts"), torch.nn.Module) for module in target.model.modules()):
             return None, "a mixture of experts gives each of them another number of rows in every pass"
         if target.lm_head.weight.dtype == torch.float64 and self.wanted == "auto":

@@ -20,7 +20,7 @@ from decoder.cache.pool import BufferPool
 from decoder.kernels.attention import TextInPass
 from decoder.kernels.bitwise_attention import SPARE, BitwiseText
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
-from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
+from decoder.kernels.fast_paths import FLATTENED, PACKED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
@@ -32,6 +32,8 @@ from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
 from decoder.model.recording_test import tested_recorder
 from decoder.model.verification import Verification
+from decoder.parallel.ranks import ranks_of
+from decoder.parallel.sharding import refuse_unshareable
 from decoder.sampling.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -66,6 +68,10 @@ class Target:
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.hidden_size: int = self.lm_head.weight.shape[1]
         refuse_devices(model, self.device)
+        self.ranks = ranks_of(model)
+        """The processes that share the model."""
+        if self.ranks.size > 1:
+            refuse_unshareable(model.config, self.ranks.size)
         self._helpers: list[nn.Module] = []
         self.draft_vocabularies: dict[nn.Module, Any] = {}  # `drafters.draft_vocabulary.DraftVocabulary`
         """By draft heads, their `DraftVocabulary`, which outlives generations."""
@@ -88,7 +94,10 @@ class Target:
             self.paths.use(FLATTENED, "several texts are verified together")
         else:
             self.paths.leave_off(FLATTENED, "the model gives something else then, or cannot run them")
-        self.set_recorder(tested_recorder(self, self.attention_shape))
+        if self.ranks.size == 1:
+            self.set_recorder(tested_recorder(self, self.attention_shape))
+        else:
+            self.paths.leave_off(RECORDED, "not for a model that processes share")
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Record passes with ``recorder`` from now on; None records no passes."""
@@ -146,6 +155,9 @@ class Target:
             fused = tested_fused(self._modules, self.paths)
             within = {inner for layer in fused for inner in layer.modules()}
             found = {module: forward for module, forward in found.items() if module not in within} | fused
+            if self.ranks.size > 1:
+                packed = self.paths[PACKED]
+                self.paths.enter(PACKED, packed.on, f"not for layers that processes share; else {packed.reason}")
             called = {self.norm, self.lm_head, *of_helpers}
             if self.recorder is None:
                 self.paths.leave_off(ROTARY, f"needs {RECORDED}")

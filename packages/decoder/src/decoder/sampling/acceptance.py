@@ -9,8 +9,11 @@ from decoder.sampling.filters import first_argmax
 from decoder.sampling.sampler import Drawn, Sampler, log_prob
 from decoder.sampling.token_tree import TokenTree
 
-Walk = Iterator[tuple[int, Drawn]]
-"""The accepted path, the root first: each node with the token that follows it in the text.
+Step = tuple[int, Drawn]
+"""A node of the accepted path, with the token that follows it in the text."""
+
+Walk = Iterator[Step]
+"""The accepted path, the root first.
 
 Nodes are drawn as the iterator comes to them, so its user must append each token to the text before taking the next.
 """

@@ -216,6 +216,7 @@ class CostTuned:
         nodes, overhead = len(self._tree), self._drafting
         if self.context.running() == 1:  # else the rest of the step is other texts', too
             overhead = time.perf_counter() - self._start - self._costs[nodes]
+        overhead = self.context.target.ranks.agree(overhead)
         self._policy.observe(self._levels, gained, len(tokens) - sum(gained), nodes, overhead, self._costs)
 
     def _learn(self, tokens: list[int]) -> None:

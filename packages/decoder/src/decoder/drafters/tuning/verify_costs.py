@@ -47,7 +47,8 @@ class VerifyCosts:
     def _measure(self, cache: FullCache) -> list[float]:
         """The seconds of 1 to 64 nodes: powers of two are measured, others interpolated; more nodes never cost less."""
         most = self.target.most_nodes or WIDEST
-        best = list(accumulate((self._seconds(n, cache) if n <= most else _NEVER for n in _WIDTHS), max))
+        seconds = [self._seconds(n, cache) if n <= most else _NEVER for n in _WIDTHS]
+        best = list(accumulate(self.target.ranks.agree(seconds), max))
         table = [0.0, best[0]]
         for (left, at_left), (right, at_right) in pairwise(zip(_WIDTHS, best, strict=True)):
             # What a tree is padded with costs as much as its nodes.
@@ -74,7 +75,7 @@ class VerifyCosts:
             self.target.wait()
             end = time.perf_counter()
             best = min(best, end - start)
-            if repeat and end - began > _LONG:
+            if self.target.ranks.agree(repeat > 0 and end - began > _LONG):
                 break
         return best
 

@@ -1,0 +1,219 @@
+"""The processes that share a model run the same program; what the host of one of them reads, all of them use.
+
+Every pass of the model needs all processes at once, so they must take the same decisions. Decisions follow from what
+the host reads: numbers of a device, the clock, the memory, files. `Ranks.agree` and `Ranks.first` give every process
+what the first one has read. All that follows from it is then the same everywhere, and is not sent again.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_SMALL = 2048  # bytes that are sent at once, which most messages fit in
+_LENGTH = 8  # of them, for the length of a message
+# A process may wait for the reader of its output, and all others for it. One that ends is noticed at once.
+_PATIENCE = timedelta(days=1)
+_OF_ALL = "_of_all_ranks"
+
+
+class Ranks:
+    """The processes that share a model, numbered from 0, and this one's number; without a group it is alone.
+
+    Args:
+        group: a process group for messages between hosts (gloo).
+
+    Attributes:
+        rank: the number of this process.
+        size: how many there are.
+    """
+
+    def __init__(self, group: Any = None):
+        self._group = group
+        self.rank: int = 0 if group is None else dist.get_rank(group)
+        self.size: int = 1 if group is None else dist.get_world_size(group)
+
+    def agree(self, value: T) -> T:
+        """The ``value`` of rank 0, which must be small and picklable."""
+        if self.size == 1:
+            return value
+        message = pickle.dumps(value) if not self.rank else b""
+        buffer = torch.zeros(_SMALL, dtype=torch.uint8)
+        head = len(message).to_bytes(_LENGTH, "little") + message[: _SMALL - _LENGTH]
+        buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        dist.broadcast(buffer, 0, group=self._group)
+        received = buffer.numpy().tobytes()
+        length, received = int.from_bytes(received[:_LENGTH], "little"), received[_LENGTH:]
+        if length > len(received):
+            rest = torch.zeros(length - len(received), dtype=torch.uint8)
+            if not self.rank:
+                rest = torch.frombuffer(bytearray(message[len(received) :]), dtype=torch.uint8)
+            dist.broadcast(rest, 0, group=self._group)
+            received += rest.numpy().tobytes()
+        return pickle.loads(received[:length]) if self.rank else value
+
+    def first(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns or raises on rank 0; the others do not call it."""
+        if self.size == 1:
+            return function()
+        value, error = None, None
+        if not self.rank:
+            try:
+                value = function()
+            except Exception as raised:
+                error = _portable(raised)
+        value, error = self.agree((value, error))
+        if error is not None:
+            raise _marked(error)
+        return value  # type: ignore[return-value]  # there is a value where there is no error
+
+    def together(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns here; where it raises ValueError or OSError on any rank, all raise that."""
+        if self.size == 1:
+            return function()
+        value, error = None, None
+        try:
+            value = function()
+        except (ValueError, OSError) as raised:
+            error = _portable(raised)
+        errors = [one for one in self._gather(error) if one is not None]
+        if errors:
+            raise _marked(errors[0])
+        return value  # type: ignore[return-value]
+
+    def refuse_unequal(self, given: Mapping[str, object]) -> None:
+        """Raise ValueError on all ranks where one was given something else than rank 0.
+
+        Args:
+            given: by name in words, what was given; values are equal if their representations are.
+        """
+        if self.size == 1:
+            return
+        everyone = self._gather({name: repr(value) for name, value in given.items()})
+        for rank, other in enumerate(everyone):
+            for name in other:
+                if other[name] != everyone[0].get(name):
+                    raise _marked(
+                        ValueError(
+                            f"process {rank} was given another {name} than process 0: "
+                            f"start all of them with the same command and the same files"
+                        )
+                    )
+
+    def least(self, number: int | None) -> int | None:
+        """The smallest of all ranks' numbers; None where one has none."""
+        everyone = [number] if self.size == 1 else self._gather(number)
+        return None if None in everyone else min(everyone)
+
+    def all(self, holds: bool) -> bool:
+        """Whether something holds on all ranks."""
+        return holds if self.size == 1 else all(self._gather(holds))
+
+    def _gather(self, value: Any) -> list[Any]:
+        everyone = [None] * self.size
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+
+ALONE = Ranks()
+"""For a model that one process holds."""
+
+
+@contextmanager
+def linked() -> Iterator[None]:
+    """A block in which the loss of another process is a ConnectionError of one sentence."""
+    try:
+        yield
+    except Exception as error:
+        if not is_lost(error):
+            raise
+        raise ConnectionError(
+            "another process of this run has ended or cannot be reached any more: its own message says why"
+        ) from error
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another process is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def is_of_all(error: BaseException) -> bool:
+    """Whether all ranks raise this error, so that the first of them tells it."""
+    return getattr(error, _OF_ALL, False)
+
+
+def _marked(error: Exception) -> Exception:
+    setattr(error, _OF_ALL, True)
+    return error
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or where it cannot be sent one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def join(device: torch.device) -> Ranks:
+    """Meet the other processes that torchrun has started, unless the program has done so before.
+
+    Args:
+        device: of the type on which they will run.
+
+    Raises:
+        ValueError: this process was started alone.
+        ConnectionError: the others cannot be reached.
+    """
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise ValueError(
+                "tensor parallelism needs a process per device: start them by torchrun --nproc-per-node N in place of "
+                "python"
+            )
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            backend = "cpu:gloo,cuda:nccl"
+        try:
+            dist.init_process_group(backend, timeout=_PATIENCE)
+        except Exception as error:
+            raise ConnectionError(f"the other processes cannot be reached: {_first_line(error)}") from error
+    return _all_processes(dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _all_processes(world: Any) -> Ranks:
+    """All processes of the default group, with a group for messages between hosts."""
+    return Ranks(dist.new_group(backend="gloo", timeout=_PATIENCE)) if dist.get_world_size(world) > 1 else ALONE
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def ranks_of(model: torch.nn.Module) -> Ranks:
+    """The processes that share a model, as its parameters show: one where they are whole.
+
+    Raises:
+        ValueError: it is shared otherwise than by plain tensor parallelism over all processes.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    from torch.distributed.tensor import DTensor
+
+    meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
+    if not meshes:
+        return ALONE
+    if any(mesh.ndim != 1 or mesh.size() != dist.get_world_size() for mesh in meshes):
+        raise ValueError("only tensor parallelism over all processes can be decoded: load the model without any other")
+    return _all_processes(dist.group.WORLD)
