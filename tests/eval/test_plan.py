@@ -165,3 +165,27 @@ def test_a_comparison_plans_its_rows_by_the_same_arithmetic(data):
         plan.plan_method("hf", shape, 10, 10, decoder.TokenSwiftOptions())
     with pytest.raises(ValueError, match="small model"):
         plan.plan_method("triforce", shape, 10, 10, decoder.TokenSwiftOptions())
+
+
+@pytest.mark.parametrize("name", ["deepseek-r1-distill-qwen-32b", "qwq-32b"])
+def test_a_32b_model_and_its_cache_fit_80_gb_where_two_devices_share_it(name):
+    one, two = (plan_json("--model", name, "--tensor-parallel-size", str(size)) for size in (1, 2))
+    whole, half = (made["methods"]["tokenswift"]["bytes"] for made in (one, two))
+    # Norms, two in each layer and a last one, are whole in both.
+    norms = 2 * (2 * 64 + 1) * 5120
+    assert half["weights"] == (whole["weights"] - norms) // 2 + norms
+    assert 2 * half["full_cache"] == whole["full_cache"] and 2 * half["draft_cache"] == whole["draft_cache"]
+    assert (half["drafter"], half["logits"]) == (whole["drafter"], whole["logits"])
+    assert half["total"] < 80e9 < whole["total"]
+    # An embedding of its own is read by the row.
+    read = (2 * plan.read_shape(name).read_parameters - norms) // 2 + norms
+    assert two["methods"]["ar"]["bytes_read_per_step"]["end"] == read + half["full_cache"]
+    assert "each of 2 processes" in " ".join(run("--model", name, "--tensor-parallel-size", "2").stdout.split())
+
+
+def test_numbers_of_processes_that_cannot_share_a_model_are_refused():
+    told = run("--model", "qwq-32b", "--tensor-parallel-size", "3")
+    assert told.exit_code == 2
+    assert "3 processes cannot share the 40 query and 8 KV heads of this qwen2 evenly: start 1 or 2" in told.stderr
+    told = run("--model", "qwq-32b", "--tensor-parallel-size", "0")
+    assert told.exit_code == 2 and "--tensor-parallel-size must be at least 1" in told.stderr

@@ -69,8 +69,13 @@ def told_in_a_sentence() -> Iterator[None]:
         sentence = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:
             sentence = f"{error.filename}: {error.strerror}"
+        context = click.get_current_context()
+        # Of processes that share a model, which are given the same, the first one tells what is wrong with it.
+        others = context.params.get("tensor_parallel") and os.environ.get("RANK", "0") != "0"
+        if others and isinstance(error, ValueError | FileNotFoundError):
+            sys.exit(WRONG_INPUT)
         # What Python calls max_new_tokens is --max-new-tokens here.
-        flags = {parameter.name: parameter.opts[0] for parameter in click.get_current_context().command.params}
+        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
         name = re.match(r"(\w+) must ", sentence)
         if name and flags.get(name[1], "").startswith("--"):
             sentence = flags[name[1]] + sentence[name.end(1) :]
@@ -144,13 +149,14 @@ def main():
 @click.option(
     "--processes", type=int, default=1, show_default=True, help="Share the prompts and runs over N processes."
 )
+@click.option("--tensor-parallel", is_flag=True, help="Under torchrun: its processes share the model.")
 @books_option
 @click.pass_obj
 def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **arguments):
     """Decode the same prompts with each METHOD, next to ar, and tell speed, acceptance, diversity and identity.
 
     A METHOD may carry options and heads of its own: tokenswift:tree=1,3,3,3:ngrams=20, auto:heads=DIR. `ts-eval
-    methods` lists the names. Under torchrun its processes share the prompts.
+    methods` lists the names. Under torchrun its processes share the prompts, or with --tensor-parallel the model.
     """
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
     with told_in_a_sentence():
@@ -159,7 +165,7 @@ def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **argu
         from ts_eval.table import comparison
 
         _quiet_libraries()
-        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not arguments["tensor_parallel"]:
             arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
         without_flag = click.get_current_context().meta.get(WITHOUT_FLAG, {})
@@ -332,6 +338,13 @@ def report(folder):
 @click.option("--bandwidth", type=float, help="Memory bandwidth of another device, in GB/s.")
 @click.option("--measure", is_flag=True, help="Measure this machine's memory bandwidth.")
 @click.option("--acceptance", type=float, multiple=True, help="alpha; may be repeated.  [default: 0.5, 0.7, 0.9]")
+@click.option(
+    "--tensor-parallel-size",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Processes that share the model, each on a device of its own; bytes are those of one.",
+)
 @click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(as_json, **arguments):

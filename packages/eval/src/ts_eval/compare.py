@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from decoder.parallel.ranks import linked
 from ts_eval import defaults, metrics
 from ts_eval.json_lines import whole_lines
 from ts_eval.processes import working_beside
@@ -20,6 +21,7 @@ from ts_eval.results import SCHEMA_VERSION, GenerationLog, write_json
 from ts_eval.rounds import IN_PROGRESS, Rounds
 from ts_eval.run_file import write_run_file
 from ts_eval.setup import Setup, set_up
+from ts_eval.shared_model import in_step
 from ts_eval.summary import divergence_margin, summarise
 
 WAIT_SECONDS = 1.0
@@ -73,6 +75,7 @@ class Experiment:
             several, or with its part of the CPU's threads.
         rank: which of the ``processes`` this one is, when a launcher such as torchrun has started them all; None
             starts the others itself. Only rank 0 writes results.
+        tensor_parallel: whether the processes that torchrun has started share the model, and not the prompts.
         arguments: the command line, for the record.
 
     Raises (from `run`):
@@ -106,10 +109,15 @@ class Experiment:
     overwrite: bool = False
     processes: int = 1
     rank: int | None = None
+    tensor_parallel: bool = False
     arguments: Sequence[str] | None = None
 
     def run(self, say: Say = _silent) -> dict | None:
         """Generate what is missing and write the results, which are returned; None from ranks other than 0."""
+        if self.tensor_parallel:
+            with in_step(self) as (own, rank), linked():
+                results = own._run(say)
+            return None if rank else results
         threads = torch.get_num_threads()
         if self.rank is None:
             torch.set_num_threads(max(1, threads // max(1, self.processes)))

@@ -2,7 +2,7 @@
 
 import glob
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +26,15 @@ DEFAULT_KINDS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """Folders, GGUF files or hub ids: the model, the small model for triforce, and heads by row (only where used)."""
+    """Folders, GGUF files or hub ids: the model, the small model for triforce, and heads by row (only where used).
+
+    With ``tensor_parallel`` processes share the model.
+    """
 
     model: str
     draft_model: str | None
     heads: dict[str, str]
+    tensor_parallel: bool = field(default=False, kw_only=True)
 
     @classmethod
     def find(
@@ -83,7 +87,14 @@ class Sources:
         """Heads checkpoint (or None) -> Decoder; all share the one loaded model. Raises as `decoder.load`."""
         wanted: bool | Literal["auto"] = "auto" if bitwise is None else bitwise
         with checkpoints.named(self.model):
-            plain = decoder.load(self.model, draft_model=self.draft_model, device=device, dtype=dtype, bitwise=wanted)
+            plain = decoder.load(
+                self.model,
+                draft_model=self.draft_model,
+                device=device,
+                dtype=dtype,
+                bitwise=wanted,
+                tensor_parallel=self.tensor_parallel,
+            )
         if plain.tokenizer is None:
             raise ValueError(f"{self.model} has no tokenizer, which the prompts need")
         loaded: dict[str | None, decoder.Decoder] = {None: plain}

@@ -7,7 +7,7 @@ That floor is what `steps` gives; computing, launching and sampling come on top.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ import decoder
 from decoder.drafters import prompt_lookup
 from decoder.model import loading
 from decoder.model.gguf import is_gguf
+from decoder.parallel.sharding import refuse_unshareable, shared_parameters
 from decoder.sampling.token_tree import rank_paths
 from ts_eval.checkpoints import named, refuse_missing
 
@@ -53,6 +54,7 @@ class ModelShape:
         lm_head_parameters: the language-model head's.
         layers, kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
         value_bytes: of one number.
+        shared_parameters: those of which each of several processes would hold a part.
     """
 
     parameters: int
@@ -64,12 +66,14 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     value_bytes: int
+    shared_parameters: int
 
     @classmethod
     def of(cls, model, dtype: torch.dtype | None = None) -> "ModelShape":
         """Of a loaded model, or of one on the meta device; ``dtype`` where it shall be held in another."""
         config = model.config.get_text_config()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        parameters = sum(sizes.values())
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         heads = config.num_attention_heads
         return cls(
@@ -82,6 +86,23 @@ class ModelShape:
             hidden_size=config.hidden_size,
             vocab_size=head.shape[0],
             value_bytes=(dtype or head.dtype).itemsize,
+            shared_parameters=sum(sizes[name] for name in shared_parameters(sizes, model.tp_plan or {})),
+        )
+
+    def shared(self, size: int) -> "ModelShape":
+        """What one of ``size`` processes holds under transformers' plan; drafters and logits are whole in each."""
+
+        def share(numbers: int) -> int:
+            return -(-numbers // size)
+
+        parameters = self.parameters - self.shared_parameters + share(self.shared_parameters)
+        return replace(
+            self,
+            parameters=parameters,
+            read_parameters=parameters - share(self.parameters - self.read_parameters),
+            lm_head_parameters=share(self.lm_head_parameters),
+            kv_heads=share(self.kv_heads),
+            shared_parameters=share(self.shared_parameters),
         )
 
     @property
@@ -288,19 +309,22 @@ def plan(
     }
 
 
-def read_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """The shape of what `read_config` takes, without its weights.
+def read_shape(model: str, dtype: str = "auto", processes: int = 1) -> ModelShape:
+    """The shape of what `read_config` takes, without its weights, or the share of one of several processes.
 
     Args:
         dtype: "auto" is the configuration's, bfloat16 when it names none.
 
     Raises:
         OSError: there is no such configuration.
-        ValueError: the configuration cannot be read or is of no causal language model.
+        ValueError: the configuration cannot be read or is of no causal language model, or so many processes cannot
+            share the model.
     """
     config = read_config(model)
+    if processes > 1:
+        refuse_unshareable(config, processes)
     with torch.device("meta"):
-        return ModelShape.of(AutoModelForCausalLM.from_config(config), held_dtype(config, dtype))
+        return ModelShape.of(AutoModelForCausalLM.from_config(config), held_dtype(config, dtype)).shared(processes)
 
 
 def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:

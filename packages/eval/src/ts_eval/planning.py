@@ -29,6 +29,7 @@ def plan_from(
     measure: bool,
     acceptance: Sequence[float],
     data_dir: str | None,
+    tensor_parallel_size: int = 1,
 ) -> dict:
     """`plan.plan` for named models, GPUs and bandwidths (GB/s), with these names in it.
 
@@ -36,6 +37,8 @@ def plan_from(
         ValueError: a value out of range, or an unknown GPU.
         OSError: a model configuration that cannot be read.
     """
+    if tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size must be at least 1, not {tensor_parallel_size}")
     _refuse_out_of_range(max_new_tokens, prompt_tokens, num_heads, bandwidth, acceptance, gpu)
     given: dict[str, Any] = {"tree": tree, "ngrams": ngrams, "budget": budget}
     options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
@@ -50,7 +53,7 @@ def plan_from(
     if measure:
         bandwidths["measured"] = measured_bandwidth(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     made = plan(
-        read_shape(model, dtype),
+        read_shape(model, dtype, tensor_parallel_size),
         prompt_tokens,
         max_new_tokens,
         options,
@@ -61,6 +64,7 @@ def plan_from(
     )
     return {
         "model": model,
+        "tensor_parallel_size": tensor_parallel_size,
         "tree": tree_in_words(options.fixed_tree),
         "ngrams": options.retrieved_ngrams,
         **made,
@@ -122,6 +126,7 @@ def table(made: dict, width: int) -> str:
         made["model"].rstrip("/").rpartition("/")[2],
         f"{made['prompt_tokens']:,} prompt + {made['max_new_tokens']:,} new tokens",
         f"tree {made['tree']}, k = {made['ngrams']}, partial cache of {made['partial_cache_slots']:,} slots",
+        *([f"each of {processes} processes that share it"] if (processes := made["tensor_parallel_size"]) > 1 else []),
         ", ".join(f"{place} {value / 1e9:,.0f} GB/s" for place, value in places.items()),
     ]
     note = (

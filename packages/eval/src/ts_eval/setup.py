@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,7 +100,7 @@ class Setup:
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
         made = plan.plan_method(
             spec.name,
-            plan.ModelShape.of(dec.model),
+            plan.ModelShape.of(dec.model).shared(dec.target.ranks.size),
             longest,
             self.max_new_tokens,
             self.options[spec.text],
@@ -131,6 +131,7 @@ def set_up(experiment: "Experiment") -> Setup:
     endpoint = Endpoint.find(experiment.endpoint, sources.model) if experiment.endpoint else None
 
     memory_before = resident_bytes()
+    sources = replace(sources, tensor_parallel=experiment.tensor_parallel)
     decoders = sources.load(_device(experiment), experiment.dtype, experiment.bitwise)
     backbone = decoders[None].model
     texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
@@ -149,6 +150,8 @@ def set_up(experiment: "Experiment") -> Setup:
         "sampling": {name: value for name, value in asdict(params[0]).items() if name != "seed"},
         "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),
     }
+    if (size := decoders[None].target.ranks.size) > 1:
+        settings["tensor_parallel_size"] = size
     return Setup(
         specs=specs,
         params=params,
