@@ -66,7 +66,7 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     value_bytes: int
-    shared_parameters: int
+    shared_parameters: int = 0
 
     @classmethod
     def of(cls, model, dtype: torch.dtype | None = None) -> "ModelShape":
