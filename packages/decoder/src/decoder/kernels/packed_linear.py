@@ -246,16 +246,19 @@ def under_autocast() -> bool:
 def replaced(layers: Mapping[nn.Module, Callable]) -> Iterator[None]:
     """Give each layer its other forward until the end of the block; blocks can be nested.
 
-    A module whose forward an outer block or the user has already replaced is left as it is. So are all modules under
-    autocast, which chooses other dtypes.
+    A module whose forward an outer block or the user has already replaced is left as it is, unless the other forward
+    names that one as the one it stands for (``over``). So are all modules under autocast, which chooses other dtypes.
     """
     if under_autocast():
         layers = {}
-    plain = [(layer, other) for layer, other in layers.items() if "forward" not in layer.__dict__]
-    for layer, other in plain:
-        layer.__dict__["forward"] = other
+    overs = {layer: getattr(other, "over", None) for layer, other in layers.items()}
+    mine = [layer for layer in layers if layer.__dict__.get("forward") is overs[layer]]
+    for layer in mine:
+        layer.__dict__["forward"] = layers[layer]
     try:
         yield
     finally:
-        for layer, _ in plain:
+        for layer in mine:
             del layer.__dict__["forward"]
+            if overs[layer] is not None:
+                layer.__dict__["forward"] = overs[layer]

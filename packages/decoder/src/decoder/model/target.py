@@ -20,7 +20,7 @@ from decoder.cache.pool import BufferPool
 from decoder.kernels.attention import TextInPass
 from decoder.kernels.bitwise_attention import SPARE, BitwiseText
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
-from decoder.kernels.fast_paths import FLATTENED, PACKED, RECORDED, ROTARY, FastPath, FastPaths
+from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
@@ -32,6 +32,7 @@ from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
 from decoder.model.recording_test import tested_recorder
 from decoder.model.verification import Verification
+from decoder.parallel.products import SharedLayers
 from decoder.parallel.ranks import ranks_of
 from decoder.parallel.sharding import refuse_unshareable
 from decoder.sampling.token_tree import TokenTree
@@ -72,6 +73,7 @@ class Target:
         """The processes that share the model."""
         if self.ranks.size > 1:
             refuse_unshareable(model.config, self.ranks.size)
+        self._shared = SharedLayers(model, self.ranks)
         self._helpers: list[nn.Module] = []
         self.draft_vocabularies: dict[nn.Module, Any] = {}  # `drafters.draft_vocabulary.DraftVocabulary`
         """By draft heads, their `DraftVocabulary`, which outlives generations."""
@@ -150,15 +152,16 @@ class Target:
         """The functions that replace the model's own ones while a pass runs."""
         if self._faster is None:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
-            modules = [*self._modules, *of_helpers]
+            if not self._shared.current:
+                self._shared = SharedLayers(self.model, self.ranks)
+            modules = [*self._modules, *of_helpers, *self._shared.modules]
             found = tested_norms(modules, self.paths) | tested_products(modules, self.paths)
+            found |= self._shared.forwards(found)
+            # Layers that processes share have forwards of transformers' in them, and are not fused.
             fused = tested_fused(self._modules, self.paths)
             within = {inner for layer in fused for inner in layer.modules()}
             found = {module: forward for module, forward in found.items() if module not in within} | fused
-            if self.ranks.size > 1:
-                packed = self.paths[PACKED]
-                self.paths.enter(PACKED, packed.on, f"not for layers that processes share; else {packed.reason}")
-            called = {self.norm, self.lm_head, *of_helpers}
+            called = {self.norm, self.lm_head, self.model.get_input_embeddings(), *of_helpers}
             if self.recorder is None:
                 self.paths.leave_off(ROTARY, f"needs {RECORDED}")
             self._faster = FastLayers(
