@@ -25,7 +25,7 @@ import transformers
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
 from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
-from decoder.cli.processes import FLAG, first_speaks, say
+from decoder.cli.processes import FLAG, first_speaks, tell
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Decoder, methods
@@ -273,8 +273,13 @@ def _put(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _say(sentence: str, error: BaseException | None = None) -> None:
-    say(f"python -m decoder: {sentence}", error)
+def _say(sentence: str) -> None:
+    print(f"python -m decoder: {sentence}", file=sys.stderr)
+
+
+def _tell(error: BaseException, where: str = "") -> None:
+    sentence = _sentence(error)
+    tell(sentence, f"python -m decoder: {sentence}{where}")
 
 
 def _sentence(error: BaseException) -> str:
@@ -349,7 +354,7 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if not _expected(error):
             raise
-        _say(_sentence(error), error)
+        _tell(error)
         return WRONG_INPUT
     with closing(run):
         try:
@@ -366,7 +371,7 @@ def _run(arguments: list[str]) -> int:
         except Exception as error:
             if not _expected(error):
                 raise
-            _say(f"{_sentence(error)} {run.left_behind()}", error)
+            _tell(error, f" {run.left_behind()}")
             return BROKE_OFF
     return 0
 

@@ -70,10 +70,11 @@ def told_in_a_sentence() -> Iterator[None]:
         if isinstance(error, OSError) and error.filename and error.strerror:
             sentence = f"{error.filename}: {error.strerror}"
         context = click.get_current_context()
-        # Of processes that share a model, which are given the same, the first one tells what is wrong with it.
-        others = context.params.get("tensor_parallel") and os.environ.get("RANK", "0") != "0"
-        if others and isinstance(error, ValueError | FileNotFoundError):
-            sys.exit(WRONG_INPUT)
+        if context.params.get("tensor_parallel"):
+            from decoder.parallel.ranks import is_first_to_tell
+
+            if not is_first_to_tell(sentence):
+                sys.exit(WRONG_INPUT)
         # What Python calls max_new_tokens is --max-new-tokens here.
         flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
         name = re.match(r"(\w+) must ", sentence)

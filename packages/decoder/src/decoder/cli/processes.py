@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TextIO
 
-from decoder.parallel.ranks import is_of_all
+from decoder.parallel.ranks import is_first_to_tell
 
 FLAG = "--tensor-parallel"
 
 
 class _Silence(io.TextIOBase):
-    """Standard error of a process that the first one speaks for; ``own`` is for what only this process knows."""
+    """Standard error of a process that the first one speaks for; ``own`` is for errors."""
 
     def __init__(self, own: TextIO):
         self.own = own
@@ -32,9 +32,7 @@ def first_speaks(arguments: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def say(sentence: str, error: BaseException | None = None) -> None:
-    """Print a sentence to standard error, be this process silent or not if only it knows of the ``error``."""
-    stream = sys.stderr
-    if isinstance(stream, _Silence) and error is not None and not is_of_all(error):
-        stream = stream.own
-    print(sentence, file=stream)
+def tell(error_sentence: str, sentence: str) -> None:
+    """Print ``sentence`` to standard error, unless another process of this run has told the same error."""
+    if is_first_to_tell(error_sentence):
+        print(sentence, file=sys.stderr.own if isinstance(sys.stderr, _Silence) else sys.stderr)

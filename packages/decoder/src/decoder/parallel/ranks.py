@@ -22,7 +22,6 @@ _SMALL = 2048  # bytes that are sent at once, which most messages fit in
 _LENGTH = 8  # of them, for the length of a message
 # A process may wait for the reader of its output, and all others for it. One that ends is noticed at once.
 _PATIENCE = timedelta(days=1)
-_OF_ALL = "_of_all_ranks"
 
 
 class Ranks:
@@ -72,7 +71,7 @@ class Ranks:
                 error = _portable(raised)
         value, error = self.agree((value, error))
         if error is not None:
-            raise _marked(error)
+            raise error
         return value  # type: ignore[return-value]  # there is a value where there is no error
 
     def together(self, function: Callable[[], T]) -> T:
@@ -86,7 +85,7 @@ class Ranks:
             error = _portable(raised)
         errors = [one for one in self._gather(error) if one is not None]
         if errors:
-            raise _marked(errors[0])
+            raise errors[0]
         return value  # type: ignore[return-value]
 
     def refuse_unequal(self, given: Mapping[str, object]) -> None:
@@ -101,11 +100,9 @@ class Ranks:
         for rank, other in enumerate(everyone):
             for name in other:
                 if other[name] != everyone[0].get(name):
-                    raise _marked(
-                        ValueError(
-                            f"process {rank} was given another {name} than process 0: "
-                            f"start all of them with the same command and the same files"
-                        )
+                    raise ValueError(
+                        f"process {rank} was given another {name} than process 0: "
+                        f"start all of them with the same command and the same files"
                     )
 
     def least(self, number: int | None) -> int | None:
@@ -145,14 +142,15 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def is_of_all(error: BaseException) -> bool:
-    """Whether all ranks raise this error, so that the first of them tells it."""
-    return getattr(error, _OF_ALL, False)
-
-
-def _marked(error: Exception) -> Exception:
-    setattr(error, _OF_ALL, True)
-    return error
+def is_first_to_tell(sentence: str) -> bool:
+    """Whether no other process of this run has told this sentence; it needs none of the others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"told: {sentence}", 1) == 1
+    except RuntimeError:
+        # The process that kept what was told is gone.
+        return True
 
 
 def _portable(error: Exception) -> Exception:
