@@ -63,13 +63,13 @@ def load(
     of_draft = {name: value for name, value in model_kwargs.items() if name != "revision"}
     with linked():
         # Refuse what can be refused before gigabytes of weights are read.
+        own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
         sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, ranks))
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
-        heads = _read_heads(heads, model_kwargs)
         tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
         target = read_model(model, device, dtype=dtype, **model_kwargs, **sharding(ranks))
         small = None if draft_model is None else read_model(draft_model, device, dtype=dtype, **of_draft)
-        return Decoder(target, tokenizer, heads, small, bitwise, prefix_cache_bytes)
+        return Decoder(target, tokenizer, own_heads, small, bitwise, prefix_cache_bytes)
 
 
 def _for_hub(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,10 +85,6 @@ def _checked(
 ) -> dict[str, str]:
     """Check what can be checked without reading weights; returns what tells the checkpoints from others."""
     from_hub = _for_hub(model_kwargs)
-    check_source("model", model)
-    if draft_model is not None:
-        check_source("draft model", draft_model)
-    check_heads(heads)
     if ranks.size > 1 and is_gguf(model):
         raise ValueError("a GGUF file cannot be shared among processes: give a model folder or hub id")
     config = read_config(model, **from_hub)
@@ -106,8 +102,16 @@ def _checked(
 
 
 def _read_heads(
-    heads: HeadsLike | Mapping[str, HeadsLike] | None, model_kwargs: Mapping[str, Any]
+    model: str | os.PathLike,
+    heads: HeadsLike | Mapping[str, HeadsLike] | None,
+    draft_model: str | os.PathLike | None,
+    model_kwargs: Mapping[str, Any],
 ) -> Heads | dict[str, Heads] | None:
+    """Read the heads, once it is clear that the folders of all that is to be read are there; no hub is asked before."""
+    check_source("model", model)
+    if draft_model is not None:
+        check_source("draft model", draft_model)
+    check_heads(heads)
     of_heads = {name: model_kwargs[name] for name in ("cache_dir", "local_files_only", "token") if name in model_kwargs}
 
     def read(one: HeadsLike) -> Heads:
