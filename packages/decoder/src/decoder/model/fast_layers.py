@@ -28,6 +28,7 @@ from decoder.kernels.self_test import (
     rotary_fault,
 )
 from decoder.model.fused_layer import FusedLayer, fused_layer_fault, fused_layers
+from decoder.parallel.products import SharedLayers
 
 
 class FastLayers(NamedTuple):
@@ -42,6 +43,19 @@ class FastLayers(NamedTuple):
     layers: dict[nn.Module, Callable]
     called: dict[nn.Module, Callable]
     rotary: dict[ModuleType, FusedRotary]
+
+
+def tested_layers(modules: Sequence[nn.Module], shared: SharedLayers, paths: FastPaths) -> dict[nn.Module, Callable]:
+    """By module, its other forward: whole decoder layers where they can be fused, and norms and products elsewhere.
+
+    Layers that processes share have forwards of transformers' in them, and are not fused.
+    """
+    parts = [*modules, *shared.modules]
+    found = tested_norms(parts, paths) | tested_products(parts, paths)
+    found |= shared.forwards(found)
+    fused = tested_fused(modules, paths)
+    within = {inner for layer in fused for inner in layer.modules()}
+    return {module: forward for module, forward in found.items() if module not in within} | fused
 
 
 def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:

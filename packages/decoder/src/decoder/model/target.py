@@ -26,7 +26,7 @@ from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
 from decoder.model.bitwise import Bitwise, BitwiseSetting, PassRule
-from decoder.model.fast_layers import FastLayers, tested_fused, tested_norms, tested_products, tested_rotary
+from decoder.model.fast_layers import FastLayers, tested_layers, tested_rotary
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
@@ -71,8 +71,7 @@ class Target:
         refuse_devices(model, self.device)
         self.ranks = ranks_of(model)
         """The processes that share the model."""
-        if self.ranks.size > 1:
-            refuse_unshareable(model.config, self.ranks.size)
+        refuse_unshareable(model.config, self.ranks.size)
         self._shared = SharedLayers(model, self.ranks)
         self._helpers: list[nn.Module] = []
         self.draft_vocabularies: dict[nn.Module, Any] = {}  # `drafters.draft_vocabulary.DraftVocabulary`
@@ -92,10 +91,8 @@ class Target:
         """Bytes of a token's keys and values in all layers."""
         self._logit_scale = probed.logit_scale
         self.flattens = runs_flattened(self)
-        if self.flattens:
-            self.paths.use(FLATTENED, "several texts are verified together")
-        else:
-            self.paths.leave_off(FLATTENED, "the model gives something else then, or cannot run them")
+        flattened = "several texts are verified together", "the model gives something else then, or cannot run them"
+        self.paths.enter(FLATTENED, self.flattens, flattened[not self.flattens])
         if self.ranks.size == 1:
             self.set_recorder(tested_recorder(self, self.attention_shape))
         else:
@@ -154,19 +151,13 @@ class Target:
             of_helpers = [module for helper in self._helpers for module in helper.modules()]
             if not self._shared.current:
                 self._shared = SharedLayers(self.model, self.ranks)
-            modules = [*self._modules, *of_helpers, *self._shared.modules]
-            found = tested_norms(modules, self.paths) | tested_products(modules, self.paths)
-            found |= self._shared.forwards(found)
-            # Layers that processes share have forwards of transformers' in them, and are not fused.
-            fused = tested_fused(self._modules, self.paths)
-            within = {inner for layer in fused for inner in layer.modules()}
-            found = {module: forward for module, forward in found.items() if module not in within} | fused
+            layers = tested_layers([*self._modules, *of_helpers], self._shared, self.paths)
             called = {self.norm, self.lm_head, self.model.get_input_embeddings(), *of_helpers}
             if self.recorder is None:
                 self.paths.leave_off(ROTARY, f"needs {RECORDED}")
             self._faster = FastLayers(
-                layers=found,
-                called={module: forward for module, forward in found.items() if module in called},
+                layers=layers,
+                called={module: forward for module, forward in layers.items() if module in called},
                 # The rotary kernel needs Triton, and there is a recorder only where Triton works.
                 rotary={} if self.recorder is None else tested_rotary(self._modules, self.attention_shape, self.paths),
             )
@@ -246,8 +237,6 @@ class Target:
         count = ids.shape[1]
         padding = self._rule.padding(count)
         text = self._text(count + padding, ids[1].tolist(), mask, cache)
-        if not padding:
-            return self._run(module, ids, cache, [text], observed)
         # Pad with the first token. No other token sees the padding, and its pairs are never committed.
         ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
         return self._run(module, ids, cache, [text], observed and observed + padding).first(count, padding)

@@ -28,6 +28,8 @@ def sharding(ranks: Ranks) -> dict[str, Any]:
 def refuse_unshareable(config: PreTrainedConfig, size: int) -> None:
     """Raise ValueError, with the reason, where ``size`` processes cannot share a model by its attention heads."""
     name = config.model_type
+    if size == 1:
+        return
     if not getattr(config, "base_model_tp_plan", None):
         raise ValueError(f"transformers has no plan to share {name} among processes: load it on one device")
     heads = config.num_attention_heads
