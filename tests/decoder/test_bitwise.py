@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.full import FullCache
-from decoder.kernels import attention
+from decoder.kernels import attention, packed_weight
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.model import bitwise, bitwise_test, target
 from decoder.model.bitwise_test import OneLayer
@@ -246,6 +246,19 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
     assert not dec.bitwise and dec.target.bitwise.reason
     with pytest.raises(ValueError, match=r"bitwise cannot be had here: .*(row|token|text)"):
         Decoder(model, bitwise=True)
+
+
+def test_a_product_whose_difference_rounding_mostly_hides_is_caught(monkeypatch):
+    """In bfloat16 it shows once in many rows, and a text meets it sooner or later."""
+    for kind in (packed_weight.HalfWeight, packed_weight.OneDnnWeight):
+        product = kind.__call__
+        monkeypatch.setattr(
+            kind, "__call__", lambda self, x, product=product: product(self, x) * (1 + 2**-20 * (x.shape[-2] == 1))
+        )
+    monkeypatch.setattr(bitwise, "_WIDTHS", ((1, 1, None),))
+    if packed_weight.onednn_dtype(torch.bfloat16) == torch.float32:
+        assert not Decoder(tiny_llama(torch.bfloat16)).bitwise
+    assert not Decoder(tiny_llama(torch.float32)).bitwise
 
 
 def test_passes_of_one_width_make_up_for_such_an_operator(prompt):

@@ -1,10 +1,13 @@
-"""What the linear layers of one pass of the reference model cost on this CPU, by the number of rows.
+"""What the linear layers of one pass of a model cost on this CPU, by the number of rows.
 
-    python packages/decoder/benchmarks/linear.py
+    python packages/decoder/benchmarks/linear.py --model data/smollm2
 
-Milliseconds, medians of many passes: PyTorch's own layer, its product with the weights on the left, and packed weights.
+Milliseconds, medians of passes that take turns: PyTorch's own layer, its product with the weights on the left, weights
+packed by oneDNN, and weights packed as the decoder packs them. Layers with the same input are one product in the last
+two.
 """
 
+import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,37 +18,48 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from decoder.kernels.packed_linear import packed_layers
+from decoder.kernels import packed_linear
+from decoder.kernels.packed_weight import OneDnnWeight, pack
 
-MODEL = Path("data/reference-model")
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-PASSES = 100
+ROWS = (1, 2, 3, 4, 6, 8, 9, 16, 32, 64)
+
+Product = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 
 
-def milliseconds(product: Callable[[nn.Linear, torch.Tensor], torch.Tensor], layers: list, inputs: dict) -> float:
-    times = []
-    for _ in range(PASSES):
-        start = time.perf_counter()
-        for layer in layers:
-            product(layer, inputs[layer.in_features])
-        times.append(time.perf_counter() - start)
-    return median(times) * 1e3
+def milliseconds(product: Product, layers: list, inputs: dict) -> float:
+    start = time.perf_counter()
+    for layer in layers:
+        product(layer, inputs[layer.in_features])
+    return (time.perf_counter() - start) * 1e3
+
+
+def packed_products(model: nn.Module, pack: Callable) -> dict[nn.Module, Callable]:
+    packed_linear._packed.clear()
+    packed_linear.pack = pack
+    return packed_linear.packed_layers(model.modules())
 
 
 @torch.inference_mode()
 def main() -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    parser = argparse.ArgumentParser(description="Times linear layers by the number of rows.")
+    parser.add_argument("--model", type=Path, default=Path("data/reference-model"))
+    parser.add_argument("--passes", type=int, default=20)
+    given = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    packed = packed_layers(layers)
-    products = {
+    onednn = packed_products(model, lambda weights, biases: OneDnnWeight(torch.cat(weights), None))
+    packed = packed_products(model, pack)
+    products: dict[str, Product] = {
         "x W^T": lambda layer, x: F.linear(x, layer.weight),
         "W x^T": lambda layer, x: (layer.weight @ x[0].T).T.contiguous(),
+        "oneDNN": lambda layer, x: onednn[layer](x),
         "packed": lambda layer, x: packed[layer](x),
     }
     print(f"{torch.get_num_threads()} threads{'rows':>8}" + "".join(f"{name:>10}" for name in products))
     for rows in ROWS:
         inputs = {layer.in_features: torch.randn(1, rows, layer.in_features) for layer in layers}
-        cells = [milliseconds(product, layers, inputs) for product in products.values()]
+        times = [[milliseconds(product, layers, inputs) for product in products.values()] for _ in range(given.passes)]
+        cells = [median(column) for column in zip(*times, strict=True)]
         print(f"{rows:17}" + "".join(f"{cell:10.2f}" for cell in cells), flush=True)
 
 

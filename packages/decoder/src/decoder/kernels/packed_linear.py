@@ -61,10 +61,12 @@ class PackedLinears:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all layers [..., sum of sizes] for inputs [..., in]."""
+        return self.unrounded(x).to(x.dtype)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """`product` in the dtype in which it is computed."""
         assert self._weight is not None
-        if x.dtype == self._weight.dtype:
-            return self._weight(x)
-        return self._weight(x.to(self._weight.dtype)).to(x.dtype)
+        return self._weight(x.to(self._weight.dtype))
 
     def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or index not in self._parts:
@@ -199,6 +201,13 @@ def joined(layers: Sequence[nn.Linear]) -> PackedLinears | None:
     packed = _packed.get(layers[0])
     whole = packed is not None and len(packed) == len(layers) and all(_packed.get(layer) is packed for layer in layers)
     return packed if whole else None
+
+
+def product_of(forward: Callable) -> PackedLinears | None:
+    """The packed product behind a forward that `packed_layers` has made."""
+    bound = getattr(forward, "func", forward)
+    owner = getattr(bound, "__self__", None)
+    return owner if isinstance(owner, PackedLinears) else None
 
 
 def fast_bfloat16(device: torch.device) -> bool:

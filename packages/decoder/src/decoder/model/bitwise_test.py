@@ -1,6 +1,6 @@
 """The tests for `model.bitwise`: rows alone and among others, through attention, linear layers and whole passes."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHead
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, BitwiseText, Rule
 from decoder.kernels.fast_paths import fault_of
-from decoder.kernels.packed_linear import replaced
+from decoder.kernels.packed_linear import product_of, replaced
 from decoder.kernels.self_test import AttentionShape
 from decoder.model.fused_layer import FusedLayer
 from decoder.sampling.token_tree import TokenTree
@@ -107,7 +107,7 @@ def products_fault(target: "Target", rule: "PassRule") -> str | None:
             if kind in tested:
                 continue
             tested.add(kind)
-            rows = rule.most or (_ROWS_OF_VOCABULARY if product is target.lm_head else _MOST_ROWS)
+            rows = rule.most or (_ROWS_OF_VOCABULARY if kind[0] is target.lm_head else _MOST_ROWS)
             rows += rule.padding(rows)
             x = torch.randn(1, rows, size, generator=generator).to(target.lm_head.weight.dtype)
             whole = product(x)
@@ -120,8 +120,11 @@ def products_fault(target: "Target", rule: "PassRule") -> str | None:
     return None
 
 
-def _products(target: "Target") -> Iterator[tuple[str, int, Hashable, Callable[[torch.Tensor], torch.Tensor]]]:
-    """The linear layers as a pass calls them: a name, the size of an input row, what equal ones share, and the call."""
+def _products(target: "Target") -> Iterator[tuple[str, int, tuple, Callable[[torch.Tensor], torch.Tensor]]]:
+    """The linear layers as a pass calls them: a name, the size of an input row, what equal ones share, and the call.
+
+    Packed products are not rounded to the dtype of the model, which would hide most of their differences.
+    """
     layers = target.replacements().layers
     within: set[torch.nn.Module] = set()
     for name, module in target.model.named_modules():
@@ -129,12 +132,17 @@ def _products(target: "Target") -> Iterator[tuple[str, int, Hashable, Callable[[
         if isinstance(fused, FusedLayer):
             within.update(module.modules())
             for part, product in fused.products.items():
-                yield f"{name}, {part}", product.inputs, (part, product.inputs, *product.sizes), product.product
+                kind = part, product.inputs, *product.sizes, product.kind
+                yield f"{name}, {part}", product.inputs, kind, product.unrounded
         weight, size = getattr(module, "weight", None), getattr(module, "in_features", None)
         if module in within or size is None or weight is None or isinstance(module, DraftHead):
             continue
-        kind = type(module), getattr(module, "out_features", None), size, weight.dtype, "forward" in module.__dict__
-        yield name, size, kind, module
+        packed = product_of(module.__dict__.get("forward"))
+        if packed is not None:
+            kind = type(module), size, *packed.sizes, packed.kind
+        else:
+            kind = type(module), size, getattr(module, "out_features", None), "forward" in module.__dict__
+        yield name, size, (module, *kind) if module is target.lm_head else kind, packed.unrounded if packed else module
 
 
 @torch.inference_mode()
