@@ -61,7 +61,9 @@ class PackedLinears:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all layers [..., sum of sizes] for inputs [..., in]."""
-        return self.unrounded(x).to(x.dtype)
+        assert self._weight is not None
+        # Conversions to the same dtype are calls, too.
+        return self._weight(x) if x.dtype == self._weight.dtype else self.unrounded(x).to(x.dtype)
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """`product` in the dtype in which it is computed."""
