@@ -32,19 +32,23 @@ class PassRule(NamedTuple):
     Attributes:
         attention: the rule for the products in attention.
         least: the least number of tokens in a pass; a shorter pass is padded.
-        multiple: the number of tokens in a pass is padded to a multiple of this one.
+        multiple: the number of tokens in a pass is padded to a multiple of this one,
+        free: or to one of these numbers.
         most: the largest number of tokens in a pass, None if there is no limit; prompts are split and trees pruned.
     """
 
     attention: Rule
     least: int = 1
     multiple: int = 1
+    free: frozenset[int] = frozenset()
     most: int | None = None
 
     def padding(self, count: int) -> int:
         """How many tokens are added to a pass of ``count``."""
         padded = max(count, self.least)
-        return padded + -padded % self.multiple - count
+        while padded % self.multiple and padded not in self.free:
+            padded += 1
+        return padded - count
 
 
 # Results for each model, so that several decoders of one model test it once.
@@ -128,9 +132,11 @@ class Bitwise:
         if attention is None:
             return None, fault
         for least, multiple, most in _WIDTHS:
-            rule = PassRule(attention, least, multiple, most)
+            rule = PassRule(attention, least, multiple, most=most)
             fault = fault_of(partial(bitwise_test.products_fault, target, rule))
             if fault is None:
+                if multiple > 1 and most is None:
+                    rule = rule._replace(free=bitwise_test.free_counts(target, rule))
                 # The passes of this test must obey the rule.
                 self.rule = rule
                 fault = fault_of(partial(bitwise_test.model_fault, target))
@@ -138,6 +144,6 @@ class Bitwise:
             if fault is None:
                 width = f"{most} tokens in each pass" if most else f"{least} tokens or more in a pass"
                 if multiple > 1 and not most:
-                    width = f"tokens by {multiple} in a pass"
+                    width = f"tokens by {multiple} in a pass or in {len(rule.free)} other numbers"
                 return rule, f"{width}, rows by {attention.multiple} in attention"
         return None, fault

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -99,25 +99,54 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
 @torch.inference_mode()
 def products_fault(target: "Target", rule: "PassRule") -> str | None:
     """For each distinct linear layer, as a pass calls it, compare rows of a long input with the same in short ones."""
-    generator = torch.Generator().manual_seed(0)
-    tested = set()
     counts = sorted({count + rule.padding(count) for count in _ROWS})
     with replaced(target.replacements().layers):
-        for name, size, kind, product in _products(target):
-            if kind in tested:
-                continue
-            tested.add(kind)
-            rows = rule.most or (_ROWS_OF_VOCABULARY if kind[0] is target.lm_head else _MOST_ROWS)
-            rows += rule.padding(rows)
-            x = torch.randn(1, rows, size, generator=generator).to(target.lm_head.weight.dtype)
-            whole = product(x)
+        for compared in _compared_products(target, rule):
             for count in counts:
-                # The first rows of the input, then the last ones.
-                for first in (0, rows - count) if count < rows else ():
-                    part = slice(first, first + count)
-                    if not torch.equal(product(x[:, part].contiguous()), whole[:, part]):
-                        return f"{name} gives a row other bits among {count} rows than among {rows}"
+                if compared.differs(count):
+                    return f"{compared.name} gives a row other bits among {count} rows than among {compared.rows}"
     return None
+
+
+@torch.inference_mode()
+def free_counts(target: "Target", rule: "PassRule") -> frozenset[int]:
+    """The small numbers of rows, no multiples of the rule's, at which no product gives a row other bits."""
+    free = {count for count in range(rule.least, _ROWS_OF_VOCABULARY) if count % rule.multiple}
+    with replaced(target.replacements().layers):
+        for compared in _compared_products(target, rule):
+            free = {count for count in free if not compared.differs(count)}
+    return frozenset(free)
+
+
+class _ComparedProduct(NamedTuple):
+    """A product, its output for a long input [1, rows, in], and the name of its layer."""
+
+    name: str
+    product: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor
+    whole: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.x.shape[1]
+
+    def differs(self, count: int) -> bool:
+        """Whether the first or the last ``count`` rows have other bits alone."""
+        parts = (slice(0, count), slice(self.rows - count, self.rows)) if count < self.rows else ()
+        return any(not torch.equal(self.product(self.x[:, part].contiguous()), self.whole[:, part]) for part in parts)
+
+
+def _compared_products(target: "Target", rule: "PassRule") -> Iterator[_ComparedProduct]:
+    """One product of each kind, whose layers must be replaced."""
+    generator, tested = torch.Generator().manual_seed(0), set()
+    for name, size, kind, product in _products(target):
+        if kind in tested:
+            continue
+        tested.add(kind)
+        rows = rule.most or (_ROWS_OF_VOCABULARY if kind[0] is target.lm_head else _MOST_ROWS)
+        rows += rule.padding(rows)
+        x = torch.randn(1, rows, size, generator=generator).to(target.lm_head.weight.dtype)
+        yield _ComparedProduct(name, product, x, product(x))
 
 
 def _products(target: "Target") -> Iterator[tuple[str, int, tuple, Callable[[torch.Tensor], torch.Tensor]]]:
