@@ -187,12 +187,9 @@ class CostTuned:
         return nodes + [None] * (len(row) - len(nodes))
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
-
-        if (
-            not self._policy.levels
-            or not self.heads.drafts_ahead
-            or (self.heads.state is not None and not self._levels)
-        ):
+        if not self._policy.levels or not self.heads.drafts_ahead:
+            return None
+        if self.heads.state is not None and not self._levels:
             return None
         start = time.perf_counter()
         hidden = verification.hidden.index_select(0, draws.last_node)
