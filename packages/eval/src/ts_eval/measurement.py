@@ -144,7 +144,7 @@ class Measurement:
 
     def small(self, bar: tqdm) -> dict:
         """What is less than a pass: one level of each kind of heads, and sampling and scoring per token."""
-        cache = FullCache(len(self.prompt))
+        cache = FullCache(len(self.prompt) + self.target.slots(1))
         with self.target.patched():
             self.target.prefill(self.prompt[:-1], cache)
             [verified] = self.target.forward([TokenTree(self.prompt[-1])], [cache])

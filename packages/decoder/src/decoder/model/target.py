@@ -280,7 +280,7 @@ class Target:
         # A chunk of another size comes first, so that the last one has all queries that are observed.
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
         if self._rule is not None:
-            size = self._rule.most or size - size % self._rule.multiple
+            size = self._rule.most or (size - size % self._rule.multiple or size)
         starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
         for start, end in pairwise([*starts, len(tokens)] if tokens else []):
             last = observed if end == len(tokens) else 0
