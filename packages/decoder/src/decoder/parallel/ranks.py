@@ -7,6 +7,7 @@ what the first one has read. All that follows from it is then the same everywher
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,7 @@ _SMALL = 2048  # bytes that are sent at once, which most messages fit in
 _LENGTH = 8  # of them, for the length of a message
 # A process may wait for the reader of its output, and all others for it. One that ends is noticed at once.
 _PATIENCE = timedelta(days=1)
+_TIME_TO_ASK = 2.0  # seconds for which the process that keeps what was told waits for the others
 
 
 class Ranks:
@@ -147,7 +149,13 @@ def is_first_to_tell(sentence: str) -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return True
     try:
-        return dist.distributed_c10d._get_default_store().add(f"told: {sentence}", 1) == 1
+        store, key = dist.distributed_c10d._get_default_store(), f"told: {sentence}"
+        first = store.add(key, 1) == 1
+        # What was told goes with the process that keeps it, which gives the others time to ask.
+        end = time.monotonic() + _TIME_TO_ASK
+        while not dist.get_rank() and store.add(key, 0) < dist.get_world_size() and time.monotonic() < end:
+            time.sleep(0.02)
+        return first
     except RuntimeError:
         # The process that kept what was told is gone.
         return True
