@@ -6,6 +6,8 @@ import socket
 import time
 import traceback
 
+import torch
+
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -54,6 +56,8 @@ def _run(rank, size, port, sending, function, arguments):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    # PyTorch makes its thread pool anew in a forked process, and fails where two threads ask for it at the same time.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         sending.send(function(rank, *arguments))
     except BaseException as error:

@@ -236,7 +236,6 @@ def test_the_command_writes_the_text_once_and_resumes_it(tmp_path):
     assert other == [(0, "", "")] * 2
 
 
-@pytest.mark.slow
 def test_a_wrong_argument_is_told_once(tmp_path):
     model = folder_with_tokenizer(tmp_path)
     runs = [
@@ -258,7 +257,6 @@ def rank_refusal(rank, *by_rank):
         return str(error)
 
 
-@pytest.mark.slow
 def test_processes_with_other_weights_or_arguments_are_refused(tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
