@@ -54,9 +54,6 @@ class FastPaths:
     def __iter__(self) -> Iterator[FastPath]:
         return iter(self._paths.values())
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._paths
-
     def __getitem__(self, name: str) -> FastPath:
         return self._paths[name]
 

@@ -54,9 +54,9 @@ class PassRule(NamedTuple):
 # Results for each model, so that several decoders of one model test it once.
 _found: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PassRule | None, str]] = WeakKeyDictionary()
 
-# The (least, multiple, most) to try, the cheapest first. oneDNN splits the sum of a single row. FBGEMM has another loop
-# for rows that its blocks of six leave over if these are one or two, in 120 rows and so in any multiple of three. With
-# the last one all passes have the same width.
+# The (least, multiple, most) to try, the cheapest first. oneDNN splits the sum of a single row. FBGEMM takes rows in
+# blocks of about six, and sums in another order in a block of one or two rows, which no multiple of three leaves over.
+# With the last one all passes have the same width.
 _WIDTHS = ((1, 1, None), (2, 1, None), (3, 3, None), (4, 4, None), (8, 8, None), (16, 16, 16))
 
 
@@ -144,6 +144,6 @@ class Bitwise:
             if fault is None:
                 width = f"{most} tokens in each pass" if most else f"{least} tokens or more in a pass"
                 if multiple > 1 and not most:
-                    width = f"tokens by {multiple} in a pass or in {len(rule.free)} other numbers"
+                    width = f"a multiple of {multiple} tokens in a pass, or one of {len(rule.free)} other numbers"
                 return rule, f"{width}, rows by {attention.multiple} in attention"
         return None, fault

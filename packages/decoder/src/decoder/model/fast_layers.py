@@ -87,15 +87,15 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
         paths.passes_test(PACKED, reason, lambda: reason, "")
         return {}
     if not found:
-        paths.leave_off(PACKED, "no layer of a dtype that oneDNN packs here, or no memory for a copy")
+        paths.leave_off(PACKED, "no layer of a dtype that can be packed here, or no memory for a copy")
         return {}
     key = packed_kinds(found)
     return found if paths.passes_test(PACKED, key, lambda: packed_fault(found), f"{len(found)} layers") else {}
 
 
 def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, FusedLayer]:
-    """`fused_layers` of ``modules``, whose products are packed, or nothing if one kind of them fails its test."""
-    if not (PACKED in paths and paths[PACKED].on):
+    """`fused_layers` of ``modules``, or nothing if one kind of them fails its test; for behind `tested_products`."""
+    if not paths[PACKED].on:
         paths.leave_off(FUSED, f"needs {PACKED}")
         return {}
     found = fused_layers(modules)
