@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoder import Decoder, DraftHeads
 from decoder.cache.base import LayeredCache
+from decoder.drafters.levels import LevelsWanted, fill_together
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.config import Eagle3Config
@@ -121,6 +122,14 @@ def clocked(monkeypatch, node_seconds):
     table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
     monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
     monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
+
+
+def drafted_levels(heads, state, sampler, count, own_level=False):
+    """The levels that a step would draft from ``state``, of one text."""
+    found = []
+    wanted = LevelsWanted(heads, state, sampler, count, own_level, lambda levels, seconds: found.append(levels))
+    fill_together([wanted])
+    return found[0]
 
 
 def take(rule, tree, logits, sampler, ends=lambda token: False):

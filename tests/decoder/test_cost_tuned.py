@@ -12,7 +12,7 @@ from decoder.drafters.levels import HeadLevels
 from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.drafters.tuning.level_policy import LevelPolicy
+from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, clocked, random_heads
@@ -44,8 +44,6 @@ def candidates(estimate, *tables, depth=9, floor=0.0):
                 node = found.offer(nodes[path], token, (name, kind), prior)
                 if node is not None:
                     nodes[*path, token] = node
-    if len(tables) > 1:
-        found.weigh_agreement()
     return found
 
 
@@ -58,22 +56,20 @@ def chances(found):
     }
 
 
-def test_a_token_that_two_sources_offer_is_one_node_with_a_rate_of_its_own():
+def test_a_token_that_two_sources_offer_is_one_node_as_likely_as_the_surer_says():
     estimate = AcceptanceEstimate()
     first = "first", {(): [(5, "a", 0.5), (6, "a", 0.2)], (5,): [(7, "a", 0.5)], (6,): [(8, "a", 0.5)]}
-    second = "second", {(): [(5, "b", 0.6), (9, "b", 0.1)]}
+    second = "second", {(): [(5, "b", 0.6), (9, "b", 0.1)], (5,): [(7, "b", 0.2)]}
     assert chances(candidates(estimate, first)) == {(5,): 0.5, (6,): 0.2, (5, 7): 0.25, (6, 8): 0.1}
-    # At first what both offer is as likely as the surer of them says, and what lies behind it too.
-    both = {(5,): 0.6, (6,): 0.2, (9,): 0.1, (5, 7): 0.3, (6, 8): 0.1}
+    both = {(5,): 0.6, (6,): 0.2, (9,): 0.1, (5, 7): 0.25, (6, 8): 0.1}
     assert chances(candidates(estimate, first, second)) == both
-    # The text: where both offer a token it is always right, and where one is alone it never is.
+    # The text: each offer counts for its kind, whoever else has made it.
     for _ in range(400):
         candidates(estimate, first, second).observe(0, 5)
     found = chances(candidates(estimate, first, second))
-    assert found[5,] == pytest.approx(1.0, abs=0.02)
-    assert found[6,] == pytest.approx(0.0, abs=0.01)
-    # The first source by itself is right with one of its two.
-    assert chances(candidates(estimate, first))[5,] == pytest.approx(0.5, abs=0.02)
+    assert found[5,] == pytest.approx(0.5, abs=0.02)
+    assert found[6,] == pytest.approx(0.5, abs=0.02)
+    assert found[9,] == pytest.approx(0.5, abs=0.02)
 
 
 def test_what_is_too_unlikely_to_be_a_node_is_observed_all_the_same():
@@ -177,8 +173,8 @@ def test_longer_suffixes_are_believed_more(model, monkeypatch):
 def test_heads_are_not_run_where_the_suffix_gives_enough(model, monkeypatch):
     """A token that is hard to draft is worth a level of heads, however fast the text goes elsewhere."""
     clocked(monkeypatch, 0.01)
-    monkeypatch.setattr(LevelPolicy, "gain", lambda policy, levels: 0.5 * levels)
-    monkeypatch.setattr(LevelPolicy, "seconds", lambda policy, levels, costs: 1.0 + 0.3 * levels)
+    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(0.5 * levels, 0.3 * levels))
+    monkeypatch.setattr(LevelPolicy, "seconds", lambda policy, levels: 1.0 + 0.3 * levels)
     monkeypatch.setattr(LevelPolicy, "observe", lambda *args: None)
     runs = []
 
@@ -189,7 +185,7 @@ def test_heads_are_not_run_where_the_suffix_gives_enough(model, monkeypatch):
 
     before = []
     watched(monkeypatch, "_offer_before_levels", lambda drafter, *_: before.append(first_chance(drafter)))
-    watched(monkeypatch, "_wanted", note)
+    watched(monkeypatch, "wants_levels", note)
     dec = Decoder(model, heads=random_heads(model))
     dec.generate([1, 2, 3, 4] * 30, 400, "auto", replace(GREEDY, repetition_penalty=0.01))
     likely = [levels for chance, levels in runs if chance and chance[0] > 0.9]
@@ -242,7 +238,8 @@ def test_drafts_that_were_never_right_are_not_tried_again_text_after_text(model,
         out = dec.generate(prompt, 60, sampling=SamplingParams(temperature=5.0, seed=seed), **asked)
         drafted.append(out.stats.drafted)
     assert drafted[0] >= 5
-    assert sum(drafted[-4:]) <= 1
+    # One in fifty tokens: a token drawn right by luck may be believed once more.
+    assert sum(drafted[-4:]) <= 4 * 60 // 50
 
 
 def test_acceptance_is_learnt_where_the_text_went(model, monkeypatch):
@@ -262,7 +259,7 @@ def test_acceptance_is_learnt_where_the_text_went(model, monkeypatch):
         commit(drafter, cache, verification, path, tokens)
         expected.clear()
         for depth, token in enumerate(tokens):
-            expected.extend((kind, right == token) for kind, right, _ in offered[tuple(tokens[:depth])])
+            expected.extend((kind, right == token) for kind, right in offered[tuple(tokens[:depth])])
         assert observed == expected
         reordered.append(drafter._chosen != sorted(drafter._chosen))
 
@@ -278,30 +275,42 @@ def test_acceptance_is_learnt_where_the_text_went(model, monkeypatch):
     assert sum(reordered) > 5
 
 
-def test_a_level_is_credited_for_tokens_of_heads_alone(model, monkeypatch):
-    """A token that the suffix had drafted as well would have come without heads."""
-    clocked(monkeypatch, 0.0)
-    monkeypatch.setattr(LevelPolicy, "gain", lambda policy, levels: 99.0)
-    credited, accepted = [], []
+def test_what_fewer_levels_would_have_brought_is_told_by_the_same_step(model, monkeypatch):
+    """By the candidates that came without the others, the suffix's among them."""
+    clocked(monkeypatch, 0.01)
+    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(99.0, 0.1))
+    numbers = []
 
-    def note(policy, levels, gained, others, nodes, overhead, costs):
-        credited.append((sum(gained), others))
+    def checked(drafter, cache, sampler, depth, propose=CostTuned.propose):
+        levels = drafter._ahead
+        tree = propose(drafter, cache, sampler, depth)
+        if drafter._candidates is None:
+            return tree
+        found, whole = drafter._expected, (drafter._candidates, drafter._tree)
+        for count, expected in enumerate(found):
+            drafter._tree = TokenTree(tree.tokens[0])
+            drafter._candidates = CandidateTree(drafter._tree, depth, whole[0]._floor, drafter._estimate)
+            drafter._offer_before_levels()
+            nodes = [0]
+            for number in range(count):
+                nodes = drafter._offer_level(number, levels[number], nodes)
+            rates = [
+                sum(sorted(drafter._candidates.chances, reverse=True)[:size]) / drafter._costs[size]
+                for size in range(1, 1 + min(64, len(drafter._tree)))
+            ]
+            rate = max(rates)
+            assert expected.tokens / expected.cost == pytest.approx(rate)
+        drafter._candidates, drafter._tree = whole
+        assert [one.tokens for one in found] == sorted(one.tokens for one in found)
+        numbers.append(len(found))
+        return tree
 
-    monkeypatch.setattr(LevelPolicy, "observe", note)
-
-    def sources(drafter, args, result):
-        _, _, path, tokens = args
-        found = [drafter._tree.sources[node] for node in path[1:]]
-        accepted.append((sum(names == {"heads"} for names in found), len(tokens)))
-        assert all(names <= {"heads", "suffix"} for names in found)
-
-    watched(monkeypatch, "commit", sources)
+    monkeypatch.setattr(CostTuned, "propose", checked)
     dec = Decoder(model, heads=random_heads(model))
-    dec.generate([1, 2, 3, 4] * 30, 150, "auto", replace(GREEDY, repetition_penalty=0.01))
-    for (gained, others), (heads_alone, tokens) in zip(credited, accepted, strict=True):
-        assert gained <= heads_alone
-        assert gained + others == tokens
-    assert sum(others for _, others in credited) > 100
+    plain = dec.generate([1, 2, 3, 4] * 30, 150, "ar", replace(GREEDY, repetition_penalty=0.01)).token_ids
+    out = dec.generate([1, 2, 3, 4] * 30, 150, "auto", replace(GREEDY, repetition_penalty=0.01))
+    assert out.token_ids == plain
+    assert max(numbers) >= 2
 
 
 def test_trees_shrink_beside_other_texts(model, monkeypatch):
@@ -326,13 +335,13 @@ def test_trees_shrink_beside_other_texts(model, monkeypatch):
 
 
 def test_heads_that_look_at_no_tokens_are_run_at_once_and_no_more_than_there_are(model, monkeypatch):
-    counts, levels = [], HeadLevels.levels
+    counts, filling = [], HeadLevels.filling
 
-    def counted(heads, hidden, sampler, count, own_level=False):
+    def counted(heads, state, sampler, context, count, own_level):
         counts.append(count)
-        return levels(heads, hidden, sampler, count, own_level)
+        return filling(heads, state, sampler, context, count, own_level)
 
-    monkeypatch.setattr(HeadLevels, "levels", counted)
+    monkeypatch.setattr(HeadLevels, "filling", counted)
     clocked(monkeypatch, 0.0)
     dec = Decoder(model, heads=random_heads(model, num_heads=2))
     dec.generate([1, 2, 3], 300, "auto", SamplingParams(seed=2))

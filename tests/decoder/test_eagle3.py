@@ -17,7 +17,7 @@ from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, tiny_llama
+from .conftest import VOCAB, drafted_levels, tiny_llama
 
 LAYERS = (1, 2, 4)
 TREE = TokenSwiftOptions(tree=(3, 2, 2, 1))
@@ -84,7 +84,7 @@ def test_decoding_drafts_what_training_computes(target_model, window):
             levels.follow(seen, list(range(accepted)), text[end : end + accepted])
             end += accepted
         sampler = Sampler(SamplingParams(temperature=0), VOCAB, torch.device("cpu"), text[:end])
-        found = levels.levels(levels.state, sampler, 3)
+        found = drafted_levels(levels, levels.state, sampler, 3)
         drafted = [level.rows[0][0][0] for level in found]
         tokens = [*text[1:end], *drafted]
         ahead = torch.stack([embed(torch.tensor(tokens[i : i + end - 1])) for i in range(3)], 1)

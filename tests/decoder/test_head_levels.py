@@ -12,7 +12,7 @@ from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together, ran
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, random_heads
+from .conftest import VOCAB, drafted_levels, random_heads
 from .test_walk import HostReads
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_levels_for_many_branches_are_those_of_each_branch_alone(model, kind):
     for seed in range(4):
         sampler, hidden = start(seed)
         with torch.inference_mode():
-            levels = HeadLevels(dec.target, heads, True, width=6, beam=4).levels(hidden, sampler, deepest)
+            levels = drafted_levels(HeadLevels(dec.target, heads, True, width=6, beam=4), hidden, sampler, deepest)
             branches = [((), hidden[0])]
             for depth, level in enumerate(levels):
                 behind = []
@@ -74,7 +74,7 @@ def test_levels_drafted_ahead_are_those_drafted_afterwards(model, kind, beam):
                 numbers = heads.ask(hidden, before, draws.draft_context, 3)
             assert counter.reads == 0
             with HostReads() as counter:
-                expected = heads.levels(hidden, behind, 3)
+                expected = drafted_levels(heads, hidden, behind, 3)
             assert counter.reads == 1
         assert heads.read(numbers.tolist()) == expected
         assert len(expected) == 3
@@ -96,7 +96,7 @@ def test_a_level_goes_on_from_the_likeliest_branches(model, kind):
     for seed in range(12):
         sampler, hidden = start(seed)
         with torch.inference_mode():
-            levels = HeadLevels(dec.target, dec.heads[kind], True, width=6, beam=4).levels(hidden, sampler, 3)
+            levels = drafted_levels(HeadLevels(dec.target, dec.heads[kind], True, width=6, beam=4), hidden, sampler, 3)
         likely = [0.0]
         for level, after in pairwise(levels):
             rows = [torch.tensor([score for _, score in row]).log_softmax(-1) for row in level.rows]
@@ -114,7 +114,7 @@ def test_tokens_that_a_filter_dropped_are_no_candidates(model):
     dec = Decoder(model, heads=random_heads(model))
     sampler = Sampler(SamplingParams(top_k=2), VOCAB, CPU, [5, 6, 7])
     with torch.inference_mode():
-        levels = HeadLevels(dec.target, dec.heads["chained"], True, width=6).levels(start(0)[1], sampler, 2)
+        levels = drafted_levels(HeadLevels(dec.target, dec.heads["chained"], True, width=6), start(0)[1], sampler, 2)
     assert [len(row) for row in ranked_tokens(levels)] == [2, 2]
 
 
@@ -150,7 +150,7 @@ def test_levels_of_many_texts_are_those_of_each_alone_from_one_run_of_each_head(
     counts, received, runs = (1, 3, 2, 3), {}, []
     texts = [(HeadLevels(dec.target, dec.heads[kind], True, width=6, beam=beam), *start(seed)) for seed in range(4)]
     with torch.inference_mode():
-        alone = [heads.levels(hidden, sampler, count, own_level) for (heads, sampler, hidden), count in
+        alone = [drafted_levels(heads, hidden, sampler, count, own_level) for (heads, sampler, hidden), count in
                  zip(texts, counts, strict=True)]  # fmt: skip
         for head in dec.heads[kind].heads:
             head.register_forward_hook(lambda head, args, output: runs.append(len(args[0])))

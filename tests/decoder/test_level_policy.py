@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from decoder.drafters.tuning.level_policy import LevelPolicy
+from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 
 COSTS = [0.0, *(1.0 + 0.02 * n for n in range(1, 65))]
 
@@ -17,12 +17,22 @@ def run(policy, steps, acceptance, level_seconds, luck, slower=lambda step: 1.0)
         gained = []
         for level in range(levels):
             gained.append(all(gained) and luck.random() < acceptance[level])
-        nodes = 1 + 3 * levels
-        time = (COSTS[nodes] + 0.2 + level_seconds * levels) * slower(step) * luck.uniform(0.9, 1.1)
-        policy.observe(levels, gained, 1, nodes, time - COSTS[nodes], COSTS)
+        cost = COSTS[1 + 3 * levels]
+        time = (cost + 0.2 + level_seconds * levels) * slower(step) * luck.uniform(0.9, 1.1)
+        policy.observe(likely(levels, acceptance, luck), cost, time - cost)
         taken[levels] = taken.get(levels, 0) + 1
         tokens, seconds = tokens + 1 + sum(gained), seconds + time
     return taken, tokens / seconds
+
+
+def likely(levels, acceptance, luck):
+    """What a step expects of none of its levels, of one and so on; its candidates are more likely or less."""
+    tokens, chance, found = 1.0, luck.uniform(0.5, 1.5), []
+    for level in range(levels + 1):
+        found.append(Expected(tokens, COSTS[1 + 3 * level]))
+        chance *= acceptance[level] if level < len(acceptance) else 0.0
+        tokens += chance
+    return found
 
 
 def rate(levels, acceptance, level_seconds):
@@ -71,10 +81,11 @@ def test_disturbed_steps_prove_nothing():
 
 
 def test_the_first_step_of_all_may_be_disturbed():
-    policy = LevelPolicy(1)
+    policy, luck = LevelPolicy(1), random.Random(6)
     for step in range(200):
         levels = policy.levels
-        policy.observe(levels, [True] * levels, 1, 2, 1000.0 if step == 2 else 0.3 * levels, COSTS)
+        overhead = 1000.0 if step == 2 else 0.3 * levels
+        policy.observe(likely(levels, (1.0,), luck), COSTS[1 + 3 * levels], overhead)
     assert policy.levels == 1
 
 
@@ -90,8 +101,8 @@ def test_a_step_with_another_number_says_nothing():
     """It is another text's, or one that began without a state for heads."""
     policy = LevelPolicy(1)
     for _ in range(500):
-        policy.observe(0, [], 9, 1, 0.1, COSTS)
-    assert policy.levels == 1
+        policy.observe([Expected(9.0, 1.0)], 1.0, 0.1)
+    assert policy.levels == 1 and policy.added(0, 0) == Expected(1.0, 0.0)
 
 
 def test_without_heads_there_is_nothing_to_try():
@@ -101,11 +112,12 @@ def test_without_heads_there_is_nothing_to_try():
     assert policy.overhead(0) == pytest.approx(0.2, abs=0.05)
 
 
-def test_seconds_of_a_number_not_tried_are_those_of_its_neighbour_with_its_own_nodes():
+def test_what_a_level_adds_is_averaged_over_the_steps_that_ran_it():
     policy = LevelPolicy(3)
-    for _ in range(10):
-        policy.observe(1, [True], 1, 4, 0.5, COSTS)
+    for step in range(10):
+        policy.observe([Expected(1.0, 1.0), Expected(1.5 + 0.1 * (step % 2), 1.2)], 1.1, 0.5)
+    assert policy.added(0, 0) == pytest.approx((1.0, 1.0))
+    assert policy.added(1, 1) == policy.added(1, 3) == pytest.approx((0.55, 0.2))
+    assert policy.added(0, 1) == pytest.approx((1.55, 1.2))
+    # Of a number not tried yet, the overhead is its neighbour's.
     assert policy.overhead(3) == policy.overhead(1) == pytest.approx(0.5)
-    assert policy.seconds(1, COSTS) == pytest.approx(COSTS[4] + 0.5)
-    assert policy.gain(1) == policy.gain(3) == 1.0
-    assert policy.gain(0) == 0.0

@@ -8,16 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.drafters import METHODS
 from decoder.drafters.levels import HeadLevels, ranked_tokens
-from decoder.drafters.tuning.level_policy import LevelPolicy
+from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 from decoder.engine import Engine
 from decoder.model.target import Target
 from decoder.sampling.acceptance import exact, walk
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, clocked, random_heads, take, tiny_llama
+from .conftest import VOCAB, clocked, drafted_levels, random_heads, take, tiny_llama
 
 CPU = torch.device("cpu")
 WORDS = 20
@@ -260,8 +259,8 @@ def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     """Drafts of heads come with the tokens drawn in the step before them."""
     # By the machine's clock heads may not pay, and `auto` would not ask for them ahead.
     clocked(monkeypatch, 0.02)
-    monkeypatch.setattr(LevelPolicy, "gain", lambda policy, levels: 99.0)
-    monkeypatch.setattr(LevelPolicy, "_choose", lambda policy, costs: None)
+    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(9.0**levels, 0.1))
+    monkeypatch.setattr(LevelPolicy, "_choose", lambda policy: None)
     step, reads = Engine.step, []
 
     def counted(engine):
@@ -381,15 +380,15 @@ def test_reads_are_counted():
                      ("tokenswift", "conditioned"), ("tokenswift-fused", "gated"), ("tokenswift-fused", "conditioned")]
 )  # fmt: skip
 def test_a_proposal_of_heads_reads_once(model, prompt, monkeypatch, method, kind):
-    propose, reads = METHODS[method].propose, []
+    propose, reads = Engine._propose, []
 
     def counted(*args):
         with HostReads() as counter:
-            tree = propose(*args)
+            trees = propose(*args)
         reads.append(counter.reads)
-        return tree
+        return trees
 
-    monkeypatch.setattr(METHODS[method], "propose", counted)
+    monkeypatch.setattr(Engine, "_propose", counted)
     dec = Decoder(model, heads=random_heads(model, kind=kind))
     options = TokenSwiftOptions(tree=(2, 2, 3), ngrams=3)
     out = dec.generate(prompt, 40, method, GENERATIONS["short window"], options)
@@ -431,7 +430,7 @@ def test_levels_drafted_on_the_device_are_those_read_one_by_one(model, own_level
             calls = iter(range(4))
             target.head = lambda normalised, rows=None, logits=logits, calls=calls: logits(normalised, next(calls))
             try:
-                found = ranked_tokens(levels.levels(first[None], sampler, 4, own_level))
+                found = ranked_tokens(drafted_levels(levels, first[None], sampler, 4, own_level))
                 # What stands behind a level without candidates is never reached.
                 found = [row[:width] for row, width in zip(found, (2, 1, 3, 2), strict=True)][: len(expected)]
                 assert found == expected
@@ -525,9 +524,9 @@ def test_on_cuda_a_proposal_waits_for_its_one_read_only(kind, monkeypatch):
     sampler = Sampler(GENERATIONS["short window"], VOCAB, torch.device("cuda"), [1, 2, 3, 4])
     hidden = torch.randn(32, dtype=torch.float64).cuda()
     with torch.inference_mode():
-        expected = levels.levels(hidden[None], sampler, 3)
+        expected = drafted_levels(levels, hidden[None], sampler, 3)
         with waiting_refused(monkeypatch, "drafters.levels") as reads:
-            assert levels.levels(hidden[None], sampler, 3) == expected
+            assert drafted_levels(levels, hidden[None], sampler, 3) == expected
     assert len(reads) == 1
     assert len(expected) == 3
 

@@ -154,8 +154,7 @@ class Engine:
         """The tree that each sequence's drafter proposes; a sequence whose drafter fails is left out."""
         # A step gives one token more than it accepts, and no pass may read beyond the model's last position.
         depths = {sequence: min(sequence.remaining - 1, DEPTH) for sequence in sequences}
-        if len(sequences) > 1:
-            self._fill_levels(depths)
+        self._fill_levels(depths)
         trees = {}
         for sequence, depth in depths.items():
             if sequence.error is None:
@@ -172,8 +171,7 @@ class Engine:
             if isinstance(sequence.drafter, WantsLevels):
                 with _failure_of(sequence):
                     wanted.append(sequence.drafter.wants_levels(sequence.cache, sequence.sampler, depth))
-        if any(wanted):
-            fill_together([one for one in wanted if one is not None])
+        fill_together([one for one in wanted if one is not None])
 
     def _launch(self, steps: list[tuple[Sequence, TokenTree, Verification]]) -> dict[Sequence, Walk]:
         """The walk of each sequence along the tokens that the target chooses; see `sampling.acceptance`.

@@ -142,12 +142,11 @@ class FrozenStates:
         if self.kept is None:
             return self._run(input_ids)
         found = [self.kept.get(ids) for ids in input_ids]
-        if all(states is not None for states in found):
-            return torch.stack(found).to(input_ids.device, self.dtype)
-        computed = self._run(input_ids)
-        for ids, states in zip(input_ids, computed, strict=True):
-            self.kept.put(ids, states)
-        return computed
+        if missing := [row for row, states in enumerate(found) if states is None]:
+            for row, states in zip(missing, self._run(input_ids[missing]), strict=True):
+                self.kept.put(input_ids[row], states)
+                found[row] = states.cpu()
+        return torch.stack(found).to(input_ids.device, self.dtype)
 
     def _run(self, input_ids: Tensor) -> Tensor:
         if (largest := input_ids.max().item()) >= self.vocabulary:

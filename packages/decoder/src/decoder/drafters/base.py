@@ -125,11 +125,10 @@ class DeferredRead(NamedTuple):
 
 @runtime_checkable
 class WantsLevels(Protocol):
-    """A `Drafter` whose levels of heads may be filled with those of other texts; `propose` fills them where they were
-    not."""
+    """A `Drafter` that drafts from levels of heads, which are filled together with those of other texts."""
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
-        """Called with the arguments of `propose` and right before it; None where no levels are wanted in this step."""
+        """Called with the arguments of `propose`, which follows; None where no levels are wanted in this step."""
 
 
 @runtime_checkable

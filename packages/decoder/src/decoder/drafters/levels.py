@@ -95,19 +95,15 @@ class HeadLevels:
         # The next verification may write over its own.
         self.state = verification.hidden[path[-1] : path[-1] + 1].clone()
 
-    def levels(self, state: State, sampler: Sampler, count: int, own_level: bool = False) -> list[Level]:
-        """``count`` levels from a state, which is a hidden state before the final norm [1, d] (paper equations 1 to 3).
-
-        With ``own_level`` the first level is what the hidden state itself predicts (l_0 in the paper) and head 1 gives
-        the second one. Without it head 1 gives the first.
-        """
-        asked = self.ask(state, sampler, sampler.draft_context(), count, own_level)
-        return self.read(self.target.ranks.agree(download(asked)))
-
     def ask(
         self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
     ) -> torch.Tensor:
-        """Launch `levels` behind ``context`` without waiting: returns the vector on the device that `read` decodes."""
+        """Launch ``count`` levels behind ``context`` without waiting; returns the vector on the device for `read`.
+
+        They are drafted from ``state``, which is a hidden state before the final norm [1, d] (paper equations 1 to 3).
+        With ``own_level`` the first level is what the hidden state itself predicts (l_0 in the paper) and head 1 gives
+        the second one. Without it head 1 gives the first.
+        """
         filling = self.filling(state, sampler, context, count, own_level)
         product = next(filling)
         while True:
@@ -214,7 +210,7 @@ class HeadLevels:
 
 
 class LevelsWanted(NamedTuple):
-    """What a drafter needs before it can propose; the arguments of `HeadLevels.levels`.
+    """What a drafter needs before it can propose; the arguments of `HeadLevels.ask`.
 
     Attributes:
         receive: called with the levels, and with this text's share of the seconds that they took.
@@ -230,6 +226,8 @@ class LevelsWanted(NamedTuple):
 
 def fill_together(wanted: Sequence[LevelsWanted]) -> None:
     """Fill the levels that several texts want: the weights are read once for all and not once for each."""
+    if not wanted:
+        return
     start = time.perf_counter()
     running: dict[int, tuple[Filling, Product]] = {}
     parts: dict[int, list[torch.Tensor]] = {}

@@ -53,8 +53,6 @@ class Medusa:
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])
         candidates, self._candidates = self._candidates, None
-        if candidates is None and self.heads.state is not None:
-            candidates = ranked_tokens(self.heads.levels(self.heads.state, sampler, self.depth))
         tree.add_ranked(candidates or (), self.paths, "heads")
         return tree
 

@@ -17,6 +17,8 @@ from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
 
+_FIRST_GUESS = 0.3  # how likely the best of what a text has repeated is right, before any was seen
+
 
 class _Grams:
     """The n-grams of a text, gamma + 1 tokens each; ``k`` of them are retrieved per step."""
@@ -83,7 +85,7 @@ class TokenSwift:
         self.heads = HeadLevels(context.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
         self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
         self.max_nodes = 1 + len(paths) + self.grams.nodes
-        self._candidates: list[list[int]] | None = None  # of this step's tree, where they are known already
+        self._candidates: list[list[int]] = []  # of this step's tree
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         self.draft_pass.commit(cache, queries)
@@ -92,14 +94,11 @@ class TokenSwift:
         hidden = self.draft_pass.hidden(cache, sampler)
         return LevelsWanted(self.heads, hidden, sampler, self.depth, True, self._take_levels)
 
-    def _take_levels(self, levels: list[Level], seconds: float = 0.0) -> None:
+    def _take_levels(self, levels: list[Level], seconds: float) -> None:
         self._candidates = ranked_tokens(levels)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        if self._candidates is None:
-            hidden = self.draft_pass.hidden(cache, sampler)
-            self._take_levels(self.heads.levels(hidden, sampler, self.depth, own_level=True))
-        candidates, self._candidates = self._candidates, None
+        candidates, self._candidates = self._candidates, []
         tree = TokenTree(sampler.context[-1])
         tree.add_ranked(candidates, self.paths, "heads")
         for gram in self.grams.behind(candidates[0]):
@@ -132,14 +131,15 @@ class TunedTokenSwift(CostTuned):
     def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
         return self.draft_pass.hidden(cache, sampler)
 
-    def _offer_levels(self, levels: list[Level]) -> None:
-        super()._offer_levels(levels)
-        for rank, gram in enumerate(self.grams.behind([token for token, _ in levels[0].rows[0]])):
-            self._offer_path(gram, "ngrams", rank)
-
-    def _needed_levels(self, node: int) -> bool:
-        # An n-gram is retrieved by the token that the draft pass gave.
-        return True
+    def _offer_level(self, depth: int, level: Level, before: list[int | None]) -> list[int | None]:
+        nodes = super()._offer_level(depth, level, before)
+        for rank, gram in enumerate(self.grams.behind([token for token, _ in level.rows[0]]) if not depth else ()):
+            node: int | None = 0
+            for place, token in enumerate(gram):
+                node = self._candidates.offer(node, token, ("ngrams", place, rank), _FIRST_GUESS / (1 + rank))
+                if node is None:
+                    break
+        return nodes
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> None:
         """Nothing: where the draft pass stands, the host must know."""

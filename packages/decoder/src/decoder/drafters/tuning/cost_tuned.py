@@ -1,7 +1,7 @@
 """Trees that earn their cost: of all that a method's sources offer, the nodes that raise tokens per second."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, State
 from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
-from decoder.drafters.tuning.level_policy import LevelPolicy, step_seconds
+from decoder.drafters.tuning.level_policy import Expected, LevelPolicy, step_seconds
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -23,7 +23,6 @@ _FEWEST = 16  # new tokens from which on it pays to measure costs
 _DEEPEST = 8  # levels of conditioned heads at most
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
-_FIRST_GUESS = 0.3  # how likely the best of what a text has repeated is right, before any was seen
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
 
 
@@ -33,7 +32,7 @@ class CostTuned:
     The text does not depend on the drafts, so what counts is how long each part of it takes: a token that is hard to
     draft is worth a step of plain decoding, however fast other parts go by. Candidates come from draft heads, of which
     a `LevelPolicy` says how many levels to run, none included; a method may add what it finds without them
-    (`_offer_before_levels`) or behind them (`_offer_levels`). The acceptance rates and costs seen in one text serve the
+    (`_offer_before_levels`) or behind them (`_offer_level`). The acceptance rates and costs seen in one text serve the
     next.
     """
 
@@ -42,7 +41,7 @@ class CostTuned:
     max_nodes = WIDEST
 
     def __init__(self, context: DrafterContext, own_level: bool = False) -> None:
-        """With ``own_level`` the first level is what the hidden state itself predicts, as for `HeadLevels.levels`."""
+        """With ``own_level`` the first level is what the hidden state itself predicts, as for `HeadLevels.ask`."""
         if context.options.verification != "exact":
             raise ValueError(
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
@@ -55,12 +54,11 @@ class CostTuned:
             self._own_level = own_level
             self._most_levels = _DEEPEST if context.heads.conditioned else context.heads.num_heads + own_level
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
-        self._ahead: list[Level] | None = None  # levels that were drafted ahead of this step
+        self._ahead: list[Level] | None = None  # of this step, as soon as they are drafted
         self._policy, self._costs = LevelPolicy(0), [0.0]
         self._candidates: CandidateTree | None = None
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
-        self._began = False  # whether this step's candidates without levels are there
-        self._levels = 0  # of heads that were run
+        self._expected: list[Expected] = []  # of this step without levels, with one, and so on
         self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -72,36 +70,10 @@ class CostTuned:
             self.heads.read_features(features)
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
-        self._begin(cache, sampler, depth)
-        self._began = True
-        return self._wanted(cache, sampler, depth)
-
-    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        began, self._began = self._began, False
-        if not began:
-            self._begin(cache, sampler, depth)
-        if self._candidates is None:
-            return self._tree
-        if not began and (wanted := self._wanted(cache, sampler, depth)) is not None:
-            start = time.perf_counter()
-            levels = wanted.heads.levels(wanted.state, sampler, wanted.count, wanted.own_level)
-            self._take_levels(levels, time.perf_counter() - start)
-        start = time.perf_counter()
-        levels, self._ahead = self._ahead or [], None
-        self._levels = len(levels)
-        if levels:
-            self._offer_levels(levels)
-            self._candidates.weigh_agreement()
-        self._chosen = self._candidates.likeliest()[: self._best(self._levels)[0]]
-        self._tree.select(self._chosen)
-        self._drafting += time.perf_counter() - start
-        return self._tree
-
-    def _begin(self, cache: FullCache, sampler: Sampler, depth: int) -> None:
-        """Begin a step: its costs, the policy of its levels, and the candidates that need none."""
+        """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
         self._tree = TokenTree(sampler.context[-1])
         if self.context.max_new_tokens < _FEWEST:
-            return
+            return None
         self._start, texts = time.perf_counter(), self.context.running()
         self._costs = costs = self.context.costs.at(cache, texts)
         # Heads that pay for one text may not pay for many, whose verification is one pass.
@@ -111,66 +83,70 @@ class CostTuned:
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
         self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
         self._offer_before_levels()
+        wanted = None
+        if depth and self._ahead is None and self._policy.levels and self._levels_pay():
+            state = self._state(cache, sampler)
+            if state is not None:
+                most = self._policy.levels
+                wanted = LevelsWanted(self.heads, state, sampler, most, self._own_level, self._take_levels)
         self._drafting = time.perf_counter() - self._start
+        return wanted
 
-    def _best(self, levels: int) -> tuple[int, float]:
-        """How many candidates to verify where so many levels were run, and the tokens per second that this gives."""
-        overhead, tokens, best = self._policy.overhead(levels), 0.0, (1, 0.0)
-        for nodes, node in enumerate(self._candidates.likeliest()[:WIDEST], start=1):
-            tokens += self._candidates.chances[node]
-            rate = tokens / step_seconds(self._costs[nodes], overhead)
-            if rate > best[1]:
-                best = nodes, rate
-        return best
-
-    def _offer_before_levels(self) -> None:
-        """Offer candidates that cost no pass over any weights."""
-
-    def _wanted(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
-        """The policy's levels, where they pay in this step and were not drafted ahead."""
-        if self._candidates is None or not depth or self._ahead is not None or not self._policy.levels:
-            return None
-        policy, tree, chances = self._policy, self._tree, self._candidates.chances
+    def _levels_pay(self) -> bool:
+        """Whether the policy's levels are worth their time in a step with the candidates that are there already."""
+        tree, chances, policy = self._tree, self._candidates.chances, self._policy
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
-        if covered:
-            seconds = policy.seconds(policy.levels, self._costs) - policy.seconds(0, self._costs)
-            if (1 - covered) * policy.gain(policy.levels) < self._best(0)[1] * seconds:
-                return None
-        start = time.perf_counter()
-        state = self._state(cache, sampler)
-        self._drafting += time.perf_counter() - start
-        if state is None:
-            return None
-        return LevelsWanted(self.heads, state, sampler, policy.levels, self._own_level, self._take_levels)
+        gain = (1 - covered) * policy.added(1, policy.levels).tokens
+        tokens, cost = self._best(0)[1]
+        without = tokens / step_seconds(cost, policy.overhead(0))
+        return not covered or gain >= without * (policy.seconds(policy.levels) - policy.seconds(0))
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
         self._ahead = levels
         self._drafting += seconds
 
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        if self._candidates is None:
+            return self._tree
+        start = time.perf_counter()
+        levels, self._ahead = self._ahead or [], None
+        size, expected = self._best(0)
+        self._expected = [expected]
+        nodes: list[int | None] = [0]
+        for number, level in enumerate(levels):
+            nodes = self._offer_level(number, level, nodes)
+            size, expected = self._best(number + 1)
+            self._expected.append(expected)
+        self._chosen = self._candidates.likeliest()[:size]
+        self._tree.select(self._chosen)
+        self._drafting += time.perf_counter() - start
+        return self._tree
+
+    def _best(self, levels: int) -> tuple[int, Expected]:
+        """How many of the candidates to verify behind so many levels, and what this brings and costs."""
+        overhead, tokens, rate, best = self._policy.overhead(levels), 0.0, 0.0, (1, Expected(1.0, self._costs[1]))
+        for nodes, node in enumerate(self._candidates.likeliest()[:WIDEST], start=1):
+            tokens += self._candidates.chances[node]
+            if (found := tokens / step_seconds(self._costs[nodes], overhead)) > rate:
+                rate, best = found, (nodes, Expected(tokens, self._costs[nodes]))
+        return best
+
+    def _offer_before_levels(self) -> None:
+        """Offer candidates that cost no pass over any weights."""
+
     def _state(self, cache: FullCache, sampler: Sampler) -> State | None:
         """What levels are drafted from: what the verification has computed; None where nothing is known yet."""
         return self.heads.state
 
-    def _offer_levels(self, levels: list[Level]) -> None:
-        nodes: list[int | None] = [0]
-        for depth, level in enumerate(levels):
-            if level.parents is None:
-                known = [node for node in nodes if node is not None]
-                parents = [sorted(known, key=self._candidates.chances.__getitem__, reverse=True)[:_BEAM]]
-            else:
-                parents = [[nodes[index]] for index in level.parents]
-            nodes = []
-            for row, behind in zip(level.rows, parents, strict=True):
-                for parent in behind:
-                    nodes += self._offer_row(parent, depth, row)
-
-    def _offer_path(self, tokens: Sequence[int], source: str, rank: int) -> None:
-        """Tokens behind each other from the root on, of the path that ``source`` holds ``rank``-th best."""
-        node: int | None = 0
-        for depth, token in enumerate(tokens):
-            node = self._candidates.offer(node, token, (source, depth, rank), _FIRST_GUESS / (1 + rank))
-            if node is None:
-                return
+    def _offer_level(self, depth: int, level: Level, before: list[int | None]) -> list[int | None]:
+        """Offer the candidates of a level behind those of the level ``before``; returns their nodes."""
+        if level.parents is None:
+            known = [node for node in before if node is not None]
+            parents = [sorted(known, key=self._candidates.chances.__getitem__, reverse=True)[:_BEAM]]
+        else:
+            parents = [[before[index]] for index in level.parents]
+        rows = zip(level.rows, parents, strict=True)
+        return [node for row, behind in rows for parent in behind for node in self._offer_row(parent, depth, row)]
 
     def _offer_row(self, parent: int | None, depth: int, row: list[tuple[int, float]]) -> list[int | None]:
         """The tokens of one row, told apart by rank and by the margin to the best of the others; their nodes."""
@@ -189,16 +165,13 @@ class CostTuned:
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
         if not self._policy.levels or not self.heads.drafts_ahead:
             return None
-        if self.heads.state is not None and not self._levels:
+        if self.heads.state is not None and len(self._expected) == 1:
             return None
         start = time.perf_counter()
         hidden = verification.hidden.index_select(0, draws.last_node)
         numbers = self.heads.ask(hidden, draws.sampler, draws.draft_context, self._policy.levels)
         self._drafting += time.perf_counter() - start
-        return DeferredRead(numbers, self._receive)
-
-    def _receive(self, numbers: list[float]) -> None:
-        self._ahead = self.heads.read(numbers)
+        return DeferredRead(numbers, lambda read: self._take_levels(self.heads.read(read), 0.0))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         if self._candidates is None:
@@ -208,20 +181,13 @@ class CostTuned:
         self._learn(tokens)
         if self.heads is not None:
             self.heads.follow(verification, path, tokens)
-        gained = [self._needed_levels(node) for node in path[1:]][: self._levels]
-        gained += [False] * (self._levels - len(gained))
-        nodes, overhead = len(self._tree), self._drafting
+        cost, overhead = self._costs[len(self._tree)], self._drafting
         if self.context.running() == 1:  # else the rest of the step is other texts', too
-            overhead = time.perf_counter() - self._start - self._costs[nodes]
-        overhead = self.context.target.ranks.agree(overhead)
-        self._policy.observe(self._levels, gained, len(tokens) - sum(gained), nodes, overhead, self._costs)
+            overhead = time.perf_counter() - self._start - cost
+        self._policy.observe(self._expected, cost, self.context.target.ranks.agree(overhead))
 
     def _learn(self, tokens: list[int]) -> None:
         """Take in the newest tokens of the text."""
-
-    def _needed_levels(self, node: int) -> bool:
-        """Whether an accepted node would not have been there without levels: these are credited with it."""
-        return self._tree.sources[node] == {"heads"}
 
     def finish(self, statistics: Statistics) -> None:
         pass

@@ -1,8 +1,9 @@
 """What a verification costs on this machine, by its number of nodes and the length of the text."""
 
 import time
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
+import numpy as np
 import torch
 
 from decoder.cache.full import FullCache
@@ -11,10 +12,8 @@ from decoder.sampling.token_tree import TokenTree
 
 WIDEST = 64
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_MOST_REPEATS = 5
 _RECORDING = 2  # passes of a width before it is replayed: one runs as it is, one is recorded
-_LONG = 0.05  # seconds after which two repeats of a width are enough
-_NEVER = 1e6  # the seconds that stand for a tree too wide for a pass
+_ENOUGH = 0.02  # seconds of verifications, two of them at least, of which the best is taken
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
@@ -47,19 +46,14 @@ class VerifyCosts:
     def _measure(self, cache: FullCache) -> list[float]:
         """The seconds of 1 to 64 nodes: powers of two are measured, others interpolated; more nodes never cost less."""
         most = self.target.most_nodes or WIDEST
-        seconds = [self._seconds(n, cache) if n <= most else _NEVER for n in _WIDTHS]
-        best = list(accumulate(self.target.ranks.agree(seconds), max))
-        table = [0.0, best[0]]
-        for (left, at_left), (right, at_right) in pairwise(zip(_WIDTHS, best, strict=True)):
-            # What a tree is padded with costs as much as its nodes.
-            narrow, wide = self.target.width(left), self.target.width(right)
-            for nodes in range(left + 1, right + 1):
-                share = (self.target.width(nodes) - narrow) / max(1, wide - narrow)
-                table.append(at_left + share * (at_right - at_left))
-        return table
+        seconds = self.target.ranks.agree([self._seconds(min(nodes, most), cache) for nodes in _WIDTHS])
+        # What a tree is padded with costs as much as its nodes.
+        widths = [self.target.width(nodes) for nodes in range(1, WIDEST + 1)]
+        best = dict(zip((widths[nodes - 1] for nodes in _WIDTHS), accumulate(seconds, max), strict=True))
+        return [0.0, *np.interp(widths, list(best), list(best.values())).tolist()]
 
     def _seconds(self, width: int, cache: FullCache) -> float:
-        """The best of a few verifications in a row: the first one of a width also prepares it."""
+        """The best of some verifications in a row: the first one of a width also prepares it."""
         # All below the root: a deeper tree might look beyond the model's last position.
         tree = TokenTree(0)
         for token in range(width - 1):
@@ -67,17 +61,14 @@ class VerifyCosts:
         tree.tokens = [0] * width
         for _ in range(_RECORDING if self.target.recorder is not None else 0):
             self.target.forward([tree], [cache])
-        best, began = float("inf"), time.perf_counter()
-        for repeat in range(_MOST_REPEATS):
+        times: list[float] = []
+        while self.target.ranks.agree(len(times) < 2 or sum(times) < _ENOUGH):
             self.target.wait()
             start = time.perf_counter()
             self.target.forward([tree], [cache])
             self.target.wait()
-            end = time.perf_counter()
-            best = min(best, end - start)
-            if self.target.ranks.agree(repeat > 0 and end - began > _LONG):
-                break
-        return best
+            times.append(time.perf_counter() - start)
+        return min(times)
 
 
 def _share(measured: list[float], texts: int) -> list[float]:
