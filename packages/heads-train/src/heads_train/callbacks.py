@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from safetensors import SafetensorError
 
 from heads_train.data import BooksDataModule
+from heads_train.divergence import DIVERGED, TrainingDiverged
 from heads_train.model_card import implied_tokens_per_step, write_model_card
-from heads_train.module import DIVERGED, HeadsModule, TrainingDiverged
+from heads_train.module import HeadsModule
 
 VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
 

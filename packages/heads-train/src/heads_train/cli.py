@@ -27,8 +27,9 @@ from heads_train.callbacks import (
     WholeCheckpoints,
 )
 from heads_train.data import BooksDataModule
+from heads_train.divergence import TrainingDiverged
 from heads_train.export import export
-from heads_train.module import HeadsModule, TrainingDiverged
+from heads_train.module import HeadsModule
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -17,6 +17,7 @@ from transformers import get_cosine_schedule_with_warmup
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
+from heads_train.divergence import LossWatch
 from heads_train.draft_vocabulary import expected_counts, most_expected
 from heads_train.loss import chunked_cross_entropy, log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
@@ -25,14 +26,7 @@ from heads_train.run_identity import describe_run, refuse_other_run
 from heads_train.states import StateCache
 
 TOP_K = 3
-# Untrained heads predict as the model's own last state does; a loss twice theirs is no noise of a batch.
-DIVERGED = 2.0
-DIVERGED_BATCHES = 10
 FITTED_TOKENS = 2**15  # read for the start of an eagle3 draft model
-
-
-class TrainingDiverged(ArithmeticError):
-    """The loss is not a finite number, or far above that of untrained heads."""
 
 
 class HeadsModule(L.LightningModule):
@@ -115,8 +109,7 @@ class HeadsModule(L.LightningModule):
         self.backbone: Any = None  # a transformers model, here as soon as `configure_model` was called
         self.val_metrics: dict[str, float] = {}
         self.val_step: int | None = None
-        self.first_loss: float | None = None
-        self.high_batches = 0
+        self.watch = LossWatch()
         self.val_coverage = MeanMetric()
         self.val_losses: Any = nn.ModuleList(MeanMetric() for _ in range(num_heads))
         self.val_overlaps: Any = nn.ModuleList(MeanMetric() for _ in range(num_heads))
@@ -300,7 +293,7 @@ class HeadsModule(L.LightningModule):
         total = self._weighted(losses)
         # All processes see the same number, so that all of them stop or none.
         mean = self.trainer.strategy.reduce(total.detach().clone(), reduce_op="mean")
-        self._stop_if_diverged(mean.item())
+        self.watch.see(mean.item(), self.global_step)
         if log_now:
             for i, (loss, rank) in enumerate(zip(losses, ranks, strict=True), start=1):
                 self.log(f"train_loss_head{i}", loss.detach(), sync_dist=True)
@@ -311,17 +304,6 @@ class HeadsModule(L.LightningModule):
 
     def _weighted(self, losses: list) -> Any:
         return sum(weight * loss for weight, loss in zip(self.head_weights, losses, strict=True))
-
-    def _stop_if_diverged(self, loss: float) -> None:
-        if self.first_loss is None:
-            self.first_loss = loss
-        self.high_batches = self.high_batches + 1 if loss > DIVERGED * self.first_loss else 0
-        if not abs(loss) < float("inf") or self.high_batches == DIVERGED_BATCHES:
-            before = "" if self.global_step == 0 else f", at the start it was {self.first_loss:.4g}"
-            raise TrainingDiverged(
-                f"the loss is {loss:.4g} after {self.global_step} steps{before}; lower --model.learning_rate and "
-                "give another --output (the heads saved last are from before)"
-            )
 
     def validation_step(self, input_ids: Tensor, batch_idx: int) -> None:
         losses, ranks, overlaps = self.losses(input_ids, with_ranks=True, with_overlap=True)
@@ -393,7 +375,7 @@ class HeadsModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["run"] = describe_run(self)
-        checkpoint["first_loss"], checkpoint["high_batches"] = self.first_loss, self.high_batches
+        checkpoint["first_loss"], checkpoint["high_batches"] = self.watch.first, self.watch.high
         checkpoint["val_metrics"], checkpoint["val_step"] = self.val_metrics, self.val_step
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
@@ -404,5 +386,5 @@ class HeadsModule(L.LightningModule):
             self.draft_weights = None
             self._draft_rows()
         refuse_other_run(checkpoint.get("run"), self)
-        self.first_loss, self.high_batches = checkpoint["first_loss"], checkpoint["high_batches"]
+        self.watch.first, self.watch.high = checkpoint["first_loss"], checkpoint["high_batches"]
         self.val_metrics, self.val_step = checkpoint["val_metrics"], checkpoint["val_step"]
