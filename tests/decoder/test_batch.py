@@ -129,6 +129,17 @@ def test_a_text_that_fails_costs_the_others_nothing(dec, texts, alone):
     ]
 
 
+@pytest.mark.parametrize("max_batch", [1, None])
+def test_settings_that_do_not_fit_the_model_cost_the_others_nothing(dec, texts, max_batch):
+    """As tokens to suppress that it does not have, which only the sampler finds."""
+    samplings = [SamplingParams(seed=1), SamplingParams(suppress_tokens=(500,)), SamplingParams(seed=2)]
+    with pytest.raises(BatchError, match="prompt 1: suppress_tokens has 500") as caught:
+        dec.generate_batch(texts[:3], 8, "ar", samplings, max_batch=max_batch)
+    assert [out and len(out.token_ids) for out in caught.value.outputs] == [8, None, 8]
+    with pytest.raises(BatchError, match="prompt 0: suppress_tokens"):
+        dec.generate_batch(texts[:1], 8, "ar", samplings[1], max_batch=max_batch)
+
+
 def test_a_model_that_cannot_be_flattened_takes_a_pass_for_each_text(texts, alone, dec, monkeypatch):
     """As one that looks at keys on their way from the cache to attention."""
     from transformers.models.llama import modeling_llama

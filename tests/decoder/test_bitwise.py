@@ -11,6 +11,7 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.full import FullCache
 from decoder.kernels import attention, packed_weight
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
+from decoder.kernels.packed_linear import product_of
 from decoder.model import bitwise, bitwise_test, target
 from decoder.model.bitwise_test import OneLayer
 from decoder.sampling.token_tree import TokenTree
@@ -284,7 +285,7 @@ def test_passes_of_one_width_make_up_for_such_an_operator(prompt):
     assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 
 
-def test_what_changes_after_loading_is_tested_again(prompt):
+def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch):
     model = tiny_llama(torch.float32)
     auto, demanded = Decoder(model), Decoder(model, bitwise=True)
     assert auto.bitwise and demanded.bitwise
@@ -310,6 +311,36 @@ def test_what_changes_after_loading_is_tested_again(prompt):
     hook.remove()
     auto.generate(prompt, 3, "ar")
     assert auto.bitwise
+    tested = []
+    rule = bitwise_test.attention_rule
+    monkeypatch.setattr(bitwise_test, "attention_rule", lambda shape: (tested.append(shape.dtype), rule(shape))[1])
+    model.bfloat16()
+    plain = auto.generate(prompt, 20, "ar", SAMPLINGS[0], return_logprobs=True)
+    drafted = auto.generate(prompt, 20, "suffix", SAMPLINGS[0], return_logprobs=True)
+    assert tested == [torch.bfloat16] and auto.bitwise
+    assert (drafted.token_ids, drafted.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_weights_that_another_library_packs_are_tested_again(prompt, monkeypatch):
+    """Half precision holds some weights and not others, and its products need other numbers of rows."""
+    model = tiny_llama(torch.float32)
+    dec = Decoder(model)
+    before = {packed.kind for packed in map(product_of, dec.target.replacements().layers.values()) if packed}
+    found = []
+    find = bitwise.Bitwise._find
+    monkeypatch.setattr(bitwise.Bitwise, "_find", lambda rules: (found.append(1), find(rules))[1])
+    dec.generate(prompt, 3, "ar")
+    assert not found
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half().float())
+    plain = dec.generate(prompt, 30, "ar", SAMPLINGS[0], return_logprobs=True)
+    after = {packed.kind for packed in map(product_of, dec.target.replacements().layers.values()) if packed}
+    assert bool(found) == (before != after)
+    drafted = dec.generate(prompt, 30, "suffix", SAMPLINGS[0], return_logprobs=True)
+    if dec.bitwise:
+        assert (drafted.token_ids, drafted.logprobs) == (plain.token_ids, plain.logprobs)
+    assert bitwise_test.products_fault(dec.target, dec.target.bitwise.rule) is None
 
 
 def test_float64_and_switching_off(prompt):

@@ -196,6 +196,28 @@ def test_heads_are_not_run_where_the_suffix_gives_enough(model, monkeypatch):
     assert len(hard) > 5 and all(hard)
 
 
+def test_steps_that_need_no_heads_are_left_out_of_what_numbers_of_levels_are_compared_by(model, monkeypatch):
+    """Also while none is run: else a text's loops would speak against heads elsewhere."""
+    clocked(monkeypatch, 0.01)
+    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(0.5 * levels, 0.3 * levels))
+    monkeypatch.setattr(LevelPolicy, "seconds", lambda policy, levels: 1.0 + 0.3 * levels)
+    observed, typical = [], []
+    monkeypatch.setattr(LevelPolicy, "observe", lambda policy, *args: observed.append(policy))
+    watched(monkeypatch, "commit", lambda drafter, *_: typical.append(drafter._typical))
+    for levels in (0, 1):
+        monkeypatch.setattr(
+            LevelPolicy, "levels", property(lambda policy, levels=levels: levels, lambda *_: None), False
+        )
+        dec = Decoder(model, heads=random_heads(model))
+        dec.generate([1, 2, 3, 4] * 30, 200, "auto", replace(GREEDY, repetition_penalty=0.01))
+        covered = len(typical)
+        assert len(observed) == sum(typical) < 0.5 * covered
+        dec.generate([1, 2, 3, 4] * 30 + [9, 8, 7], 100, "auto", SamplingParams(temperature=3.0, seed=1))
+        assert len(observed) == sum(typical) > 0.5 * (len(typical) - covered)
+        observed.clear()
+        typical.clear()
+
+
 def test_what_one_text_teaches_serves_the_next_with_the_same_sampling(model, prompt):
     dec = Decoder(model, heads=random_heads(model))
     sampling = SamplingParams(seed=3)

@@ -62,6 +62,11 @@ def other_forward(layer):
     layer.mlp.down_proj.forward = lambda x: nn.functional.linear(x, layer.mlp.down_proj.weight)
 
 
+def own_forward(layer):
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
 def hook_within(layer):
     layer.self_attn.o_proj.register_forward_hook(lambda module, args, output: output)
 
@@ -87,7 +92,7 @@ def another_product(layer):
     layer.self_attn.v_proj = OwnLinear(old.in_features, old.out_features, bias=False)
 
 
-CHANGES = [other_forward, hook_within, hook_before, another_activation, a_layer_more, another_product]
+CHANGES = [other_forward, own_forward, hook_within, hook_before, another_activation, a_layer_more, another_product]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -292,7 +292,9 @@ def test_a_full_queue_is_a_429(dec):
             with pytest.raises(openai.RateLimitError, match="room for 1 running and 1 waiting") as error:
                 server.openai.completions.create(model="tiny", prompt="x")
             assert error.value.response.headers["retry-after"]
-            assert server.post(dict(prompt="x", n=3)).status_code == 429
+            assert server.post(dict(prompt="x", n=2)).status_code == 429
+            never = server.post(dict(prompt="x", n=3))
+            assert never.status_code == 400 and "never room for more than 2 texts" in never.text
             stream.close()
             assert waiting.result().json()["usage"]["completion_tokens"] == 3
 

@@ -293,7 +293,11 @@ class Decoder:
             # Sequences are made when they may soon run: one that waits already holds noise and its drafter's index.
             while pending and len(engine.running) + len(engine.waiting) < admission.max_batch:
                 index, one = pending.pop()
-                sequence = self.sequence(engine, one)
+                try:
+                    sequence = self.sequence(engine, one)
+                except ValueError as error:  # what only a sampler or a drafter finds
+                    errors[index] = error
+                    continue
                 index_of[sequence] = index
                 admission.plan(sequence, self.cache_bytes(one))
                 engine.add(sequence)

@@ -18,9 +18,10 @@ class TokenSwiftOptions:
         tree: branching per depth, or an explicit set of paths. Of a branching the first number counts candidates for
             the next token, the i-th those of the i-th head under every parent; (1, 3, 3, 3) is the paper's tree
             (section 3.3). A path gives the rank taken at each depth: ((0, 0, 0), (0, 1), (1,)) has 5 nodes below the
-            root, the prefix (0,) and (0, 0) included. None lets ``tokenswift``, ``tokenswift-fused`` and ``medusa``
-            choose in each step, of all their candidates, those that raise tokens per second by what verifications cost
-            on this machine and how often such candidates were accepted; elsewhere it stands for the paper's tree.
+            root, the prefix (0,) and (0, 0) included. None lets ``tokenswift``, ``tokenswift-fused``, ``medusa`` and
+            ``eagle3`` choose in each step, of all their candidates, those that raise tokens per second by what
+            verifications cost on this machine and how often such candidates were accepted, as ``auto`` and ``suffix``
+            always do; elsewhere it stands for the paper's tree.
         ngrams: how many n-grams are retrieved per step (the paper's k); 0 switches reutilisation off. None is the
             paper's 20, of which those that do not pay are left out where ``tree`` is None.
         ngram_delay: let generated tokens enter the n-gram table only once they have left the penalty window, inside

@@ -5,7 +5,6 @@ from typing import ClassVar
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.sampling.token_tree import rank_paths
 
 
 class Eagle3(Medusa):
@@ -18,11 +17,7 @@ class Eagle3(Medusa):
     heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3",)
 
     def __init__(self, context: DrafterContext) -> None:
-        super().__init__(context)
-        # The layer serves any number of levels.
-        self.paths = rank_paths(context.options.fixed_tree, context.max_new_tokens)
-        self.depth = max(map(len, self.paths), default=0)
-        self.max_nodes = 1 + len(self.paths)
+        super().__init__(context, context.max_new_tokens)  # the layer fills any number of levels
 
 
 class TunedEagle3(CostTuned):

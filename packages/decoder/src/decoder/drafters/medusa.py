@@ -28,9 +28,10 @@ class Medusa:
     needs_heads: ClassVar[bool] = True
     observed_queries = 0
 
-    def __init__(self, context: DrafterContext) -> None:
-        heads, options = context.heads, context.options
-        paths = rank_paths(options.fixed_tree, min(heads.num_heads, context.max_new_tokens))
+    def __init__(self, context: DrafterContext, levels: int | None = None) -> None:
+        """``levels`` is how many the heads can fill; None is one each."""
+        levels = context.heads.num_heads if levels is None else levels
+        paths = rank_paths(context.options.fixed_tree, min(levels, context.max_new_tokens))
         self.paths, self.depth = paths, max(map(len, paths), default=0)
         self.heads = make_levels(context, width=max(map(max, paths), default=0) + 1)
         self.max_nodes = 1 + len(paths)

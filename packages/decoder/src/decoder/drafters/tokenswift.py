@@ -56,7 +56,8 @@ class _DraftPass:
     def hidden(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
         """The newest token's state before the final norm, [1, d]."""
         attended = cache if self.partial is None else self.partial
-        return self._target.draft([sampler.context[-1]], cache.length, attended)
+        # The passes of other texts, which come before the heads', may write over it.
+        return self._target.draft([sampler.context[-1]], cache.length, attended).clone()
 
     def commit(self, cache: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
         """Take in what ``cache`` has committed; ``queries`` as for `PartialCache.append`."""

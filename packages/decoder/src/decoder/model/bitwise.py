@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decoder.kernels.bitwise_attention import Rule
 from decoder.kernels.fast_paths import BITWISE, fault_of
-from decoder.kernels.packed_linear import under_autocast
+from decoder.kernels.packed_linear import product_of, under_autocast
 from decoder.model import bitwise_test
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Bitwise:
         self._tested: Hashable = None
 
     def refresh(self) -> None:
-        """Test again if layers, hooks, dtype or the number of threads have changed since the last test.
+        """Test again if what a pass runs has changed since the last test: layers, hooks, dtype, threads, fast paths.
 
         Raises:
             ValueError: bitwise decoding is demanded, and no rule holds.
@@ -106,12 +106,17 @@ class Bitwise:
         self._target.paths.enter(BITWISE, self.rule is not None, self.reason)
 
     def _state(self) -> Hashable:
+        target = self._target
+        replacements = target.replacements().layers
+
         def of(module: torch.nn.Module) -> Hashable:
             weight = getattr(module, "weight", None)
             hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-            return id(module), type(module), id(module.__dict__.get("forward")), hooks, type(weight)
+            # Which library packs a product follows from the values of its weights.
+            other = replacements.get(module)
+            runs = getattr(product_of(other) or other, "kind", type(other))
+            return id(module), type(module), id(module.__dict__.get("forward")), hooks, type(weight), runs
 
-        target = self._target
         around = torch.get_num_threads(), under_autocast(), target.recorder is not None
         return *around, target.lm_head.weight.dtype, tuple(map(of, target.model.modules()))
 
@@ -128,7 +133,9 @@ class Bitwise:
             return None, "a mixture of experts gives each of them another number of rows in every pass"
         if target.lm_head.weight.dtype == torch.float64 and self.wanted == "auto":
             return None, "float64 is left as it is: its roundings are too small to meet a tie"
-        attention, fault = bitwise_test.attention_rule(target.attention_shape)
+        attention, fault = bitwise_test.attention_rule(
+            target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
+        )
         if attention is None:
             return None, fault
         for least, multiple, most in _WIDTHS:

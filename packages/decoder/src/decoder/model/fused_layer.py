@@ -133,6 +133,8 @@ def fusible(layer: Any) -> bool:
     """Whether a module is a layer of a known family, with packed products and nothing of the user's in it."""
     if (type(layer).__module__, type(layer).__name__) not in _LAYERS:
         return False
+    if not isinstance(layer.__dict__.get("forward"), FusedLayer | None):
+        return False
     within = [module for module in layer.modules() if module is not layer]
     if any(
         "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks

@@ -108,6 +108,8 @@ class Worker:
             if not self.alive:
                 raise stopping()
             most = self.admission.max_batch + self.max_queue
+            if len(job.arguments) > most:
+                raise ApiError(400, f"n is {len(job.arguments)}, and there is never room for more than {most} texts")
             if len(self._running) + len(self._waiting) + len(job.arguments) > most:
                 words = f"there is room for {self.admission.max_batch} running and {self.max_queue} waiting texts"
                 raise ApiError(429, f"{words}, which is taken: send the request again later", code="queue_full")

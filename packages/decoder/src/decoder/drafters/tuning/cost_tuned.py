@@ -59,6 +59,7 @@ class CostTuned:
         self._candidates: CandidateTree | None = None
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
         self._expected: list[Expected] = []  # of this step without levels, with one, and so on
+        self._typical = True  # whether levels pay in this step if they pay at all
         self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -84,7 +85,9 @@ class CostTuned:
         self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
         self._offer_before_levels()
         wanted = None
-        if depth and self._ahead is None and self._policy.levels and self._levels_pay():
+        # What is drafted ahead is there in any case.
+        self._typical = self.context.target.draws_whole_trees or self._levels_pay()
+        if depth and self._ahead is None and self._policy.levels and self._typical:
             state = self._state(cache, sampler)
             if state is not None:
                 most = self._policy.levels
@@ -93,13 +96,19 @@ class CostTuned:
         return wanted
 
     def _levels_pay(self) -> bool:
-        """Whether the policy's levels are worth their time in a step with the candidates that are there already."""
+        """Whether the policy's levels, one at least, are worth their time beside the candidates that are there already.
+
+        They are where there are none: the policy has decided for steps like that.
+        """
         tree, chances, policy = self._tree, self._candidates.chances, self._policy
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
-        gain = (1 - covered) * policy.added(1, policy.levels).tokens
+        if not covered or not self._most_levels:
+            return True
+        levels = max(1, policy.levels)
         tokens, cost = self._best(0)[1]
         without = tokens / step_seconds(cost, policy.overhead(0))
-        return not covered or gain >= without * (policy.seconds(policy.levels) - policy.seconds(0))
+        gain = (1 - covered) * policy.added(1, levels).tokens
+        return gain >= without * (policy.seconds(levels) - policy.seconds(0))
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
         self._ahead = levels
@@ -184,7 +193,9 @@ class CostTuned:
         cost, overhead = self._costs[len(self._tree)], self._drafting
         if self.context.running() == 1:  # else the rest of the step is other texts', too
             overhead = time.perf_counter() - self._start - cost
-        self._policy.observe(self._expected, cost, self.context.target.ranks.agree(overhead))
+        overhead = self.context.target.ranks.agree(overhead)
+        if self._typical:  # numbers of levels are compared on steps that would have run them
+            self._policy.observe(self._expected, cost, overhead)
 
     def _learn(self, tokens: list[int]) -> None:
         """Take in the newest tokens of the text."""

@@ -39,6 +39,8 @@ class VerifyCosts:
         if key not in self._tables:
             self._tables[key] = {1: self._measure(cache)}
         tables = self._tables[key]
+        if not self.target.flattens or self.target.most_nodes is not None:
+            texts = 1  # each has a pass of its own
         if texts not in tables:
             tables[texts] = _share(tables[1], texts)
         return tables[texts]
