@@ -1,6 +1,7 @@
 """How near `auto` comes to the best fixed tree, which one would have to know beforehand.
 
     python packages/decoder/benchmarks/policies.py
+    python packages/decoder/benchmarks/policies.py --model data/smollm2 --heads data/heads-smollm2 --new-tokens 128
 
 Speed-ups over `ar` and tokens per step, of sums over interleaved rounds and six prompts of 512 tokens from the shipped
 test books, 500 new ones each; the fixed trees are those of `tokenswift-fused`. The worst prompt's speed-up stands in
@@ -25,21 +26,24 @@ SETTINGS = {
 }
 
 
-def prompts(dec: decoder.Decoder) -> list[list[int]]:
-    """The beginnings of three books, and pieces from within three."""
+def prompts(dec: decoder.Decoder, length: int) -> list[list[int]]:
+    """The beginnings of three books, and pieces from within three, ``length`` tokens each."""
     with gzip.open(DATA / "pg19" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
         books = [json.loads(line)["text"] for line in islice(lines, 4)]
-    texts = [*books[1:4], *(book[9000:30000] for book in books[:3])]
-    return [dec.tokenizer(text, verbose=False)["input_ids"][:512] for text in texts]
+    texts = [*books[1:4], *(book[9000:] for book in books[:3])]
+    return [dec.tokenizer(text[: 8 * length], verbose=False)["input_ids"][:length] for text in texts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DATA / "reference-model"))
+    parser.add_argument("--heads", default=str(DATA / "heads-gated"))
+    parser.add_argument("--length", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=500)
     arguments = parser.parse_args()
-    dec = decoder.load(DATA / "reference-model", DATA / "heads-gated")
-    texts = prompts(dec)
+    dec = decoder.load(arguments.model, arguments.heads)
+    texts = prompts(dec, arguments.length)
     for title, sampling in SETTINGS.items():
         taken = {policy: [[] for _ in texts] for policy in ("ar", *TREES, "auto")}
         for _ in range(arguments.rounds):
