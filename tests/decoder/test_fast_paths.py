@@ -186,9 +186,8 @@ def test_fused_layers_that_fail_are_left_off(prompt, expected, monkeypatch, faul
 @pytest.mark.parametrize("kind", ["gated", "conditioned", "chained"])
 def test_a_head_whose_product_is_wrong_is_found(prompt, expected, monkeypatch, kind):
     monkeypatch.setattr(packed_linear.PackedHead, "__call__", wrong(packed_linear.PackedHead.__call__))
-    dec = Decoder(single(), heads=random_heads(single(), kind=kind))
     method = "tokenswift" if kind == "chained" else "tokenswift-fused"
-    tokens, found = told(lambda: text(dec, prompt, method))
+    tokens, found = told(lambda: text(Decoder(single(), heads=random_heads(single(), kind=kind)), prompt, method))
     assert tokens == expected
     assert len(found) == 1 and "in a PackedHead of 1 rows" in found[0]
 

@@ -154,8 +154,11 @@ def test_three_heads_of_a_long_text_need_less_than_2_gib_on_top_of_the_weights()
 
 
 def test_memory_does_not_grow_with_the_whole_matrix_of_logits():
-    """The same at a size for every day: all logits in float32 would be 64 MiB, those of a chunk are 4."""
-    assert peak_bytes(512, 32768, 8, 32) < 40 * 2**20
+    """The same at a size for every day: all logits in float32 would be 64 MiB, those of a chunk are 4.
+
+    What libraries take on their first use differs from run to run: up to 42 MiB were seen in all.
+    """
+    assert peak_bytes(512, 32768, 8, 32) < 48 * 2**20
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 512])
