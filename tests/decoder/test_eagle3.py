@@ -158,10 +158,13 @@ def test_the_text_is_the_same_where_the_device_walks_the_tree(target_model, as_o
 def test_a_tree_deeper_than_the_levels_trained_keeps_its_shape(target_model):
     """The one layer fills any number of levels, each as wide as the tree asks for."""
     dec = Decoder(target_model, heads=draft_model())
-    tree = (1,) * dec.heads["eagle3"].num_heads + (3,)
-    output = dec.generate(list(range(40)), 30, "eagle3", SamplingParams(seed=1), TokenSwiftOptions(tree=tree))
-    # All nodes but those behind the end of the text, and none in the first step.
-    assert output.stats.nodes > 0.7 * output.stats.steps * (len(tree) + 3)
+    nodes = []
+    for last in (1, 3):
+        tree = (1,) * dec.heads["eagle3"].num_heads + (last,)
+        stats = dec.generate(list(range(40)), 30, "eagle3", SamplingParams(seed=1), TokenSwiftOptions(tree=tree)).stats
+        nodes.append(stats.nodes / stats.steps)
+    # Two more in each step, but for the first one and those near the end of the text.
+    assert nodes[1] > nodes[0] + 1
 
 
 def test_counts_and_sources_name_the_heads(target_model):

@@ -53,5 +53,8 @@ def test_many_texts_share_a_pass(model, monkeypatch):
     assert table[64] == pytest.approx((8 + 512) / 8)
     assert costs.at(FullCache(1))[1] == 9.0
     assert len(measured) == 7
+    # Where each text has a pass of its own nothing is shared.
+    costs.target.flattens = False
+    assert costs.at(FullCache(1), texts=8) == costs.at(FullCache(1))
     # A node more costs a text alone an eighth of a step, one of many more than half of theirs.
     assert (table[2] - table[1]) / table[1] > 4 * (1.0 / 9.0)
