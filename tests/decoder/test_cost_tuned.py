@@ -13,6 +13,8 @@ from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
 from decoder.drafters.tuning.candidate_tree import CandidateTree
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
+from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, clocked, random_heads
@@ -135,7 +137,7 @@ def watched(monkeypatch, name, note):
     monkeypatch.setattr(Auto, name, noted)
 
 
-@pytest.mark.parametrize("method", ["auto", "suffix"])
+@pytest.mark.parametrize("method", ["auto", "suffix", "tokenswift"])
 @pytest.mark.parametrize("sampling", [SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2), GREEDY])
 def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling):
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
@@ -224,11 +226,11 @@ def test_what_one_text_teaches_serves_the_next_with_the_same_sampling(model, pro
     plain = [dec.generate(prompt, 80, "ar", replace(sampling, seed=seed)).token_ids for seed in (3, 4)]
     assert dec.generate(prompt, 80, "auto", sampling).token_ids == plain[0]
     (first,) = (state for (method, *_), state in dec._tuning_states.items() if method == "auto")
-    estimate, policy = first["acceptance"], first["levels", 3, 1]
+    estimate, policy = first["acceptance"], first["levels", 3, False, 1]
     assert estimate._seen and policy._now
     steps = policy._now
     assert dec.generate(prompt, 80, "auto", replace(sampling, seed=4)).token_ids == plain[1]
-    assert first["acceptance"] is estimate and first["levels", 3, 1] is policy
+    assert first["acceptance"] is estimate and first["levels", 3, False, 1] is policy
     assert policy._now > steps
     # Another temperature, another way of drafting: another text altogether.
     dec.generate(prompt, 80, "auto", replace(sampling, temperature=0.5))
@@ -368,3 +370,32 @@ def test_heads_that_look_at_no_tokens_are_run_at_once_and_no_more_than_there_are
     dec = Decoder(model, heads=random_heads(model, num_heads=2))
     dec.generate([1, 2, 3], 300, "auto", SamplingParams(seed=2))
     assert set(counts) == {1, 2}
+
+
+@pytest.mark.parametrize("pass_seconds, pays", [(0.2, True), (5.0, False)])
+def test_tokenswift_makes_its_draft_pass_only_where_it_pays(model, monkeypatch, pass_seconds, pays):
+    """It drafts the model's own next token, nearly always the right one; random heads hardly ever are."""
+    now, passes, draft, forward = [0.0], [], Target.draft, Target.forward
+    table = [0.0, *(1.0 + 0.3 * nodes for nodes in range(64))]
+
+    def timed_forward(target, trees, *args, **named):
+        now[0] += table[sum(map(len, trees))]
+        return forward(target, trees, *args, **named)
+
+    def timed_draft(*args):
+        now[0] += pass_seconds
+        passes.append(now[0])
+        return draft(*args)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
+    monkeypatch.setattr(Target, "forward", timed_forward)
+    monkeypatch.setattr(Target, "draft", timed_draft)
+    sampling = SamplingParams(temperature=0.1, repetition_penalty=1.5, penalty_window=32)
+    dec = Decoder(model, heads=random_heads(model, num_heads=2))
+    out = dec.generate([1, 2, 3], 900, "tokenswift", sampling)
+    assert len(out.token_ids) == 900
+    if pays:
+        assert len(passes) > 0.5 * out.stats.steps
+    else:
+        assert len(passes) < 0.2 * out.stats.steps

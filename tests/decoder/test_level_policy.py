@@ -5,6 +5,7 @@ import random
 import pytest
 
 from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
+from decoder.drafters.tuning.policy_choice import PolicyChoice
 
 COSTS = [0.0, *(1.0 + 0.02 * n for n in range(1, 65))]
 
@@ -121,3 +122,32 @@ def test_what_a_level_adds_is_averaged_over_the_steps_that_ran_it():
     assert policy.added(0, 1) == pytest.approx((1.55, 1.2))
     # Of a number not tried yet, the overhead is its neighbour's.
     assert policy.overhead(3) == policy.overhead(1) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("second, best", [(0.2, 0), (0.9, 2)])
+def test_plain_steps_are_run_where_a_costly_first_level_does_not_pay(second, best):
+    """The first level takes more than a step and adds less than a token; only the second may make up for it."""
+    policy, luck = LevelPolicy(2, first=2), random.Random(7)
+    for _ in range(300):
+        levels = policy.levels
+        expected = [Expected((1.0, 1.8, 1.8 + second)[level], 1.0) for level in range(levels + 1)]
+        policy.observe(expected, 1.0, (0.0 if not levels else 1.1 + 0.02 * levels) * luck.uniform(0.9, 1.1))
+    assert policy.best == best
+    assert policy.rate(best) > policy.rate(1)
+
+
+@pytest.mark.parametrize("better", [0, 1])
+def test_of_two_policies_the_faster_is_chosen_and_the_other_tried_again(better):
+    policies = [LevelPolicy(2), LevelPolicy(2)]
+    choice, luck, chosen = PolicyChoice(policies), random.Random(8), []
+    assert [policy.rate(0) for policy in policies] == [0.0, 0.0]
+    for step in range(4000):
+        place = choice.choose()
+        # Half way, the other one becomes the better.
+        right = better if step < 2000 else 1 - better
+        acceptance = (0.8, 0.6) if place == right else (0.4, 0.3)
+        run(policies[place], 1, acceptance, 0.2, luck)
+        chosen.append(place)
+    assert set(chosen[:128]) == {0, 1}
+    assert chosen[128:2000].count(better) > 0.9 * (2000 - 128)
+    assert chosen[-600:].count(1 - better) > 0.85 * 600

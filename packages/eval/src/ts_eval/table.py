@@ -300,6 +300,8 @@ def notes(results: dict) -> str:
             "Trees that are chosen step by step by measured costs and acceptance had, with the newest token, so many "
             f"nodes on average: {', '.join(chosen)} (--preset paper takes the paper's)."
         )
+        if any(one.split(":")[0].split()[0] == "tokenswift" for one in chosen):
+            sentences.append("TokenSwift's draft pass is made where it pays.")
     papers = [name for name, options in settings["options"].items() if options["tree"] == [1, 3, 3, 3]]
     slow = [name for name in papers if name.startswith("tokenswift") and (methods[name]["speedup"] or 1) < 1]
     if slow and results["environment"]["device"] == "cpu":

@@ -12,6 +12,8 @@ from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.drafters.tuning.level_policy import LevelPolicy
+from decoder.drafters.tuning.policy_choice import PolicyChoice
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
@@ -115,28 +117,41 @@ class TokenSwift:
 
 
 class TunedTokenSwift(CostTuned):
-    """`TokenSwift` where no tree is given: of its candidates those that pay here, and no draft pass where none does."""
+    """`TokenSwift` where no tree is given: of its candidates those that pay here, and a draft pass only where it pays.
+
+    Without the draft pass the heads draft from the state that the last verification has left.
+    """
 
     heads_kinds: ClassVar[tuple[str, ...]] = TokenSwift.heads_kinds
     needs_heads: ClassVar[bool] = True
     observed_queries = 1
 
     def __init__(self, context: DrafterContext) -> None:
-        super().__init__(context, own_level=True)
+        super().__init__(context)
         self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         super().start(cache, queries)
         self.draft_pass.commit(cache, queries)
 
-    def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
-        return self.draft_pass.hidden(cache, sampler)
+    def _choose_policy(self, texts: int) -> LevelPolicy:
+        policies = [self._policy_of(own_level, texts) for own_level in (True, False)]
+        choice = self.context.tuning_state.setdefault(("draft pass", texts.bit_length()), PolicyChoice(policies))
+        place = choice.choose()
+        self._own_level = not place
+        return policies[place]
+
+    def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor | None:
+        return self.draft_pass.hidden(cache, sampler) if self._own_level else super()._state(cache, sampler)
 
     def _offer_level(self, depth: int, level: Level, before: list[int | None]) -> list[int | None]:
         nodes = super()._offer_level(depth, level, before)
-        for rank, gram in enumerate(self.grams.behind([token for token, _ in level.rows[0]]) if not depth else ()):
-            node: int | None = 0
-            for place, token in enumerate(gram):
+        if depth or nodes[0] is None:
+            return nodes
+        for rank, gram in enumerate(self.grams.behind([token for token, _ in level.rows[0]])):
+            # All of them begin with the best candidate, which the heads know better.
+            node: int | None = self._tree.add(0, gram[0], "ngrams")
+            for place, token in enumerate(gram[1:], start=1):
                 node = self._candidates.offer(node, token, ("ngrams", place, rank), _FIRST_GUESS / (1 + rank))
                 if node is None:
                     break

@@ -47,12 +47,10 @@ class CostTuned:
                 "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
                 f"{context.options.verification} verification: take another method, or exact verification"
             )
-        self.context, self._most_levels = context, 0
+        self.context, self._own_level = context, own_level
         self.heads: HeadLevels | None = None
         if context.heads is not None:
             self.heads = make_levels(context, _WIDTH, _BEAM)
-            self._own_level = own_level
-            self._most_levels = _DEEPEST if context.heads.conditioned else context.heads.num_heads + own_level
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._ahead: list[Level] | None = None  # of this step, as soon as they are drafted
         self._policy, self._costs = LevelPolicy(0), [0.0]
@@ -77,9 +75,7 @@ class CostTuned:
             return None
         self._start, texts = time.perf_counter(), self.context.running()
         self._costs = costs = self.context.costs.at(cache, texts)
-        # Heads that pay for one text may not pay for many, whose verification is one pass.
-        key = "levels", self._most_levels, texts.bit_length()
-        self._policy = self.context.tuning_state.setdefault(key, LevelPolicy(self._most_levels))
+        self._policy = self._choose_policy(texts)
         # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
         self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
@@ -95,6 +91,19 @@ class CostTuned:
         self._drafting = time.perf_counter() - self._start
         return wanted
 
+    def _choose_policy(self, texts: int) -> LevelPolicy:
+        """The policy that says how many levels a step runs in which so many texts are decoded."""
+        return self._policy_of(self._own_level, texts)
+
+    def _policy_of(self, own_level: bool, texts: int) -> LevelPolicy:
+        """The policy with or without such a first level."""
+        heads = self.context.heads
+        most = 0 if heads is None else _DEEPEST if heads.conditioned else heads.num_heads + own_level
+        # Heads that pay for one text may not pay for many, whose verification is one pass.
+        key = "levels", most, own_level, texts.bit_length()
+        # A level of the model's own takes a pass, whether heads go on from it or not.
+        return self.context.tuning_state.setdefault(key, LevelPolicy(most, first=1 + own_level))
+
     def _levels_pay(self) -> bool:
         """Whether the policy's levels, one at least, are worth their time beside the candidates that are there already.
 
@@ -102,7 +111,7 @@ class CostTuned:
         """
         tree, chances, policy = self._tree, self._candidates.chances, self._policy
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
-        if not covered or not self._most_levels:
+        if not covered or self.heads is None:
             return True
         levels = max(1, policy.levels)
         tokens, cost = self._best(0)[1]
@@ -166,9 +175,10 @@ class CostTuned:
             if not (score > -torch.inf and margin >= -_FAR):
                 break
             kind, prior = (rank, int(2 * margin)), 0.5 / (1 + rank) ** 2
+            head = depth - self._own_level
             if depth:
-                prior = self._estimate.rate(("heads", depth - 1, *kind), prior)
-            nodes.append(self._candidates.offer(parent, token, ("heads", depth, *kind), prior))
+                prior = self._estimate.rate(("heads", head - 1, *kind), prior)
+            nodes.append(self._candidates.offer(parent, token, ("heads", head, *kind), prior))
         return nodes + [None] * (len(row) - len(nodes))
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _PERIOD = 16  # steps between two choices, and for which another number of levels is tried
-_STALE = 512  # steps after which a number next to the best one is tried again
+_STALE = 512  # steps after which one of these numbers is tried again
 _LEARN = 0.02  # weight of the newest observation in an average
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -18,16 +18,18 @@ class Expected(NamedTuple):
 
 
 class LevelPolicy:
-    """Chooses the number of levels that gives most tokens per second, and tries its neighbours now and then.
+    """Chooses the number of levels that gives most tokens per second.
+
+    It tries those next to the best one again now and then, and plain steps.
 
     A step with some levels also tells what fewer would have brought: the best tree without the candidates of the
     others. So what is kept is what each level adds to the tokens and to the cost of verification, on average of the
     steps that ran it, and for each number of levels the time that steps take beyond verification. There are ``most``
-    levels; ``levels`` of them are to be run now.
+    levels; ``levels`` of them are to be run now, ``first`` in the beginning.
     """
 
-    def __init__(self, most: int):
-        self.levels = min(1, most)
+    def __init__(self, most: int, first: int = 1):
+        self.levels = min(first, most)
         self._added = [Expected(1.0, 0.0)] + [Expected(0.0, 0.0)] * most  # by each level; entry 0: without levels
         self._seen = [0] * (most + 1)  # steps that are averaged in each of these
         self._overhead = [0.0] * (most + 1)  # by numbers of levels
@@ -36,17 +38,30 @@ class LevelPolicy:
         self._now = 0  # steps so far
 
     def overhead(self, levels: int) -> float:
-        """Seconds of a step with so many levels beyond its verification; where not tried yet, as with the nearest."""
-        tried = [number for number, steps in enumerate(self._steps) if steps]
-        return self._overhead[min(tried, key=lambda number: abs(number - levels), default=0)]
+        """Seconds of a step with so many levels beyond its verification; where not tried yet, as with the nearest.
+
+        Plain steps are thought to take no more than their verification until they are tried. So they are tried as soon
+        as they could pay.
+        """
+        tried = [number for number, steps in enumerate(self._steps) if steps or not number]
+        return self._overhead[min(tried, key=lambda number: abs(number - levels))]
 
     def added(self, first: int, levels: int) -> Expected:
         """What the levels from ``first`` to ``levels`` add to a step; level 0 stands for a step without any."""
         tokens, costs = zip(*self._added[first : levels + 1], strict=True)
         return Expected(sum(tokens), sum(costs))
 
+    @property
+    def best(self) -> int:
+        """The number of levels that gives most tokens per second by all that was seen."""
+        return max((number for number, steps in enumerate(self._seen) if steps or not number), key=self.rate)
+
+    def rate(self, levels: int) -> float:
+        """Tokens per second of usual steps with so many levels; 0 before any step was seen."""
+        return self.added(0, levels).tokens / seconds if (seconds := self.seconds(levels)) else 0.0
+
     def seconds(self, levels: int) -> float:
-        """Of a usual step with so many levels."""
+        """Of usual steps with so many levels."""
         return step_seconds(self.added(0, levels).cost, self.overhead(levels))
 
     def observe(self, expected: Sequence[Expected], cost: float, overhead: float) -> None:
@@ -77,14 +92,17 @@ class LevelPolicy:
         self._steps[levels] += 1
         weight = max(_LEARN, 1 / self._steps[levels])
         change = weight * (overhead - self._overhead[levels])
-        # Once the average has settled, a change is the machine's or the text's, and holds for other numbers, too.
-        for number in range(len(self._steps)) if weight == _LEARN else (levels,):
-            self._overhead[number] += change
+        # Once the average has settled, a change is the machine's or the text's: other numbers become as much slower.
+        slower = change / self.seconds(levels) if weight == _LEARN else 0.0
+        for number, steps in enumerate(self._steps):
+            if number == levels:
+                self._overhead[number] += change
+            elif steps:
+                self._overhead[number] += slower * self.seconds(number)
 
     def _choose(self) -> None:
-        tried = [number for number, steps in enumerate(self._seen) if steps]
-        best = max(tried, key=lambda number: self.added(0, number).tokens / self.seconds(number))
-        beside = [number for number in (best + 1, best - 1) if 0 <= number < len(self._steps)]
+        best = self.best
+        beside = [number for number in (best + 1, best - 1, 0) if 0 <= number < len(self._steps)]
         stale = min(beside, key=self._last.__getitem__, default=best)
         self.levels = stale if self._now - self._last[stale] > _STALE else best
 
