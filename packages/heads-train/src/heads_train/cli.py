@@ -30,6 +30,7 @@ from heads_train.data import BooksDataModule
 from heads_train.divergence import TrainingDiverged
 from heads_train.export import export
 from heads_train.module import HeadsModule
+from heads_train.push import push
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -256,8 +257,9 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     args = sys.argv[1:] if args is None else list(args)
     try:
-        if args[:1] == ["export"]:
-            export.main(args[1:], prog_name="heads-train export", standalone_mode=False)
+        if args[:1] in (["export"], ["push"]):
+            command = export if args[0] == "export" else push
+            command.main(args[1:], prog_name=f"heads-train {args[0]}", standalone_mode=False)
         else:
             run(args)
     except SIGTERMException:

@@ -12,12 +12,18 @@ from decoder.heads import Heads
 def write_model_card(folder: Path, heads: Heads, base_model: str, training: dict) -> None:
     """Write ``folder/README.md``, whole or not at all; ``training`` is what config.json says of it."""
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as scratch:
-        Path(scratch, "README.md").write_text(model_card(folder, heads, base_model, training), encoding="utf-8")
+        Path(scratch, "README.md").write_text(model_card(str(folder), heads, base_model, training), encoding="utf-8")
         os.replace(Path(scratch, "README.md"), folder / "README.md")
 
 
-def model_card(folder: Path, heads: Heads, base_model: str, training: dict) -> str:
-    """The card as Markdown with the hub's front matter."""
+def model_card(where: str, heads: Heads, base_model: str, training: dict | None, elsewhere: str = "") -> str:
+    """The card as Markdown with the hub's front matter.
+
+    Args:
+        where: the folder or hub repository that the card stands in.
+        training: what config.json says of it; None if it says nothing.
+        elsewhere: a section on how other programs use the heads.
+    """
     linear = sum(one.numel() for name, one in heads.named_parameters() if one.ndim > 1 and "lm_head" not in name)
     norms = sum(one.numel() for one in heads.parameters() if one.ndim == 1)
     what = f"A set of {heads.num_heads} {heads.kind} heads"
@@ -25,8 +31,6 @@ def model_card(folder: Path, heads: Heads, base_model: str, training: dict) -> s
         what = f"An EAGLE-3 draft model, trained for {heads.num_heads} levels,"
     # A model's folder here is no model of the hub, which would refuse the card.
     base = "" if Path(base_model).exists() else f"base_model: {base_model}\n"
-    figures = ("untrained", "validation", "validated_at_step", "versions")
-    settings = {name: value for name, value in training.items() if name not in figures}
     return f"""---
 {base}library_name: tokenswift
 tags: [tokenswift, speculative-decoding, draft-heads]
@@ -39,10 +43,16 @@ that the frozen model verifies: the text stays exactly what the model alone woul
 ```python
 import decoder
 
-dec = decoder.load({json.dumps(str(base_model))}, heads={json.dumps(str(folder))})
+dec = decoder.load({json.dumps(str(base_model))}, heads={json.dumps(where)})
 print(dec.generate("It was a dark night, and", 200).text)
 ```
+{elsewhere}{"" if training is None else _history(heads, training)}"""
 
+
+def _history(heads: Heads, training: dict) -> str:
+    figures = ("untrained", "validation", "validated_at_step", "versions")
+    settings = {name: value for name, value in training.items() if name not in figures}
+    return f"""
 ## Held-out text
 {_figures(heads, training)}
 ## How they were trained
