@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -49,7 +50,9 @@ def main() -> None:
             views = buffers[:, :, :, :, : length + new]
             triples = [(torch.randn(1, new, heads, dim).transpose(1, 2), *pair) for pair in views]
             times = [microseconds(call, [(*x, blocked, 0.1) for x in triples]) for call in (_one_softmax, _two_parts)]
-            times.append(microseconds(partial(tree_attention, None), [(*x, None) for x in triples]))
+            times.append(
+                microseconds(partial(tree_attention, SimpleNamespace(layer_idx=0)), [(*x, None) for x in triples])
+            )
             scores = heads * new * (length + new)
             print(f"{length:8}{new:6}{scores:13,}{times[0]:13.0f}{times[1]:10.0f}{times[2]:10.0f}", flush=True)
 

@@ -35,7 +35,7 @@ def measure(dec: decoder.Decoder, prompt: list[int], method: str, arguments: arg
     """Median seconds of a step behind ``prompt``, the nodes it verifies on average, and attention's share."""
     options = decoder.TokenSwiftOptions(decoder.parse_tree(arguments.tree), arguments.ngrams, arguments.budget)
     widths, forward = [], dec.target.forward
-    dec.target.forward = lambda tree, cache: widths.append(len(tree)) or forward(tree, cache)
+    dec.target.forward = lambda trees, *others: widths.append(sum(map(len, trees))) or forward(trees, *others)
     try:
         steps = timed_steps(dec.stream(prompt, 8 * arguments.steps, method, sampling(), options, ignore_eos=True))
         taken = [next(steps) for _ in range(arguments.steps + 1)][1:]

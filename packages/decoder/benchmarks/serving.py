@@ -47,22 +47,24 @@ def main() -> None:
         for seed, question in enumerate(QUESTIONS)
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        line = next(line for line in server.stderr if "http://" in line)
-        url = re.search(r"http://\S+", line)[0]
-        texts = {}
-        # These teach the drafter what pays, and are not reported.
-        for body in bodies[:2]:
-            ask(url, body)
-        for clients in (1, 4, 8):
-            began = time.perf_counter()
-            with ThreadPoolExecutor(clients) as pool:
-                answers = list(pool.map(lambda body: ask(url, body), bodies))
-            seconds = time.perf_counter() - began
-            for body, (text, _) in zip(bodies, answers, strict=True):
-                assert texts.setdefault(body["seed"], text) == text, "a text depends on who else was served"
-            tokens = sum(count for _, count in answers)
-            print(f"{clients} at once: {tokens / seconds:.1f} tokens/s ({tokens} tokens)", flush=True)
-        server.terminate()
+        try:
+            line = next(line for line in server.stderr if "http://" in line)
+            url = re.search(r"http://\S+", line)[0]
+            texts = {}
+            # These teach the drafter what pays, and are not reported.
+            for body in bodies[:2]:
+                ask(url, body)
+            for clients in (1, 4, 8):
+                began = time.perf_counter()
+                with ThreadPoolExecutor(clients) as pool:
+                    answers = list(pool.map(lambda body: ask(url, body), bodies))
+                seconds = time.perf_counter() - began
+                for body, (text, _) in zip(bodies, answers, strict=True):
+                    assert texts.setdefault(body["seed"], text) == text, "a text depends on who else was served"
+                tokens = sum(count for _, count in answers)
+                print(f"{clients} at once: {tokens / seconds:.1f} tokens/s ({tokens} tokens)", flush=True)
+        finally:
+            server.terminate()
 
 
 if __name__ == "__main__":
