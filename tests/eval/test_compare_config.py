@@ -127,6 +127,7 @@ def test_the_papers_tree_is_a_preset_and_none_is_chosen_by_cost(data, tmp_path, 
     assert row["nodes_per_step"] == sum(each["nodes"] for each in row["runs"]) / sum(e["steps"] for e in row["runs"])
     words = " ".join(done.output.split())
     assert (f"tokenswift {row['nodes_per_step']:.1f} (--preset paper takes the paper's)" in words) is (tree is None)
+    assert ("draft pass is made where it pays" in words) is (tree is None)
     assert ("tree by what pays here" in words) is (tree is None)
 
 

@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_books import EAGLE3
 
 import decoder
 from heads_train.backbone import FrozenStates, load_backbone
 from heads_train.cli import main
 from heads_train.new_heads import fit_features, new_heads
-
-EAGLE3 = ["--model.kind=eagle3", "--model.num_heads=2", "--model.distill=true", "--model.sliding_window=8"]
 
 
 def run(flags, *more, command="fit"):

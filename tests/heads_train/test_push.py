@@ -9,11 +9,11 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from tiny_books import EAGLE3
 
 import decoder
 from heads_train.cli import main
 
-EAGLE3 = ["--model.kind=eagle3", "--model.num_heads=2", "--model.distill=true", "--model.sliding_window=8"]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

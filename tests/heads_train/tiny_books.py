@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 SONG = "the sea was calm and old ships lay at rest while men sang of home rain fell on every hill"
 WORDS = SONG.split(" ")
 HIDDEN = 32
+EAGLE3 = ["--model.kind=eagle3", "--model.num_heads=2", "--model.distill=true", "--model.sliding_window=8"]
 ARCHITECTURES = Path(__file__).parent / "architectures"
 # Sizes that a test can run; everything else of an architecture stays.
 SMALL = dict(

@@ -1,6 +1,6 @@
 """Whether drafts are accepted as often behind a long text as behind a short one.
 
-    python packages/decoder/benchmarks/acceptance_at_length.py --model data/smollm2 --heads runs/heads-eagle3/best
+    python packages/decoder/benchmarks/acceptance_at_length.py --model data/smollm2 --heads DIR
 
 Drafts are judged on the same continuations: those of the shipped books, which the model is made to write by a
 `logits_hook` that leaves one token at each position. Before each stands as much of its book as ``--contexts`` say. The

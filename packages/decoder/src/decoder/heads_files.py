@@ -18,6 +18,11 @@ PUBLISHED_NAME = re.compile(r"(?:model\.)?medusa_layers\.(.+)")
 """Names of the tensors of published TokenSwift heads, inside a whole model's files."""
 
 
+def is_repository(name: str) -> bool:
+    """Whether ``name`` has the form of a hub repository's, owner/name."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
+
+
 def local_folder(source: str, **from_hub: Any) -> Path:
     """The folder ``source``, or one with the files of the hub repository of that name that a heads checkpoint can have.
 
@@ -29,7 +34,7 @@ def local_folder(source: str, **from_hub: Any) -> Path:
     if path.exists():
         raise NotADirectoryError(f"heads are read from a folder, and {source} is a file")
     # A mistyped name in an existing folder must not be looked up on the hub.
-    if path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+    if path.parent.is_dir() or not is_repository(source):
         raise FileNotFoundError(f"there is no folder of heads at {source}")
     folder = fetch(source, [CONFIG, WEIGHTS, MODEL_INDEX], **from_hub)
     if not (folder / WEIGHTS).is_file():

@@ -291,16 +291,17 @@ def notes(results: dict) -> str:
             "methods' turns do not surround."
         )
     chosen = [
-        f"{name} {methods[name]['nodes_per_step']:.1f}"
+        name
         for name, options in settings["options"].items()
         if by_cost(name, options) and methods[name].get("nodes_per_step")
     ]
     if chosen:
+        nodes = ", ".join(f"{name} {methods[name]['nodes_per_step']:.1f}" for name in chosen)
         sentences.append(
             "Trees that are chosen step by step by measured costs and acceptance had, with the newest token, so many "
-            f"nodes on average: {', '.join(chosen)} (--preset paper takes the paper's)."
+            f"nodes on average: {nodes} (--preset paper takes the paper's)."
         )
-        if any(one.split(":")[0].split()[0] == "tokenswift" for one in chosen):
+        if any(MethodSpec.parse(name).name == "tokenswift" for name in chosen):
             sentences.append("TokenSwift's draft pass is made where it pays.")
     papers = [name for name, options in settings["options"].items() if options["tree"] == [1, 3, 3, 3]]
     slow = [name for name in papers if name.startswith("tokenswift") and (methods[name]["speedup"] or 1) < 1]

@@ -1,7 +1,6 @@
 """``heads-train push``: heads with their card in a repository of the Hugging Face hub."""
 
 import json
-import re
 import tempfile
 from pathlib import Path
 
@@ -11,10 +10,8 @@ from huggingface_hub import HfApi
 from decoder.eagle3.checkpoint import save_draft_model
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads, load_heads
-from decoder.heads_files import CONFIG, read_json
+from decoder.heads_files import CONFIG, is_repository, read_json
 from heads_train.model_card import model_card
-
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @click.command()
@@ -31,11 +28,11 @@ def push(base_model: str | None, private: bool, dry_run: bool, source: str, repo
     Only the weights (safetensors), their configuration and the card are sent. It needs a token that may write there
     (`hf auth login`, or HF_TOKEN).
     """
-    if not _REPOSITORY.fullmatch(repository):
+    if not is_repository(repository):
         raise ValueError(f"{repository} is no name of a hub repository: give owner/name")
     heads, config = load_heads(source), read_json(Path(source) / CONFIG)
     base_model = base_model or (heads.base_model if isinstance(heads, Eagle3DraftModel) else config.get("base_model"))
-    if base_model is None or not _REPOSITORY.fullmatch(base_model) or Path(base_model).exists():
+    if base_model is None or not is_repository(base_model) or Path(base_model).exists():
         raise ValueError(
             f"the heads in {source} are for {base_model or 'a model without a name'}, which others cannot find: name "
             "the hub's model with --base-model"

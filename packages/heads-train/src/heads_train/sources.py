@@ -2,13 +2,14 @@
 
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from decoder.heads_files import is_repository
 
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet", ".txt", ".npy")
@@ -82,7 +83,7 @@ def find_source(name: str, split: str, subset: str | None = None, streaming: boo
         return Source(name, split, shared=True, files=(path,))
     if path.is_dir():
         return _in_folder(path, name, split)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+    if not is_repository(name):
         raise FileNotFoundError(f"there is no file or folder of books at {name}")
     import datasets
 
