@@ -9,10 +9,23 @@ import httpx2
 import openai
 import uvicorn
 
+from decoder import Decoder
 from decoder.serve.app import make_app
 from decoder.serve.service import Service, Settings
 
+from .conftest import random_heads, tiny_llama
+from .test_using_it import byte_tokenizer
+
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me?"}]
+
+
+def speaking_decoder():
+    """A decoder that a server can chat with."""
+    model = tiny_llama(vocab_size=256)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Decoder(model, tokenizer, random_heads(model))
 
 
 class Running:

@@ -43,8 +43,16 @@ def joined(dec, texts, method, **asked):
     return dec.generate_batch(texts, NEW, method, list(map(params, range(len(texts)))), **asked)
 
 
-@pytest.mark.parametrize("whole_trees", [False, True], ids=["visited nodes", "whole trees"])
-@pytest.mark.parametrize("max_batch", [3, None])
+# What a step draws does not depend on how many texts wait: each of both with one of the other.
+@pytest.mark.parametrize(
+    ("max_batch", "whole_trees"),
+    [
+        pytest.param(3, False, id="three, visited nodes"),
+        pytest.param(None, True, id="all, whole trees"),
+        pytest.param(3, True, id="three, whole trees", marks=pytest.mark.slow),
+        pytest.param(None, False, id="all, visited nodes", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("method", methods())
 def test_each_text_of_a_batch_is_the_one_it_would_be_alone(
     dec, texts, alone, method, max_batch, whole_trees, monkeypatch

@@ -16,6 +16,8 @@ SMALL = {
     "bitwise same": [*REFERENCE, "--new-tokens=8", "--tokens=40", "--methods=1", "--lengths", "16"],
     "bitwise price": ["--new-tokens=8", "--length=32", "--rounds=1"],
     "chat_turns": ["--model", "{chatting}", "--turns=2", "--max-new-tokens=4"],
+    "kv_cache perplexity": ["--tokens=70", "--texts=2"],
+    "kv_cache speed": ["--length=100", "--new-tokens=8", "--rounds=1", "--heads", "data/heads-gated"],
     "length": ["--lengths", "64", "128", "--steps=3", "--output", "{output}"],
     "linear": ["--passes=1"],
     "long_run": ["--tiny", "--prompt-tokens=32", "--new-tokens=40", "--output", "{output}"],

@@ -1,5 +1,6 @@
 """Bit for bit: a token's logits depend on the tokens before it, and on nothing that shares its pass."""
 
+import functools
 from itertools import product
 
 import pytest
@@ -17,7 +18,7 @@ from decoder.model.bitwise_test import OneLayer
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, all_heads, tiny_llama
-from .test_families import FAMILIES, tiny
+from .test_families import FAMILIES, ONCE_EACH, tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 SAMPLINGS = [
@@ -120,14 +121,23 @@ def test_no_tail_begins_behind_the_shallowest_ancestor():
         assert start % STRIDE == 0 and (start == 0 or position - start >= DEPTH) and position - start < COLUMNS
 
 
+@pytest.fixture(scope="module")
+def plain_of(exact, prompt):
+    """Plain decoding with a sampling, once for all methods."""
+    return functools.cache(
+        lambda sampling: exact.generate(prompt, 30, "ar", sampling, return_logprobs=True, top_logprobs=5)
+    )
+
+
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("sampling, tree", list(zip(SAMPLINGS, [(1,) * 4, (1, 2, 2), (3, 2)], strict=True)))
-def test_every_method_gives_the_bits_of_plain_decoding(exact, prompt, method, sampling, tree):
-    plain = exact.generate(prompt, 30, "ar", sampling, return_logprobs=True)
+def test_every_method_gives_the_bits_of_plain_decoding(exact, prompt, plain_of, method, sampling, tree):
+    plain = plain_of(sampling)
     options = TokenSwiftOptions(tree=tree, budget=40)
-    out = exact.generate(prompt, 30, method, sampling, options, return_logprobs=True)
+    out = exact.generate(prompt, 30, method, sampling, options, return_logprobs=True, top_logprobs=5)
     assert exact.bitwise
     assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+    assert out.top_logprobs == plain.top_logprobs
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
@@ -209,7 +219,7 @@ def test_the_numbers_of_rows_that_need_no_padding_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ONCE_EACH)
 def test_families_hold_it_or_say_why_not(name, dtype):
     model_type, overrides = FAMILIES[name]
     dec = Decoder(tiny(model_type, dtype, **overrides))

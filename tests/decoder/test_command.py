@@ -6,8 +6,8 @@ import json
 import os
 import pty
 import resource
+import runpy
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -24,6 +24,7 @@ from decoder.cli.continuation import stream_on
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript
 
+from ..forked import forked
 from .conftest import random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
 
@@ -38,7 +39,7 @@ GREEDY = SamplingParams(temperature=0, repetition_penalty=1.3, penalty_window=24
 
 @pytest.fixture(scope="module")
 def speaking():
-    model = tiny_llama(vocab_size=256)
+    model = tiny_llama(vocab_size=256, num_hidden_layers=1)
     return Decoder(model, byte_tokenizer(), random_heads(model))
 
 
@@ -46,11 +47,11 @@ def speaking():
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("command")
     for name, seed in (("model", 0), ("other", 1)):
-        tiny_llama(torch.float32, seed, vocab_size=256).save_pretrained(root / name)
+        tiny_llama(torch.float32, seed, vocab_size=256, num_hidden_layers=1).save_pretrained(root / name)
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(root / name)
-    plain = tiny_llama(torch.float32, vocab_size=256)
+    plain = tiny_llama(torch.float32, vocab_size=256, num_hidden_layers=1)
     plain.save_pretrained(root / "plain")
     byte_tokenizer().save_pretrained(root / "plain")
     random_heads(plain).save_pretrained(root / "heads")
@@ -83,10 +84,6 @@ def run(capsys):
 def tokens_in(path):
     steps = [json.loads(line) for line in Path(f"{path}.tokens").read_text().splitlines()[1:]]
     return [token for step in steps for token in step["tokens"]]
-
-
-def spawn(*arguments, **options):
-    return subprocess.Popen([sys.executable, "-m", "decoder", *map(str, arguments)], **options)
 
 
 def wait_for(condition, seconds=120):
@@ -138,23 +135,23 @@ def go_on(dec, prompt, token_ids, *arguments, **options):
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
 @pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 def test_a_cut_generation_goes_on_as_if_it_never_was(speaking, method, sampling):
-    whole = speaking.generate("Call me", 60, method, sampling)
+    whole = speaking.generate("Call me", 40, method, sampling)
     if sampling is SAMPLED:
         assert any("\ufffd" != letter > "\x7f" for letter in whole.text), "no character of several bytes to be cut"
-    for cut in (0, 1, *range(2, 60, 9), 59, 60):
-        tokens, text, output = go_on(speaking, "Call me", whole.token_ids[:cut], 60, method, sampling)
+    for cut in (0, 1, *range(2, 40, 9), 39, 40):
+        tokens, text, output = go_on(speaking, "Call me", whole.token_ids[:cut], 40, method, sampling)
         assert tokens == output.token_ids == whole.token_ids
         assert text == output.text == whole.text
         assert output.finish_reason == "length"
-        assert output.stats.generated == 60 - cut
-    assert speaking.audit(output).checked == 60 and speaking.audit(output).equal
+        assert output.stats.generated == 40 - cut
+    assert speaking.audit(output).checked == 40 and speaking.audit(output).equal
 
 
 def test_every_cut_of_a_split_character_gives_the_same_text(speaking):
-    whole = speaking.generate("Call me", 40, "ar", SAMPLED)
+    whole = speaking.generate("Call me", 30, "ar", SAMPLED)
     assert any("\ufffd" != letter > "\x7f" for letter in whole.text), "no character of several bytes to be cut"
-    for cut in range(40):
-        assert go_on(speaking, "Call me", whole.token_ids[:cut], 40, "prompt-lookup", SAMPLED)[1] == whole.text
+    for cut in range(30):
+        assert go_on(speaking, "Call me", whole.token_ids[:cut], 30, "prompt-lookup", SAMPLED)[1] == whole.text
 
 
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
@@ -228,6 +225,15 @@ def test_help_explains_every_flag(run):
         assert choices in words
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["decoder", "--model", "nowhere", "--max-new-tokens", "5", "--prompt", "x"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("decoder", run_name="__main__", alter_sys=True)
+    assert ended.value.code == 2
+    assert "there is no model folder at nowhere" in capsys.readouterr().err
+
+
 def test_prompts_of_every_kind(run, folders, common, monkeypatch):
     model, rest = ["--model", folders / "model", "--max-new-tokens", 12], common[6:]
     written = (folders / "prompt.txt").read_text(encoding="utf-8")
@@ -261,8 +267,16 @@ def test_stop_strings_end_the_text_and_what_is_written(run, common, tmp_path):
     assert text == free[: free.index(stop)] == (tmp_path / "o").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
-@pytest.mark.parametrize("temperature", [0, 1])
+# The record does not know what the temperature is; `test_a_cut_generation_goes_on_as_if_it_never_was` has all four.
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    [
+        ("ar", 1),
+        ("tokenswift", 0),
+        pytest.param("ar", 0, marks=pytest.mark.slow),
+        pytest.param("tokenswift", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_cut_at_any_byte_resumes_exactly(run, common, tmp_path, method, temperature):
     """What a kill leaves: some bytes of the record, and text of no more steps than it holds."""
     arguments = [*common, "--max-new-tokens", 60, "--repetition-penalty", "1.2", "--temperature", temperature]
@@ -553,14 +567,15 @@ def test_a_run_killed_for_good_resumes_exactly(run, tmp_path):
     """kill -9 amid the reference model's generation."""
     arguments = ["--model", DATA / "reference-model", "--heads", DATA / "heads-chained", "--prompt", "Call me Ishmael."]
     arguments += ["--max-new-tokens", 90, "--ignore-eos", "--dtype", "float64", "--method", "tokenswift"]
-    arguments += ["--tree", 1, "--ngrams", 0, "--output"]
+    arguments += ["--tree", 1, "--ngrams", 0, "--device", "cpu", "--output"]
     file = tmp_path / "cut.txt"
-    process = spawn(*arguments, file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with open(tmp_path / "said", "wb") as said:
+        process = forked(command.main, [*arguments, file], stderr=said.fileno())
     record = Path(f"{file}.tokens")
-    wait_for(lambda: process.poll() is not None or (record.exists() and record.read_bytes().count(b"\n") > 12))
+    wait_for(lambda: not process.is_alive() or (record.exists() and record.read_bytes().count(b"\n") > 12))
     process.kill()
-    assert process.wait() == -signal.SIGKILL, process.stderr.read()
-    process.stderr.close()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, (tmp_path / "said").read_text()
     written = file.read_bytes().decode()
     status, text, told = run(*arguments, file, "--resume")
     assert status == 0 and "of them before" in told
@@ -574,15 +589,16 @@ def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
     """A terminal sees tokens, tokens/s and acceptance on its last row, which is given back."""
     file = tmp_path / "out"
     # Many small steps, which are not done before the signal.
-    arguments = [*common, "--method", "magicdec", "--tree", 1, "--max-new-tokens", 3000, "--output", file]
+    arguments = [*common, "--method", "magicdec", "--tree", 1, "--device", "cpu"]
+    arguments += ["--max-new-tokens", 3000, "--output", file]
     reader, writer = pty.openpty()
-    process = spawn(*arguments, stdout=subprocess.PIPE, stderr=writer)
+    with open(tmp_path / "shown", "wb") as stdout:
+        process = forked(command.main, arguments, stdout.fileno(), writer)
     os.close(writer)
     shown = b""
     while b"acceptance" not in shown:
         shown += os.read(reader, 4096)
-    process.send_signal(signal.SIGINT)
-    text = process.communicate()[0].decode()
+    os.kill(process.pid, signal.SIGINT)
     while True:
         try:
             more = os.read(reader, 4096)
@@ -592,7 +608,9 @@ def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
             break
         shown += more
     os.close(reader)
-    assert process.returncode == 130, shown
+    process.join()
+    assert process.exitcode == 130, shown
+    text = (tmp_path / "shown").read_bytes().decode()
     assert b" of 3,000 tokens, " in shown and b" tokens/s, " in shown
     region, given_back = shown.rindex(b"\x1b[1;23r"), shown.rindex(b"\x1b[r")
     assert region < given_back < shown.index(b"interrupted after")
@@ -608,17 +626,31 @@ def test_an_interrupt_on_a_terminal_says_how_to_go_on(run, common, tmp_path):
     assert resumed[1] == run(*arguments[:-2])[1]
 
 
-@pytest.mark.parametrize("steps", [1, 5, 14])
+BREAKS = {
+    "interrupt": (KeyboardInterrupt, 130, "interrupted after"),
+    "full-disk": (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device after"),
+    "out-of-memory": (torch.OutOfMemoryError("CUDA out of memory."), 1, "CUDA out of memory. after"),
+}
+
+
+# Each error and each number of steps; what breaks off a run does not ask after how many it does.
 @pytest.mark.parametrize(
-    "error, status, words",
+    ("name", "steps"),
     [
-        (KeyboardInterrupt, 130, "interrupted after"),
-        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device after"),
-        (torch.OutOfMemoryError("CUDA out of memory."), 1, "CUDA out of memory. after"),
+        ("interrupt", 1),
+        ("full-disk", 5),
+        ("out-of-memory", 14),
+        *(
+            pytest.param(name, steps, marks=pytest.mark.slow)
+            for name in BREAKS
+            for steps in (1, 5, 14)
+            if (name, steps) not in {("interrupt", 1), ("full-disk", 5), ("out-of-memory", 14)}
+        ),
     ],
-    ids=["interrupt", "full-disk", "out-of-memory"],
 )
-def test_a_run_that_breaks_off_says_how_to_go_on(run, common, tmp_path, monkeypatch, steps, error, status, words):
+def test_a_run_that_breaks_off_says_how_to_go_on(run, common, tmp_path, monkeypatch, name, steps):
+    error, status, words = BREAKS[name]
+
     def breaking(*arguments):
         for number, chunk in enumerate(stream_on(*arguments)):
             if number > steps:
@@ -718,3 +750,30 @@ def test_another_number_of_threads_is_refused_when_a_bitwise_run_is_resumed(comm
         torch.set_num_threads(threads)
     assert f"was begun with threads {threads}, not" in capsys.readouterr().err
     assert command.main([*arguments, "--resume"]) == 0
+
+
+def test_a_text_goes_on_with_the_cache_that_it_was_begun_with(folders, tmp_path, capsys):
+    """In host memory or not does not matter; rounded or not is another model."""
+    arguments = [
+        "--model",
+        str(folders / "plain"),
+        "--prompt",
+        "Call me",
+        "--ignore-eos",
+        "--seed",
+        "4",
+        "--output",
+        str(tmp_path / "text"),
+    ]
+    assert command.main([*arguments, "--max-new-tokens", "9", "--kv-dtype", "int8"]) == 0
+    for other in ([], ["--kv-dtype", "fp8"]):
+        assert command.main([*arguments, "--max-new-tokens", "30", "--resume", *other]) == 2
+        assert "was begun with kv_dtype 'int8', not" in capsys.readouterr().err
+    more = ["--max-new-tokens", "30", "--kv-dtype", "int8", "--audit"]
+    assert command.main([*arguments, *more, "--resume", "--offload"]) == 0
+    assert "all 30 tokens are the model's own choices" in capsys.readouterr().err
+    resumed = (tmp_path / "text").read_bytes()
+    (tmp_path / "text").unlink()
+    (tmp_path / "text.tokens").unlink()
+    assert command.main([*arguments, *more]) == 0
+    assert (tmp_path / "text").read_bytes() == resumed

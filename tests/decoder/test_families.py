@@ -97,6 +97,10 @@ FAMILIES = {
     "hunyuan_v1_dense": ("hunyuan_v1_dense", dict(head_dim=8)),
 }
 
+# Their passes are those of another one above, but for the table of angles, or for a window that is never reached.
+VARIANTS = {"llama, linear", "llama, llama3", "llama, yarn", "qwen2, yarn", "mistral, wide window"}
+ONCE_EACH = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in FAMILIES]
+
 
 def tiny(model_type, dtype=torch.float64, **overrides):
     """A random model whose text varies: layers that outweigh the embeddings, norms and biases that are not trivial."""
@@ -119,24 +123,27 @@ def family(request):
     return tiny(model_type, **overrides)
 
 
+@pytest.fixture(scope="module")
+def dec(family):
+    return Decoder(family, heads=random_heads(family))
+
+
 LENGTH = 20
 NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_greedy_is_transformers_own(family, prompt, penalty):
+def test_greedy_is_transformers_own(family, dec, prompt, penalty):
     ids = torch.tensor([prompt])
     settings = dict(do_sample=False, max_new_tokens=LENGTH, repetition_penalty=penalty, pad_token_id=0)
     expected = family.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
     assert penalty == 1 or len(set(expected)) > 5
-    dec = Decoder(family, heads=random_heads(family))
     sampling = SamplingParams(temperature=0, repetition_penalty=penalty)
     for method in ("ar", "tokenswift"):
         assert dec.generate(prompt, LENGTH, method, sampling, NARROW).token_ids == expected
 
 
-def test_every_method_equals_ar_when_sampling(family, prompt):
-    dec = Decoder(family, heads=random_heads(family))
+def test_every_method_equals_ar_when_sampling(dec, prompt):
     sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
     expected = dec.generate(prompt, LENGTH, "ar", sampling)
     for method in ("tokenswift", "medusa", "magicdec", "prompt-lookup"):
@@ -145,10 +152,10 @@ def test_every_method_equals_ar_when_sampling(family, prompt):
     assert dec.audit(expected).equal
 
 
-def test_drafts_from_the_whole_text_are_right_every_time(family, prompt):
+def test_drafts_from_the_whole_text_are_right_every_time(dec, prompt):
     """The draft pass is the model itself: same positions, norm, head and scale of the logits as the verification."""
     options = TokenSwiftOptions(tree=(1, 1, 1, 1), budget=100)
-    out = Decoder(family).generate(prompt, LENGTH, "magicdec", SamplingParams(seed=5), options)
+    out = dec.generate(prompt, LENGTH, "magicdec", SamplingParams(seed=5), options)
     assert out.stats.steps == LENGTH // 5
 
 

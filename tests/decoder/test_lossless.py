@@ -54,13 +54,15 @@ CASES += [(method, name) for method in DRAFTING if method != "tokenswift" for na
 CASES += [(method, "by cost") for method in TUNED if method != "tokenswift"]
 
 
-# Every case under two samplers, and a few of them under the others, too; the rest is slow.
-FOR_ALL = ("short window", "greedy, penalised")
+# Every case under one sampler; each method, and tokenswift with all options, under another; a few under the others.
+# The rest is slow.
+FOR_ALL, FOR_MOST = "short window", "greedy, penalised"
 FEW = (("tokenswift", "paper"), ("tokenswift", "paths"), ("auto", "paths"), ("magicdec", "narrow"))
+MOST = [(method, options) for method, options in CASES if method == "tokenswift" or options in ("paper", "by cost")]
 UNDER_ALL = [
     pytest.param(
         *(name, *case),
-        marks=[] if name in FOR_ALL or case in FEW else pytest.mark.slow,
+        marks=[] if name == FOR_ALL or case in FEW or (name == FOR_MOST and case in MOST) else pytest.mark.slow,
         id="-".join((name, *case)),
     )
     for name in SAMPLERS
@@ -75,7 +77,8 @@ def plain(dec, prompt):
 
 
 def test_what_is_run_by_default_is_there():
-    assert set(FOR_ALL) <= set(SAMPLERS) and set(FEW) <= set(CASES)
+    assert {FOR_ALL, FOR_MOST} <= set(SAMPLERS) and set(FEW) <= set(CASES)
+    assert {method for method, _ in MOST} == set(DRAFTING)
 
 
 @pytest.mark.parametrize("name, method, options", UNDER_ALL)
@@ -96,7 +99,7 @@ def test_single_precision_differs_in_ties_only(prompt, kind, autocast):
     model = tiny_llama(torch.float32)
     dec = Decoder(model, heads=all_heads(model, kind), draft_model=tiny_llama(torch.float32, seed=2))
     sampling = SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2)
-    for method in methods():
+    for method in methods() if kind == "chained" else ("auto", "medusa", "tokenswift", "tokenswift-fused"):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = dec.generate(prompt, 40, method, sampling)
         assert len(out.token_ids) == 40

@@ -440,7 +440,7 @@ def test_memory_of_the_full_cache_is_what_the_formula_says(model, dec, prompt):
             seen[self.nbytes] = self.capacity
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decoder.decoder.FullCache", Watched)
+        patch.setattr("decoder.cache.stored.FullCache", Watched)
         dec.generate(prompt, 100, "tokenswift", options=TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20))
     positions = 40 + 100 + 41 + 20 * 4
     assert seen == {2 * 2 * 2 * positions * 8 * 8: positions}

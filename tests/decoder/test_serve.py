@@ -16,19 +16,12 @@ from decoder.engine import Engine
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
 
-from .conftest import random_heads, tiny_llama
-from .serving import TEMPLATE, served, within
-from .test_using_it import byte_tokenizer
-
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me?"}]
+from .serving import CHAT, served, speaking_decoder, within
 
 
 @pytest.fixture(scope="module")
 def dec():
-    model = tiny_llama(vocab_size=256)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return Decoder(model, tokenizer, random_heads(model))
+    return speaking_decoder()
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +149,9 @@ REFUSED = [
     ("stream", "yes"),
     ("stream_options", 3),
     ("logprobs", -1),
+    ("logprobs", 6),
+    ("logprobs", True),
+    ("logprobs", "3"),
     ("prompt", None),
     ("prompt", []),
     ("prompt", [1, "x"]),

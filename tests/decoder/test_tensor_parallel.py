@@ -87,12 +87,13 @@ def shared_model(folder):
 
 
 def texts(dec, runs, tokens=16):
-    """The tokens and log-probabilities of each run, and of two texts that are decoded together."""
+    """The tokens of each run, log-probabilities, most likely tokens, and two texts that are decoded together."""
     found = {}
     for name in runs:
         method, options = RUNS[name]
-        out = dec.generate(prompt_ids(), tokens, method, SAMPLING, options, return_logprobs=True)
-        found[name] = out.token_ids, out.logprobs, out.stats.steps
+        out = dec.generate(prompt_ids(), tokens, method, SAMPLING, options, return_logprobs=True, top_logprobs=3)
+        likely = [number for one in out.top_logprobs for entry in one for number in entry]
+        found[name] = out.token_ids, [*out.logprobs, *likely], out.stats.steps
     prompts = [prompt_ids(), prompt_ids(9)]
     together = dec.generate_batch(prompts, [8, 6], "tokenswift", SAMPLING, FIXED)
     found["batch"] = [one.token_ids for one in together], [], 0

@@ -20,6 +20,7 @@ from .conftest import VOCAB, clocked, drafted_levels, random_heads, take, tiny_l
 
 CPU = torch.device("cpu")
 WORDS = 20
+COLLECTED = dict(collect_logprobs=True, collect_top_logprobs=4)
 SAMPLERS = {
     "plain": SamplingParams(seed=1),
     "greedy": SamplingParams(temperature=0),
@@ -71,7 +72,7 @@ def grown_tree(params, context, depth, logits, generator):
 def state(sampler):
     """All that later choices depend on, and what the user gets."""
     window = sampler.in_window()
-    return sampler.context, None if window is None else window.tolist(), sampler.logprobs
+    return sampler.context, None if window is None else window.tolist(), sampler.logprobs, sampler.top_logprobs
 
 
 @pytest.mark.parametrize("params", SAMPLERS.values(), ids=SAMPLERS)
@@ -82,7 +83,7 @@ def test_the_devices_walk_is_the_hosts(params):
         context = torch.randint(WORDS, (1 + case % 6 * 3,), generator=generator).tolist()
         logits = random_logits(4 + 3 * depth, generator, ties=case % 2)
         tree = grown_tree(params, context, depth, logits, generator)
-        samplers = [Sampler(params, WORDS, CPU, context, collect_logprobs=True) for _ in range(2)]
+        samplers = [Sampler(params, WORDS, CPU, context, **COLLECTED) for _ in range(2)]
         expected = take(exact, tree, logits, samplers[0])
         assert len(expected[0]) > depth
         # Rows behind those of the nodes are of no interest.
@@ -103,7 +104,7 @@ def test_an_end_in_the_middle_takes_no_more_tokens(name):
     for last in range(1, 13):
         results = []
         for rule in (exact, drawn_whole):
-            sampler, seen = Sampler(params, WORDS, CPU, context, collect_logprobs=True), []
+            sampler, seen = Sampler(params, WORDS, CPU, context, **COLLECTED), []
 
             def ends(token, seen=seen, sampler=sampler, last=last):
                 # The token is in the text when it is told.
@@ -241,7 +242,7 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
     reads = request.getfixturevalue("on_device")
     for method in ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "prompt-lookup", "auto"):
         reads.clear()
-        out = dec.generate(prompt, 30, method, sampling, PAPER, return_logprobs=True)
+        out = dec.generate(prompt, 30, method, sampling, PAPER, return_logprobs=True, top_logprobs=4)
         assert (out.token_ids, out.finish_reason) == (plain.token_ids, "length")
         assert out.logprobs == pytest.approx(plain.logprobs)
         assert len(reads) == out.stats.steps
@@ -253,8 +254,11 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
 
 
 @pytest.mark.parametrize("sampling", GENERATIONS.values(), ids=GENERATIONS)
-@pytest.mark.parametrize("kind", ["chained", "gated"])
-@pytest.mark.parametrize("method", ["medusa", "tokenswift-fused", "auto", "suffix", "prompt-lookup"])
+@pytest.mark.parametrize(
+    "method, kind",
+    [(method, kind) for method in ("medusa", "tokenswift-fused", "auto") for kind in ("chained", "gated")]
+    + [("suffix", "chained"), ("prompt-lookup", "chained")],  # which read no heads
+)
 def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     """Drafts of heads come with the tokens drawn in the step before them."""
     # By the machine's clock heads may not pay, and `auto` would not ask for them ahead.
@@ -461,11 +465,11 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
     tree = TokenTree(3)
     tree.add_path([4, 5, 6, 7, 8], "draft")
     with OneDevice():
-        sampler = Sampler(params, WORDS, torch.device("meta"), [1, 2, 3], collect_logprobs=True)
+        sampler = Sampler(params, WORDS, torch.device("meta"), [1, 2, 3], **COLLECTED)
         logits = torch.empty(9, WORDS, dtype=torch.bfloat16, device="meta")
         draws = TreeDraws(tree, logits, sampler)
         numbers = draws.numbers
-        assert (numbers.shape, numbers.dtype, numbers.device.type) == ((18,), torch.float64, "meta")
+        assert (numbers.shape, numbers.dtype, numbers.device.type) == ((6 * (3 + 2 * 4),), torch.float64, "meta")
         assert (draws.last_node.shape, draws.draft_context.newest().shape) == ((1,), (1,))
         assert sampler.draft_scores(logits, True, draws.draft_context).shape == (9, WORDS)
         sampler.push(5)
@@ -505,7 +509,7 @@ def test_on_cuda_the_walk_waits_for_its_one_read_only(params, depth, monkeypatch
     logits = random_logits(40, generator, ties=True)
     tree = grown_tree(params, [1, 2, 3, 1], depth, logits, generator) if depth else TokenTree(1)
     device, logits = torch.device("cuda"), logits.cuda()
-    samplers = [Sampler(params, WORDS, device, [1, 2, 3, 1], collect_logprobs=True) for _ in range(2)]
+    samplers = [Sampler(params, WORDS, device, [1, 2, 3, 1], **COLLECTED) for _ in range(2)]
     expected = take(exact, tree, logits, samplers[0])
     assert len(expected[0]) > depth
     with waiting_refused(monkeypatch):

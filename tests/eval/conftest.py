@@ -1,5 +1,6 @@
 """A tiny random model with tokenizer, heads and prompts, laid out as data/ is."""
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import AutoConfig, BertConfig, BertModel
 
 from decoder import DraftHeads, Eagle3DraftModel
 from decoder.eagle3.config import Eagle3Config
-from ts_eval import rounds
+from ts_eval import results, rounds
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +48,14 @@ def short_warm_up():
     """A comparison's warm-up is for its times, and takes as long as the little texts of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "WARM_UP_NEW_TOKENS", 2)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_commit():
+    """The decoder's source is the same in all tests; git and a digest look at it once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "_commit", functools.cache(results._commit))
         yield
 
 

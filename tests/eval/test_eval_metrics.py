@@ -185,6 +185,12 @@ def test_perplexity_is_torchmetrics_of_one_plain_pass(data):
     after = metrics.perplexity(model, ids[300:], ids[:300])
     assert after == pytest.approx(plain_perplexity(model, ids, prompt=300), rel=1e-5)
     assert metrics.perplexity(model, ids[:1]) is None and metrics.perplexity(model, [], ids) is None
+    # Modules that were in training mode are again, and no others.
+    model.get_decoder().layers[0].train()
+    before = {name: module.training for name, module in model.named_modules()}
+    metrics.perplexity(model, ids[:20])
+    assert {name: module.training for name, module in model.named_modules()} == before
+    model.eval()
     # The fewest tokens that can be scored, a whole pass, and a last pass with one token.
     for length in (2, 257, 258):
         assert metrics.perplexity(model, ids[:length]) == pytest.approx(plain_perplexity(model, ids[:length]), rel=1e-5)

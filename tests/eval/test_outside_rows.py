@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from tests.decoder.serving import served
 
 import decoder
+from ts_eval import compare as experiment
 from ts_eval.cli import main
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
@@ -170,3 +171,15 @@ def test_transformers_drafts_with_the_small_model(data, tmp_path):
     refused = compare(data, tmp_path / "none", "--model", model, methods=("hf-assisted",))
     assert refused.exit_code == 2
     assert "hf-assisted needs a small model with the same vocabulary: give --draft-model" in refused.stderr
+
+
+def test_transformers_rows_suppress_the_same_tokens(data, tmp_path):
+    """Greedy, tokens that plain decoding would choose are left out in both."""
+    fields = {"data_dir": data, "max_new_tokens": 12, "prompt_tokens": 30, "runs": 1}
+    greedy = {"temperature": 0, "repetition_penalty": 1.0, "min_p": 0.0}
+    free = experiment.compare(["ar"], output=tmp_path / "free", sampling=greedy, **fields)
+    chosen = free["methods"]["ar"]["runs"][0]["token_ids"]
+    without = greedy | {"suppress_tokens": tuple(sorted(set(chosen[:3])))}
+    rows = experiment.compare(["ar", "hf"], output=tmp_path / "without", sampling=without, **fields)["methods"]
+    assert rows["hf"]["identical_to_ar"] is True
+    assert not set(without["suppress_tokens"]) & set(rows["hf"]["runs"][0]["token_ids"])

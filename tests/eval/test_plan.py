@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import decoder
-from ts_eval import plan, planning
+from ts_eval import floors, plan, planning
 from ts_eval.cli import main
 
 # The paper's review discussion: the full cache at 102,400 tokens in bf16, and head parameters of section 4.1.
@@ -109,15 +109,15 @@ def test_triforce_is_planned_with_its_small_model():
 def test_given_and_measured_bandwidths_stand_beside_named_ones(data, monkeypatch):
     monkeypatch.setattr(planning, "measured_bandwidth", lambda device: 50e9)
     made = plan_json("--data-dir", str(data), "--bandwidth", "100", "--measure", "--gpu", "H100")
-    assert made["bandwidths"] == {"H100": plan.GPUS["H100"].bandwidth, "given": 100e9, "measured": 50e9}
+    assert made["bandwidths"] == {"H100": floors.GPUS["H100"].bandwidth, "given": 100e9, "measured": 50e9}
     read = made["methods"]["ar"]["bytes_read_per_step"]["mean"]
     assert made["methods"]["ar"]["ms_per_step"]["measured"]["mean"] == pytest.approx(1000 * read / 50e9)
 
 
 def test_measured_bandwidth_reads_the_whole_tensor(monkeypatch):
     ticks = iter(range(100))
-    monkeypatch.setattr(plan.time, "perf_counter", lambda: next(ticks))
-    assert plan.measured_bandwidth(torch.device("cpu"), gigabytes=0.001) == pytest.approx(1e6)
+    monkeypatch.setattr(planning.time, "perf_counter", lambda: next(ticks))
+    assert planning.measured_bandwidth(torch.device("cpu"), gigabytes=0.001) == pytest.approx(1e6)
 
 
 @pytest.mark.parametrize("width", ["80", "120"])

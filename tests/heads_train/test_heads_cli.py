@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,17 @@ def test_the_reference_configs_differ_in_kind_text_and_output_only(parsed, name,
     assert chained == other
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+# Made small, these are the model of qwen25-1.5b or r1-qwen-32b; that they are read, the test above shows.
+SAME_WHEN_SMALL = ("qwen25-7b", "qwen25-14b", "qwq-32b")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=pytest.mark.slow) if path.stem in SAME_WHEN_SMALL else path.stem
+        for path in sorted(CONFIGS.glob("*.yaml"))
+    ],
+)
 def test_every_shipped_config_trains_one_step_of_a_small_model_of_its_architecture(name, flags, tmp_path):
     """The file as it is, but for what needs a network, a cluster or hours."""
     small = make_random_model(name, tmp_path / "model")
@@ -322,6 +333,15 @@ def test_a_hub_that_cannot_be_reached_is_named(flags, tmp_path, flag, reason):
     assert done.returncode == 2
     assert reason in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["heads-train", "fit", "--config", "no.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("heads_train", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("heads-train: there is no configuration no.yaml")
 
 
 def test_compiling_without_a_compiler_is_refused(flags, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.forked import forked
 from tiny_books import short_run
 from transformers import AutoModelForCausalLM
 
@@ -59,7 +60,7 @@ def fits(flags: list[str], folder: Path) -> dict[str, list[str]]:
 def trained(request, model, books, tmp_path_factory) -> tuple[Path, str]:
     """A folder with the runs of one process, and of two by a strategy, which is told.
 
-    This process is the first of the two, as torchrun would start it; to start another takes longest.
+    This process is the first of the two, as torchrun would start it, and the other one is forked from it.
     """
     folder = tmp_path_factory.mktemp("scale")
     commands = fits(short_run(model, books, folder), folder)
@@ -68,26 +69,22 @@ def trained(request, model, books, tmp_path_factory) -> tuple[Path, str]:
         free.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     shared |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"}
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     flags = commands[request.param]
-    second = subprocess.Popen(
-        [sys.executable, "-m", "heads_train", *flags],
-        env=os.environ | shared | {"RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": paths},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with open(folder / "said", "wb") as said:
+        second = forked(main, flags, stderr=said.fileno(), environment={**shared, "RANK": "1", "LOCAL_RANK": "1"})
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**shared, "RANK": "0", "LOCAL_RANK": "0"}.items():
             patch.setenv(name, value)
         try:
             assert main(flags) == 0
-            assert second.wait(60) == 0
+            second.join(60)
+            assert second.exitcode == 0, (folder / "said").read_text()
         finally:
             second.kill()
-            said = second.communicate()[1]
+            second.join()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-    assert "Traceback" not in said
+    assert "Traceback" not in (folder / "said").read_text()
     return folder, request.param
 
 

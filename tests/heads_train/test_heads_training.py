@@ -7,16 +7,14 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.forked import forked
 from tiny_books import HIDDEN, make_books
 from transformers import AutoModelForCausalLM
 
@@ -102,7 +100,7 @@ def test_conditioned_heads_read_the_true_tokens_before_their_targets(model):
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("chained", "gated") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
-def test_fit_lowers_every_loss_and_leaves_heads_logs_and_curves(flags, model, tmp_path, kind):
+def test_fit_lowers_every_loss_and_leaves_heads_logs_and_curves(flags, model, tmp_path, drawn, kind):
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert main(["fit", *flags, f"--model.kind={kind}", "--trainer.max_steps=36", "--model.learning_rate=0.03"]) == 0
     out = tmp_path / "out"
@@ -295,38 +293,28 @@ def test_a_run_cut_again_between_the_batches_of_one_step_equals_uncut(flags, tmp
     assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
 
 
-def start(flags: list[str]) -> subprocess.Popen:
-    """The command in a process of its own, with the probes of these tests at hand."""
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "heads_train", "fit", *flags],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that runs the tests in the background lets them, and so their children, ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 # A kill that leaves no time to write is what the tests of a power cut prove in this process.
 @pytest.mark.parametrize("kill", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_run_killed_at_a_random_step_goes_on_from_the_last_save(flags, tmp_path, kill):
     flags = [*flags, "--save_every=3"]
     assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
     last = tmp_path / "out" / "checkpoints" / "last.ckpt"
-    process = start([*flags, "--trainer.callbacks=probes.Slow", "--trainer.callbacks.seconds=0.1"])
+    slowly = ["fit", *flags, "--trainer.callbacks=probes.Slow", "--trainer.callbacks.seconds=0.1"]
+    with open(tmp_path / "said", "wb") as stderr:
+        process = forked(main, slowly, stderr=stderr.fileno())
     while not last.exists():
         time.sleep(0.01)
-        assert process.poll() is None, process.stderr.read()
+        assert process.is_alive(), (tmp_path / "said").read_text()
     time.sleep(random.uniform(0, 0.5))
-    process.send_signal(kill)
-    said = process.communicate(timeout=60)[1]
+    os.kill(process.pid, kill)
+    process.join(60)
+    said = (tmp_path / "said").read_text()
     if kill == signal.SIGINT:
-        assert process.returncode == 130
+        assert process.exitcode == 130, said
         assert said.strip().splitlines()[-1].startswith("heads-train: stopped; the same command goes on")
         assert "Traceback" not in said
     else:
-        assert process.returncode == -signal.SIGKILL
+        assert process.exitcode == -signal.SIGKILL
     assert torch.load(last, weights_only=False)["global_step"] in (3, 6, 9)
     assert main(["fit", *flags, "--ckpt_path=last"]) == 0
     for name in ("last", "best"):

@@ -175,6 +175,7 @@ class _Run:
             "stop": args.stop,
             "ignore_eos": args.ignore_eos,
             "verification": options.verification,
+            "kv_dtype": options.kv_dtype,
             **asdict(sampling),
             "suppress_tokens": list(sampling.suppress_tokens),
         }

@@ -41,6 +41,7 @@ class Arguments:
     stop_strings: list[str]
     return_logprobs: bool
     logits_hook: LogitsHook | None
+    top_logprobs: int
 
     def by_name(self) -> dict[str, object]:
         """All that decides what is generated and how, by its name in words."""
@@ -64,6 +65,7 @@ def check_arguments(
     ignore_eos: bool,
     return_logprobs: bool,
     logits_hook: LogitsHook | None,
+    top_logprobs: int = 0,
 ) -> Arguments:
     """Check the arguments of `Decoder.generate`; raises ValueError with a message that says what to change."""
     sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
@@ -75,10 +77,16 @@ def check_arguments(
             raise ValueError(f"{name} must be true or false, not {switch!r}")
     if logits_hook is not None and not callable(logits_hook):
         raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
-    context = prompt_ids(prompt, dec.tokenizer, dec.target.vocab_size)
+    vocab_size = dec.target.vocab_size
+    if type(top_logprobs) is not int or not 0 <= top_logprobs <= vocab_size:
+        raise ValueError(
+            f"top_logprobs must be an integer of at least 0 and at most {vocab_size}, the size of the vocabulary, "
+            f"not {top_logprobs!r}"
+        )
+    context = prompt_ids(prompt, dec.tokenizer, vocab_size)
     limit = _length_limit(dec, len(context), max_new_tokens)
     method, heads = _method(dec, method, options)
-    stop_ids, strings = check_stop(stop, dec.tokenizer, dec.target.vocab_size)
+    stop_ids, strings = check_stop(stop, dec.tokenizer, vocab_size)
     if not ignore_eos:
         stop_ids |= eos_ids(dec.model, dec.tokenizer)
     return Arguments(
@@ -93,6 +101,7 @@ def check_arguments(
         strings,
         return_logprobs,
         logits_hook,
+        top_logprobs,
     )
 
 

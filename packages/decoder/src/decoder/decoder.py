@@ -1,6 +1,5 @@
 """The class that users work with: a model with its tokenizer and draft heads, ready to generate."""
 
-import os
 from collections import abc
 from collections.abc import Generator, Hashable, Mapping
 from copy import deepcopy
@@ -13,13 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoder.admission import Admission, memory_for_caches
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
-from decoder.cache.full import FullCache
+from decoder.cache.form import CacheForm
+from decoder.cache.stored import full_cache
 from decoder.drafters import METHODS, DrafterContext, drafter_class
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine, Fits
-from decoder.heads import Heads, load_heads
+from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.kernels.packed_linear import fast_bfloat16
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
@@ -34,8 +34,6 @@ from decoder.sequence import Sequence
 from decoder.text.prompts import Prompt, is_chat
 from decoder.text.stops import Stop
 from decoder.text.stream import TextStream
-
-HeadsLike = Heads | str | os.PathLike
 
 _MOST_TUNING_STATES = 32  # tuning states that are remembered, one for each combination of settings
 _MOST_TEXTS = 256  # texts that are decoded together at most; memory may set a lower bound
@@ -132,6 +130,7 @@ class Decoder:
         ignore_eos: bool = False,
         return_logprobs: bool = False,
         logits_hook: LogitsHook | None = None,
+        top_logprobs: int = 0,
     ) -> GenerationOutput:
         """Generate up to ``max_new_tokens`` tokens; the same seed gives the same tokens with every method.
 
@@ -144,18 +143,20 @@ class Decoder:
                 on the method, it takes `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
             options: how to draft, defaults to `TokenSwiftOptions()`. They change the speed only, except for
-                ``verification``.
+                ``verification`` and ``kv_dtype``.
             stop: stop strings and/or token ids that end the text.
             ignore_eos: do not end at the end-of-sequence ids of the generation config or the tokenizer.
             return_logprobs: return each token's log-probability under the filtered distribution.
             logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, called for every position, before the penalty.
+            top_logprobs: how many of the most likely tokens to return for each position, with their log-probabilities
+                under the filtered distribution; at most V. 0 returns none.
 
         Raises:
             ValueError: an unusable prompt, length, method or stop; the message says what to change.
         """
         arguments = (prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
         output = None
-        for chunk in self.stream(*arguments):
+        for chunk in self.stream(*arguments, top_logprobs):
             output = chunk.output
         return output
 
@@ -170,16 +171,16 @@ class Decoder:
         ignore_eos: bool = False,
         return_logprobs: bool = False,
         logits_hook: LogitsHook | None = None,
+        top_logprobs: int = 0,
     ) -> Generator[Chunk, None, None]:
         """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first chunk.
 
         Weights that are changed between two chunks take effect in the next generation.
         """
-        arguments = check_arguments(
-            self, prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook
-        )
+        arguments = (prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
+        checked = check_arguments(self, *arguments, top_logprobs)
         engine = self.engine()
-        return self._run(engine, self.sequence(engine, arguments))
+        return self._run(engine, self.sequence(engine, checked))
 
     def _run(self, engine: Engine, sequence: Sequence) -> Generator[Chunk, None, None]:
         engine.add(sequence)
@@ -209,6 +210,7 @@ class Decoder:
         return_logprobs: bool = False,
         logits_hook: LogitsHook | abc.Sequence[LogitsHook | None] | None = None,
         max_batch: int | None = None,
+        top_logprobs: int = 0,
     ) -> list[GenerationOutput]:
         """`generate` for many prompts, decoded together: each step verifies the trees of all texts in one pass.
 
@@ -231,7 +233,7 @@ class Decoder:
         """
         arguments = (prompts, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
         outputs: dict[int, GenerationOutput] = {}
-        for index, chunk in self.stream_batch(*arguments, max_batch):
+        for index, chunk in self.stream_batch(*arguments, max_batch, top_logprobs):
             if chunk.output is not None:
                 outputs[index] = chunk.output
         return [outputs[index] for index in range(len(outputs))]
@@ -248,6 +250,7 @@ class Decoder:
         return_logprobs: bool = False,
         logits_hook: LogitsHook | abc.Sequence[LogitsHook | None] | None = None,
         max_batch: int | None = None,
+        top_logprobs: int = 0,
     ) -> Generator[tuple[int, Chunk], None, None]:
         """`generate_batch`, yielding (the prompt's index, its `Chunk`) as they come."""
         if isinstance(prompts, str | bytes | torch.Tensor) or not isinstance(prompts, abc.Sequence) or is_chat(prompts):
@@ -273,10 +276,9 @@ class Decoder:
         memory = ranks.least(memory_for_caches(self.target.device, self.prefixes))
         admission = Admission(max_batch or _MOST_TEXTS, memory)
         for index, (prompt, length, params, stops, hook) in enumerate(columns):
+            given = (prompt, length, method, params, options, stops, ignore_eos, return_logprobs, hook)
             try:
-                one = check_arguments(
-                    self, prompt, length, method, params, options, stops, ignore_eos, return_logprobs, hook
-                )
+                one = check_arguments(self, *given, top_logprobs)
                 checked.append(one)
                 admission.check(self.cache_bytes(one))
             except ValueError as error:
@@ -346,6 +348,7 @@ class Decoder:
             arguments.context,
             hook,
             collect_logprobs=arguments.return_logprobs,
+            collect_top_logprobs=arguments.top_logprobs,
         )
         drafter = drafter_class(arguments.method, options)(
             DrafterContext(
@@ -357,18 +360,19 @@ class Decoder:
                 arguments.context,
                 self.verify_costs,
                 arguments.limit,
-                self._tuning_state(arguments.method, arguments.sampling, options.coupled),
+                self._tuning_state(arguments),
                 running=lambda: max(1, len(engine.running)),
             )
         )
         exactly = options.verification == "exact"
         smallest = len(arguments.context) + target.slots(drafter.max_nodes)
+        limit, open_ended = arguments.limit, arguments.open_ended
         return Sequence(
-            Request(self.model, arguments.context, arguments.sampling, options.verification, hook),
+            Request(self.model, arguments.context, arguments.sampling, options.verification, hook, options.kv_dtype),
             sampler,
             drafter,
-            FullCache(smallest if arguments.open_ended else smallest + arguments.limit, growable=arguments.open_ended),
-            arguments.limit,
+            full_cache(CacheForm.of(options), smallest + limit * (not open_ended), growable=open_ended),
+            limit,
             arguments.stop_ids,
             None if self.tokenizer is None else TextStream(self.tokenizer, arguments.stop_strings),
             exact if exactly else Independent(arguments.sampling.seed, target.device),
@@ -377,27 +381,20 @@ class Decoder:
         )
 
     def cache_bytes(self, arguments: Arguments) -> int:
-        """Bytes of the full cache at its longest plus a draft cache of the default budget."""
-        prompt = len(arguments.context)
-        return self.target.kv_bytes * (prompt + arguments.limit + arguments.options.budget_for(prompt))
+        """Bytes, on the model's device, of the full cache at its longest plus a draft cache of the default budget."""
+        target, options, prompt = self.target, arguments.options, len(arguments.context)
+        sizes = target.attention_shape, target.layers, target.device
+        text = CacheForm.of(options).device_bytes(*sizes, tokens=prompt + arguments.limit)
+        return text + target.kv_bytes * options.budget_for(prompt)
 
-    def _tuning_state(self, method: str, sampling: SamplingParams, coupled: bool) -> dict[Hashable, Any]:
+    def _tuning_state(self, arguments: Arguments) -> dict[Hashable, Any]:
         """The state that a method's tuning has collected from earlier texts with these settings, empty at first.
 
         The states of the settings that were used last are remembered.
         """
-        key = method, replace(sampling, seed=0), coupled
+        options = arguments.options
+        key = arguments.method, replace(arguments.sampling, seed=0), options.coupled, CacheForm.of(options)
         state = self._tuning_states.pop(key, {})
         others = [(other, earlier) for other, earlier in self._tuning_states.items() if earlier]
         self._tuning_states = {**dict(others[1 - _MOST_TUNING_STATES :]), key: state}
         return state
-
-
-def check_heads(heads: object) -> None:
-    """Raise ValueError for a value that cannot stand for draft heads."""
-    for one in heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]:
-        if not isinstance(one, HeadsLike):
-            raise ValueError(
-                f"heads must be DraftHeads, a checkpoint folder or hub id, or {{kind: any of these}}, "
-                f"not {type(one).__name__}"
-            )

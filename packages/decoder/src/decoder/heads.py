@@ -1,6 +1,7 @@
 """Draft heads of any kind: the linear ones of the paper, and EAGLE-3's draft model."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads_files import CONFIG, local_folder, read_json
 
 Heads = DraftHeads | Eagle3DraftModel
+HeadsLike = Heads | str | os.PathLike
 
 KINDS = (*LINEAR_KINDS, EAGLE3)
 
@@ -37,3 +39,13 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
     folder = local_folder(str(source), **from_hub)
     config = read_json(folder / CONFIG)
     return (read_draft_model if is_eagle3(config) else DraftHeads.read)(folder, config, str(source))
+
+
+def check_heads(heads: object) -> None:
+    """Raise ValueError for a value that cannot stand for draft heads."""
+    for one in heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]:
+        if not isinstance(one, HeadsLike):
+            raise ValueError(
+                f"heads must be DraftHeads, a checkpoint folder or hub id, or {{kind: any of these}}, "
+                f"not {type(one).__name__}"
+            )

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from decoder.decoder import Decoder, HeadsLike, check_heads
-from decoder.heads import Heads, load_heads
+from decoder.decoder import Decoder
+from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.gguf import is_gguf
 from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer

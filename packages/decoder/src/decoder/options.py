@@ -1,4 +1,4 @@
-"""How to draft: settings that change the speed and, but for one kept for reproduction, never the text."""
+"""How to draft and how to keep the cache: settings that, but for two that say so, never change the text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ PAPER_TREE, PAPER_NGRAMS = (1, 3, 3, 3), 20  # section 3.3, and its k
 CACHES = ("dynamic", "static", "full")
 DRAFT_CACHES = ("streaming", "snapkv")
 VERIFICATIONS = ("exact", "independent")
+KV_DTYPES = ("int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class TokenSwiftOptions:
         verification: ``exact``: one draw per node from that node's own context, so the text is AR's. ``independent``:
             the paper's Algorithm 1 as written, an own draw per candidate path of which the longest match wins. It
             favours drafted tokens, so the text is *not* distributed as AR's; for reproduction only.
+        offload: keep the full cache in host memory, for texts whose cache does not fit the device; passes are handed it
+            layer by layer, and draft caches stay on the device. The text is the same.
+        kv_dtype: keep the full cache in one byte per number, ``int8`` or ``fp8``, with a scale per token and KV head.
+            This rounds what the model attends to, so the text is that of ``ar`` with the same ``kv_dtype``, which is
+            another one than without. None keeps the model's numbers.
 
     Raises:
         ValueError: a value out of range; the message names the field.
@@ -51,11 +57,13 @@ class TokenSwiftOptions:
     ngram_delay: bool = False
     draft_cache: str = "streaming"
     draft_budget: int | None = None
+    offload: bool = False
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.tree is not None:
             object.__setattr__(self, "tree", _checked_tree(self.tree))
-        for name in ("coupled", "ngram_delay"):
+        for name in ("coupled", "ngram_delay", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         for name in ("ngrams", "sink"):
@@ -67,6 +75,8 @@ class TokenSwiftOptions:
             if value is not None and (not isinstance(value, int) or value <= self.sink):
                 raise ValueError(f"{name} must be an integer above sink ({self.sink}), not {value!r}")
         choices = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS}
+        if self.kv_dtype is not None:
+            choices["kv_dtype"] = KV_DTYPES
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")

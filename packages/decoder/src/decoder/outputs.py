@@ -20,6 +20,7 @@ class Request:
         sampling: the sampling parameters.
         verification: `TokenSwiftOptions.verification`.
         logits_hook: the user's hook, if any.
+        kv_dtype: `TokenSwiftOptions.kv_dtype`.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -27,6 +28,7 @@ class Request:
     sampling: SamplingParams
     verification: str
     logits_hook: LogitsHook | None
+    kv_dtype: str | None = None
 
 
 @dataclass
@@ -40,6 +42,9 @@ class GenerationOutput:
         stats: counts and times.
         request: the arguments that the text follows from; `decoder.audit` needs them.
         logprobs: log-probability of each token under the filtered distribution, if asked for.
+        top_logprobs: for each token the most likely tokens at its position as (token id, log-probability), under the
+            same distribution and in decreasing order, if asked for. Of equally likely ones that with the smaller id
+            comes first. There are fewer than were asked for where filters leave fewer.
     """
 
     token_ids: list[int]
@@ -48,6 +53,7 @@ class GenerationOutput:
     stats: Statistics
     request: Request
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass
@@ -60,6 +66,7 @@ class Chunk:
         stats: counts and times so far; the same object in all chunks.
         output: the whole result; only in the last chunk, None in others.
         logprobs: the log-probability of each of the step's tokens, if asked for.
+        top_logprobs: the most likely tokens at the position of each of them, if asked for; see `GenerationOutput`.
     """
 
     token_ids: list[int]
@@ -67,6 +74,7 @@ class Chunk:
     stats: Statistics
     output: GenerationOutput | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 class BatchError(ValueError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.kernels.packed_linear import under_autocast
 from decoder.model.target import Target
@@ -16,15 +17,16 @@ _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which ar
 
 @dataclass(eq=False)
 class _Kept:
-    """The beginning of an earlier text: its tokens int32 [n], and their pairs [layers, 1, KV heads, n, head size]."""
+    """The beginning of an earlier text: tokens int32 [n], and pairs of ``dtype`` as `FullCache.copied` gives them."""
 
     tokens: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    form: CacheForm
+    dtype: torch.dtype
+    parts: tuple[torch.Tensor, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.keys.nbytes + self.values.nbytes
+        return self.tokens.nbytes + sum(part.nbytes for part in self.parts)
 
     def shared(self, tokens: torch.Tensor) -> int:
         """How many tokens it has in common with the beginning of ``tokens``."""
@@ -78,47 +80,48 @@ class PrefixReuse:
             computed: how many of its last tokens must be prefilled in any case.
         """
         self._check_model()
-        if not self._kept or under_autocast():
+        alike = [one for one in self._kept if one.form == cache.form]
+        if not alike or under_autocast():
             return None
         tokens = torch.tensor(prompt, dtype=torch.int32)
-        best = max(self._kept, key=lambda one: one.shared(tokens))
+        best = max(alike, key=lambda one: one.shared(tokens))
         # The last token that is shared is prefilled, too: its pair is compared.
         count = min(best.shared(tokens) - 1, len(prompt) - max(1, computed))
         if count < _SHORTEST:
             return None
         self._kept.remove(best)
         self._kept.append(best)
-        self.target.begin_with(cache, best.keys[:, :, :, :count], best.values[:, :, :, :count])
-        return Reused(count, best.keys[:, :, :, count], best.values[:, :, :, count])
+        self.target.begin_with(cache, [part[:, :, :, :count] for part in best.parts], best.dtype)
+        return Reused(count, *cache.decoded([part[:, :, :, count : count + 1] for part in best.parts]))
 
     def confirm(self, reused: "Reused", cache: FullCache) -> bool:
         """Whether the prefilled rest shows that the model is still the one of the pairs that were taken over.
 
         If it is not, all texts are forgotten, and the cache is empty again.
         """
-        at = reused.count
-        pairs = ((cache.keys[:, :, :, at], reused.key), (cache.values[:, :, :, at], reused.value))
-        if self.target.ranks.all(all(self._same(new, old) for new, old in pairs)):
+        pairs = zip(cache.span(reused.count, reused.count + 1), (reused.key, reused.value), strict=True)
+        if self.target.ranks.all(all(self._same(*pair, cache.form) for pair in pairs)):
             return True
         self.clear()
         cache.length = 0
         return False
 
-    def _same(self, new: torch.Tensor, old: torch.Tensor) -> bool:
+    def _same(self, new: torch.Tensor, old: torch.Tensor, form: CacheForm) -> bool:
         if self.target.bitwise.rule is not None:
             return torch.equal(new, old)
         # Roundings alone are far smaller than this, and what another model gives is not.
-        tolerance = math.sqrt(torch.finfo(new.dtype).eps)
+        tolerance = max(math.sqrt(torch.finfo(new.dtype).eps), 2 * form.error)
         return new.dtype == old.dtype and torch.allclose(new, old, tolerance, tolerance * float(old.abs().amax()))
 
     def keep(self, text: Sequence[int], cache: FullCache) -> None:
         """Keep a copy of the pairs of a text that has ended; ``cache`` holds those of its first tokens."""
-        count = min(cache.length, self.max_bytes // (self.target.kv_bytes + torch.int32.itemsize))
+        pair_bytes = cache.form.token_bytes(self.target.attention_shape, self.target.layers)
+        count = min(cache.length, self.max_bytes // (pair_bytes + torch.int32.itemsize))
         if count < _SHORTEST or under_autocast():
             return
         tokens = torch.tensor(text[:count], dtype=torch.int32)
         for one in list(self._kept):
-            shared = one.shared(tokens)
+            shared = one.shared(tokens) if one.form == cache.form else -1
             if shared == count:
                 # There already, in a text that goes on or is the same.
                 self._kept.remove(one)
@@ -126,10 +129,10 @@ class PrefixReuse:
                 return
             if shared == len(one.tokens):
                 self._kept.remove(one)
-        needed = tokens.nbytes + count * self.target.kv_bytes
+        needed = tokens.nbytes + count * pair_bytes
         while self._kept and self.nbytes + needed > self.max_bytes:
             self._kept.pop(0)
-        self._kept.append(_Kept(tokens, cache.keys[:, :, :, :count].clone(), cache.values[:, :, :, :count].clone()))
+        self._kept.append(_Kept(tokens, cache.form, cache.keys.dtype, cache.copied(count)))
 
     def _check_model(self) -> None:
         """Forget all texts if a parameter is another tensor than before, or was written to."""
@@ -145,7 +148,7 @@ class PrefixReuse:
 
 @dataclass(frozen=True)
 class Reused:
-    """What a cache has taken over: ``count`` pairs, and the pair that stood behind them, [layers, 1, KV heads, D]."""
+    """What a cache took over: ``count`` pairs, and the pair that stood behind them, [layers, 1, KV heads, 1, D]."""
 
     count: int
     key: torch.Tensor

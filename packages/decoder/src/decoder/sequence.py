@@ -1,6 +1,7 @@
 """A sequence: everything that belongs to one text while it is generated."""
 
 from collections.abc import Collection
+from typing import TypeVar
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import Drafter
@@ -9,6 +10,8 @@ from decoder.sampling.acceptance import AcceptanceRule, exact
 from decoder.sampling.sampler import Sampler
 from decoder.stats import Statistics
 from decoder.text.stream import TextStream
+
+T = TypeVar("T")
 
 
 class Sequence:
@@ -81,9 +84,14 @@ class Sequence:
         if done and self.text_stream is not None and self.text_stream.stopped:
             # The text held back until now may have completed a stop string.
             self.finish_reason = "stop"
-        logprobs = self.sampler.logprobs
-        own = None if logprobs is None else logprobs[len(logprobs) - len(tokens) :]
-        return Chunk(tokens, piece, self.statistics, self.output() if done else None, own)
+        return Chunk(
+            token_ids=tokens,
+            text=piece,
+            stats=self.statistics,
+            output=self.output() if done else None,
+            logprobs=_last(self.sampler.logprobs, len(tokens)),
+            top_logprobs=_last(self.sampler.top_logprobs, len(tokens)),
+        )
 
     def output(self) -> GenerationOutput:
         """The finished generation."""
@@ -94,4 +102,10 @@ class Sequence:
             stats=self.statistics,
             request=self.request,
             logprobs=self.sampler.logprobs,
+            top_logprobs=self.sampler.top_logprobs,
         )
+
+
+def _last(collected: list[T] | None, count: int) -> list[T] | None:
+    """The last ``count`` of what was collected, if anything was."""
+    return None if collected is None else collected[len(collected) - count :]

@@ -17,7 +17,7 @@ from ts_eval.method_spec import MethodSpec
 from ts_eval.plan import ModelShape
 from ts_eval.prompts import SHIPPED, Prompt, read_prompts, refuse_missing_prompts
 from ts_eval.random_weights import RandomSources
-from ts_eval.results import OtherSettingsError, difference, environment, fingerprint_of, write_json
+from ts_eval.results import environment, read_results, write_json
 
 SCHEMA_VERSION = 2
 RESULTS = "bench.json"
@@ -120,7 +120,7 @@ class Bench:
         settings = self._settings(made, sources, prompt.name, lengths, widths, assumptions)
         header = json.loads(json.dumps({"settings": settings}))
         header["environment"] = environment(loaded[None].model.device, self.arguments)
-        before = None if self.overwrite else _read(folder, header)
+        before = None if self.overwrite else read_results(folder / RESULTS, "ts-eval bench", SCHEMA_VERSION, header)
         if before is not None:
             say(f"taken over from {folder / RESULTS}, measured before; --overwrite measures again.")
             return before
@@ -200,25 +200,6 @@ def save(results: dict, folder: Path) -> list[Path]:
     write_json(folder / RESULTS, results)
     plot(results, folder / PLOT)
     return [folder / RESULTS, folder / PLOT]
-
-
-def _read(folder: Path, header: dict) -> dict | None:
-    """What ``folder`` holds, measured under the same ``header``; None when it holds nothing."""
-    path = folder / RESULTS
-    if not path.is_file():
-        return None
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        old = {name: results[name] for name in header}
-        same = fingerprint_of(old) == fingerprint_of(header) and results["schema_version"] == SCHEMA_VERSION
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no result of ts-eval bench: use another --output, or --overwrite") from error
-    if not same:
-        raise OtherSettingsError(
-            f"{folder} holds figures of other settings ({difference(old, header)}): use another --output, or "
-            "--overwrite to drop them"
-        )
-    return results
 
 
 def _refuse_too_long(

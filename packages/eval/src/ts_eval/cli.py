@@ -1,4 +1,4 @@
-"""The command line: `ts-eval compare`, `bench`, `methods`, `metrics`, `report`, `plan` and `reproduce`.
+"""The command line: `ts-eval compare`, `bench`, `methods`, `metrics`, `needle`, `report`, `plan` and `reproduce`.
 
 Exit status: 0 done; 1 a method differs from ar (with --check-lossless); 2 wrong usage or missing input, told in one
 sentence; 130 interrupted.
@@ -6,22 +6,20 @@ sentence; 130 interrupted.
 
 import json
 import os
-import re
-import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from ts_eval import defaults
+from ts_eval.cli_group import INTERRUPTED, SentenceGroup, quiet_libraries, terminal_width, told_in_a_sentence
 from ts_eval.cli_options import (
     WITHOUT_FLAG,
     IntegerList,
+    NumberList,
     Tree,
     bitwise_option,
     books_option,
+    cache_options,
     device_options,
     drafting_options,
     from_file,
@@ -29,71 +27,6 @@ from ts_eval.cli_options import (
     options_of,
     sampling_options,
 )
-
-WRONG_INPUT = 2
-INTERRUPTED = 130
-
-
-class SentenceGroup(click.Group):
-    """A group whose errors end in one sentence; a command's return value is its exit status."""
-
-    def main(self, args=None, prog_name=None, complete_var=None, standalone_mode=True, **extra):
-        arguments = list(sys.argv[1:] if args is None else args)
-
-        def run():
-            named = {"standalone_mode": False, "obj": arguments, **extra}
-            return super(SentenceGroup, self).main(arguments, prog_name, complete_var, **named)
-
-        if not standalone_mode:
-            return run()
-        try:
-            status = run()
-        except click.exceptions.NoArgsIsHelpError as error:
-            error.show()
-            status = WRONG_INPUT
-        except click.ClickException as error:
-            click.echo(f"ts-eval: {error.format_message()}", err=True)
-            status = WRONG_INPUT
-        except click.Abort:
-            click.echo("ts-eval: interrupted.", err=True)
-            status = INTERRUPTED
-        sys.exit(status)
-
-
-@contextmanager
-def told_in_a_sentence() -> Iterator[None]:
-    """Turn the errors that an input can cause into one line without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, MemoryError) as error:
-        sentence = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            sentence = f"{error.filename}: {error.strerror}"
-        context = click.get_current_context()
-        if context.params.get("tensor_parallel"):
-            from decoder.parallel.ranks import is_first_to_tell
-
-            if not is_first_to_tell(sentence):
-                sys.exit(WRONG_INPUT)
-        # What Python calls max_new_tokens is --max-new-tokens here.
-        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-        name = re.match(r"(\w+) must ", sentence)
-        if name and flags.get(name[1], "").startswith("--"):
-            sentence = flags[name[1]] + sentence[name.end(1) :]
-        raise click.ClickException(sentence) from error
-
-
-def _quiet_libraries() -> None:
-    """No bars for what takes a second, no retries before the one sentence that says what is missing."""
-    import huggingface_hub
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    huggingface_hub.utils.logging.set_verbosity_error()
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((120, 24)).columns
 
 
 @click.group(cls=SentenceGroup)
@@ -132,13 +65,14 @@ def main():
 @bitwise_option
 @sampling_options
 @drafting_options
+@cache_options
 @click.option("--output", default=defaults.OUTPUT, show_default=True, help="Folder of results; resumes what is in it.")
 @click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
 @click.option(
     "--check-lossless",
     is_flag=True,
-    help="Score ar's texts again with the plain model, and exit with 1 when a method differs from ar (where bitwise is "
-    "on, in a token or a bit of a log-probability) or ar from the model, audited ties aside.",
+    help="Score all texts again with the plain model, and exit with 1 when a method differs from ar (where bitwise is "
+    "on, in a token or a bit of a log-probability) or a text from the model, audited ties aside.",
 )
 @click.option("--marks", type=IntegerList(), help="New tokens at which to tell latency.  [default: five equal steps]")
 @click.option("--embedding-model", help="Sentence-embedding model for the semantic diversity of the texts.")
@@ -153,7 +87,7 @@ def main():
 @click.option("--tensor-parallel", is_flag=True, help="Under torchrun: its processes share the model.")
 @books_option
 @click.pass_obj
-def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **arguments):
+def compare(typed, methods, check_lossless, **arguments):
     """Decode the same prompts with each METHOD, next to ar, and tell speed, acceptance, diversity and identity.
 
     A METHOD may carry options and heads of its own: tokenswift:tree=1,3,3,3:ngrams=20, auto:heads=DIR. `ts-eval
@@ -162,10 +96,10 @@ def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **argu
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
     with told_in_a_sentence():
         from ts_eval import compare as experiment
-        from ts_eval.summary import differs
+        from ts_eval.checks import differs
         from ts_eval.table import comparison
 
-        _quiet_libraries()
+        quiet_libraries()
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not arguments["tensor_parallel"]:
             arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
@@ -174,7 +108,7 @@ def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **argu
             results = experiment.compare(
                 methods,
                 sampling=sampling | without_flag.get("sampling", {}),
-                options=options_of(preset, tree=tree, ngrams=ngrams, budget=budget) | without_flag.get("options", {}),
+                options=options_of(arguments) | without_flag.get("options", {}),
                 audit=check_lossless,
                 arguments=typed,
                 say=lambda sentence: click.echo(sentence, err=True),
@@ -186,14 +120,14 @@ def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **argu
             return INTERRUPTED
     if results is None:
         return 0
-    click.echo(comparison(results, _width()))
+    click.echo(comparison(results, terminal_width()))
     click.echo(
         f"\nAll of it: {Path(arguments['output']) / 'results.json'}; as a page: ts-eval report {arguments['output']}"
     )
-    differing = differs(results)
-    if check_lossless and differing:
+    if check_lossless and (names := differs(results)):
         how = "where bitwise excuses no tie" if results["settings"].get("bitwise") else "by more than a tie"
-        click.echo(f"ts-eval: not lossless: {', '.join(differing)} differs {how}.", err=True)
+        verb = "differs" if len(names) == 1 else "differ"
+        click.echo(f"ts-eval: not lossless: {', '.join(names)} {verb} {how}.", err=True)
         return 1
     return 0
 
@@ -255,7 +189,7 @@ def compare(typed, methods, preset, tree, ngrams, budget, check_lossless, **argu
 @click.option("--overwrite", is_flag=True, help="Measure again, whatever the output folder holds.")
 @books_option
 @click.pass_obj
-def bench(typed, methods, preset, tree, ngrams, budget, **arguments):
+def bench(typed, methods, **arguments):
     """Measure what steps cost here: memory, plain decoding, verifications, drafts, and the parts of a step.
 
     METHODs as for compare; without any, all of ours whose heads and draft model are at hand.
@@ -264,18 +198,18 @@ def bench(typed, methods, preset, tree, ngrams, budget, **arguments):
         from ts_eval import bench as measure
         from ts_eval.bench_page import tables
 
-        _quiet_libraries()
+        quiet_libraries()
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
         results = measure.bench(
             methods,
             sampling=sampling,
-            options=options_of(preset, tree=tree, ngrams=ngrams, budget=budget),
+            options=options_of(arguments),
             arguments=typed,
             say=lambda sentence: click.echo(sentence, err=True),
             **arguments,
         )
         # Shown before it is written: a full disk loses no figure.
-        click.echo(tables(results, _width()))
+        click.echo(tables(results, terminal_width()))
         paths = measure.save(results, Path(arguments["output"]))
     click.echo(f"\nAll of it: {' and '.join(map(str, paths))}")
     return 0
@@ -295,9 +229,17 @@ def methods():
 @click.option("--tokenizer", help="Folder or hub id; measures are then over its tokens, not over words.")
 @click.option("--model", help="Folder or hub id; its tokens, and the perplexity under it.")
 @click.option("--embedding-model", help="Folder or hub id of a sentence-embedding model; adds semantic diversity.")
+@click.option(
+    "--reference",
+    metavar="HUMAN_FILE",
+    help="Human text, or as compare's --prompts; adds MAUVE against it in the features of --model.",
+)
+@click.option(
+    "--piece-tokens", type=int, default=defaults.PIECE_TOKENS, show_default=True, help="Of the pieces MAUVE compares."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def metrics(files, tokenizer, model, embedding_model, as_json):
-    """Measure any text FILE: diversity, repetition, compression and, with a model, perplexity.
+def metrics(files, as_json, **arguments):
+    """Measure any text FILE: diversity, repetition, compression and, with a model, perplexity and MAUVE.
 
     A text that is too short for a measure gets none.
     """
@@ -305,9 +247,60 @@ def metrics(files, tokenizer, model, embedding_model, as_json):
     from ts_eval import text_files
 
     with told_in_a_sentence():
-        _quiet_libraries()
-        rows = text_files.measure(files, tokenizer, model, embedding_model)
-    click.echo(json.dumps(rows, indent=1) if as_json else text_files.table(rows, _width()))
+        quiet_libraries()
+        rows = text_files.measure(files, **arguments)
+    click.echo(json.dumps(rows, indent=1) if as_json else text_files.table(rows, terminal_width()))
+    return 0
+
+
+@main.command()
+@click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
+@model_options
+@click.option("--prompts", help="As for compare, the texts one behind the other.  [default: PG-19 test books]")
+@click.option(
+    "--lengths",
+    type=IntegerList(),
+    default=",".join(map(str, defaults.NEEDLE_LENGTHS)),
+    show_default=True,
+    help="Tokens of text and question.",
+)
+@click.option(
+    "--depths",
+    type=NumberList(),
+    default=",".join(f"{depth:g}" for depth in defaults.NEEDLE_DEPTHS),
+    show_default=True,
+    help="Shares of the text before the hidden sentence.",
+)
+@click.option("--max-new-tokens", type=int, default=defaults.NEEDLE_NEW_TOKENS, show_default=True, help="Of an answer.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the pass phrase.")
+@device_options
+@bitwise_option
+@cache_options
+@click.option(
+    "--output", default=defaults.NEEDLE_OUTPUT, show_default=True, help="Folder of the answers; resumes what is in it."
+)
+@click.option("--overwrite", is_flag=True, help="Ask again, whatever the output folder holds.")
+@books_option
+@click.pass_obj
+def needle(typed, methods, kv_dtype, offload, **arguments):
+    """Hide a pass phrase at several depths of long texts, ask for it, and tell whether each METHOD answers as ar does.
+
+    METHODs as for compare, auto without any. A model that cannot answer still shows in the phrase's log-probability
+    whether it has read it.
+    """
+    with told_in_a_sentence():
+        from ts_eval import needle as probe
+
+        quiet_libraries()
+        results = probe.needle(
+            methods,
+            options={"kv_dtype": kv_dtype, "offload": offload},
+            arguments=typed,
+            say=lambda sentence: click.echo(sentence, err=True),
+            **arguments,
+        )
+    click.echo(probe.table(results, terminal_width()))
+    click.echo(f"\nAll of it: {Path(arguments['output']) / probe.RESULTS}")
     return 0
 
 
@@ -335,6 +328,7 @@ def report(folder):
 @click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks.  [default: 1,3,3,3]")
 @click.option("--ngrams", type=int, help="n-grams retrieved per step.  [default: 20]")
 @click.option("--budget", type=int, default=defaults.PLAN_BUDGET, show_default=True, help="Slots of the partial cache.")
+@cache_options
 @click.option("--gpu", multiple=True, help="A100, H100 or H200; may be repeated.  [default: all three]")
 @click.option("--bandwidth", type=float, help="Memory bandwidth of another device, in GB/s.")
 @click.option("--measure", is_flag=True, help="Measure this machine's memory bandwidth.")
@@ -353,9 +347,9 @@ def plan(as_json, **arguments):
     with told_in_a_sentence():
         from ts_eval import planning
 
-        _quiet_libraries()
+        quiet_libraries()
         made = planning.plan_from(**arguments)
-    click.echo(json.dumps(made, indent=1) if as_json else planning.table(made, _width()))
+    click.echo(json.dumps(made, indent=1) if as_json else planning.table(made, terminal_width()))
     return 0
 
 
@@ -379,13 +373,13 @@ def reproduce(targets, scale, output, **settings):
     with told_in_a_sentence():
         from ts_eval import reproduce as paper
 
-        _quiet_libraries()
+        quiet_libraries()
         try:
             for target in paper.TARGETS if targets == ("all",) else targets:
                 page = paper.reproduce(
                     target, scale, Path(output), say=lambda sentence: click.echo(sentence, err=True), **settings
                 )
-                click.echo(paper.terminal_table(page, _width()) + "\n")
+                click.echo(paper.terminal_table(page, terminal_width()) + "\n")
         except KeyboardInterrupt:
             kept = f"what was generated is kept in {output}; the same command resumes there."
             click.echo(f"\nts-eval: interrupted; {kept}", err=True)

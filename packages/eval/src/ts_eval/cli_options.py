@@ -48,6 +48,20 @@ class IntegerList(click.ParamType):
             self.fail(f"{value!r} is not a list of integers such as 100,200.", param, ctx)
 
 
+class NumberList(click.ParamType):
+    """Numbers with commas between them, such as 0,0.5,1."""
+
+    name = "X,X,..."
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(float(number) for number in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers such as 0,0.5,1.", param, ctx)
+
+
 def sampling_option(flag: str, help: str):
     """An option for the field of `decoder.SamplingParams` of that name."""
     default = defaults.SAMPLING[flag.removeprefix("--").replace("-", "_")]
@@ -116,13 +130,18 @@ def _by_flag(path: str, given: dict, known: Collection[str | None]) -> tuple[dic
     return flags, without_flag
 
 
-def options_of(preset: str | None, **given: object) -> dict:
-    """Fields of `decoder.TokenSwiftOptions`: those given, and for what is None the preset's."""
+def options_of(arguments: dict) -> dict:
+    """Take the drafting and cache options out of ``arguments``: those given, and for others the preset's.
+
+    Returns:
+        Fields of `decoder.TokenSwiftOptions`.
+    """
     # Imported here because it brings torch, which --help should not cost.
     from decoder.options import PAPER_NGRAMS, PAPER_TREE
 
-    paper = {"tree": PAPER_TREE, "ngrams": PAPER_NGRAMS} if preset == "paper" else {}
-    return paper | {name: value for name, value in given.items() if value is not None}
+    paper = {"tree": PAPER_TREE, "ngrams": PAPER_NGRAMS} if arguments.pop("preset") == "paper" else {}
+    given = {name: arguments.pop(name, None) for name in ("tree", "ngrams", "budget", "kv_dtype", "offload")}
+    return paper | {name: value for name, value in given.items() if value is not None and value is not False}
 
 
 model_options = together(
@@ -170,5 +189,13 @@ drafting_options = together(
         "--ngrams", type=int, help="n-grams retrieved per step, the paper's k.  [default: those of 20 that pay here]"
     ),
     click.option("--budget", type=int, help="Slots of the partial cache.  [default: the prompt's length]"),
+)
+cache_options = together(
+    click.option(
+        "--kv-dtype",
+        type=click.Choice(["int8", "fp8"]),
+        help="Keep the full cache in one byte per number, which makes another text: ar's with the same cache.",
+    ),
+    click.option("--offload", is_flag=True, help="Keep the full cache in host memory; the text is the same."),
 )
 books_option = click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")

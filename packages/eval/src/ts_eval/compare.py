@@ -15,6 +15,7 @@ import torch
 
 from decoder.parallel.ranks import linked
 from ts_eval import defaults, metrics
+from ts_eval.checks import audits, differing, divergence_margin, tie_tolerance
 from ts_eval.json_lines import whole_lines
 from ts_eval.processes import working_beside
 from ts_eval.results import SCHEMA_VERSION, GenerationLog, write_json
@@ -22,7 +23,7 @@ from ts_eval.rounds import IN_PROGRESS, Rounds
 from ts_eval.run_file import write_run_file
 from ts_eval.setup import Setup, set_up
 from ts_eval.shared_model import in_step
-from ts_eval.summary import divergence_margin, summarise
+from ts_eval.summary import summarise
 
 WAIT_SECONDS = 1.0
 
@@ -66,8 +67,8 @@ class Experiment:
         options: fields of `decoder.TokenSwiftOptions` for every method; a method's own come first.
         marks: numbers of new tokens at which latency and speed-up are told; None takes five equal steps.
         embedding_model: folder or hub id of an encoder, for the semantic diversity of the texts.
-        audit: score ar's texts again with the plain model, so that a fault of all methods alike is found too; and keep
-            all tokens' log-probabilities, to compare them with ar's.
+        audit: score all texts of ours again with the plain model, to their end, so that a fault of all methods alike is
+            found too; and keep all tokens' log-probabilities, to compare them with ar's.
         output: folder; what was generated in it is kept and not generated again.
         data_dir: the data folder; None finds the checkout's.
         overwrite: drop what other settings left in ``output`` instead of refusing.
@@ -152,11 +153,14 @@ class Experiment:
             if self.rank:
                 return None
             _drop_parts(log)
+            methods = self._summary(setup, log)
+            settings = {**setup.settings, "marks": self._marks(), "embedding_model": self.embedding_model}
+            settings["tie_tolerance"] = tie_tolerance(setup) if differing(methods) else None
             results = {
                 "schema_version": SCHEMA_VERSION,
                 "environment": setup.environment,
-                "settings": {**setup.settings, "marks": self._marks(), "embedding_model": self.embedding_model},
-                "methods": self._summary(setup, log),
+                "settings": settings,
+                "methods": methods,
             }
         write_run_file(self)
         write_json(Path(self.output) / "results.json", results)
@@ -177,13 +181,13 @@ class Experiment:
             }
 
         def margin(context: Sequence[int], token: int, other: int, run: int) -> float | None:
-            return divergence_margin(setup.model, context, token, other, setup.params[run])
+            return divergence_margin(setup.model, context, token, other, setup.params[run], setup.kv_dtype)
 
-        rows = summarise(setup.specs, setup.prompts, setup.params, self._marks(), log, margin, measure)
+        rows = summarise(setup.specs, setup.prompts, setup.params, self._marks(), log, margin, measure, setup.kv_dtype)
         for spec in setup.specs:
             rows[spec.text] |= setup.planned_bytes(spec)
         if self.audit:
-            rows["ar"]["audits"] = [setup.audit(record) for record in rows["ar"]["runs"]]
+            audits(setup, rows)
         return rows
 
 

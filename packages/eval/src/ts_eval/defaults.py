@@ -19,7 +19,13 @@ BENCH_NEW_TOKENS = 64
 BENCH_LENGTHS = (512, 4096, 32768)
 BENCH_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 BENCH_REPEATS = 5
+NEEDLE_OUTPUT = "runs/needle"
+NEEDLE_LENGTHS = (1000, 4000)
+NEEDLE_DEPTHS = (0.0, 0.5, 1.0)
+NEEDLE_NEW_TOKENS = 24
 BOOK_TOKENS = 1024
 """Prompt tokens taken from a shipped book, which is longer than any context."""
 PLAN_BUDGET = 4096
 """Slots of the partial cache where no prompt gives them: the paper's."""
+PIECE_TOKENS = 64
+"""Tokens of the pieces that MAUVE compares."""

@@ -119,9 +119,11 @@ def can_continue(method: str, sampling: "decoder.SamplingParams", options: "deco
 
 def hf_arguments(sampling: "decoder.SamplingParams") -> dict:
     """The arguments of transformers' generate that ask for ``sampling``, the penalty window aside."""
+    suppressed = {"suppress_tokens": list(sampling.suppress_tokens)} if sampling.suppress_tokens else {}
     if sampling.greedy:
-        return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
+        return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, **suppressed}
     return {
+        **suppressed,
         "do_sample": True,
         "temperature": float(sampling.temperature),
         "top_k": sampling.top_k,

@@ -61,6 +61,10 @@ class MethodSpec:
                     raise ValueError(f"{name} drafts without heads: leave out {pair!r} in {text!r}")
                 heads = value
                 continue
+            if option == "kv_dtype":
+                raise ValueError(
+                    f"kv_dtype makes another text: leave it out of {text!r}, and give --kv-dtype for all rows"
+                )
             if option not in defaults or not equals:
                 raise ValueError(f"unknown option {pair!r} in {text!r}: options are heads, {', '.join(defaults)}")
             try:

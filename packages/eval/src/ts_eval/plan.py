@@ -5,21 +5,23 @@ That floor is what `steps` gives; computing, launching and sampling come on top.
 """
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
+from decoder.cache.form import CacheForm
 from decoder.drafters import prompt_lookup
 from decoder.model import loading
 from decoder.model.gguf import is_gguf
 from decoder.parallel.sharding import refuse_unshareable, shared_parameters
 from decoder.sampling.token_tree import rank_paths
 from ts_eval.checkpoints import named, refuse_missing
+from ts_eval.floors import StepFloor
 
 METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
 """The methods whose passes are known beforehand; those that tune their trees as they go are not among them."""
@@ -29,19 +31,7 @@ CHAIN = 32
 """Tokens that tokenswift-fused copies from the text at most."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Bytes per second and bytes, as the maker states them."""
-
-    bandwidth: float
-    memory: float
-
-
-GPUS = {
-    "A100": Gpu(2.039e12, 80e9),  # 80 GB, SXM; NVIDIA's data sheets, as for the others
-    "H100": Gpu(3.35e12, 80e9),  # SXM
-    "H200": Gpu(4.8e12, 141e9),
-}
+CUDA = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -118,6 +108,20 @@ class ModelShape:
         """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
         return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.value_bytes
 
+    def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA) -> tuple[int, int]:
+        """Bytes of a full cache of that form, on the device and in host memory."""
+        kept, layers = self.kept_bytes(tokens, form), form.working_layers(device)
+        working = self.cache_bytes(tokens) * layers // self.layers
+        if not form.offload:
+            return kept + working, 0
+        # Codes arrive on the device before they are restored there.
+        arriving = kept * layers // self.layers if form.kv_dtype and device.type != "cpu" else 0
+        return working + arriving, kept
+
+    def kept_bytes(self, tokens: int, form: CacheForm) -> int:
+        """Keys and values of ``tokens`` positions as a cache of that form keeps them."""
+        return 2 * self.layers * tokens * self.kv_heads * form.vector_bytes(self.head_dim, self.value_bytes)
+
     def heads_bytes(self, heads: int) -> int:
         """That many chained draft heads: one square matrix and two norms each."""
         return heads * (self.hidden_size**2 + 2 * self.hidden_size) * self.value_bytes
@@ -131,13 +135,14 @@ class MethodPlan:
         nodes: the widest tree, root included; 1 for plain decoding.
         depth: drafted tokens on its longest path, of tokenswift-fused on the heads' part of it.
         weights: the model's.
-        full_cache: keys and values of prompt and output.
+        full_cache: keys and values of prompt and output, as far as they are on the device.
         draft_cache: the draft pass's keys and values; 0 when it has none.
         drafter: draft heads, or the small model.
         tree: keys, values and mask of the tree under verification.
         logits: the verification's.
         draft_reads: bytes that drafting reads per step.
         verify_weights: weights that the verification reads per step; the cache so far comes on top.
+        host_cache: keys and values in host memory, of an offloaded cache.
     """
 
     nodes: int
@@ -150,6 +155,7 @@ class MethodPlan:
     logits: int
     draft_reads: int
     verify_weights: int
+    host_cache: int = 0
 
     @property
     def total(self) -> int:
@@ -175,10 +181,11 @@ def plan_method(
     heads: int = 3,
     heads_bytes: int | None = None,
     draft_model: ModelShape | None = None,
+    device: torch.device = CUDA,
 ) -> MethodPlan:
     """The plan of one of `METHODS`.
 
-    ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones.
+    ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones. ``device`` is where passes run.
 
     Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa and
     tokenswift-fused the heads and the language-model head; magicdec as many over weights and small cache as the tree
@@ -194,17 +201,19 @@ def plan_method(
     nodes, depth, draft_cache, drafter, draft_reads = _drafting(
         method, model, prompt_tokens, max_new_tokens, options, heads, heads_bytes, draft_model
     )
+    full_cache, host_cache = model.full_cache(prompt_tokens + max_new_tokens, CacheForm.of(options), device)
     return MethodPlan(
         nodes=nodes,
         depth=depth,
         weights=model.weight_bytes,
-        full_cache=model.cache_bytes(prompt_tokens + max_new_tokens),
+        full_cache=full_cache,
         draft_cache=draft_cache,
         drafter=drafter,
         tree=model.cache_bytes(nodes) + nodes * nodes,
         logits=nodes * model.vocab_size * model.value_bytes,
         draft_reads=draft_reads,
         verify_weights=model.pass_bytes,
+        host_cache=host_cache,
     )
 
 
@@ -263,18 +272,21 @@ def plan(
     """Every method's `MethodPlan` with its floors, ready for JSON and tables.
 
     ``ms_per_step`` holds, per bandwidth [bytes per second], the least time of a step in the middle of the output, which
-    is the mean over it, and at its end; of ``ar`` a step is a token. ``speedup`` holds, per acceptance, the floor of ar
-    over the method's for one token, over the whole output; it does not depend on the bandwidth. triforce is left out
-    without its small model.
+    is the mean over it, and at its end; of ``ar`` a step is a token. An offloaded cache is copied meanwhile, from the
+    host, so a step takes at least as long as that. ``speedup`` holds, per acceptance, the floor of ar over the method's
+    for one token, over the whole output, at the first bandwidth; unless the cache is offloaded it is the same at each.
+    triforce is left out without its small model.
     """
-    methods = {}
-    whole = model.cache_bytes(prompt_tokens + max_new_tokens)
-    half = (model.cache_bytes(prompt_tokens) + whole) / 2
+    methods: dict[str, Any] = {}
+    whole = prompt_tokens + max_new_tokens
+    half = (prompt_tokens + whole) / 2
+    floor = StepFloor(model, CacheForm.of(options), bandwidths)
+    first = next(iter(bandwidths))
     for name in METHODS:
         if name == "triforce" and draft_model is None:
             continue
         made = plan_method(name, model, prompt_tokens, max_new_tokens, options, heads=heads, draft_model=draft_model)
-        ar = made.verify_weights + half
+        ar = methods["ar"]["ms_per_step"][first]["mean"] if methods else 1000 * floor.seconds(made, half, first)
         methods[name] = {
             "nodes": made.nodes,
             "depth": made.depth,
@@ -286,17 +298,19 @@ def plan(
                 "tree": made.tree,
                 "logits": made.logits,
                 "total": made.total,
+                "host_cache": made.host_cache,
             },
-            "bytes_read_per_step": {"mean": made.step_bytes(half), "end": made.step_bytes(whole)},
+            "bytes_read_per_step": {"mean": floor.read(made, half), "end": floor.read(made, whole)},
+            "bytes_copied_per_step": {"mean": floor.copied(half), "end": floor.copied(whole)},
             "ms_per_step": {
                 place: {
-                    "mean": 1000 * made.step_bytes(half) / bandwidth,
-                    "end": 1000 * made.step_bytes(whole) / bandwidth,
+                    "mean": 1000 * floor.seconds(made, half, place),
+                    "end": 1000 * floor.seconds(made, whole, place),
                 }
-                for place, bandwidth in bandwidths.items()
+                for place in bandwidths
             },
             "speedup": {
-                f"{acceptance:g}": ar * made.tokens_per_step(acceptance) / made.step_bytes(half)
+                f"{acceptance:g}": ar * made.tokens_per_step(acceptance) / (1000 * floor.seconds(made, half, first))
                 for acceptance in acceptances
             },
         }
@@ -361,21 +375,3 @@ def read_config(model: str) -> PreTrainedConfig:
         return AutoConfig.for_model(**json.loads(Path(model).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{model} is no model configuration (a JSON object with a model_type)") from error
-
-
-@torch.inference_mode()
-def measured_bandwidth(device: torch.device, gigabytes: float = 0.5, repeats: int = 5) -> float:
-    """Bytes per second at which ``device`` reads memory: the best of some sums over a large tensor."""
-    numbers = torch.ones(int(gigabytes * 1e9 / 4), device=device)
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    best = 0.0
-    for _ in range(repeats + 1):
-        start = clock()
-        numbers.sum()
-        best = max(best, numbers.numel() * 4 / (clock() - start))
-    return best

@@ -1,17 +1,33 @@
 """`ts-eval plan`: a plan from what the command line names, and its tables."""
 
 import textwrap
+import time
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import decoder
+from decoder.cache.form import CacheForm
 from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
-from ts_eval.plan import GPUS, measured_bandwidth, plan, read_shape
+from ts_eval.floors import GPUS
+from ts_eval.plan import ModelShape, plan, plan_method, read_config, read_shape
 from ts_eval.table import NONE, format_table, number, times, tree_in_words
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
+MEMORIES = (16, 24, 48, 80)
+"""GB of the devices for which the longest text is told."""
+SHARE = 0.9
+"""Of a device's memory; the rest is left to activations and to what the allocator keeps."""
+FORMS = {
+    "on the device": CacheForm(),
+    "on the device, int8 or fp8": CacheForm("int8"),
+    "in host memory": CacheForm(None, True),
+    "in host memory, int8 or fp8": CacheForm("int8", True),
+}
+"""The ways to keep the full cache, by what they are called in tables."""
 
 
 def plan_from(
@@ -30,6 +46,8 @@ def plan_from(
     acceptance: Sequence[float],
     data_dir: str | None,
     tensor_parallel_size: int = 1,
+    offload: bool = False,
+    kv_dtype: str | None = None,
 ) -> dict:
     """`plan.plan` for named models, GPUs and bandwidths (GB/s), with these names in it.
 
@@ -40,7 +58,7 @@ def plan_from(
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, not {tensor_parallel_size}")
     _refuse_out_of_range(max_new_tokens, prompt_tokens, num_heads, bandwidth, acceptance, gpu)
-    given: dict[str, Any] = {"tree": tree, "ngrams": ngrams, "budget": budget}
+    given: dict[str, Any] = {"tree": tree, "ngrams": ngrams, "budget": budget, "offload": offload, "kv_dtype": kv_dtype}
     options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
     if model is None:
         data = find_data_dir(data_dir)
@@ -52,8 +70,9 @@ def plan_from(
         bandwidths["given"] = bandwidth * 1e9
     if measure:
         bandwidths["measured"] = measured_bandwidth(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    shape = read_shape(model, dtype, tensor_parallel_size)
     made = plan(
-        read_shape(model, dtype, tensor_parallel_size),
+        shape,
         prompt_tokens,
         max_new_tokens,
         options,
@@ -67,8 +86,36 @@ def plan_from(
         "tensor_parallel_size": tensor_parallel_size,
         "tree": tree_in_words(options.fixed_tree),
         "ngrams": options.retrieved_ngrams,
+        "offload": offload,
+        "kv_dtype": kv_dtype,
         **made,
+        "longest_text": longest_texts(
+            shape, read_config(model).get_text_config().max_position_embeddings, prompt_tokens, options, num_heads
+        ),
     }
+
+
+def longest_texts(
+    shape: ModelShape, positions: int, prompt_tokens: int, options: "decoder.TokenSwiftOptions", heads: int
+) -> dict[str, dict[str, int]]:
+    """How many tokens of prompt and output tokenswift has room for, by `FORMS` and GB of `MEMORIES`; 0 for none.
+
+    Weights, caches, heads, tree and logits take the `SHARE` of the memory at most, and a text ends with the model's
+    ``positions``.
+    """
+    longest: dict[str, dict[str, int]] = {}
+    for name, form in FORMS.items():
+        own = replace(options, offload=form.offload, kv_dtype=form.kv_dtype)
+
+        def held(tokens: int, own: "decoder.TokenSwiftOptions" = own) -> int:
+            prompt = min(prompt_tokens, tokens)
+            return plan_method("tokenswift", shape, prompt, tokens - prompt, own, heads=heads).total
+
+        longest[name] = {
+            str(memory): max(0, bisect_right(range(positions + 1), SHARE * memory * 1e9, key=held) - 1)
+            for memory in MEMORIES
+        }
+    return longest
 
 
 def _refuse_out_of_range(
@@ -121,28 +168,65 @@ def table(made: dict, width: int) -> str:
         ]
         for name, row in methods.items()
     ]
+    fitting = [
+        [name, *(f"{tokens:,}" if tokens else "none" for tokens in by_memory.values())]
+        for name, by_memory in made["longest_text"].items()
+    ]
     alphas = [f"x at {alpha}" for alpha in methods["ar"]["speedup"]]
     about = [
         made["model"].rstrip("/").rpartition("/")[2],
         f"{made['prompt_tokens']:,} prompt + {made['max_new_tokens']:,} new tokens",
         f"tree {made['tree']}, k = {made['ngrams']}, partial cache of {made['partial_cache_slots']:,} slots",
+        *([f"cache in {made['kv_dtype']}"] if made["kv_dtype"] else []),
+        *(["cache in host memory"] if made["offload"] else []),
         *([f"each of {processes} processes that share it"] if (processes := made["tensor_parallel_size"]) > 1 else []),
         ", ".join(f"{place} {value / 1e9:,.0f} GB/s" for place, value in places.items()),
     ]
+    if made["offload"]:
+        for line, row in zip(read, methods.values(), strict=True):
+            line.insert(2, _bytes(row["bytes_copied_per_step"]["mean"]))
     note = (
         "Bytes at the end of the generation, without activations. ms/step: reading weights and caches once, at the "
         "mean and at the final length; of ar a step is a token. x at a: ar's floor per token over the method's when "
-        "the share a of its drafted tokens is accepted, on the mean; computing and launching come on top."
+        "the share a of its drafted tokens is accepted, on the mean; computing and launching come on top. "
+        f"Longest text: the tokens of prompt and output for which tokenswift takes {SHARE:.0%} of the memory, up to "
+        "the model's positions."
     )
-    header = ["read", *(f"{place} ms/step" for place in places), *(f"{place} at end" for place in places), *alphas]
+    copied = ["copied"] if made["offload"] else []
+    header = [
+        "read",
+        *copied,
+        *(f"{place} ms/step" for place in places),
+        *(f"{place} at end" for place in places),
+        *alphas,
+    ]
     return "\n\n".join(
         [
             textwrap.fill("; ".join(about), width, subsequent_indent="  "),
             format_table(["held", "nodes", *names.values(), "fits"], held, width),
             format_table(["per step", *header], read, width),
+            format_table(["longest text, cache", *(f"{memory} GB" for memory in MEMORIES)], fitting, width),
             textwrap.fill(note, width),
         ]
     )
+
+
+@torch.inference_mode()
+def measured_bandwidth(device: torch.device, gigabytes: float = 0.5, repeats: int = 5) -> float:
+    """Bytes per second at which ``device`` reads memory: the best of some sums over a large tensor."""
+    numbers = torch.ones(int(gigabytes * 1e9 / 4), device=device)
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    best = 0.0
+    for _ in range(repeats + 1):
+        start = clock()
+        numbers.sum()
+        best = max(best, numbers.numel() * 4 / (clock() - start))
+    return best
 
 
 def _bytes(value: float) -> str:

@@ -111,6 +111,29 @@ def write_text(path: Path, text: str) -> None:
         raise named(error, path) from error
 
 
+def read_results(path: Path, command: str, version: int, header: dict) -> dict | None:
+    """What ``command`` wrote to ``path`` with the settings and environment of ``header``; None when nothing is there.
+
+    Raises:
+        ValueError: it is no such file.
+        OtherSettingsError: it was written with other settings, another version or on another machine.
+    """
+    if not path.is_file():
+        return None
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        old = {name: results[name] for name in header}
+        same = fingerprint_of(old) == fingerprint_of(header) and results["schema_version"] == version
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no result of {command}: use another --output, or --overwrite") from error
+    if not same:
+        raise OtherSettingsError(
+            f"{path.parent} holds figures of other settings ({difference(old, header)}): use another --output, or "
+            "--overwrite to drop them"
+        )
+    return results
+
+
 class GenerationLog:
     """DIR/generations.jsonl: a header with settings and environment, then one line per finished generation.
 

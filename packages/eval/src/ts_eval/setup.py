@@ -18,7 +18,6 @@ from ts_eval.memory import resident_bytes
 from ts_eval.method_spec import ENDPOINT, MethodSpec
 from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
 from ts_eval.results import environment
-from ts_eval.summary import audit_of
 
 if TYPE_CHECKING:
     from ts_eval.compare import Experiment
@@ -62,6 +61,11 @@ class Setup:
     def model(self):
         return self.decoders["ar"].model
 
+    @property
+    def kv_dtype(self) -> str | None:
+        """`decoder.TokenSwiftOptions.kv_dtype`, the same in all rows."""
+        return self.options["ar"].kv_dtype
+
     def stop_ids(self, prompt: int) -> set[int]:
         """Tokens that end a text behind a prompt, by its index: a chat's answer ends, a book goes on."""
         return self.eos_ids if self.prompts[prompt].chat else set()
@@ -83,10 +87,6 @@ class Setup:
                 for group in [(pair,) for pair in pairs] if spec.is_outside else [pairs]:
                     yield Turn(spec, group, batch)
 
-    def audit(self, record: dict) -> dict:
-        """The audit of a finished generation of ours."""
-        return audit_of(self.model, self.prompts[record["prompt_index"]].token_ids, record, self.params[record["run"]])
-
     def planned_bytes(self, spec: MethodSpec) -> dict[str, int | None]:
         """What the row's largest batch should hold by `plan.plan_method`: in all, and above the loaded models.
 
@@ -107,8 +107,11 @@ class Setup:
             heads=0 if heads is None else heads.num_heads,
             heads_bytes=0 if heads is None else sum(weight.nbytes for weight in heads.parameters()),
             draft_model=plan.ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
+            device=dec.target.device,
         )
         above = len(self.batches()[0]) * (made.full_cache + made.draft_cache + made.tree + made.logits)
+        if dec.target.device.type == "cpu":
+            above += len(self.batches()[0]) * made.host_cache
         return dict(zip(names, (made.weights + made.drafter + above, above), strict=True))
 
 

@@ -6,20 +6,13 @@ from itertools import accumulate, pairwise, zip_longest
 from statistics import median
 from typing import Any
 
-import torch
-
 import decoder
-from decoder.audit import audit_tokens
 from ts_eval import metrics
 from ts_eval.generation import same_sampling_in_transformers
 from ts_eval.intervals import median_interval, weighted_median
 from ts_eval.method_spec import MethodSpec
 from ts_eval.prompts import Prompt
 from ts_eval.results import GenerationLog
-
-# How far apart two differently shaped matrix products may put two logits, by the model's dtype: a few units in the
-# last place of a logit of magnitude 16 to 32 in the short formats, and the contract's 1e-4 in float32.
-TIE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
 
 MeasureText = Callable[[Sequence[int], str, Sequence[int]], dict]
 Margin = Callable[[Sequence[int], int, int, int], float | None]
@@ -33,6 +26,7 @@ def summarise(
     log: GenerationLog,
     margin: Margin,
     measure_text: MeasureText,
+    kv_dtype: str | None = None,
 ) -> dict[str, dict]:
     """Row per method, from its finished generations: one per prompt and run.
 
@@ -46,13 +40,14 @@ def summarise(
     ``logprobs_equal`` tells whether the log-probabilities are ar's to the last bit, where they were kept.
     ``first_divergence`` is the smallest index at which a generation differs from ar's and ``divergence_margin`` the
     largest margin of those that differ: all are ties when it is within the tolerance. Identity is None where
-    transformers samples, or penalises otherwise, and of a server.
+    transformers samples, penalises otherwise or has no quantised cache, and of a server.
 
     Args:
         params: the sampling of each run.
         marks: numbers of new tokens at which ``along_length`` tells latency, speed-up and acceptance so far.
         margin: (context, ar's token, the method's token, run) -> `divergence_margin`.
         measure_text: (token ids, text, the prompt's token ids) -> measures of the text.
+        kv_dtype: of our rows' full caches.
     """
     pairs = [(prompt, run) for run in range(len(params)) for prompt in range(len(prompts))]
     reference = {pair: log.get("ar", *pair) for pair in pairs}
@@ -64,7 +59,8 @@ def summarise(
         for prompt, run in pairs:
             record, ar = dict(log.get(spec.text, prompt, run)), reference[prompt, run]
             ids, length = prompts[prompt].token_ids, len(prompts[prompt].token_ids) + len(record["token_ids"])
-            comparable = not spec.is_outside or (spec.is_hf and same_sampling_in_transformers(params[run], length))
+            outside = spec.is_hf and kv_dtype is None and same_sampling_in_transformers(params[run], length)
+            comparable = outside or not spec.is_outside
             record |= _identity(ar, record, ids, run, margin) if comparable else dict.fromkeys(IDENTITY)
             record["speedup"] = _quotient(ar["ms_per_token"], record["ms_per_token"])
             record["along_length"] = along_length(record, marks)
@@ -281,46 +277,3 @@ def first_divergence(expected: Sequence[int], actual: Sequence[int]) -> int | No
         if a != b:
             return index
     return None if len(expected) == len(actual) else min(len(expected), len(actual))
-
-
-def divergence_margin(
-    model, context: Sequence[int], token: int, other: int, params: "decoder.SamplingParams"
-) -> float | None:
-    """How far two tokens are from a tie: the least change of two logits' difference that would draw either one.
-
-    The decoder's audit scores each of them after ``context`` [n] by the plain model. One of them is mostly its choice
-    and needs no change. None when no change below 1,000 brings one of them about.
-    """
-    audits = [audit_tokens(model, context, [choice], params) for choice in (token, other)]
-    margin = max(0.0 if found.equal else found.margin for found in audits)
-    return margin if margin < float("inf") else None
-
-
-def audit_of(model, prompt: Sequence[int], record: dict, params: "decoder.SamplingParams") -> dict:
-    """The decoder's audit of a finished generation: tokens checked, index and margin of the first that differs."""
-    found = audit_tokens(model, prompt, record["token_ids"], params)
-    margin = None if found.margin is None or found.margin == float("inf") else found.margin
-    return {"checked": found.checked, "index": found.index, "margin": margin}
-
-
-def is_tie(margin: float | None, dtype: str) -> bool:
-    """Whether rounding alone decides a difference of that margin, by `TIE_TOLERANCE` of the dtype."""
-    return margin is not None and margin <= TIE_TOLERANCE[getattr(torch, dtype)]
-
-
-def differs(results: dict) -> list[str]:
-    """Rows that differ from ar other than by an audited tie, or whose audit found a fault.
-
-    Where logits are the same bits in every pass, no tie excuses a row of ours, and log-probabilities must be ar's, too.
-    """
-    dtype, bitwise = results["settings"]["dtype"], results["settings"].get("bitwise", False)
-    return [
-        name
-        for name, row in results["methods"].items()
-        if (
-            row["identical_to_ar"] is False
-            and not (is_tie(row["divergence_margin"], dtype) and not (bitwise and not MethodSpec.parse(name).is_hf))
-        )
-        or (bitwise and row["logprobs_equal"] is False)
-        or any(audit["index"] is not None and not is_tie(audit["margin"], dtype) for audit in row.get("audits", ()))
-    ]

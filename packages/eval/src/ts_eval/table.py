@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Sequence
 
 from decoder.drafters import TUNED
+from ts_eval.checks import differs
 from ts_eval.method_spec import ENDPOINT, MethodSpec
 from ts_eval.metrics import BLEU_ORDERS
-from ts_eval.summary import differs
 
 NONE = "-"
 DISTINCT = ("1", "2", "3", "4", "mean")
@@ -195,11 +195,24 @@ def describe(results: dict) -> str:
             f"{count_of(settings['num_prompts'], 'prompt')} of {prompt_tokens} tokens",
             f"{settings['max_new_tokens']:,} new tokens",
             *([f"{settings['batch']} texts at a time"] if settings["batch"] > 1 else []),
+            *cache_in_words(settings["options_for_all"]),
             sampling_in_words(settings["sampling"]),
             f"seed {settings['seed']}",
             f"{drafts_in_words(settings['options_for_all'])} where the method names no other",
         ]
     )
+
+
+def cache_dtype(settings: dict) -> str | None:
+    """In what our rows keep the full cache, where that is not the model's dtype."""
+    return settings["options_for_all"].get("kv_dtype")
+
+
+def cache_in_words(options: dict) -> list[str]:
+    """How some options ask for the full cache to be kept, unless as it is."""
+    kv_dtype, offload = options.get("kv_dtype"), options.get("offload")
+    words = [f"keys and values in {kv_dtype}, which is another model: ar has them, too"] if kv_dtype else []
+    return words + (["cache in host memory"] if offload else [])
 
 
 def drafts_in_words(options: dict) -> str:
@@ -276,6 +289,7 @@ def notes(results: dict) -> str:
         sentences.append(
             "transformers' own rows penalise the whole text and draw other noise, so their text is another one unless "
             "greedy under the same penalty."
+            + (" With --kv-dtype they keep keys and values as computed." if cache_dtype(settings) else "")
         )
     if ENDPOINT in methods:
         sentences.append(
@@ -284,6 +298,15 @@ def notes(results: dict) -> str:
         )
     if all(row["logprobs_equal"] for row in methods.values()):
         sentences.append("The log-probabilities of all tokens are ar's, too, to the last bit.")
+    scored = [audit for row in methods.values() for audit in row.get("audits", ())]
+    if scored and not any(audit.get("fault", audit["index"]) is not None for audit in scored):
+        # Old results tell no ties, and were cut at the first.
+        ties = sum(len(audit.get("ties", ())) for audit in scored)
+        words = f"but {count_of(ties, 'tie')} within rounding" if ties else "all of them"
+        tokens = sum(audit["checked"] for audit in scored)
+        sentences.append(
+            f"Scored again by the plain model, the {tokens:,} tokens of all rows are its own choices, {words}."
+        )
     resumed = [name for name, row in methods.items() if row["resumed"]]
     if resumed:
         sentences.append(

@@ -27,15 +27,19 @@ class LayeredCache(Cache, ABC):
         keys, values: the buffers, empty before the first pass.
         kv_length: see above.
         passes: the passes of fixed shape over these buffers, which go with them.
-        pool: where buffers come from and go back to when the cache goes; None where no passes are recorded, so that
-            buffers are freed with the cache.
+        pool: where buffers come from and go back to when the cache goes; None where no passes over it are recorded, so
+            that buffers are freed with the cache.
+        lender: the pool that other caches of the text may have buffers from.
 
     Args:
         capacity: slots, pairs per layer and KV head.
     """
 
     purpose: ClassVar[str] = "text"
+    recordable: ClassVar[bool] = True
+    """Whether passes over it may be recorded, and its slots be written to by others than `update`."""
     pool: BufferPool | None = None
+    lender: BufferPool | None = None
     pool_generation = 0
 
     def __init__(self, capacity: int):
@@ -66,7 +70,7 @@ class LayeredCache(Cache, ABC):
         Args:
             spare: slots behind the last one that passes may look at.
         """
-        self._layers = layers
+        self._layers, self.lender = layers, pool
         if spare > self.spare:
             self.spare = spare
             if len(self.keys):
@@ -142,6 +146,10 @@ class LayeredCache(Cache, ABC):
         end = self.get_seq_length() + count
         return key[:, :, :end], value[:, :, :end]
 
+    def at(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [layers, B, G, n, D] of the pairs in the slots ``index``, int64 [n] on the model's device."""
+        return self.keys.index_select(3, index), self.values.index_select(3, index)
+
     def _make_finite(self, end: int) -> None:
         """Zeros in slots that nothing was ever written to: not in all of them at once, a buffer may be large."""
         start, self._finite = self._finite, min(end + _ZEROED_AT_ONCE, self.keys.shape[3])
@@ -151,7 +159,7 @@ class LayeredCache(Cache, ABC):
     def allocate_as(self, other: "LayeredCache") -> None:
         """Make the buffers, unless they are there, for pairs like those of ``other``."""
         if not len(self.keys):
-            self.prepare(len(other.keys), other.pool)
+            self.prepare(len(other.keys), other.lender)
             self._allocate(other.keys[0], other.values[0])
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:

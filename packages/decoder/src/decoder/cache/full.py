@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from decoder.cache.base import LayeredCache
+from decoder.cache.form import CacheForm
+from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 
 _SMALLEST_GROWTH = 1024
@@ -24,7 +26,10 @@ class FullCache(LayeredCache):
 
     Attributes:
         length: how many tokens are committed.
+        form: how pairs are kept.
     """
+
+    form = CacheForm()
 
     def __init__(self, capacity: int, growable: bool = False):
         super().__init__(capacity)
@@ -39,13 +44,50 @@ class FullCache(LayeredCache):
             raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
         self.enlarge(max(end, self.capacity + max(_SMALLEST_GROWTH, self.capacity // 2)), self.length)
 
-    def begin_with(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Commit copies of the pairs [layers, B, G, n, D] of the text's first n tokens to the empty cache."""
-        count = keys.shape[3]
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """What is kept, each [layers, B, G, slots, ...]: keys and values, or what stands for them."""
+        return self.keys, self.values
+
+    def decoded(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., D], on the model's device, of `parts` of this cache or of some of their slots."""
+        keys, values = parts
+        return keys, values
+
+    def span(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [layers, B, G, n, D] of the tokens from ``start`` to ``end``, to be read at once."""
+        return self.decoded([part[:, :, :, start:end] for part in self.parts])
+
+    def at(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index = index.to(self.parts[0].device)
+        return self.decoded([part.index_select(3, index) for part in self.parts])
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values [B, G, length, D] of all committed tokens, until the next call or pass."""
+        return self.keys[layer_idx][:, :, : self.length], self.values[layer_idx][:, :, : self.length]
+
+    def copied(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Copies of the first ``count`` slots of all `parts`, for `begin_with`."""
+        return tuple(part[:, :, :, :count].clone() for part in self.parts)
+
+    def begin_with(self, parts: Sequence[torch.Tensor], shape: AttentionShape, device: torch.device) -> None:
+        """Commit copies of the text's first n tokens to the empty cache.
+
+        Args:
+            parts: what `copied` gave for a cache of the same form, or some of its first slots.
+            shape: of the model's attention layers.
+            device: the model's.
+        """
+        count, batch = parts[0].shape[3], parts[0].shape[1]
         self._make_room(count)
-        self._allocate(keys[0], values[0])
-        self.keys[:, :, :, :count] = keys
-        self.values[:, :, :, :count] = values
+        self._allocate(
+            *(
+                torch.empty(batch, shape.kv_heads, 0, dim, dtype=shape.dtype, device=device)
+                for dim in (shape.dim, shape.value_dim)
+            )
+        )
+        for own, part in zip(self.parts, parts, strict=True):
+            own[:, :, :, :count] = part
         self._finite = max(self._finite, count)
         self.length = count
 
@@ -54,11 +96,14 @@ class FullCache(LayeredCache):
         # The first nodes of the path may be where they belong already, and need not move.
         still = next((index for index, node in enumerate(path) if node != index), len(path))
         if still < len(path):
-            index = upload(path[still:], self.keys.device) + self.length
-            start, end = self.length + still, self.length + len(path)
-            for buffer in (self.keys, self.values):
-                buffer[:, :, :, start:end] = buffer.index_select(3, index)
+            self._move([self.length + node for node in path[still:]], self.length + still)
         self.length += len(path)
+
+    def _move(self, slots: Sequence[int], start: int) -> None:
+        """Copy the pairs in ``slots`` to the slots from ``start`` on."""
+        index = upload(slots, self.parts[0].device)
+        for part in self.parts:
+            part[:, :, :, start : start + len(slots)] = part.index_select(3, index)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length

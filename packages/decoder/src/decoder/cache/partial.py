@@ -63,11 +63,12 @@ class PartialCache(DraftCache):
         """
         wanted = self.budget - self.sink
         self.allocate_as(full)
-        for layer, (key, value) in enumerate(zip(full.keys, full.values, strict=True)):
+        for layer in range(len(full.keys)):
+            key, value = full.layer(layer)
             query = queries[layer][:, :, newest]
             batch, groups = key.shape[:2]
             summed = query.view(batch, groups, -1, query.shape[-1]).sum(2, keepdim=True)
-            importance = (summed @ key[:, :, self.sink : full.length].transpose(-1, -2)).squeeze(2)
+            importance = (summed @ key[:, :, self.sink :].transpose(-1, -2)).squeeze(2)
             chosen = importance.topk(wanted, dim=-1).indices + self.sink
             for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
                 mine[:, :, : self.sink] = theirs[:, :, : self.sink]
@@ -79,5 +80,6 @@ class PartialCache(DraftCache):
     def _copy(self, full: FullCache, slot: int, count: int) -> None:
         """Copy the newest ``count`` pairs of ``full`` to the slots from ``slot`` on."""
         self.allocate_as(full)
-        for mine, theirs in ((self.keys, full.keys), (self.values, full.values)):
-            mine[:, :, :, slot : slot + count] = theirs[:, :, :, full.length - count : full.length]
+        newest = full.span(full.length - count, full.length)
+        for mine, theirs in zip((self.keys, self.values), newest, strict=True):
+            mine[:, :, :, slot : slot + count] = theirs

@@ -51,7 +51,7 @@ class RecentCache(DraftCache):
             return
         outside = full.length - (self.budget - self.sink)
         for layer, query in queries.items():
-            key, value = full.keys[layer][:, :, :outside], full.values[layer][:, :, :outside]
+            key, value = (states[:, :, :outside] for states in full.layer(layer))
             batch, groups, _, dim = key.shape
             packed = query.reshape(batch, groups, -1, dim)
             weights = (packed @ key.transpose(-1, -2) * dim**-0.5).softmax(-1).sum(2)
@@ -74,8 +74,8 @@ class RecentCache(DraftCache):
             self.allocate_as(source)
             slots = [p if p < self.sink else self.sink + (p - self.sink) % window for p in positions]
             taken, slots = upload([[p - self.seen + start for p in positions], slots], self.keys.device)
-            for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
-                mine.index_copy_(3, slots, theirs.index_select(3, taken))
+            for mine, theirs in zip((self.keys, self.values), source.at(taken), strict=True):
+                mine.index_copy_(3, slots, theirs)
         self.seen = end
         self._filled = min(self.budget, end)
         self._held = 0

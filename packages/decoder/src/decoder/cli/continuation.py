@@ -62,7 +62,7 @@ def stream_on(
     stream = decoder.stream(
         context, rest, method, sampling, options, ignore_eos=ignore_eos, return_logprobs=return_logprobs
     )
-    request = Request(decoder.model, list(prompt_ids), sampling, options.verification, None)
+    request = Request(decoder.model, list(prompt_ids), sampling, options.verification, None, options.kv_dtype)
     ended = finish_reason if finish_reason == "stop" or rest == 0 else None
     return _run(stream, decoder, request, token_ids, stop, ended)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from decoder.decoder import Decoder
 from decoder.loader import load
 from decoder.model.loading import check_source
-from decoder.options import CACHES, DRAFT_CACHES, VERIFICATIONS, parse_tree
+from decoder.options import CACHES, DRAFT_CACHES, KV_DTYPES, VERIFICATIONS, parse_tree
 
 Settings = TypeVar("Settings")
 _METAVARS = {bool: None, int: "N", float: "X", str: "NAME"}
@@ -29,7 +29,7 @@ def _ids(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"token ids are written like 3,17, not {text!r}") from None
 
 
-_CHOICES = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS}
+_CHOICES = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS, "kv_dtype": KV_DTYPES}
 # Help texts that differ from the docstring, which writes trees in Python's syntax.
 _WORDS = {
     "tree": "branching per depth: candidates for the next token, then those of each head under every parent "

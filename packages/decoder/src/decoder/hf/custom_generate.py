@@ -15,7 +15,8 @@ from transformers.generation import (
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from decoder.decoder import Decoder, HeadsLike, check_heads
+from decoder.decoder import Decoder
+from decoder.heads import HeadsLike, check_heads
 from decoder.hf.inputs import refuse_unsupported, unpadded
 from decoder.hf.processors import as_hook, sampling_fields
 from decoder.options import TokenSwiftOptions

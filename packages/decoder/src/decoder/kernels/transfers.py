@@ -28,3 +28,13 @@ def overwrite(destination: torch.Tensor, tensor: torch.Tensor) -> None:
 def download(tensor: torch.Tensor) -> list:
     """The numbers of ``tensor`` as nested lists; the host waits until the device has computed them."""
     return tensor.tolist()
+
+
+def copy_vectors(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy vectors [B, G, n, D] between buffers, one of which may be in pinned memory; no host waits for it.
+
+    Each of the B x G parts is one piece of memory. Copied together between devices, pieces with gaps between them would
+    pass through pageable memory, for which the host waits.
+    """
+    for one, other in zip(source.flatten(0, 1), destination.flatten(0, 1), strict=True):
+        other.copy_(one, non_blocking=True)

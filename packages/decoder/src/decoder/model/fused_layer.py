@@ -19,6 +19,7 @@ from decoder.kernels import attention as attention_kernel
 from decoder.kernels.attention import TextInPass, tree_attention
 from decoder.kernels.norms import looks_like_rms_norm, rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
+from decoder.kernels.self_test import AttentionShape
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _LAYERS = {(f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in _FAMILIES}
@@ -179,13 +180,14 @@ def fused_layer_fault(layer: Any, fused: FusedLayer) -> str | None:
     # The halves of a head get angles of their own, so that a rotation of other pairs shows.
     angles = random(1, _TOKENS, dim), random(1, _TOKENS, dim)
     keys, values = (random(1, 1, count // dim, _LENGTH, dim) for count in fused.products["qkv"].sizes[1:])
+    shape = AttentionShape(fused._heads, keys.shape[2], dim, values.shape[4], dtype)
     config = fused.attention.config
     implementation, index = config._attn_implementation, fused.attention.layer_idx
 
     def run(forward) -> tuple[torch.Tensor, ...]:
         cache = FullCache(_LENGTH + _TOKENS)
         cache.prepare(index + 1)
-        cache.begin_with(keys.expand(index + 1, -1, -1, -1, -1), values.expand(index + 1, -1, -1, -1, -1))
+        cache.begin_with([pairs.expand(index + 1, -1, -1, -1, -1) for pairs in (keys, values)], shape, keys.device)
         cache.begin(_TOKENS)
         text = TextInPass(_TOKENS)
         output = forward(hidden, past_key_values=cache, position_embeddings=angles, texts=[text])

@@ -223,7 +223,7 @@ class Target:
 
         self._begin(cache, count)
         # Under autocast a graph would refer to copies of the weights that are freed when the user's block ends.
-        if self.recorder is None or count > WIDEST_RECORDED or under_autocast():
+        if self.recorder is None or count > WIDEST_RECORDED or under_autocast() or not cache.recordable:
             return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
         kind = (module is self.model, count, mask is None, observed)
         if kind not in cache.passes:
@@ -255,10 +255,10 @@ class Target:
         cache.prepare(self.layers, None if self.recorder is None else self.pool, spare)
         cache.begin(count)
 
-    def begin_with(self, cache: FullCache, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """`FullCache.begin_with`, for a cache that no pass has prepared yet."""
-        self._begin(cache, keys.shape[3])
-        cache.begin_with(keys, values)
+    def begin_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """`FullCache.begin_with` with pairs of ``dtype``, for a cache that no pass has prepared yet."""
+        self._begin(cache, parts[0].shape[3])
+        cache.begin_with(parts, self.attention_shape._replace(dtype=dtype), self.device)
 
     def prefill(
         self,

@@ -6,7 +6,7 @@ from itertools import pairwise, takewhile
 import torch
 
 from decoder.sampling.filters import first_argmax
-from decoder.sampling.sampler import Drawn, Sampler, log_prob
+from decoder.sampling.sampler import Drawn, Sampler
 from decoder.sampling.token_tree import TokenTree
 
 Step = tuple[int, Drawn]
@@ -74,5 +74,4 @@ class Independent:
         winner = winners[int(torch.randint(len(winners), (), generator=self.generator, device=filtered.device))]
         for node in paths[winner][: accepted[winner] + 1]:
             token = draws[node][winner]
-            logprob = None if sampler.logprobs is None else log_prob(filtered[node], token)
-            yield node, Drawn(token, float(filtered[node, token]), logprob)
+            yield node, sampler.chosen(filtered[node], token, float(filtered[node, token]))

@@ -81,3 +81,19 @@ def first_argmax(scores: torch.Tensor, best: torch.Tensor | None = None) -> torc
     ids = torch.arange(scores.shape[-1], device=scores.device)
     best = scores.amax(-1, keepdim=True) if best is None else best
     return torch.where(scores == best, ids, ids[-1]).amin(-1)
+
+
+def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The indices of the ``count`` highest scores in each row of [..., V], the highest first, int64 [..., count].
+
+    Of equal scores those with the smaller indices are taken, and come first, which `torch.topk` does not promise. A row
+    that holds NaN gives indices within it and no more than that.
+    """
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    least = scores.topk(count).values[..., -1:]
+    above, equal = scores > least, scores == least
+    room = count - above.sum(-1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(-1) <= room))
+    # Indices differ from each other, so that their order is certain; that of equal scores then follows from it.
+    first = torch.where(taken, ids, ids[-1]).topk(count, largest=False, sorted=True).values
+    return first.gather(-1, scores.gather(-1, first).sort(dim=-1, descending=True, stable=True).indices)

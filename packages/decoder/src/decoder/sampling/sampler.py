@@ -11,7 +11,7 @@ import torch
 
 from decoder.kernels.transfers import download, on_host, upload
 from decoder.sampling.draft_context import DraftContext
-from decoder.sampling.filters import first_argmax, process_logits
+from decoder.sampling.filters import first_argmax, highest, process_logits
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.penalty_window import PenaltyWindow
@@ -27,11 +27,13 @@ class Drawn(NamedTuple):
         token: its id.
         score: its log-probability plus noise; NaN or -inf if there was no token to draw.
         logprob: its log-probability under the filtered distribution; None if these were not asked for.
+        top_logprobs: the most likely tokens there, as (id, log-probability); None if these were not asked for.
     """
 
     token: int
     score: float
     logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
 
 
 class Sampler:
@@ -44,10 +46,13 @@ class Sampler:
         context: the token ids of the prompt.
         logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, applied before the penalty.
         collect_logprobs: whether to collect the log-probability of every chosen token in ``logprobs``.
+        collect_top_logprobs: how many of the most likely tokens to collect at every position in ``top_logprobs``.
 
     Attributes:
         context: the token ids of the text so far, prompt and output.
         logprobs: the log-probabilities of the output's tokens, if they are collected.
+        top_logprobs: the most likely tokens at the positions of the output, as in `GenerationOutput`, if they are
+            collected.
 
     Raises:
         ValueError: suppressed tokens are outside the vocabulary, or they are all of it.
@@ -61,10 +66,13 @@ class Sampler:
         context: Sequence[int],
         logits_hook: LogitsHook | None = None,
         collect_logprobs: bool = False,
+        collect_top_logprobs: int = 0,
     ):
         self.params, self.logits_hook = params, logits_hook
         self.context = list(context)
         self.logprobs: list[float] | None = [] if collect_logprobs else None
+        self.top_logprobs: list[list[tuple[int, float]]] | None = [] if collect_top_logprobs else None
+        self._most_likely = collect_top_logprobs
         self.noise = NoiseRows(params.seed, vocab_size, device)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
@@ -128,17 +136,48 @@ class Sampler:
             # NumPy's argmax promises the first of equal scores, at a tenth of what `first_argmax` costs.
             values = scores.numpy(force=True)
             token = int(values.argmax())
-            return Drawn(token, float(values[token]), None if self.logprobs is None else log_prob(filtered, token))
+            return self.chosen(filtered, token, float(values[token]))
         best = scores.amax(-1, keepdim=True)
         chosen = first_argmax(scores, best)[None]
-        numbers = [chosen, best]
-        if self.logprobs is not None:
-            numbers.append(filtered.log_softmax(-1).index_select(0, chosen))
-        number, *rest = download(torch.cat(numbers))
-        return Drawn(int(number), *rest)
+        return self.drawn(*download(torch.cat([chosen, best, *self.collected(filtered[None], chosen)])))
+
+    def collected(self, filtered: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """What is collected of T distributions ``filtered`` [T, V] and the ``tokens`` [T] chosen from them.
+
+        Returns:
+            The numbers that `drawn` takes behind token and score, float64 [T] each: the log-probability of the token,
+            then the ids of the most likely tokens, then their log-probabilities. Those that are not collected are left
+            out.
+        """
+        if self.logprobs is None and self.top_logprobs is None:
+            return []
+        logprobs = filtered.log_softmax(-1)
+        columns = [] if self.logprobs is None else [logprobs.gather(-1, tokens[:, None])[:, 0]]
+        if self.top_logprobs is not None:
+            # Ranked before they are normalised, which may round two scores to one.
+            ids = highest(filtered, self._most_likely)
+            columns += [*ids.double().unbind(-1), *logprobs.gather(-1, ids).unbind(-1)]
+        return columns
+
+    def drawn(self, token: float, score: float, *collected: float) -> Drawn:
+        """The drawn token of these numbers; ``collected`` are those of `collected` in their order."""
+        own = 0 if self.logprobs is None else 1
+        logprob = collected[0] if own else None
+        if self.top_logprobs is None:
+            return Drawn(int(token), score, logprob)
+        ids, values = collected[own : own + self._most_likely], collected[own + self._most_likely :]
+        likely = [(int(one), value) for one, value in zip(ids, values, strict=True) if value > -math.inf]
+        return Drawn(int(token), score, logprob, likely)
+
+    def chosen(self, filtered: torch.Tensor, token: int, score: float) -> Drawn:
+        """The drawn token, where the host knows which one was chosen from the distribution ``filtered`` [V]."""
+        if self.logprobs is None and self.top_logprobs is None:
+            return Drawn(token, score)
+        columns = self.collected(filtered[None], upload([token], filtered.device))
+        return self.drawn(token, score, *download(torch.cat(columns)))
 
     def take(self, drawn: Drawn) -> int:
-        """Append a drawn token to the text, and its log-probability to ``logprobs``.
+        """Append a drawn token to the text, and what is collected to ``logprobs`` and ``top_logprobs``.
 
         Raises:
             ValueError: there was no token to draw.
@@ -149,6 +188,8 @@ class Sampler:
             raise ValueError("no token is left to choose from: suppress_tokens or logits_hook forbid all of them")
         if self.logprobs is not None:
             self.logprobs.append(drawn.logprob)
+        if self.top_logprobs is not None:
+            self.top_logprobs.append(drawn.top_logprobs)
         self.push(drawn.token)
         return drawn.token
 
@@ -209,11 +250,6 @@ class Sampler:
         return int(first_argmax(self.draft_scores(logits[None], coupled, self.draft_context(drafted))[0]))
 
 
-def log_prob(filtered: torch.Tensor, token: int) -> float:
-    """The log-probability of a token under unnormalised log-probabilities [V]."""
-    return float(filtered.log_softmax(-1)[token])
-
-
 class TreeDraws:
     """The tokens of all nodes of a tree, each drawn from its node's own context, in one launch and without waiting.
 
@@ -228,8 +264,8 @@ class TreeDraws:
 
     Attributes:
         sampler: as given.
-        numbers: the vector on the device whose values `read` takes: tokens, scores and, if they are collected,
-            log-probabilities, float64 [2 T] or [3 T].
+        numbers: the vector on the device whose values `read` takes, float64: tokens [T], scores [T] and each of the
+            columns [T] of `Sampler.collected`.
     """
 
     def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler):
@@ -246,10 +282,7 @@ class TreeDraws:
             scores = filtered + (noise if self._depths is None else noise.index_select(0, self._depths))
         best = scores.amax(-1, keepdim=True)
         self._tokens = first_argmax(scores, best)
-        columns = [self._tokens.double(), best[:, 0]]
-        if sampler.logprobs is not None:
-            columns.append(filtered.log_softmax(-1).gather(-1, self._tokens[:, None])[:, 0])
-        self.numbers = torch.cat(columns)
+        self.numbers = torch.cat([self._tokens.double(), best[:, 0], *sampler.collected(filtered, self._tokens)])
         self._last: torch.Tensor | None = None
         self._drawn: list[Drawn] = []
 
@@ -286,7 +319,7 @@ class TreeDraws:
         """Receive the values of ``numbers`` on the host."""
         count = len(self._tree)
         columns = [numbers[start : start + count] for start in range(0, len(numbers), count)]
-        self._drawn = [Drawn(int(token), *rest) for token, *rest in zip(*columns, strict=True)]
+        self._drawn = [self.sampler.drawn(*row) for row in zip(*columns, strict=True)]
 
     def __call__(self, node: int) -> Drawn:
         """What was drawn at ``node``; `read` must have been called before."""

@@ -12,6 +12,7 @@ from decoder.text.prompts import Prompt
 
 MOST_CHOICES = 128  # of one request
 _COMPLETION_TOKENS = 16  # max_tokens of a completion that does not give it, as in OpenAI's protocol
+_MOST_OF_CHAT, _MOST_OF_COMPLETION = 20, 5  # most likely tokens with log-probabilities, as in OpenAI's protocol
 _LARGEST_SEED = 2**63 - 1
 _NUMBERS = ("temperature", "top_p", "min_p", "eta_cutoff", "repetition_penalty")
 _INTEGERS = ("top_k", "penalty_window")
@@ -33,6 +34,7 @@ class Asked:
         stream: whether the answer comes in pieces.
         include_usage: whether a stream ends with the counts of tokens.
         logprobs: whether tokens come with their log-probabilities.
+        top_logprobs: how many of the most likely tokens come with each of them.
         model: the model that is asked for; None for whichever is served.
     """
 
@@ -47,6 +49,7 @@ class Asked:
     stream: bool
     include_usage: bool
     logprobs: bool
+    top_logprobs: int
     model: str | None
 
     @property
@@ -69,6 +72,7 @@ def parse(body: Any, chat: bool) -> Asked:
     options = fields.body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise ApiError(400, "stream_options must be an object", "stream_options")
+    logprobs, top_logprobs = _logprobs(fields, chat)
     asked = Asked(
         chat=chat,
         prompts=[_messages(fields)] if chat else _prompts(fields),
@@ -80,7 +84,8 @@ def parse(body: Any, chat: bool) -> Asked:
         method=fields.text("method"),
         stream=fields.flag("stream"),
         include_usage=Fields(options or {}).flag("include_usage"),
-        logprobs=_logprobs(fields, chat),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         model=fields.text("model"),
     )
     if asked.choices > MOST_CHOICES:
@@ -107,10 +112,18 @@ def _max_tokens(fields: Fields, chat: bool) -> int | None:
     return fields.integer("max_completion_tokens", 1, _LARGEST_SEED, asked)
 
 
-def _logprobs(fields: Fields, chat: bool) -> bool:
-    """Whether log-probabilities are asked for: a flag in a chat, a number of alternatives in a completion."""
-    fields.integer("top_logprobs", 0, 20)
-    return fields.flag("logprobs") if chat else fields.integer("logprobs", 0, 20) is not None
+def _logprobs(fields: Fields, chat: bool) -> tuple[bool, int]:
+    """Whether log-probabilities are asked for, and of how many of the most likely tokens at each position.
+
+    A chat has a field for either, a completion one for both.
+    """
+    if not chat:
+        number = fields.integer("logprobs", 0, _MOST_OF_COMPLETION)
+        return number is not None, number or 0
+    wanted, number = fields.flag("logprobs"), fields.integer("top_logprobs", 0, _MOST_OF_CHAT)
+    if number and not wanted:
+        raise ApiError(400, "top_logprobs needs log-probabilities: send logprobs as true, too", "top_logprobs")
+    return wanted, number or 0
 
 
 def _prompts(fields: Fields) -> list[Prompt]:

@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,9 @@ class Answer:
     """
 
     def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int):
-        self.asked, self.tokenizer, self.prompt_tokens = asked, tokenizer, prompt_tokens
+        self.asked, self.prompt_tokens = asked, prompt_tokens
+        # The most likely tokens are often the same ones, and each is decoded once.
+        self._text_of = cache(lambda token: tokenizer.decode([token]))
         self._kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
@@ -89,21 +92,38 @@ class Answer:
         """Tokens with their log-probabilities under the distribution that they were drawn from."""
         if not self.asked.logprobs:
             return None
-        tokens = [self.tokenizer.decode([token]) for piece in pieces for token in piece.token_ids]
+        ids = [token for piece in pieces for token in piece.token_ids]
         values = [value for piece in pieces for value in piece.logprobs or ()]
+        likely = [top for piece in pieces for top in piece.top_logprobs or [[]] * len(piece.token_ids)]
+        entries = list(zip(ids, values, likely, strict=True))
         if self.asked.chat:
-            pairs = zip(tokens, values, strict=True)
             content = [
-                # A token can be a part of a character, which has no text of its own.
-                {"token": t, "logprob": p, "bytes": None if "\ufffd" in t else list(t.encode()), "top_logprobs": []}
-                for t, p in pairs
+                {**self._entry(token, value), "top_logprobs": [self._entry(*one) for one in top]}
+                for token, value, top in entries
             ]
             return {"content": content, "refusal": None}
-        offsets = []
+        tokens, offsets = [self._text_of(token) for token in ids], []
         for token in tokens:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(token)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        by_text = [self._by_text(*entry) for entry in entries] if self.asked.top_logprobs else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": by_text, "text_offset": offsets}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """A token of a chat with its log-probability."""
+        text = self._text_of(token)
+        # A token can be a part of a character, which has no text of its own.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    def _by_text(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The log-probabilities of the most likely tokens of a completion, and of the one that was drawn, by text.
+
+        Of several tokens with the same text the one that was drawn counts, or else the most likely one.
+        """
+        found: dict[str, float] = {}
+        for other, value in top:
+            found.setdefault(self._text_of(other), value)
+        return {**found, self._text_of(token): logprob}
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -153,6 +153,8 @@ class Service:
                 asked.ignore_eos,
                 asked.logprobs,
                 None,
+                # A vocabulary may be smaller than what may be asked for.
+                min(asked.top_logprobs, self.dec.target.vocab_size),
             )
             one = replace(one, limit=min(one.limit, settings.max_tokens))
             self.worker.admission.check(self.dec.cache_bytes(one))

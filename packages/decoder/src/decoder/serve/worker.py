@@ -29,7 +29,7 @@ class Piece:
     Attributes:
         choice: its index in the request.
         token_ids, text: as in `decoder.Chunk`.
-        logprobs: of the tokens, if asked for.
+        logprobs, top_logprobs: of the tokens, if asked for.
         output: the whole text, in the last piece.
     """
 
@@ -37,6 +37,7 @@ class Piece:
     token_ids: list[int]
     text: str
     logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
     output: GenerationOutput | None
 
 
@@ -190,7 +191,8 @@ class Worker:
                 job.fail(_told(sequence.error))
             elif not job.over:
                 chunk = sequence.chunk(tokens)
-                job.deliver(Piece(choice, chunk.token_ids, chunk.text, chunk.logprobs, chunk.output))
+                logprobs = chunk.logprobs, chunk.top_logprobs
+                job.deliver(Piece(choice, chunk.token_ids, chunk.text, *logprobs, chunk.output))
 
     def _recover(self, error: Exception) -> None:
         """Memory ran out, or there is a fault in a step: whatever ran has failed, what waits goes on."""

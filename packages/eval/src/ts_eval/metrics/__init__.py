@@ -19,6 +19,14 @@ from ts_eval.metrics.diversity import (
     self_bleu,
     semantic_diversity,
 )
+from ts_eval.metrics.human_likeness import (
+    FEWEST_PIECES,
+    Mauve,
+    PieceFeatures,
+    mauve,
+    mauve_package,
+    pieces_of,
+)
 from ts_eval.metrics.likelihood import Perplexity, perplexity
 from ts_eval.metrics.rates import (
     AcceptanceByDepth,
@@ -47,6 +55,7 @@ from ts_eval.metrics.repetition import (
 __all__ = [
     "BLEU_ORDERS",
     "DISTINCT_ORDERS",
+    "FEWEST_PIECES",
     "AcceptanceByDepth",
     "AcceptanceBySource",
     "AcceptanceRate",
@@ -54,8 +63,10 @@ __all__ = [
     "Distinct",
     "LongestRepeatedSpan",
     "LoopStart",
+    "Mauve",
     "NgramAcceptanceRate",
     "Perplexity",
+    "PieceFeatures",
     "RepeatedShare",
     "SelfBLEU",
     "SemanticDiversity",
@@ -69,10 +80,13 @@ __all__ = [
     "distinct_n",
     "longest_repeated_span",
     "loop_start",
+    "mauve",
+    "mauve_package",
     "mean_of",
     "measure_text",
     "ngram_acceptance_rate",
     "perplexity",
+    "pieces_of",
     "repeated",
     "repeated_share",
     "self_bleu",

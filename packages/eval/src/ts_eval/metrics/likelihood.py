@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from decoder.audit import evaluating
 from ts_eval.metrics.base import MeanOverTexts
 
 _CHUNK = 256
@@ -26,9 +27,8 @@ def perplexity(model: PreTrainedModel, token_ids: Sequence[int], prompt_ids: Seq
         return None
     ids = torch.tensor([text], device=model.device)
     cache = DynamicCache(config=model.config)
-    training, total = model.training, 0.0
-    model.eval()
-    try:
+    total = 0.0
+    with evaluating(model):
         for start in range(0, len(text) - 1, _CHUNK):
             end = min(start + _CHUNK, len(text) - 1)
             scored = end - max(start, first)
@@ -36,8 +36,6 @@ def perplexity(model: PreTrainedModel, token_ids: Sequence[int], prompt_ids: Seq
             if scored > 0:
                 targets = ids[0, end - scored + 1 : end + 1]
                 total += float(torch.nn.functional.cross_entropy(output.logits[0].double(), targets, reduction="sum"))
-    finally:
-        model.train(training)
     return math.exp(total / count)
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ts_eval.checks import differs
 from ts_eval.method_spec import ENDPOINT
-from ts_eval.summary import differs
 from ts_eval.table import count_of, number, spread, times
 
 

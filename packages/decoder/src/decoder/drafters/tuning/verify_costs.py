@@ -35,7 +35,7 @@ class VerifyCosts:
         weight = self.target.lm_head.weight
         # With the root, which is not committed: a prompt of 2,048 tokens is measured once, and not again a step later.
         length = max(cache.length + 1, _SHORTEST)
-        key = (length.bit_length(), weight.dtype, weight.device, torch.get_num_threads())
+        key = (length.bit_length(), weight.dtype, weight.device, torch.get_num_threads(), cache.form)
         if key not in self._tables:
             self._tables[key] = {1: self._measure(cache)}
         tables = self._tables[key]
@@ -61,7 +61,7 @@ class VerifyCosts:
         for token in range(width - 1):
             tree.add(0, token, "measure")
         tree.tokens = [0] * width
-        for _ in range(_RECORDING if self.target.recorder is not None else 0):
+        for _ in range(_RECORDING if self.target.recorder is not None and cache.recordable else 0):
             self.target.forward([tree], [cache])
         times: list[float] = []
         while self.target.ranks.agree(len(times) < 2 or sum(times) < _ENOUGH):

@@ -1,0 +1,214 @@
+"""A full KV cache whose pairs are kept quantised, in host memory, or both; passes are handed one layer at a time."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from decoder.cache.form import CacheForm
+from decoder.cache.full import FullCache
+from decoder.cache.pool import BufferPool
+from decoder.kernels.transfers import copy_vectors
+
+
+class StoredCache(FullCache):
+    """A `FullCache` for a `CacheForm` that passes cannot look at.
+
+    While a layer runs, its pairs stand in a working buffer, in the model's dtype and on its device. It is filled when
+    the layer hands over its new pairs, which are rounded by the form before anything attends to them. All layers share
+    the buffer. An offloaded cache on CUDA has two and fills one while the layer before runs over the other.
+
+    Passes over it are not recorded, since the size of what they copy changes.
+
+    Args:
+        capacity, growable: as for `FullCache`.
+        form: how pairs are kept.
+    """
+
+    recordable = False
+
+    def __init__(self, capacity: int, growable: bool, form: CacheForm):
+        super().__init__(capacity, growable)
+        self.form = form
+        # Of keys and of values, what is kept: [layers, B, G, slots, ...] each.
+        self._kept: list[list[torch.Tensor]] = []
+        self._copies: torch.cuda.Stream | None = None
+        self._apart = False  # whether the device has no access to what is kept
+        # Codes that were copied to the device, of keys and of values for each working buffer.
+        self._arriving: list[list[torch.Tensor]] = []
+        self._filled: dict[int, torch.cuda.Event] = {}  # by layer, when its working buffer is filled
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return tuple(part for kept in self._kept for part in kept)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts) + self._working_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The part of `nbytes` that is on the model's device."""
+        return self._working_bytes if self.form.offload else self.nbytes
+
+    @property
+    def _working_bytes(self) -> int:
+        working = self._of_layer[: self._buffers]
+        return sum(part.nbytes for parts in (*working, *self._arriving) for part in parts)
+
+    @property
+    def _buffers(self) -> int:
+        return self.form.working_layers(self.keys.device)
+
+    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0) -> None:
+        super().prepare(layers, None, spare)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        count = key_states.shape[2]
+        self._make_room(count)
+        self._allocate(key_states, value_states)
+        self._fill_ahead(layer_idx)
+        new = slice(self.length, self.length + count)
+        of_layer = zip((key_states, value_states), self._kept, self._of_layer[layer_idx], strict=True)
+        for states, kept, working in of_layer:
+            encoded = self.form.encode(states)
+            for part, own in zip(encoded, kept, strict=True):
+                copy_vectors(part, own[layer_idx][:, :, new])
+            self.form.decode(encoded, working[:, :, new])
+        return self.seen_by(count, layer_idx)
+
+    def decoded(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        self._wait_for_copies()
+        size = len(parts) // 2
+        return self._decoded(parts[:size], self.keys), self._decoded(parts[size:], self.values)
+
+    def _decoded(self, kept: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        out = like.new_empty(*kept[0].shape[:-1], like.shape[-1])
+        self.form.decode(tuple(part.to(like.device) for part in kept), out)
+        return out
+
+    def at(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._wait_for_copies()
+        return super().at(index)
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._fill(layer_idx)
+        key, value = self._of_layer[layer_idx]
+        return key[:, :, : self.length], value[:, :, : self.length]
+
+    def copied(self, count: int) -> tuple[torch.Tensor, ...]:
+        self._wait_for_copies()
+        return super().copied(count)
+
+    def _move(self, slots: Sequence[int], start: int) -> None:
+        self._wait_for_copies()
+        super()._move(slots, start)
+
+    def _wait_for_copies(self) -> None:
+        """Let the host wait until what passes have written to its memory is there."""
+        if self._apart:
+            torch.cuda.current_stream(self.keys.device).synchronize()
+
+    def _fill_ahead(self, layer_idx: int) -> None:
+        """See that a layer's working buffer holds its committed pairs, and begin to fill the next layer's."""
+        if self._copies is None:
+            self._fill(layer_idx)
+            return
+        if not layer_idx:
+            # A pass that failed may have left some.
+            self._filled.clear()
+        if layer_idx not in self._filled:
+            self._begin_to_fill(layer_idx)
+        torch.cuda.current_stream(self.keys.device).wait_event(self._filled.pop(layer_idx))
+        if layer_idx + 1 < self._layers:
+            self._begin_to_fill(layer_idx + 1)
+
+    def _begin_to_fill(self, layer_idx: int) -> None:
+        assert self._copies is not None
+        # All that has been launched so far is done with this buffer: the layer before last, the last one that used it.
+        self._copies.wait_stream(torch.cuda.current_stream(self.keys.device))
+        with torch.cuda.stream(self._copies):
+            self._fill(layer_idx)
+            self._filled[layer_idx] = self._copies.record_event()
+
+    def _fill(self, layer_idx: int) -> None:
+        """Copy a layer's committed pairs to its working buffer."""
+        committed = slice(self.length)
+        for place, (kept, working) in enumerate(zip(self._kept, self._of_layer[layer_idx], strict=True)):
+            parts = [part[layer_idx][:, :, committed] for part in kept]
+            if self._apart and self.form.kv_dtype is None:
+                copy_vectors(parts[0], working[:, :, committed])
+                continue
+            if self._apart:
+                here = [part[:, :, committed] for part in self._arriving[2 * (layer_idx % self._buffers) + place]]
+                for part, copy in zip(parts, here, strict=True):
+                    copy_vectors(part, copy)
+                parts = here
+            self.form.decode(parts, working[:, :, committed])
+
+    def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        if not self._kept:
+            self._apart = self.form.offload and has_own_memory(key.device)
+            self._copies = copy_stream(key.device) if self._apart else None
+            self._kept = [[self._room(part) for part in self.form.encode(like[:, :, :0])] for like in (key, value)]
+            self._make_working(key, value)
+
+    def _room(self, part: torch.Tensor) -> torch.Tensor:
+        """Slots in all layers for what is kept of pairs, like ``part`` [B, G, any number, ...]."""
+        batch, groups, _, size = part.shape
+        shape = self._layers, batch, groups, self.capacity, size
+        if not self.form.offload:
+            return part.new_empty(shape)
+        # What a device copies from pageable memory keeps the host waiting.
+        return torch.empty(shape, dtype=part.dtype, pin_memory=self.keys.is_cuda or part.is_cuda)
+
+    def _make_working(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        # Zeros, because attention by position may look at spare slots, which must hold finite numbers.
+        def buffer(like: torch.Tensor) -> torch.Tensor:
+            return like.new_zeros(*like.shape[:2], self.capacity + self.spare, like.shape[3])
+
+        pairs = [(buffer(key), buffer(value)) for _ in range(self.form.working_layers(key.device))]
+        self._of_layer = [pairs[layer % len(pairs)] for layer in range(self._layers)]
+        # With one buffer these are what each layer looks at.
+        self.keys, self.values = (part.expand(self._layers, *part.shape) for part in pairs[0])
+        self._arriving = []
+        if self._apart and self.form.kv_dtype is not None:
+            encoded = [self.form.encode(like[:, :, :0]) for like in (key, value)]
+            self._arriving = [
+                [part.new_empty(*part.shape[:2], self.capacity, part.shape[3]) for part in parts]
+                for _ in pairs
+                for parts in encoded
+            ]
+        if key.is_cuda and self._copies is not None:
+            # Their memory must not become another tensor's while a copy to it may still be running.
+            for part in (part for parts in (*pairs, *self._arriving) for part in parts):
+                part.record_stream(self._copies)
+
+    def enlarge(self, capacity: int, filled: int) -> None:
+        self._wait_for_copies()
+        self.capacity = capacity
+        if not self._kept:
+            return
+        key, value = self._of_layer[0]
+        self._of_layer = []
+        for parts in self._kept:
+            for place, part in enumerate(parts):
+                parts[place] = self._room(part[0])
+                parts[place][:, :, :, :filled] = part[:, :, :, :filled]
+        self._make_working(key[:, :, :0], value[:, :, :0])
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether tensors in host memory must be copied to ``device`` before it can use them."""
+    return device.type == "cuda"
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which copies run beside the computations of ``device``."""
+    return torch.cuda.Stream(device)
+
+
+def full_cache(form: CacheForm, capacity: int, growable: bool = False) -> FullCache:
+    """An empty full cache of that form."""
+    return FullCache(capacity, growable) if form.plain else StoredCache(capacity, growable, form)

@@ -1,0 +1,74 @@
+"""What every command of `ts-eval` shares: errors that end in one sentence, exit statuses, and the terminal's width."""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+
+
+class SentenceGroup(click.Group):
+    """A group whose errors end in one sentence; a command's return value is its exit status."""
+
+    def main(self, args=None, prog_name=None, complete_var=None, standalone_mode=True, **extra):
+        arguments = list(sys.argv[1:] if args is None else args)
+
+        def run():
+            named = {"standalone_mode": False, "obj": arguments, **extra}
+            return super(SentenceGroup, self).main(arguments, prog_name, complete_var, **named)
+
+        if not standalone_mode:
+            return run()
+        try:
+            status = run()
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            status = WRONG_INPUT
+        except click.ClickException as error:
+            click.echo(f"ts-eval: {error.format_message()}", err=True)
+            status = WRONG_INPUT
+        except click.Abort:
+            click.echo("ts-eval: interrupted.", err=True)
+            status = INTERRUPTED
+        sys.exit(status)
+
+
+@contextmanager
+def told_in_a_sentence() -> Iterator[None]:
+    """Turn the errors that an input can cause into one line without a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            sentence = f"{error.filename}: {error.strerror}"
+        context = click.get_current_context()
+        if context.params.get("tensor_parallel"):
+            from decoder.parallel.ranks import is_first_to_tell
+
+            if not is_first_to_tell(sentence):
+                sys.exit(WRONG_INPUT)
+        # What Python calls max_new_tokens is --max-new-tokens here.
+        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+        name = re.match(r"(\w+) must ", sentence)
+        if name and flags.get(name[1], "").startswith("--"):
+            sentence = flags[name[1]] + sentence[name.end(1) :]
+        raise click.ClickException(sentence) from error
+
+
+def quiet_libraries() -> None:
+    """No bars for what takes a second, no retries before the one sentence that says what is missing."""
+    import huggingface_hub
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()
+
+
+def terminal_width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns

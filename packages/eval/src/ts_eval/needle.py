@@ -1,0 +1,270 @@
+"""Whether a model finds a sentence in a long text, and whether methods answer the same: `ts-eval needle`."""
+
+import json
+import random
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import decoder
+from decoder.text.prompts import chat_ids, text_ids
+from ts_eval import defaults
+from ts_eval.data_dir import find_data_dir
+from ts_eval.decoders import Sources, with_ar
+from ts_eval.method_spec import MethodSpec
+from ts_eval.prompts import SHIPPED, read_texts, refuse_missing_prompts
+from ts_eval.results import environment, read_results, write_json
+from ts_eval.table import format_table, number
+
+SCHEMA_VERSION = 1
+RESULTS = "needle.json"
+_WORDS = """
+amber anchor apple arrow autumn basket beacon bridge button candle canyon carpet castle cherry copper coral cotton
+desert eagle ember falcon feather forest garden ginger glacier harbor hazel honey island ivory jacket ladder lantern
+lemon marble meadow mirror ocean orange orchid oyster pebble pepper pilot planet ribbon river saddle salmon silver
+spider temple thunder tiger tunnel velvet violet walnut willow window winter
+"""
+PHRASE_WORDS = 4
+CUE = "The pass phrase is:"
+SPARE_TOKENS = 32
+"""By how many tokens a prompt may at most be longer than its length: words are cut anew where texts meet."""
+QUESTION = "What is the pass phrase that this text gives? Answer with the pass phrase alone."
+
+Say = Callable[[str], None]
+
+
+def pass_phrase(seed: int) -> str:
+    """Four random words, the same for the same seed."""
+    return " ".join(random.Random(f"pass phrase {seed}").sample(_WORDS.split(), PHRASE_WORDS))
+
+
+def hide(text: str, sentence: str, depth: float) -> str:
+    """``text`` with ``sentence`` between two of its sentences, a share of about ``depth``, in [0, 1], before it."""
+    ends = [0, *(match.end() for match in re.finditer(r"[.!?][\"']?\s+", text)), len(text)]
+    at = min(ends, key=lambda end: abs(end - depth * len(text)))
+    return " ".join(part for part in (text[:at].rstrip(), sentence, text[at:].lstrip()) if part)
+
+
+def question_ids(text: str, tokenizer) -> list[int]:
+    """Token ids of ``text`` and the question, up to where the pass phrase is to follow.
+
+    With a chat template the text is the user's message, and the answer has begun; else all is one text.
+    """
+    if tokenizer.chat_template:
+        chat = chat_ids([{"role": "user", "content": f"{text}\n\n{QUESTION}"}], tokenizer)
+        return [*chat, *tokenizer(CUE, add_special_tokens=False)["input_ids"]]
+    return text_ids(f"{text}\n\n{CUE}", tokenizer)
+
+
+def phrase_logprob(
+    dec: "decoder.Decoder",
+    prompt: Sequence[int],
+    phrase: Sequence[int],
+    options: "decoder.TokenSwiftOptions | None" = None,
+) -> float:
+    """Mean log-probability per token, in nats, of the tokens ``phrase`` behind ``prompt``.
+
+    In the model's plain distribution, and with the full cache that ``options`` ask for.
+    """
+    found: dict[int, float] = {}
+
+    def force(context: list[int], logits: torch.Tensor) -> torch.Tensor:
+        place = len(context) - len(prompt)
+        found[place] = float(logits.double().log_softmax(-1)[phrase[place]])
+        forced = torch.full_like(logits, -torch.inf)
+        forced[phrase[place]] = 0
+        return forced
+
+    greedy = decoder.SamplingParams(temperature=0)
+    dec.generate(list(prompt), len(phrase), "ar", greedy, options, ignore_eos=True, logits_hook=force)
+    return sum(found.values()) / len(phrase)
+
+
+def needle(methods: Sequence[str] = (), *, say: Say = lambda sentence: None, **settings) -> dict:
+    """Hide and ask as ``settings``, the fields of `Needle`, say; returns what needle.json holds.
+
+    Without ``methods`` it is auto beside ar. Raises as `Needle.run`.
+    """
+    return Needle(tuple(methods) or ("auto",), **settings).run(say)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What is hidden where, and who is asked.
+
+    Args:
+        methods: specifications as in `MethodSpec`, `ar` always with them; all answer greedily.
+        model, heads, draft_model, prompts, device, dtype, bitwise, data_dir: as in `compare.Experiment`; the texts of
+            ``prompts`` are read one behind the other.
+        lengths: tokens of text, hidden sentence and question together, reached to within a few.
+        depths: shares of the text before the sentence, in [0, 1].
+        max_new_tokens: of an answer.
+        seed: of the pass phrase.
+        options: fields of `decoder.TokenSwiftOptions` for all methods, such as ``kv_dtype``.
+        output: folder; what was asked with the same settings is taken over from it.
+        overwrite: ask again, whatever the folder holds.
+        arguments: the command line, for the record.
+    """
+
+    methods: tuple[str, ...]
+    model: str | None = None
+    heads: Sequence[str] = ()
+    draft_model: str | None = None
+    prompts: str | None = None
+    lengths: Sequence[int] = defaults.NEEDLE_LENGTHS
+    depths: Sequence[float] = defaults.NEEDLE_DEPTHS
+    max_new_tokens: int = defaults.NEEDLE_NEW_TOKENS
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    bitwise: bool | None = None
+    options: dict | None = None
+    output: str | Path = defaults.NEEDLE_OUTPUT
+    data_dir: str | Path | None = None
+    overwrite: bool = False
+    arguments: Sequence[str] | None = None
+
+    def run(self, say: Say) -> dict:
+        """Hide and ask; the file is written anew with each length and depth.
+
+        Raises:
+            ValueError, OSError: an argument that does not fit or a file that is missing; nothing has been asked.
+            OtherSettingsError: ``output`` holds what was asked with other settings.
+        """
+        self._refuse_wrong_numbers()
+        specs = with_ar(self.methods)
+        theirs = next((spec.name for spec in specs if spec.is_outside), None)
+        if theirs:
+            raise ValueError(f"{theirs} is not decoded here: name methods of ts-eval's own")
+        options = {spec.text: decoder.TokenSwiftOptions(**{**(self.options or {}), **spec.options}) for spec in specs}
+        sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
+        books = self.prompts or str(find_data_dir(self.data_dir) / SHIPPED)
+        refuse_missing_prompts(books)
+        sources.refuse_missing(specs)
+        loaded = sources.load(self.device, self.dtype, self.bitwise)
+        plain = loaded[None]
+        texts = self._texts(books, plain.tokenizer)
+        self._refuse_too_long(plain.model.config.max_position_embeddings)
+
+        settings = {
+            **{name: getattr(self, name) for name in ("lengths", "depths", "max_new_tokens", "seed")},
+            "methods": {spec.text: asdict(options[spec.text]) for spec in specs},
+            "model": sources.model,
+            "heads": {spec.text: sources.heads.get(spec.text) for spec in specs},
+            "draft_model": sources.draft_model,
+            "weights": sources.weights(),
+            "prompts": books,
+            "dtype": str(plain.model.dtype).removeprefix("torch."),
+            "bitwise": plain.bitwise,
+            "chat": bool(plain.tokenizer.chat_template),
+            "pass_phrase": pass_phrase(self.seed),
+        }
+        header = {"settings": settings, "environment": environment(plain.model.device, self.arguments)}
+        header = json.loads(json.dumps(header))
+        path = Path(self.output) / RESULTS
+        before = None if self.overwrite else read_results(path, "ts-eval needle", SCHEMA_VERSION, header)
+        results = before or {"schema_version": SCHEMA_VERSION, **header, "cells": []}
+        if results["cells"]:
+            say(f"{len(results['cells'])} of {len(self.lengths) * len(self.depths)} taken over from {path}.")
+        write_json(path, results)
+        rows = [(spec, loaded[sources.heads.get(spec.text)], options[spec.text]) for spec in specs]
+        asked = {(cell["length"], cell["depth"]) for cell in results["cells"]}
+        left = [(n, depth) for n in self.lengths for depth in self.depths if (n, depth) not in asked]
+        for length, depth in tqdm(left, "needle", leave=False, disable=None):
+            results["cells"].append(self._ask(rows, texts[length], length, depth, results["cells"]))
+            write_json(path, results)
+        return results
+
+    def _ask(
+        self,
+        rows: "Sequence[tuple[MethodSpec, decoder.Decoder, decoder.TokenSwiftOptions]]",
+        text: str,
+        length: int,
+        depth: float,
+        cells: Sequence[dict],
+    ) -> dict:
+        """One length and depth, with each of ``rows``, the first of which scores; ``cells`` are those before."""
+        _, dec, options = rows[0]
+        phrase = pass_phrase(self.seed)
+        prompt = question_ids(hide(text, f"{CUE} {phrase}.", depth), dec.tokenizer)
+        tokens = dec.tokenizer(f" {phrase}", add_special_tokens=False)["input_ids"]
+        without = next((cell["logprob_without"] for cell in cells if cell["length"] == length), None)
+        if without is None:
+            without = phrase_logprob(dec, question_ids(text, dec.tokenizer), tokens, options)
+        greedy = decoder.SamplingParams(temperature=0)
+        answers = {}
+        for spec, own, its in rows:
+            out = own.generate(prompt, self.max_new_tokens, spec.name, greedy, its)
+            found = phrase in " ".join(out.text.lower().split())
+            answers[spec.text] = {"found": found, "text": out.text, "token_ids": list(out.token_ids)}
+        for answer in answers.values():
+            answer["identical_to_ar"] = answer["token_ids"] == answers["ar"]["token_ids"]
+        return {
+            "length": length,
+            "depth": depth,
+            "prompt_tokens": len(prompt),
+            "logprob": phrase_logprob(dec, prompt, tokens, options),
+            "logprob_without": without,
+            "answers": answers,
+        }
+
+    def _refuse_wrong_numbers(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not self.lengths or not self.depths:
+            raise ValueError("lengths and depths must be one or more numbers each")
+        outside = next((depth for depth in self.depths if not 0 <= depth <= 1), None)
+        if outside is not None:
+            raise ValueError(f"depths must be between 0 and 1, not {outside:g}")
+        if Path(self.output).exists() and not Path(self.output).is_dir():
+            raise NotADirectoryError(f"--output {self.output} is a file: name a folder")
+
+    def _refuse_too_long(self, positions: int) -> None:
+        longest = max(self.lengths) + SPARE_TOKENS + self.max_new_tokens
+        if longest > positions:
+            raise ValueError(
+                f"lengths must be at most {positions - longest + max(self.lengths):,} with this model and answer, not "
+                f"{max(self.lengths):,}: it has {positions:,} positions"
+            )
+
+    def _texts(self, books: str, tokenizer) -> dict[int, str]:
+        """By length, as much of the books as leaves room for the sentence and the question."""
+        around = len(question_ids(f"{CUE} {pass_phrase(self.seed)}.", tokenizer))
+        if min(self.lengths) <= around:
+            raise ValueError(
+                f"lengths must be above {around}, what sentence and question take, not {min(self.lengths)}"
+            )
+        ids: list[int] = []
+        for name, text in read_texts(books):
+            if not isinstance(text, str):
+                raise ValueError(f"{name} of {books} is a chat: give texts to hide a sentence in")
+            ids += tokenizer(f"{text}\n\n", add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) >= max(self.lengths):
+                break
+        if len(ids) + around < max(self.lengths):
+            raise ValueError(f"lengths must be at most {len(ids) + around:,}, all that {books} has")
+        return {length: tokenizer.decode(ids[: length - around]) for length in self.lengths}
+
+
+def table(results: dict, width: int) -> str:
+    """Whether each method finds the phrase at each length and depth, as ar does, and how likely the model finds it."""
+    methods = list(results["settings"]["methods"])
+    header = ["tokens", "depth", *methods, "identical", "log p", "without", "gain"]
+    rows = []
+    for cell in results["cells"]:
+        answers = cell["answers"]
+        told = ["found" if answers[name]["found"] else "no" for name in methods]
+        same = "yes" if all(answer["identical_to_ar"] for answer in answers.values()) else "NO"
+        gain = cell["logprob"] - cell["logprob_without"]
+        scores = [number(score) for score in (cell["logprob"], cell["logprob_without"], gain)]
+        rows.append([f"{cell['length']:,}", f"{cell['depth']:g}", *told, same, *scores])
+    about = (
+        "identical: all answers are ar's, token for token; log p: log-probability per token, in nats, of the pass "
+        "phrase behind the text; without: where the text does not have it; gain: their difference."
+    )
+    return f"{format_table(header, rows, width)}\n\n{textwrap.fill(about, width)}"

@@ -1,0 +1,376 @@
+"""Caches that are quantised or in host memory: the text of `ar` with the same cache, whatever drafts."""
+
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.cache import stored
+from decoder.cache.form import CacheForm
+from decoder.cache.full import FullCache
+from decoder.cache.partial import PartialCache
+from decoder.cache.rounding import rounding_cache
+from decoder.cache.stored import StoredCache, full_cache
+from decoder.cache.streaming import RecentCache
+from decoder.model import target as target_module
+from decoder.prefix_reuse import prefix_reuse
+
+from .conftest import VOCAB, all_heads, random_heads, tiny_llama
+
+FORMS = [CacheForm("int8"), CacheForm("fp8"), CacheForm(None, True), CacheForm("int8", True)]
+SAMPLING = SamplingParams(seed=3, min_p=0.05, repetition_penalty=1.1, penalty_window=20)
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+
+
+def options(form, **others):
+    return TokenSwiftOptions(**{"tree": (2, 2, 1), "ngrams": 3, "budget": 24} | others, **vars(form))
+
+
+@pytest.fixture(params=FORMS, ids=str)
+def form(request):
+    return request.param
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+def test_a_vector_is_rounded_by_itself_to_codes_and_one_scale(kv_dtype, dtype):
+    form, kept = CacheForm(kv_dtype), torch.bfloat16 if dtype == torch.float16 else dtype
+    states = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    states[0, 0, 0] = 0
+    states[0, 0, 1] *= 1e-3
+    states[0, 0, 2, 3] = 50
+    rounded = form.rounded(states)
+    for place in [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 2, 4)]:
+        vector = states[place]
+        assert torch.equal(form.rounded(vector[None])[0], rounded[place])
+        # The slow version, number by number.
+        largest = vector.abs().max().item()
+        scale = torch.tensor(largest / LARGEST[kv_dtype], dtype=torch.float64).to(kept).item()
+        for number, found in zip(vector.tolist(), rounded[place].tolist(), strict=True):
+            quotient = number / scale if scale else 0.0
+            code = round(quotient) if kv_dtype == "int8" else torch.tensor(quotient).to(torch.float8_e4m3fn).item()
+            expected = max(-LARGEST[kv_dtype], min(code, LARGEST[kv_dtype])) * scale
+            assert found == torch.tensor(expected, dtype=torch.float64).to(dtype).item()
+            # A scale in half precision is rounded, and so is the product; the numbers of float16 end at 6e-8.
+            assert abs(found - number) <= (form.error + 2 * torch.finfo(kept).eps) * largest + 6e-8
+    assert not rounded[0, 0, 0].any()
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_visible(kv_dtype, wrong):
+    states = torch.ones(1, 4)
+    states[0, 2] = wrong
+    assert not CacheForm(kv_dtype).rounded(states).isfinite().all()
+
+
+def test_bytes_are_those_planned(form):
+    model = tiny_llama(torch.float32)
+    dec = Decoder(model, bitwise=False)
+    cache = full_cache(form, 200)
+    with torch.inference_mode(), dec.target.patched():
+        dec.target.prefill(list(range(30)), cache)
+    shape, layers = dec.target.attention_shape, dec.target.layers
+    vector = 8 * 4 if form.kv_dtype is None else 8 + 4
+    assert form.token_bytes(shape, layers) == layers * 2 * 2 * vector
+    working = 2 * 2 * 8 * 4 * 200
+    assert cache.nbytes == layers * 2 * 2 * vector * 200 + working
+    assert cache.nbytes == form.device_bytes(shape, layers, torch.device("cpu"), 200)
+    # On another device, an offloaded cache takes no more there than the layers that passes look at.
+    on_device = form.device_bytes(shape, layers, torch.device("cuda"), 200)
+    arriving = 2 * 2 * 2 * vector * 200 if form.kv_dtype else 0
+    assert on_device == (2 * working + arriving if form.offload else cache.nbytes)
+    assert cache.device_bytes == (working if form.offload else cache.nbytes)
+
+
+def test_a_plain_cache_is_the_one_without_copies():
+    assert type(full_cache(CacheForm(), 10)) is FullCache
+
+
+# The text.
+
+
+@pytest.fixture(scope="module")
+def text_of_ar(dec, prompt):
+    """Plain decoding with a form of the cache, once for all methods; the usual form is `CacheForm()`."""
+
+    @functools.cache
+    def text_of_ar(form, length):
+        return dec.generate(prompt, length, "ar", SAMPLING, options(form), return_logprobs=True)
+
+    return text_of_ar
+
+
+@pytest.mark.parametrize("method", methods())
+def test_every_method_gives_the_text_of_ar_with_the_same_cache(dec, prompt, text_of_ar, form, method):
+    plain, expected = text_of_ar(CacheForm(), 60), text_of_ar(form, 60)
+    out = dec.generate(prompt, 60, method, SAMPLING, options(form), return_logprobs=True)
+    assert out.token_ids == expected.token_ids
+    assert out.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
+    # An offloaded cache changes nothing, a quantised one the model.
+    assert (plain.logprobs == pytest.approx(expected.logprobs, abs=1e-9)) == (form.kv_dtype is None)
+    # The plain model with transformers' own cache, which rounds what it is given.
+    assert dec.audit(out).equal
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+def test_greedy_ar_is_generate_with_a_cache_that_rounds(dec, model, prompt, kv_dtype):
+    out = dec.generate(prompt, 50, "ar", SamplingParams(temperature=0), TokenSwiftOptions(kv_dtype=kv_dtype))
+    cache = rounding_cache(kv_dtype, model.config)
+    ids = torch.tensor([prompt])
+    theirs = model.generate(ids, max_new_tokens=50, do_sample=False, past_key_values=cache, pad_token_id=0)
+    assert out.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("method", "drafting"),
+    [
+        ("tokenswift", dict(cache="dynamic")),
+        ("tokenswift", dict(cache="static")),
+        ("tokenswift", dict(cache="full")),
+        ("magicdec", dict(draft_cache="snapkv")),
+        ("magicdec", dict(draft_cache="streaming")),
+        ("triforce", dict(draft_budget=20)),
+    ],
+)
+def test_draft_caches_are_filled_from_it(dec, prompt, text_of_ar, form, method, drafting):
+    drafting = dict(tree=(1, 1, 1), sink=4) | drafting
+    out = dec.generate(prompt, 80, method, SAMPLING, options(form, **drafting))
+    assert out.token_ids == text_of_ar(form, 80).token_ids
+    if form.kv_dtype is None:
+        # What is copied from host memory is what would have been there without: as many drafts are accepted.
+        plain = dec.generate(prompt, 80, method, SAMPLING, options(CacheForm(), **drafting))
+        assert out.stats.accepted == plain.stats.accepted > 0
+
+
+def filled(form, prompt):
+    """A decoder, and full caches of a form and without, that hold the same text."""
+    dec = Decoder(tiny_llama())
+    caches = [full_cache(one, 100) for one in (form, CacheForm())]
+    with torch.inference_mode(), dec.target.patched():
+        for cache in caches:
+            queries = dec.target.prefill(prompt, cache, observed=4)
+    return caches, queries
+
+
+@torch.inference_mode()
+def test_what_draft_caches_take_is_what_was_rounded(form, prompt):
+    """Of the first layer, whose keys and values do not depend on the cache."""
+    (cache, plain), queries = filled(form, prompt)
+    expected = [form.rounded(pairs[0][:, :, : len(prompt)]) for pairs in (plain.keys, plain.values)]
+    index = torch.tensor([3, 0, 17])
+    for keys, values, slots in (
+        (*cache.span(5, 11), slice(5, 11)),
+        (*cache.at(index), index),
+        *[(key[None], value[None], slice(None)) for key, value in [cache.layer(0)]],
+    ):
+        assert torch.equal(keys[0], expected[0][:, :, slots]) and torch.equal(values[0], expected[1][:, :, slots])
+    partial, recent = PartialCache(24, 4), RecentCache(24, 4, room=1)
+    partial.append(cache, queries)
+    recent.append(cache)
+    assert partial.rebuilds == 1
+    for head in range(expected[0].shape[1]):
+        known = {tuple(row.tolist()) for row in expected[0][0, head]}
+        assert all(tuple(row.tolist()) in known for row in partial.keys[0, 0, head, :24])
+    # Sinks, and the newest ones in a ring.
+    slots = [slot if slot < 4 else 4 + (slot - 4) % 20 for slot in range(20, 40)]
+    assert torch.equal(recent.values[0][:, :, slots], expected[1][:, :, 20:40])
+
+
+# That a cache is in host memory does not depend on its dtype.
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, marks=pytest.mark.slow if form.offload and dtype == torch.bfloat16 else [])
+        for form in FORMS
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    ids=str,
+)
+def test_bit_for_bit(form, dtype, prompt, monkeypatch):
+    model = tiny_llama(dtype)
+    dec = Decoder(model, heads=all_heads(model), bitwise=True)
+    # Tails of attention begin further on from the 96th position.
+    expected = dec.generate(prompt, 70, "ar", SAMPLING, options(form), return_logprobs=True)
+    for method in ("tokenswift", "medusa", "magicdec", "suffix", "auto"):
+        out = dec.generate(prompt, 70, method, SAMPLING, options(form), return_logprobs=True)
+        assert (out.token_ids, out.logprobs) == (expected.token_ids, expected.logprobs), method
+    for cut, chunk in ((1, 7), (30, 64)):
+        monkeypatch.setattr(target_module, "_PREFILL_CHUNK", chunk)
+        context = prompt + expected.token_ids[:cut]
+        rest = dec.generate(context, 70 - cut, "suffix", SAMPLING, options(form), return_logprobs=True)
+        assert (rest.token_ids, rest.logprobs) == (expected.token_ids[cut:], expected.logprobs[cut:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_text_of_open_length_grows(form, dtype, monkeypatch):
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    dec, grown, enlarge = Decoder(tiny_llama(dtype, max_position_embeddings=120)), [], StoredCache.enlarge
+    monkeypatch.setattr(StoredCache, "enlarge", lambda *given: (grown.append(given), enlarge(*given)))
+    out = dec.generate([1, 2, 3], None, "suffix", SAMPLING, options(form))
+    assert len(grown) > 1
+    assert out.token_ids == dec.generate([1, 2, 3], 117, "ar", SAMPLING, options(form)).token_ids
+
+
+def test_texts_of_a_batch_are_those_they_would_be_alone(dec, form):
+    prompts = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 40, 17)]
+    samplings = [SamplingParams(seed=n) for n in range(3)]
+    together = dec.generate_batch(prompts, [30, 12, 25], "auto", samplings, options(form))
+    for prompt, new, sampling, out in zip(prompts, [30, 12, 25], samplings, together, strict=True):
+        assert out.token_ids == dec.generate(prompt, new, "ar", sampling, options(form)).token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_prefixes_are_reused_by_texts_with_the_same_cache_alone(form, dtype, prompt):
+    model = tiny_llama(dtype)
+    dec = Decoder(model, prefix_cache_bytes=2**22)
+    first = dec.generate(prompt, 30, "suffix", SAMPLING, options(form))
+    longer = prompt + first.token_ids[:20]
+    other = dec.generate(longer, 30, "suffix", SAMPLING)
+    assert other.stats.reused_tokens == 0
+    again = dec.generate(longer, 30, "suffix", SAMPLING, options(form), return_logprobs=True)
+    assert again.stats.reused_tokens >= len(prompt)
+    dec.prefixes = None
+    fresh = dec.generate(longer, 30, "ar", SAMPLING, options(form), return_logprobs=True)
+    assert again.token_ids == fresh.token_ids
+    assert again.logprobs == (fresh.logprobs if dec.bitwise else pytest.approx(fresh.logprobs, abs=1e-9))
+
+
+def test_prefixes_of_another_model_are_noticed(form, prompt):
+    model = tiny_llama(torch.float32)
+    dec = Decoder(model, bitwise=False)
+    dec.prefixes = prefix_reuse(dec.target, 2**22)
+    dec.generate(prompt, 10, "ar", SAMPLING, options(form))
+    # As a change that PyTorch does not count.
+    state = dec.prefixes._model_state
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+    dec.prefixes._check_model = lambda: setattr(dec.prefixes, "_model_state", state)
+    out = dec.generate(prompt, 10, "ar", SAMPLING, options(form))
+    assert out.stats.reused_tokens == 0
+
+
+# Copies beside the computation.
+
+
+class Streams:
+    """Stands in for CUDA's streams: all runs at once, and the order of what was asked for is kept."""
+
+    def __init__(self, monkeypatch):
+        self.log = []
+        monkeypatch.setattr(stored, "copy_stream", lambda device: self)
+        monkeypatch.setattr(stored, "has_own_memory", lambda device: True)
+        monkeypatch.setattr(CacheForm, "working_layers", lambda form, device: 2)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        fill = StoredCache._fill
+
+        def filled(cache, layer_idx):
+            self.log.append(("fill", layer_idx))
+            fill(cache, layer_idx)
+
+        monkeypatch.setattr(StoredCache, "_fill", filled)
+        for name in ("_move", "at", "copied", "span"):
+            monkeypatch.setattr(FullCache, name, self._logged(name, getattr(FullCache, name)))
+
+    def _logged(self, name, read):
+        def logged(cache, *args):
+            self.log.append(("host reads", name))
+            return read(cache, *args)
+
+        return logged
+
+    def synchronize(self):
+        self.log.append(("host waits", None))
+
+    def wait_stream(self, other):
+        self.log.append(("copies wait", None))
+
+    def wait_event(self, event):
+        self.log.append(("pass waits", event))
+
+    def record_event(self):
+        return self.log[-1][1]
+
+
+def test_the_next_layer_is_copied_while_a_layer_runs(monkeypatch, prompt):
+    model = tiny_llama(num_hidden_layers=4)
+    dec = Decoder(model, heads=random_heads(model))
+    expected = dec.generate(prompt, 40, "ar", SAMPLING)
+    streams = Streams(monkeypatch)
+    form = CacheForm(None, True)
+    # The first one also reads the cache between passes.
+    for method in ("tokenswift", "suffix"):
+        streams.log.clear()
+        assert dec.generate(prompt, 40, method, SAMPLING, options(form)).token_ids == expected.token_ids
+    one_pass = []
+    for layer in range(4):
+        if not layer:
+            one_pass += [("copies wait", None), ("fill", 0)]
+        one_pass.append(("pass waits", layer))
+        if layer < 3:
+            one_pass += [("copies wait", None), ("fill", layer + 1)]
+    assert streams.log[: 2 * len(one_pass)] == 2 * one_pass
+
+
+@pytest.mark.parametrize("form", [CacheForm(None, True), CacheForm("int8", True), CacheForm("fp8", True)], ids=str)
+def test_the_host_waits_before_it_reads_what_a_device_writes(monkeypatch, prompt, form):
+    model = tiny_llama()
+    dec = Decoder(model, heads=random_heads(model), prefix_cache_bytes=2**22)
+    expected = dec.generate(prompt, 40, "ar", SAMPLING, options(CacheForm(form.kv_dtype)))
+    streams = Streams(monkeypatch)
+    for method in ("tokenswift", "magicdec"):
+        assert dec.generate(prompt, 40, method, SAMPLING, options(form)).token_ids == expected.token_ids
+    reads = {name for what, name in streams.log if what == "host reads"}
+    assert reads == {"_move", "at", "copied", "span"}
+    for index, (what, name) in enumerate(streams.log):
+        if what == "host reads":
+            # `span` reads when it is decoded, which is told behind it.
+            near = streams.log[index + 1 if name == "span" else index - 1]
+            assert near == ("host waits", None), name
+
+
+def test_a_cache_that_is_still_empty_can_be_enlarged():
+    cache = full_cache(CacheForm("int8"), 4, growable=True)
+    dec = Decoder(tiny_llama(), bitwise=False)
+    with torch.inference_mode(), dec.target.patched():
+        dec.target.prefill(list(range(30)), cache)
+    assert cache.length == 30 and cache.span(0, 30)[0].shape[3] == 30
+
+
+def test_a_pass_that_failed_leaves_no_layer_behind(monkeypatch):
+    model = tiny_llama(num_hidden_layers=4)
+    dec = Decoder(model)
+    streams = Streams(monkeypatch)
+    cache = full_cache(CacheForm(None, True), 50)
+    broken = model.model.layers[2].register_forward_hook(lambda *args: 1 / 0)
+    with torch.inference_mode(), dec.target.patched():
+        dec.target.refresh_weights()
+        with pytest.raises(ZeroDivisionError):
+            dec.target.prefill([1, 2, 3], cache)
+        broken.remove()
+        dec.target.refresh_weights()
+        streams.log.clear()
+        dec.target.prefill([1, 2, 3], cache)
+    assert [layer for what, layer in streams.log if what == "fill"] == [0, 1, 2, 3]
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (dict(kv_dtype="int4"), "kv_dtype must be one of int8, fp8, not 'int4'"),
+        (dict(kv_dtype=8), "kv_dtype must be one of int8, fp8, not 8"),
+        (dict(offload="yes"), "offload must be true or false, not 'yes'"),
+    ],
+)
+def test_wrong_options_are_named(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        TokenSwiftOptions(**wrong)

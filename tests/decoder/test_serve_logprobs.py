@@ -1,0 +1,95 @@
+"""The server's log-probabilities: those of `Decoder.generate`, in the shapes of OpenAI's protocol."""
+
+import pytest
+
+from decoder import Decoder, SamplingParams
+
+from .conftest import tiny_llama
+from .serving import CHAT, served, speaking_decoder
+from .test_using_it import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def dec():
+    return speaking_decoder()
+
+
+@pytest.fixture(scope="module")
+def server(dec):
+    with served(dec) as running:
+        yield running
+
+
+def entries(dec, likely):
+    """The most likely tokens of a position as a chat gives them, with values that are compared up to rounding."""
+    texts = [(dec.tokenizer.decode([token]), value) for token, value in likely]
+    return [(text, pytest.approx(value), None if "\ufffd" in text else list(text.encode())) for text, value in texts]
+
+
+@pytest.mark.parametrize("method", [None, "ar", "tokenswift"])
+def test_the_most_likely_tokens_of_a_chat_are_those_of_generate(server, dec, method):
+    asked = dict(model="tiny", messages=CHAT, max_tokens=30, seed=5, n=2, logprobs=True, extra_body={"method": method})
+    whole = server.openai.chat.completions.create(**asked, top_logprobs=20)
+    streamed = [[], []]
+    for chunk in server.openai.chat.completions.create(**asked, top_logprobs=20, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.logprobs.content if choice.logprobs else []
+    for index, choice in enumerate(whole.choices):
+        expected = dec.generate(CHAT, 30, "ar", SamplingParams(seed=5 + index), return_logprobs=True, top_logprobs=20)
+        for content in (choice.logprobs.content, streamed[index]):
+            assert [one.logprob for one in content] == pytest.approx(expected.logprobs)
+            found = [[(top.token, top.logprob, top.bytes) for top in one.top_logprobs] for one in content]
+            assert found == [entries(dec, likely) for likely in expected.top_logprobs]
+    for fields in ({}, {"top_logprobs": 0}, {"top_logprobs": None}):
+        content = server.openai.chat.completions.create(**asked, **fields).choices[0].logprobs.content
+        assert all(one.top_logprobs == [] for one in content)
+    # As many as filters leave.
+    content = server.openai.chat.completions.create(**asked, top_logprobs=3, top_p=1e-6).choices[0].logprobs.content
+    assert [len(one.top_logprobs) for one in content] == [1] * 30
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_the_most_likely_tokens_of_a_completion_are_those_of_generate(server, dec, number):
+    asked = dict(model="tiny", prompt="Call me", max_tokens=40, seed=2, logprobs=number)
+    whole = server.openai.completions.create(**asked).choices[0].logprobs
+    pieces = [chunk.choices[0].logprobs for chunk in server.openai.completions.create(**asked, stream=True)]
+    streamed = [likely for piece in pieces if piece for likely in piece.top_logprobs or []]
+    out = dec.generate("Call me", 40, "ar", SamplingParams(seed=2), return_logprobs=True, top_logprobs=number)
+    if not number:
+        assert whole.top_logprobs is None and streamed == []
+        return
+    expected = []
+    for token, logprob, likely in zip(out.token_ids, out.logprobs, out.top_logprobs, strict=True):
+        # Bytes that are parts of characters have the same text. The most likely one counts, or the one that was drawn.
+        of_text = {dec.tokenizer.decode([one]): value for one, value in reversed(likely)}
+        expected.append(pytest.approx(of_text | {dec.tokenizer.decode([token]): logprob}))
+    assert whole.top_logprobs == expected and streamed == expected
+    assert any(len(likely) == number + 1 for likely in whole.top_logprobs)
+    for token, logprob, likely in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
+        assert likely[token] == logprob
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"logprobs": True, "top_logprobs": value} for value in (-1, 21, True, "3", 1.5)),
+        *({"logprobs": value, "top_logprobs": 3} for value in (None, False)),
+        {"top_logprobs": 3},
+        *({"logprobs": value} for value in (1, "yes")),
+    ],
+    ids=str,
+)
+def test_log_probabilities_that_a_chat_cannot_have_are_a_400(server, fields):
+    answer = server.post({"messages": CHAT, "max_tokens": 2, **fields}, "/v1/chat/completions")
+    error, name = answer.json()["error"], "top_logprobs" if "top_logprobs" in fields else "logprobs"
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == name and name in error["message"] and "\n" not in error["message"]
+
+
+def test_a_vocabulary_that_is_smaller_than_what_is_asked_for_comes_as_a_whole():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "!#$"  # the first tokens of the alphabet, all that the model knows
+    with served(Decoder(tiny_llama(vocab_size=12), tokenizer)) as server:
+        asked = dict(model="tiny", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=20)
+        content = server.openai.chat.completions.create(**asked).choices[0].logprobs.content
+        assert [len(one.top_logprobs) for one in content] == [12] * 3
