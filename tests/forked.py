@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -29,8 +31,18 @@ def forked(
     return process
 
 
+def make_thread_pool() -> None:
+    """Make PyTorch's thread pool in a forked process, from its only thread.
+
+    PyTorch makes it anew there, and fails ("Invalid thread pool!") where two threads ask for it at the same time, as
+    those do that read a model's weights.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def _run(main, arguments, stdout, stderr, environment):
     os.environ |= environment
+    make_thread_pool()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number, given in enumerate((nowhere, stdout, stderr)):
         os.dup2(nowhere if given is None else given, number)

@@ -6,7 +6,7 @@ import socket
 import time
 import traceback
 
-import torch
+from tests.forked import make_thread_pool
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -56,8 +56,7 @@ def _run(rank, size, port, sending, function, arguments):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    # PyTorch makes its thread pool anew in a forked process, and fails where two threads ask for it at the same time.
-    torch.set_num_threads(torch.get_num_threads())
+    make_thread_pool()
     try:
         sending.send(function(rank, *arguments))
     except BaseException as error:
