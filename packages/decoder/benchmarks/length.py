@@ -9,26 +9,40 @@ CPU time it takes, which other work on the machine hardly disturbs. The output f
 """
 
 import argparse
-import gzip
 import json
-from itertools import chain
+import time
 from pathlib import Path
 from statistics import mean, median
 
 import torch
-from long_run import attention_seconds, plt, sampling, slope, timed_steps
+from long_run import plt, prompt_of, sampling, timed_steps
 
 import decoder
+from decoder.kernels.attention import tree_attention
 
 DATA = Path("data")
 
 
-def prompt_of(dec: decoder.Decoder, tokens: int) -> list[int]:
-    with gzip.open(DATA / "pg19" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
-        ids = list(chain.from_iterable(dec.tokenizer(json.loads(x)["text"], verbose=False)["input_ids"] for x in lines))
-    if len(ids) < tokens:
-        raise SystemExit(f"the shipped books have {len(ids)} tokens: ask for lengths up to that")
-    return ids[:tokens]
+@torch.inference_mode()
+def attention_seconds(dec: decoder.Decoder, length: int, width: int) -> float:
+    """What attention alone costs per step, all layers, ``width`` new tokens over ``length`` cached ones."""
+    config = dec.model.config
+    module = dec.model.model.layers[0].self_attn
+    query = torch.randn(1, config.num_attention_heads, width, config.head_dim)
+    key, value = torch.randn(2, 1, config.num_key_value_heads, length + width, config.head_dim)
+    times = []
+    for _ in range(15):
+        start = time.process_time()
+        for _ in range(config.num_hidden_layers):
+            tree_attention(module, query, key, value, None)
+        times.append(time.process_time() - start)
+    return median(times)
+
+
+def slope(x: list[int], y: list[float]) -> float:
+    """Least-squares slope, seconds a token of length."""
+    x, y = torch.tensor(x).double(), torch.tensor(y).double()
+    return float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
 
 
 def measure(dec: decoder.Decoder, prompt: list[int], method: str, arguments: argparse.Namespace) -> dict:
@@ -46,7 +60,7 @@ def measure(dec: decoder.Decoder, prompt: list[int], method: str, arguments: arg
         "step_seconds": median(seconds for seconds, _ in taken),
         "tokens_per_step": mean(len(chunk.token_ids) for _, chunk in taken),
         "nodes": width,
-        "attention_seconds": attention_seconds(dec, [len(prompt)], width)[0],
+        "attention_seconds": attention_seconds(dec, len(prompt), width),
     }
 
 

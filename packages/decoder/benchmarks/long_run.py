@@ -1,19 +1,24 @@
-"""Long generations: is a step's time linear in the length, is memory what the plan says, is the text AR's?
+"""One long text by several methods side by side: is it the same text, how fast along the length, in what memory?
 
-    python packages/decoder/benchmarks/long_run.py --new-tokens 32000 --output runs/long-reference
+    python packages/decoder/benchmarks/long_run.py --new-tokens 100000 --output runs/long
     python packages/decoder/benchmarks/long_run.py --tiny --new-tokens 100000 --output runs/long-tiny
 
-Every method runs in a process of its own, so that its peak memory is its own, on one thread, and is timed by the CPU
-time it takes, which other work on the machine hardly disturbs. The output folder receives
-``long_run.json``, ``long_run.png`` and the tokens. Needs matplotlib beside the decoder.
+Each method runs in a process of its own, so that its memory is its own, and the processes take turns: ``--turn`` tokens
+each, so that all meet the same hours of a machine that others share. A turn is timed by the processor time of its one
+thread, which other work on the machine disturbs less than it does the clock. The methods' tokens are compared as they
+come. The output folder receives ``long_run.json`` and the tokens after every turn, and ``long_run.png``; the same
+command goes on where a run was cut. Needs matplotlib beside the decoder.
 """
 
 import argparse
+import gzip
 import json
 import multiprocessing
 import re
 import time
 from collections.abc import Iterator
+from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
@@ -25,11 +30,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import decoder
-from decoder.audit import audit_tokens
-from decoder.kernels.attention import tree_attention
 
-SEGMENTS = 32
 DATA = Path("data")
+STRETCHES = 25
 
 
 def tiny_decoder() -> decoder.Decoder:
@@ -54,30 +57,25 @@ def tiny_decoder() -> decoder.Decoder:
     return decoder.Decoder(model, heads=heads)
 
 
-def build(arguments: argparse.Namespace) -> decoder.Decoder:
-    return tiny_decoder() if arguments.tiny else decoder.load(arguments.model, arguments.heads)
-
-
-def prompt_ids(dec: decoder.Decoder, arguments: argparse.Namespace) -> list[int]:
+def prompt_of(dec: decoder.Decoder, tokens: int) -> list[int]:
+    """The first tokens of the shipped books; of random ones where there is no tokenizer."""
     if dec.tokenizer is None:
-        return torch.randint(512, (arguments.prompt_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-    text = Path(arguments.prompt_file).read_text(encoding="utf-8")
-    return dec.tokenizer(text, verbose=False)["input_ids"][: arguments.prompt_tokens]
-
-
-def options(arguments: argparse.Namespace) -> decoder.TokenSwiftOptions:
-    tree = decoder.parse_tree(arguments.tree)
-    return decoder.TokenSwiftOptions(tree=tree, ngrams=arguments.ngrams, budget=arguments.budget)
+        return torch.randint(512, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+    with gzip.open(DATA / "pg19" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
+        ids = list(chain.from_iterable(dec.tokenizer(json.loads(x)["text"], verbose=False)["input_ids"] for x in lines))
+    if len(ids) < tokens:
+        raise SystemExit(f"the shipped books have {len(ids)} tokens: ask for lengths up to that")
+    return ids[:tokens]
 
 
 def sampling() -> decoder.SamplingParams:
     return decoder.SamplingParams(min_p=0.1, repetition_penalty=1.2, penalty_window=1024, seed=0)
 
 
-def memory(name: str) -> int:
-    """Bytes of this process (Linux): VmRSS now, VmHWM at its peak. ru_maxrss would be that of the starting one too."""
+def memory() -> int:
+    """Bytes that this process holds in memory now (Linux: VmRSS)."""
     status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{name}:\s+(\d+) kB", status).group(1)) * 1024
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
 
 
 def timed_steps(stream: Iterator[decoder.Chunk]) -> Iterator[tuple[float, decoder.Chunk]]:
@@ -89,139 +87,196 @@ def timed_steps(stream: Iterator[decoder.Chunk]) -> Iterator[tuple[float, decode
         start = time.process_time()
 
 
-def generate(arguments: argparse.Namespace, method: str, results: multiprocessing.Queue) -> None:
-    """One generation in this process: tokens, (length, seconds) of every step, memory."""
-    torch.set_num_threads(1)
-    dec = build(arguments)
-    prompt = prompt_ids(dec, arguments)
-    dec.generate(prompt[:64], 16, method, sampling(), options(arguments), ignore_eos=True)
-    before = memory("VmRSS")
-    steps, length = [], len(prompt)
-    stream = dec.stream(prompt, arguments.new_tokens, method, sampling(), options(arguments), ignore_eos=True)
-    for seconds, chunk in timed_steps(stream):
-        steps.append((length, seconds, len(chunk.token_ids)))
-        length += len(chunk.token_ids)
-    out, used = chunk.output, memory("VmHWM") - before
-    results.put({"tokens": out.token_ids, "steps": steps[1:], "memory": used, "stats": vars(out.stats)})
-
-
-def planned_bytes(dec: decoder.Decoder, arguments: argparse.Namespace, method: str, prompt: int) -> int:
-    """Bytes of the KV caches: 2 x layers x KV heads x head size x 4 bytes a position, full and partial."""
-    config, opts = dec.model.config, options(arguments)
-    per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    positions = prompt + arguments.new_tokens + 1
+def planned_bytes(dec: decoder.Decoder, arguments: argparse.Namespace, method: str) -> int:
+    """Bytes of the KV caches: 2 x layers x KV heads x head size numbers a position, full and partial."""
+    config = dec.model.config
+    number = next(dec.model.parameters()).element_size()
+    positions = arguments.prompt_tokens + arguments.new_tokens
     if method == "tokenswift":
-        heads = next(iter(dec.heads.values())).num_heads
-        positions += len(decoder.rank_paths(opts.tree, heads + 1)) + opts.ngrams * (heads + 1)
-        positions += opts.budget_for(prompt) + 1
-    return positions * per_position
+        positions += min(arguments.budget, positions)
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * number * positions
 
 
-@torch.inference_mode()
-def attention_seconds(dec: decoder.Decoder, lengths: list[int], width: int) -> list[float]:
-    """What attention alone costs per step, all layers, ``width`` new tokens over ``length`` cached ones."""
-    config, seconds = dec.model.config, []
-    module = dec.model.model.layers[0].self_attn
-    for length in lengths:
-        query = torch.randn(1, config.num_attention_heads, width, config.head_dim)
-        key, value = torch.randn(2, 1, config.num_key_value_heads, length + width, config.head_dim)
-        times = []
-        for _ in range(15):
-            start = time.process_time()
-            for _ in range(config.num_hidden_layers):
-                tree_attention(module, query, key, value, None)
-            times.append(time.process_time() - start)
-        seconds.append(median(times))
-    return seconds
+def take_turns(arguments: argparse.Namespace, spec: str, already: list[int], pipe: Connection) -> None:
+    """One generation in this process, as far as the other end of ``pipe`` asks for at a time."""
+    torch.set_num_threads(1)
+    method, _, heads = spec.partition("=")
+    dtype = getattr(torch, arguments.dtype)
+    dec = tiny_decoder() if arguments.tiny else decoder.load(arguments.model, heads or None, dtype=dtype)
+    prompt = prompt_of(dec, arguments.prompt_tokens)
+    options = decoder.TokenSwiftOptions(budget=arguments.budget) if method == "tokenswift" else None
+    dec.generate(prompt[:64], 16, method, sampling(), options, ignore_eos=True)
+    before = memory()
+    # Noise is keyed by position and the penalty reaches over the prompt, so what is there counts as prompt.
+    rest = arguments.new_tokens - len(already)
+    stream = dec.stream([*prompt, *already], rest, method, sampling(), options, ignore_eos=True)
+    steps, length = timed_steps(stream), len(already)
+    seconds, chunk = next(steps)
+    first = chunk.token_ids
+    length += len(first)
+    pipe.send({"prefill_seconds": seconds, "planned_bytes": planned_bytes(dec, arguments, method), "tokens": first})
+    while (target := pipe.recv()) is not None:
+        tokens, times = [], []
+        while length < target:
+            seconds, chunk = next(steps)
+            times.append(seconds)
+            tokens += chunk.token_ids
+            length += len(chunk.token_ids)
+        pipe.send({"tokens": tokens, "seconds": sum(times), "steps": len(times), "memory": memory() - before})
 
 
-def margin(dec: decoder.Decoder, prompt: list[int], texts: list[list[int]], first: int) -> float:
-    """How far the first difference of two texts is from a tie, by scoring both again up to it."""
-    reports = [audit_tokens(dec.model, prompt, tokens[: first + 1], sampling()) for tokens in texts]
-    return max(report.margin or 0.0 for report in reports)
+class Method:
+    """One method's process, its tokens and its turns so far, kept in the output folder."""
+
+    def __init__(self, spec: str, arguments: argparse.Namespace):
+        self.spec, self.name = spec, spec.partition("=")[0]
+        self.file = arguments.output / f"{self.name}.json"
+        kept = json.loads(self.file.read_text()) if self.file.exists() else {"tokens": [], "turns": []}
+        self.tokens, self.turns = kept["tokens"], kept["turns"]
+        self.process = None
+        if len(self.tokens) < arguments.new_tokens:
+            context = multiprocessing.get_context("spawn")
+            self.pipe, other = context.Pipe()
+            inputs = (arguments, spec, self.tokens, other)
+            self.process = context.Process(target=take_turns, args=inputs, daemon=True)
+            self.process.start()
+            other.close()
+            self.start = self.pipe.recv()
+            self.tokens = self.tokens + self.start["tokens"]
+
+    def turn(self, target: int) -> dict | None:
+        """Go on to ``target`` tokens; None if they are there."""
+        if self.process is None or len(self.tokens) >= target:
+            return None
+        self.pipe.send(target)
+        turn = self.pipe.recv()
+        turn["begin"] = len(self.tokens)
+        turn["planned"] = self.start["planned_bytes"]
+        self.tokens += turn.pop("tokens")
+        turn["end"] = len(self.tokens)
+        self.turns.append(turn)
+        scratch = self.file.with_suffix(".new")
+        scratch.write_text(json.dumps({"tokens": self.tokens, "turns": self.turns}))
+        scratch.replace(self.file)
+        return turn
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.pipe.send(None)
+            self.process.join()
 
 
-def segments(steps: list[tuple[int, float, int]], size: int) -> tuple[list[int], list[float]]:
-    """Median step time per stretch of ``size`` tokens: (length at its middle, seconds)."""
-    groups: dict[int, list[float]] = {}
-    for length, seconds, _ in steps:
-        groups.setdefault(length // size, []).append(seconds)
-    return [g * size + size // 2 for g in groups], [median(times) for times in groups.values()]
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
 
 
-def slope(x: list[int], y: list[float]) -> float:
-    """Least-squares slope, seconds a token of length."""
-    x, y = torch.tensor(x).double(), torch.tensor(y).double()
-    return float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+def stretches(turns: list[dict], size: int) -> dict[int, float]:
+    """Seconds per token in stretches of ``size`` tokens, by where their turns begin."""
+    groups: dict[int, list[dict]] = {}
+    for turn in turns:
+        groups.setdefault(turn["begin"] // size * size, []).append(turn)
+    return {
+        begin: sum(turn["seconds"] for turn in group) / sum(turn["end"] - turn["begin"] for turn in group)
+        for begin, group in groups.items()
+    }
+
+
+def summary(methods: list[Method], arguments: argparse.Namespace) -> dict:
+    """What long_run.json holds: of each method rate, speed-up over the first, equality, memory."""
+    size, reference = max(arguments.turn, arguments.new_tokens // STRETCHES), methods[0]
+    along = {method.name: stretches(method.turns, size) for method in methods}
+    rows = {}
+    for method in methods:
+        seconds = sum(turn["seconds"] for turn in method.turns)
+        tokens = sum(turn["end"] - turn["begin"] for turn in method.turns)
+        common = along[method.name].keys() & along[reference.name].keys()
+        ratios = {begin: along[reference.name][begin] / along[method.name][begin] for begin in sorted(common)}
+        other = sum(turn["seconds"] for turn in reference.turns[: len(method.turns)])
+        others = sum(turn["end"] - turn["begin"] for turn in reference.turns[: len(method.turns)])
+        rows[method.name] = {
+            "tokens": len(method.tokens),
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_step": tokens / sum(turn["steps"] for turn in method.turns),
+            "speedup": (other / others) / (seconds / tokens),
+            "speedup_along": ratios,
+            "lowest_stretch": min(ratios.values()),
+            "seconds_per_token_along": along[method.name],
+            "first_difference": first_difference(method.tokens, reference.tokens),
+            "compared_tokens": min(len(method.tokens), len(reference.tokens)),
+            "planned_cache_bytes": method.turns[-1]["planned"],
+            "memory_bytes_along": {turn["end"]: turn["memory"] for turn in method.turns},
+        }
+    settings = {name: str(value) for name, value in vars(arguments).items()}
+    return {"arguments": settings, "threads": 1, "bitwise": "auto", "methods": rows}
+
+
+def draw(report: dict, prompt: int, file: Path) -> None:
+    """Tokens per second, speed-up and memory along the length."""
+    figure, (rate, ratio, used) = plt.subplots(1, 3, figsize=(15, 4))
+    for name, row in report["methods"].items():
+        along = row["seconds_per_token_along"]
+        where = [prompt + begin for begin in along]
+        rate.plot(where, [1 / seconds for seconds in along.values()], "o-", markersize=3, label=name)
+        if row["speedup"] != 1:
+            at = [prompt + begin for begin in row["speedup_along"]]
+            ratio.plot(at, row["speedup_along"].values(), "o-", markersize=3, color=rate.lines[-1].get_color())
+        at = [prompt + end for end in row["memory_bytes_along"]]
+        used.plot(at, [size / 1e6 for size in row["memory_bytes_along"].values()], color=rate.lines[-1].get_color())
+        used.axhline(row["planned_cache_bytes"] / 1e6, linestyle=":", color=rate.lines[-1].get_color())
+    ratio.axhline(1, color="gray", linewidth=1)
+    rate.set(ylabel="tokens per second of processor time", ylim=(0, None))
+    ratio.set(ylabel="times as fast as plain decoding", ylim=(0, None))
+    used.set(ylabel="MB above the loaded model (dotted: the caches' plan)", ylim=(0, None))
+    for axis in (rate, ratio, used):
+        axis.set(xlabel="tokens in the context")
+        axis.grid(alpha=0.3)
+    rate.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a random model of two layers")
     parser.add_argument("--model", default=DATA / "reference-model")
-    parser.add_argument("--heads", default=DATA / "heads-chained")
-    parser.add_argument("--prompt-file", default="README.md")
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=32000)
-    parser.add_argument("--methods", nargs="+", default=["ar", "tokenswift"])
-    parser.add_argument("--tree", default="1,2")
-    parser.add_argument("--ngrams", type=int, default=0)
-    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompt-tokens", type=int, default=8192)
+    parser.add_argument("--new-tokens", type=int, default=100_000)
+    methods = ["ar", f"auto={DATA / 'heads-gated'}", f"tokenswift={DATA / 'heads-chained'}"]
+    parser.add_argument("--methods", nargs="+", default=methods, metavar="METHOD[=HEADS]")
+    parser.add_argument("--budget", type=int, default=4096, help="tokenswift's partial cache, in tokens")
+    parser.add_argument("--turn", type=int, default=1000, help="tokens that a method generates before the next one")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    dec = build(arguments)
-    prompt = prompt_ids(dec, arguments)
-    size = max(256, arguments.new_tokens // SEGMENTS)
-    context = multiprocessing.get_context("spawn")
-    report, texts = {"arguments": {k: str(v) for k, v in vars(arguments).items()}, "methods": {}}, {}
-    figure, axes = plt.subplots(1, len(arguments.methods), figsize=(5.2 * len(arguments.methods), 3.8), squeeze=False)
-    for axis, method in zip(axes[0], arguments.methods, strict=True):
-        results = context.Queue()
-        process = context.Process(target=generate, args=(arguments, method, results))
-        process.start()
-        run = results.get()
-        process.join()
-        texts[method] = run["tokens"]
-        lengths, seconds = segments(run["steps"], size)
-        width = 1 + (run["stats"]["drafted"] > 0) * len(decoder.rank_paths(options(arguments).tree, 99))
-        alone = attention_seconds(dec, lengths, width)
-        plan = planned_bytes(dec, arguments, method, len(prompt))
-        first = next((i for i, (a, b) in enumerate(zip(run["tokens"], texts["ar"], strict=True)) if a != b), None)
-        row = {
-            "tokens": len(run["tokens"]),
-            "steps": len(run["steps"]),
-            "seconds": sum(s for _, s, _ in run["steps"]),
-            "step_slope_ns_per_token": slope(lengths, seconds) * 1e9,
-            "attention_slope_ns_per_token": slope(lengths, alone) * 1e9,
-            "planned_cache_bytes": plan,
-            "memory_bytes": run["memory"],
-            "first_difference_from_ar": first,
-            "margin": first and margin(dec, prompt, [run["tokens"], texts["ar"]], first),
-            "step_seconds": dict(zip(lengths, seconds, strict=True)),
-            "attention_seconds": dict(zip(lengths, alone, strict=True)),
-            "stats": run["stats"],
-        }
-        report["methods"][method] = row
+    methods = [Method(spec, arguments) for spec in arguments.methods]
+    targets = [*range(arguments.turn, arguments.new_tokens, arguments.turn), arguments.new_tokens]
+    for number, target in enumerate(targets):
+        first = number % len(methods)
+        turns = {method.name: method.turn(target) for method in methods[first:] + methods[:first]}
+        if None in turns.values():
+            continue
+        report = summary(methods, arguments)
+        (arguments.output / "long_run.json").write_text(json.dumps(report, indent=2) + "\n")
+        cells = [
+            f"{name} {(turn['end'] - turn['begin']) / turn['seconds']:.1f} tokens/s, {turn['memory'] / 2**20:.0f} MiB"
+            for name, turn in sorted(turns.items())
+        ]
+        different = [name for name, row in report["methods"].items() if row["first_difference"] is not None]
+        print(f"{target}: {'; '.join(cells)}; {'all equal' if not different else f'{different} differ'}", flush=True)
+    report = summary(methods, arguments)
+    draw(report, arguments.prompt_tokens, arguments.output / "long_run.png")
+    for method in methods:
+        row = report["methods"][method.name]
+        used = list(row["memory_bytes_along"].values())
         print(
-            f"{method}: {row['tokens']} tokens in {row['seconds']:.0f} s, a step {seconds[0] * 1e3:.2f} ms at "
-            f"{lengths[0]} and {seconds[-1] * 1e3:.2f} ms at {lengths[-1]}; slope {row['step_slope_ns_per_token']:.1f} "
-            f"ns per token of length, attention's own {row['attention_slope_ns_per_token']:.1f}; memory "
-            f"{run['memory'] / 2**20:.0f} MiB, of which caches {plan / 2**20:.0f}; "
-            + ("identical to ar" if first is None else f"differs from ar at token {first}, margin {row['margin']:.1e}"),
-            flush=True,
+            f"{method.name}: {row['tokens']} tokens, {row['tokens_per_second']:.1f} tokens/s, {row['speedup']:.2f}x, "
+            f"lowest stretch {row['lowest_stretch']:.2f}x, {row['tokens_per_step']:.2f} tokens per step; memory "
+            f"{median(used) / 2**20:.0f} MiB (at most {max(used) / 2**20:.0f}), caches planned "
+            f"{row['planned_cache_bytes'] / 2**20:.0f}; "
+            + ("equal" if row["first_difference"] is None else f"differs at token {row['first_difference']}")
         )
-        axis.plot(lengths, [s * 1e3 for s in seconds], label=f"a step of {method}")
-        offset = seconds[0] - alone[0]
-        axis.plot(lengths, [(s + offset) * 1e3 for s in alone], "--", label="attention alone, from the same start")
-        axis.set(xlabel="tokens in the context", ylabel="ms of CPU time", ylim=(0, None), title=method)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(arguments.output / "long_run.png", dpi=110)
-    (arguments.output / "long_run.json").write_text(json.dumps(report, indent=2) + "\n")
-    (arguments.output / "tokens.json").write_text(json.dumps(texts))
+        method.end()
 
 
 if __name__ == "__main__":
