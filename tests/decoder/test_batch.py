@@ -12,6 +12,7 @@ from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, Medusa
 from decoder.engine import Engine
 from decoder.model.target import Target
+from decoder.prefix_reuse import prefix_reuse
 
 from .conftest import VOCAB
 
@@ -119,6 +120,68 @@ def test_a_cancelled_text_leaves_and_the_others_go_on(dec, texts, alone):
     done = [0, 1, 2, 4, 5, 6]
     assert [running[index].token_ids for index in done] == [alone[index].token_ids for index in done]
     assert len(running[3].token_ids) < NEW[3] and running[7].token_ids == []
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Prompts in chunks of 4 tokens, two chunks in a step."""
+    monkeypatch.setattr("decoder.model.target._PREFILL_CHUNK", 4)
+    monkeypatch.setattr("decoder.engine._PROMPT_TOKENS", 8)
+
+
+def added(dec, engine, index, texts, method="ar", **asked):
+    one = check_arguments(dec, texts[index], NEW[index], method, params(index), None, None, False, False, None)
+    sequence = dec.sequence(engine, one)
+    engine.add(sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift", "magicdec", "eagle3"])
+def test_texts_get_tokens_while_a_long_prompt_joins(dec, texts, alone, method, small_chunks):
+    """Prompts of 7 tokens and of 40 and 33, of which one step takes 8: the last of each is left for the first tree."""
+    engine = Engine(dec.target)
+    first = added(dec, engine, 2, texts, method)
+    assert [one for one, tokens in engine.step() if tokens] == [first]
+    long, longer = (added(dec, engine, index, texts, method) for index in (1, 4))
+    steps = []
+    while engine.running:
+        steps.append({one for one, tokens in engine.step() if tokens})
+    # 39 tokens are a chunk of 3 and nine of 4, so 7, 8, 8, 8 and 8; the other's 32 are four times 8.
+    assert [next(place for place, step in enumerate(steps) if one in step) for one in (long, longer)] == [4, 8]
+    assert all(first in step for step in steps[:4])
+    for sequence, index in ((first, 2), (long, 1), (longer, 4)):
+        assert sequence.token_ids == alone[index].token_ids
+        assert sequence.statistics.prefill_seconds > 0
+
+
+def test_prompts_are_prefilled_at_once_where_nobody_waits_for_tokens(dec, texts, small_chunks):
+    engine = Engine(dec.target)
+    joined = {added(dec, engine, index, texts) for index in (1, 4)}
+    assert {one for one, tokens in engine.step() if tokens} == joined
+
+
+def test_a_text_that_is_cancelled_or_fails_while_its_prompt_joins_leaves_nothing(dec, texts, alone, small_chunks):
+    class Failing:
+        observed_queries, max_nodes = 0, 1
+
+        def start(self, cache, queries):
+            raise RuntimeError("my drafter cannot start")
+
+    reuse = prefix_reuse(dec.target, 10**6)
+    engine = Engine(dec.target, prefixes=reuse)
+    first = added(dec, engine, 2, texts)
+    engine.step()
+    cancelled = added(dec, engine, 1, texts)
+    engine.step()
+    engine.cancel(cancelled)
+    assert cancelled.cache.length > 0 and reuse.nbytes == 0
+    failing = added(dec, engine, 4, texts)
+    failing.drafter = Failing()
+    while engine.running:
+        stepped = dict(engine.step())
+        if failing in stepped:
+            assert stepped[failing] == [] and str(failing.error) == "my drafter cannot start"
+    assert first.token_ids == alone[2].token_ids and failing.token_ids == cancelled.token_ids == []
 
 
 def test_a_text_that_fails_costs_the_others_nothing(dec, texts, alone):

@@ -5,12 +5,12 @@ Callers run `Engine.step`. The pipeline itself is `Engine.decode`.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from decoder.drafters.base import DeferredRead, DraftsAhead, ReadsFeatures, WantsLevels
+from decoder.drafters.base import DeferredRead, DraftsAhead, WantsLevels
 from decoder.drafters.levels import fill_together
 from decoder.kernels.bitwise_attention import DEPTH
 from decoder.kernels.transfers import download
@@ -18,11 +18,14 @@ from decoder.model.loading import out_of_memory
 from decoder.model.target import Target
 from decoder.model.verification import Verification
 from decoder.parallel.ranks import Ranks, is_lost, linked
+from decoder.prefill import prefill
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sampling.acceptance import Step, Walk, walk
 from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
+
+_PROMPT_TOKENS = 512  # of prompts that a step takes beside texts that are decoded, however small passes must be
 
 Fits = Callable[[list[Sequence], Sequence], bool]
 """Tells whether a waiting sequence (the second argument) may join those that are running."""
@@ -49,6 +52,7 @@ class Engine:
         self.target, self.fits, self.prefixes = target, fits, prefixes
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self._prefills: dict[Sequence, Generator[int, None, int]] = {}  # of those that run, what is left
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it joins in the first step that has room for it."""
@@ -58,7 +62,8 @@ class Engine:
         """Remove a sequence, whether it is running or waiting; the others go on."""
         if sequence in self.running:
             self.running.remove(sequence)
-            self._keep_prefix(sequence)
+            if self._prefills.pop(sequence, None) is None:
+                self._keep_prefix(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -66,16 +71,17 @@ class Engine:
     def step(self) -> list[tuple[Sequence, list[int]]]:
         """Give every running sequence its next tokens, one or more.
 
-        At first, waiting sequences join as long as there is room, and their prompts are prefilled; in the end, those
-        that are done leave. A sequence whose own hook, drafter or logits raise an exception leaves with that as its
-        `Sequence.error`, and the others go on.
+        At first, waiting sequences join as long as there is room. Their prompts are prefilled, a long one in several
+        steps where others are to get tokens meanwhile. In the end, those that are done leave. A sequence whose own
+        hook, drafter or logits raise an exception leaves with that as its `Sequence.error`, and the others go on.
 
         Returns:
-            Each sequence that ran in this step with its new tokens, the finished ones included.
+            Each sequence that was decoded in this step with its new tokens, the finished ones included.
         """
         with linked():
             self._admit()
-            stepped = list(self.running)
+            self._prefill()
+            stepped = [sequence for sequence in self.running if sequence not in self._prefills]
             tokens = self.decode([sequence for sequence in stepped if not sequence.done])
         self.running = [sequence for sequence in self.running if not sequence.done]
         for sequence in stepped:
@@ -84,7 +90,7 @@ class Engine:
         return [(sequence, tokens.get(sequence, [])) for sequence in stepped]
 
     def _admit(self) -> None:
-        """Let waiting sequences join as long as there is room, and prefill their prompts."""
+        """Let waiting sequences join as long as there is room."""
         while self.waiting:
             if self.running and self.fits is not None and not self.fits(self.running, self.waiting[0]):
                 return
@@ -92,29 +98,27 @@ class Engine:
             self.running.append(sequence)
             if not sequence.done:
                 with _failure_of(sequence):
-                    self._prefill(sequence)
+                    if self.running == [sequence]:
+                        self.target.refresh_weights()
+                    self._prefills[sequence] = prefill(self.target, sequence, self.prefixes)
 
-    def _prefill(self, sequence: Sequence) -> None:
-        """Commit the prompt to the cache, except for its last token, which is the root of the first tree."""
-        start = time.perf_counter()
-        if self.running == [sequence]:
-            self.target.refresh_weights()
-        drafter = sequence.drafter
-        with self.target.patched():
-            prompt = sequence.sampler.context[:-1]
-            read = drafter.read_features if isinstance(drafter, ReadsFeatures) else None
-            # Features of the whole prompt come from passes over the whole prompt.
-            prefixes = None if read is not None and self.target.gives_features else self.prefixes
-            observed = drafter.observed_queries
-            reused = None if prefixes is None else prefixes.take_over(prompt, sequence.cache, observed)
-            rest = prompt if reused is None else prompt[reused.count :]
-            queries = self.target.prefill(rest, sequence.cache, observed, read)
-            if prefixes and reused and not prefixes.confirm(reused, sequence.cache):
-                reused, queries = None, self.target.prefill(prompt, sequence.cache, observed, read)
-            drafter.start(sequence.cache, queries)
-            sequence.statistics.reused_tokens = 0 if reused is None else reused.count
-        self.target.wait()
-        sequence.statistics.prefill_seconds = time.perf_counter() - start
+    def _prefill(self) -> None:
+        """Go on with the prompts of those that have joined.
+
+        Beside texts that are decoded it is a part of a long prompt in each step, so that these do not wait for all of
+        it. Else all prompts are run to their end.
+        """
+        others_wait = any(not sequence.done and sequence not in self._prefills for sequence in self.running)
+        tokens, most = 0, max(_PROMPT_TOKENS, self.target.prefill_chunk)
+        while self._prefills and not (others_wait and tokens >= most):
+            sequence, rest = next(iter(self._prefills.items()))
+            with _failure_of(sequence), self.target.patched():
+                try:
+                    tokens += next(rest)
+                    continue
+                except StopIteration as end:
+                    tokens += end.value
+            del self._prefills[sequence]
 
     @torch.inference_mode()
     def _keep_prefix(self, sequence: Sequence) -> None:

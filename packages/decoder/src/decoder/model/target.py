@@ -29,6 +29,7 @@ from decoder.model.bitwise import Bitwise, BitwiseSetting, PassRule
 from decoder.model.fast_layers import FastLayers, tested_layers, tested_rotary
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
+from decoder.model.prompt_chunks import prompt_chunks
 from decoder.model.recorded_state import RecordedState
 from decoder.model.recording_test import tested_recorder
 from decoder.model.verification import Verification
@@ -82,8 +83,7 @@ class Target:
         self.pool = BufferPool(self.device)
         """Cache buffers of texts that have ended; used only if passes are recorded."""
         self.bitwise = Bitwise(self)
-        # Set below, if the tests for recorded passes succeed.
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # set below, if the tests for recorded passes succeed
         self.refresh_weights()
         probed = probe(self)
         self.attention_shape: AttentionShape = probed.attention_shape
@@ -260,6 +260,12 @@ class Target:
         self._begin(cache, parts[0].shape[3])
         cache.begin_with(parts, self.attention_shape._replace(dtype=dtype), self.device)
 
+    @property
+    def prefill_chunk(self) -> int:
+        """How many tokens of a prompt a pass takes at most."""
+        size, rule = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK, self._rule
+        return size if rule is None else rule.most or (size - size % rule.multiple or size)
+
     def prefill(
         self,
         tokens: Sequence[int],
@@ -277,15 +283,9 @@ class Target:
             By layer, the queries [1, H, T, D] of the last ``observed`` tokens, or of all if there are fewer.
         """
         queries: dict[int, torch.Tensor] = {}
-        # A chunk of another size comes first, so that the last one has all queries that are observed.
-        size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
-        if self._rule is not None:
-            size = self._rule.most or (size - size % self._rule.multiple or size)
-        starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
-        for start, end in pairwise([*starts, len(tokens)] if tokens else []):
-            last = observed if end == len(tokens) else 0
-            positions = range(cache.length, cache.length + end - start)
-            output = self._pass(self.decoder, tokens[start:end], positions, cache, observed=last)
+        for start, end in prompt_chunks(0, len(tokens), self.prefill_chunk):
+            positions, last = range(cache.length, cache.length + end - start), end == len(tokens)
+            output = self._pass(self.decoder, tokens[start:end], positions, cache, observed=last and observed)
             cache.keep(range(end - start))
             queries = output.queries
             if read is not None and output.features is not None:

@@ -1,0 +1,49 @@
+"""How a prompt gets into the cache: chunk by chunk, so that other texts can take a step between two chunks."""
+
+import time
+from collections.abc import Generator
+
+from decoder.drafters.base import ReadsFeatures
+from decoder.model.prompt_chunks import prompt_chunks
+from decoder.model.target import Target
+from decoder.prefix_reuse import PrefixReuse
+from decoder.sequence import Sequence
+
+
+def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None) -> Generator[int, None, int]:
+    """Commit the prompt to the cache, except for its last token, which is the root of the first tree.
+
+    It stops behind each chunk of the prompt but the last, until it is asked to go on. The target must be patched
+    whenever it runs.
+
+    Args:
+        prefixes: where the prompt may begin; None to run all of it.
+
+    Yields:
+        How many tokens the chunk had; those of the last one are returned.
+    """
+    start = time.perf_counter()
+    drafter, cache, statistics = sequence.drafter, sequence.cache, sequence.statistics
+    prompt, observed = sequence.sampler.context[:-1], drafter.observed_queries
+    read = drafter.read_features if isinstance(drafter, ReadsFeatures) else None
+    if read is not None and target.gives_features:
+        # Features of the whole prompt come from passes over the whole prompt.
+        prefixes = None
+    reused = None if prefixes is None else prefixes.take_over(prompt, cache, observed)
+    statistics.reused_tokens = 0 if reused is None else reused.count
+    chunks, queries = prompt_chunks(statistics.reused_tokens, len(prompt), target.prefill_chunk), {}
+    for place, (begin, end) in enumerate(chunks, start=1):
+        last = place == len(chunks)
+        queries = target.prefill(prompt[begin:end], cache, observed if last else 0, read)
+        if prefixes and reused and place == 1 and not prefixes.confirm(reused, cache):
+            statistics.prefill_seconds += time.perf_counter() - start
+            return (yield from prefill(target, sequence, None))
+        if not last:
+            target.wait()
+            statistics.prefill_seconds += time.perf_counter() - start
+            yield end - begin
+            start = time.perf_counter()
+    drafter.start(cache, queries)
+    target.wait()
+    statistics.prefill_seconds += time.perf_counter() - start
+    return chunks[-1][1] - chunks[-1][0] if chunks else 0
