@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, packed_weight
+from decoder.kernels import attention, bitwise_attention, packed_linear, packed_weight
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.kernels.packed_linear import product_of
 from decoder.model import bitwise, bitwise_test, target
@@ -113,6 +113,53 @@ def test_a_run_of_any_length_gives_the_same_bits_and_those_of_softmax(length):
     wide = (x[:, :, : length + 24].double() for x in (key, value))
     expected = attention._one_softmax(query.double(), *wide, blocked, 0.3)
     assert torch.allclose(whole.double(), expected, atol=1e-5)
+
+
+PRODUCTS = Rule(4, 160, products=True)
+needs_bfloat16 = pytest.mark.skipif(
+    not packed_linear.fast_bfloat16(torch.device("cpu")), reason="the processor does not multiply bfloat16"
+)
+
+
+@pytest.fixture
+def soon_long(monkeypatch):
+    """Every prefix is a long one, and some scores are held at a time."""
+    monkeypatch.setattr(bitwise_attention, "LONG", 1)
+    monkeypatch.setattr(bitwise_attention, "_SCORES", 20_000)
+
+
+@pytest.mark.parametrize("length", [100, 300, 4200])
+def test_products_give_a_long_prefix_its_softmax(length, soon_long):
+    """Up to the rounding of bfloat16, and with a log-sum-exp to be merged with the tail."""
+    key, value, query = random_pairs(length, torch.bfloat16)
+    found = BitwiseText(OneLayer(key, value), length, range(24), None, PRODUCTS).attend(query, 0, 0.3)
+    blocked = torch.ones(24, 24, dtype=torch.bool).triu(1)
+    wide = (x[:, :, : length + 24].double() for x in (key, value))
+    expected = attention._one_softmax(query.double(), *wide, blocked, 0.3)
+    # A number of bfloat16 is off by up to 2**-8 of itself, and scores, weights and outputs are such numbers.
+    assert (found - expected).abs().mean() < 2**-7 * expected.abs().mean()
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("length", [100, 159, 160, 300, 4200])
+def test_products_over_a_long_prefix_give_a_node_the_bits_it_has_alone(length, soon_long):
+    test_attention_gives_a_node_the_bits_it_has_alone(length, torch.bfloat16, PRODUCTS)
+
+
+@needs_bfloat16
+def test_a_long_text_in_bfloat16_has_the_bits_of_plain_decoding(soon_long, monkeypatch):
+    monkeypatch.setattr(bitwise_test, "_rules", {})
+    model = tiny_llama(torch.bfloat16)
+    dec = Decoder(model, heads=all_heads(model), bitwise=True)
+    assert dec.target.bitwise.rule.attention.products
+    text = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(4)).tolist()
+    plain = dec.generate(text, 40, "ar", SAMPLINGS[1], return_logprobs=True)
+    for method in ("tokenswift", "auto", "medusa"):
+        options = TokenSwiftOptions(tree=(3, 2)) if method != "auto" else None
+        out = dec.generate(text, 40, method, SAMPLINGS[1], options, return_logprobs=True)
+        assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
+    resumed = dec.generate([*text, *plain.token_ids[:17]], 23, "ar", SAMPLINGS[1], return_logprobs=True)
+    assert (resumed.token_ids, resumed.logprobs) == (plain.token_ids[17:], plain.logprobs[17:])
 
 
 def test_no_tail_begins_behind_the_shallowest_ancestor():

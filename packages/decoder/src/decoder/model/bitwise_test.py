@@ -1,5 +1,6 @@
 """The tests for `model.bitwise`: rows alone and among others, through attention, linear layers and whole passes."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,9 +9,9 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHead
-from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, BitwiseText, Rule
+from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, LONG, SPARE, BitwiseText, Rule
 from decoder.kernels.fast_paths import fault_of
-from decoder.kernels.packed_linear import product_of, replaced
+from decoder.kernels.packed_linear import fast_bfloat16, product_of, replaced
 from decoder.kernels.self_test import AttentionShape
 from decoder.model.fused_layer import FusedLayer
 from decoder.sampling.token_tree import TokenTree
@@ -24,6 +25,7 @@ _IN_ORDER = 160
 # Numbers of cached tokens: where tails begin to move, over the range in which libraries switch between kernels, and on
 # both sides of where the prefix is separated. In float64 one in twenty of them was seen to fail.
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
+_LONG = (LONG + 90, 20011)  # products of matrices may sum long rows in another way than short ones
 _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 14, 31, 37, 62, 100, 121, 242)
@@ -52,9 +54,11 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
     key = shape, torch.get_num_threads()
     if key not in _rules:
         fault = None
+        # Without such instructions products of bfloat16 are slower than flash attention.
+        fast = shape.dtype == torch.bfloat16 and fast_bfloat16(torch.device("cpu"))
         for multiple in _MULTIPLES:
-            for in_order in (_IN_ORDER, 0):
-                rule = Rule(multiple, in_order)
+            for in_order, products in itertools.product((_IN_ORDER, 0), (True, False) if fast else (False,)):
+                rule = Rule(multiple, in_order, products)
                 fault = fault_of(partial(attention_fault, shape, rule))
                 if fault is None:
                     _rules[key] = rule, None
@@ -71,11 +75,12 @@ def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator).to(shape.dtype)
 
-    slots = max(_LENGTHS) + max(_NODES) + SPARE
+    lengths = (*_LENGTHS, *_LONG) if rule.products else _LENGTHS
+    slots = max(lengths) + max(_NODES) + SPARE
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
     query, pairs = random(1, shape.heads, max(_NODES), shape.dim), OneLayer(key, value)
     trees = [_tree(nodes) for nodes in _NODES]
-    for number, length in enumerate(_LENGTHS):
+    for number, length in enumerate(lengths):
         tree = trees[number % len(trees)]
         for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
             together = BitwiseText(pairs, length, depths, mask, rule)
