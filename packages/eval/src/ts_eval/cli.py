@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from ts_eval import defaults
-from ts_eval.cli_group import INTERRUPTED, SentenceGroup, quiet_libraries, terminal_width, told_in_a_sentence
+from ts_eval.cli_group import INTERRUPTED, SentenceGroup, quiet_libraries, show, told_in_a_sentence
 from ts_eval.cli_options import (
     WITHOUT_FLAG,
     IntegerList,
@@ -120,7 +120,7 @@ def compare(typed, methods, check_lossless, **arguments):
             return INTERRUPTED
     if results is None:
         return 0
-    click.echo(comparison(results, terminal_width()))
+    show(*comparison(results))
     click.echo(
         f"\nAll of it: {Path(arguments['output']) / 'results.json'}; as a page: ts-eval report {arguments['output']}"
     )
@@ -209,7 +209,7 @@ def bench(typed, methods, **arguments):
             **arguments,
         )
         # Shown before it is written: a full disk loses no figure.
-        click.echo(tables(results, terminal_width()))
+        show(*tables(results))
         paths = measure.save(results, Path(arguments["output"]))
     click.echo(f"\nAll of it: {' and '.join(map(str, paths))}")
     return 0
@@ -249,7 +249,7 @@ def metrics(files, as_json, **arguments):
     with told_in_a_sentence():
         quiet_libraries()
         rows = text_files.measure(files, **arguments)
-    click.echo(json.dumps(rows, indent=1) if as_json else text_files.table(rows, terminal_width()))
+    click.echo(json.dumps(rows, indent=1)) if as_json else show(*text_files.table(rows))
     return 0
 
 
@@ -299,7 +299,7 @@ def needle(typed, methods, kv_dtype, offload, **arguments):
             say=lambda sentence: click.echo(sentence, err=True),
             **arguments,
         )
-    click.echo(probe.table(results, terminal_width()))
+    show(*probe.table(results))
     click.echo(f"\nAll of it: {Path(arguments['output']) / probe.RESULTS}")
     return 0
 
@@ -349,7 +349,7 @@ def plan(as_json, **arguments):
 
         quiet_libraries()
         made = planning.plan_from(**arguments)
-    click.echo(json.dumps(made, indent=1) if as_json else planning.table(made, terminal_width()))
+    click.echo(json.dumps(made, indent=1)) if as_json else show(*planning.table(made))
     return 0
 
 
@@ -379,7 +379,8 @@ def reproduce(targets, scale, output, **settings):
                 page = paper.reproduce(
                     target, scale, Path(output), say=lambda sentence: click.echo(sentence, err=True), **settings
                 )
-                click.echo(paper.terminal_table(page, terminal_width()) + "\n")
+                show(*paper.on_terminal(page))
+                click.echo()
         except KeyboardInterrupt:
             kept = f"what was generated is kept in {output}; the same command resumes there."
             click.echo(f"\nts-eval: interrupted; {kept}", err=True)

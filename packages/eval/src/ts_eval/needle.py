@@ -3,12 +3,12 @@
 import json
 import random
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.console import RenderableType
 from tqdm import tqdm
 
 import decoder
@@ -19,7 +19,8 @@ from ts_eval.decoders import Sources, with_ar
 from ts_eval.method_spec import MethodSpec
 from ts_eval.prompts import SHIPPED, read_texts, refuse_missing_prompts
 from ts_eval.results import environment, read_results, write_json
-from ts_eval.table import format_table, number
+from ts_eval.table import number
+from ts_eval.terminal import Columns
 
 SCHEMA_VERSION = 1
 RESULTS = "needle.json"
@@ -251,7 +252,7 @@ class Needle:
         return {length: tokenizer.decode(ids[: length - around]) for length in self.lengths}
 
 
-def table(results: dict, width: int) -> str:
+def table(results: dict) -> list[RenderableType]:
     """Whether each method finds the phrase at each length and depth, as ar does, and how likely the model finds it."""
     methods = list(results["settings"]["methods"])
     header = ["tokens", "depth", *methods, "identical", "log p", "without", "gain"]
@@ -267,4 +268,4 @@ def table(results: dict, width: int) -> str:
         "identical: all answers are ar's, token for token; log p: log-probability per token, in nats, of the pass "
         "phrase behind the text; without: where the text does not have it; gain: their difference."
     )
-    return f"{format_table(header, rows, width)}\n\n{textwrap.fill(about, width)}"
+    return [Columns(header, rows), about]

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group, RenderableType
 from transformers import AutoTokenizer
 
 import decoder
 from ts_eval import defaults, metrics
 from ts_eval.checkpoints import named, refuse_missing
 from ts_eval.prompts import read_texts
-from ts_eval.table import DISTINCT, DISTINCT_HEADER, format_table, number
+from ts_eval.table import DISTINCT, DISTINCT_HEADER, number
+from ts_eval.terminal import Columns
 
 
 def measure(
@@ -136,7 +138,7 @@ def _read(file: str) -> str:
         raise ValueError(f"{file} is not UTF-8 text") from error
 
 
-def table(rows: dict[str, dict], width: int) -> str:
+def table(rows: dict[str, dict]) -> list[RenderableType]:
     """The measures of `measure`, a row per file, and below it why a text has no MAUVE."""
     first = next(iter(rows.values()))
     unit = "tokens" if "tokens" in first else "words"
@@ -154,4 +156,4 @@ def table(rows: dict[str, dict], width: int) -> str:
         cells += [number(row[name], 3) for name in optional if name in row]
         lines.append(cells)
     reasons = [f"{row['mauve_reason']}." for row in rows.values() if row.get("mauve_reason")]
-    return "\n".join([format_table(header, lines, width), *reasons])
+    return [Group(Columns(header, lines), *reasons)]
