@@ -21,13 +21,13 @@ from tiny_reference import BOOKS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import decoder
+from decoder.cli.journal import whole_lines
 from decoder.drafters import Autoregressive
 from decoder.sampling.sampler import NoiseRows
 from decoder.sequence import Sequence
 from ts_eval import checks, defaults, metrics, processes, rounds
 from ts_eval import compare as experiment
 from ts_eval.cli import main
-from ts_eval.json_lines import whole_lines
 from ts_eval.method_spec import MethodSpec
 from ts_eval.progress import Progress
 from ts_eval.table import describe, notes
