@@ -52,7 +52,7 @@ class Setup:
     environment: dict
     max_new_tokens: int
     batch: int
-    memory_before: int | None
+    memory_before: int
     eos_ids: set[int]
     logprobs: bool
     endpoint: Endpoint | None
