@@ -823,10 +823,10 @@ def test_results_say_where_they_come_from(data, tmp_path):
     # What earlier tests have freed goes back, so that memory grows by what this one takes.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    assert compare(data, tmp_path, methods=("ar",)).exit_code == 0
+    assert compare(data, tmp_path, "--heads", str(data / "heads-gated"), methods=("ar", "auto")).exit_code == 0
     results = load(tmp_path)
     environment = results["environment"]
-    assert environment["arguments"][:2] == ["compare", "ar"] and "--output" in environment["arguments"]
+    assert environment["arguments"][:3] == ["compare", "ar", "auto"] and "--output" in environment["arguments"]
     assert set(environment["versions"]) >= {"tokenswift-decoder", "tokenswift-eval", "torch", "transformers"}
     assert environment["device"] == "cpu" and results["settings"]["seed"] == 0
     run = results["methods"]["ar"]["runs"][0]
@@ -838,6 +838,12 @@ def test_results_say_where_they_come_from(data, tmp_path):
     caches = 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4
     assert planned == weights + caches
     assert results["methods"]["ar"]["planned_memory_above_model_bytes"] == caches
+    # auto's trees have up to 64 nodes, whose K and V, mask and logits there is room for.
+    wide = 2 * 2 * 2 * 8 * 4 * (52 + 64) + 64**2 + 64 * 256 * 4
+    heads = sum(parameter.nbytes for parameter in decoder.DraftHeads.from_pretrained(data / "heads-gated").parameters())
+    auto = results["methods"]["auto"]
+    assert auto["planned_memory_above_model_bytes"] == wide
+    assert auto["planned_memory_bytes"] == weights + heads + wide
     assert run["memory_loaded_bytes"] > run["memory_before_bytes"]
     above = max(0, run["peak_memory_bytes"] - run["memory_loaded_bytes"])
     assert results["methods"]["ar"]["memory_above_model_bytes"] == above

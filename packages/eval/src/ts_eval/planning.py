@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 import decoder
 from decoder.cache.form import CacheForm
+from decoder.options import PAPER_TREE
 from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.floors import GPUS
 from ts_eval.plan import ModelShape, plan, plan_method, read_config, read_shape
@@ -60,7 +61,8 @@ def plan_from(
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, not {tensor_parallel_size}")
     _refuse_out_of_range(max_new_tokens, prompt_tokens, num_heads, bandwidth, acceptance, gpu)
-    given: dict[str, Any] = {"tree": tree, "ngrams": ngrams, "budget": budget, "offload": offload, "kv_dtype": kv_dtype}
+    given: dict[str, Any] = {"ngrams": ngrams, "budget": budget, "offload": offload, "kv_dtype": kv_dtype}
+    given["tree"] = PAPER_TREE if tree is None else tree
     options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
     if model is None:
         data = find_data_dir(data_dir)
