@@ -228,6 +228,9 @@ def methods():
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--tokenizer", help="Folder or hub id; measures are then over its tokens, not over words.")
 @click.option("--model", help="Folder or hub id; its tokens, and the perplexity under it.")
+@click.option(
+    "--perplexity/--no-perplexity", default=True, show_default=True, help="Take the pass over each text that it costs."
+)
 @click.option("--embedding-model", help="Folder or hub id of a sentence-embedding model; adds semantic diversity.")
 @click.option(
     "--reference",
@@ -271,8 +274,9 @@ def metrics(files, as_json, **arguments):
     show_default=True,
     help="Shares of the text before the hidden sentence.",
 )
+@click.option("--phrases", type=int, default=defaults.NEEDLE_PHRASES, show_default=True, help="Hidden at each place.")
 @click.option("--max-new-tokens", type=int, default=defaults.NEEDLE_NEW_TOKENS, show_default=True, help="Of an answer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the pass phrase.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of pass phrases: phrase i (from 0) has seed + i.")
 @device_options
 @bitwise_option
 @cache_options
