@@ -754,10 +754,16 @@ def test_two_writers_do_not_share_a_folder(data, tmp_path):
     assert result.exit_code == 2 and "another ts-eval writes to" in result.stderr
 
 
-def test_processes_share_the_prompts(data, tmp_path):
-    arguments = ("--num-prompts", "2", "--runs", "2")
+# Users' processes are spawned and import everything again, which takes far longer than the texts of this test.
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_share_the_prompts(data, tmp_path, monkeypatch, start):
+    context = multiprocessing.get_context(start)
+    asked = []
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: asked.append(method) or context)
+    arguments = ("--num-prompts", "2", "--runs", "2", "--device", "cpu")
     two = compare(data, tmp_path / "two", *arguments, "--processes", "2", "--check-lossless")
     assert two.exit_code == 0, two.output
+    assert asked == ["spawn"]
     logs = [tmp_path / "two/generations.jsonl", tmp_path / "two/generations-1.jsonl"]
     done = [{(r["prompt_index"], r["run"]) for r in map(json.loads, log.read_text().splitlines()[1:])} for log in logs]
     assert done == [{(0, 0), (0, 1)}, {(1, 0), (1, 1)}]
@@ -781,7 +787,7 @@ def test_a_launchers_processes_share_the_prompts(data, tmp_path, monkeypatch):
 
 
 def test_a_failing_process_is_told_in_a_sentence(data, tmp_path, monkeypatch):
-    # Nothing is imported again; the processes of the test above are started as users' are.
+    # Nothing is imported again, as in the test above.
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: fork)
     (tmp_path / "out").mkdir()
