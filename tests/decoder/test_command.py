@@ -458,20 +458,6 @@ def test_of_two_runs_that_begin_together_one_is_refused(tmp_path):
     assert tokens_in(tmp_path / "out") == [3, 4] and (tmp_path / "out").read_text() == "ab"
 
 
-def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    one = Transcript(tmp_path / "out", False)
-    one.open({"seed": 1}, "")
-    one.append([3, 4], "ab", "length")
-    one.close()
-    again = Transcript(tmp_path / "out", True)
-    assert (again.token_ids, again.finish_reason) == ([3, 4], "length")
-    again.close()
-
-
 @pytest.mark.parametrize("spoilt", ['["a", 5]', "[true]", "[1.5]", "[null]", "[[3]]"])
 def test_a_step_whose_tokens_are_no_ids_counts_as_not_written(run, common, tmp_path, spoilt):
     file = tmp_path / "out"

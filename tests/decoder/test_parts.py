@@ -177,7 +177,7 @@ def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
     layer.float()
     monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: 2 * layer.weight.nbytes - 1)
     assert packed_layers([layer]) == {}
-    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: None)
+    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: 10 * layer.weight.nbytes)
     assert list(packed_layers([layer])) == [layer]
     monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: 0)
     assert list(packed_layers([layer])) == [layer], "what is packed already takes nothing more"

@@ -19,6 +19,7 @@ from decoder.sampling.sampler import Sampler
 from ts_eval import bench, bench_page, figures, measurement, stopwatch
 from ts_eval.cli import main
 from ts_eval.plan import ModelShape
+from ts_eval.terminal import show
 
 LENGTHS, WIDTHS, REPEATS, NEW_TOKENS = (50, 200), (1, 3, 8), 2, 12
 SHORT = ["--prompt-tokens", "40", "--new-tokens", str(NEW_TOKENS), "--repeats", str(REPEATS), "--lengths", "200,50",
@@ -271,19 +272,22 @@ def test_leading_steps_are_not_counted(data, monkeypatch, pass_by):
         dec.generate(list(range(30)), 7, method="ar", ignore_eos=True)
 
 
-def test_the_hosts_overhead_stands_beside_a_step_where_it_is_known(data, tmp_path):
+def test_the_hosts_overhead_stands_beside_a_step_where_it_is_known(data, tmp_path, monkeypatch, capsys):
     assert run(data, tmp_path, "suffix").exit_code == 0
     results = load(tmp_path)
     # A CPU is no device that could wait for a host.
     assert all(row["host_overhead"] is None for row in results["methods"].values())
-    assert "host overhead" not in bench_page.tables(results, 200)
+    monkeypatch.setenv("COLUMNS", "200")
+    show(*bench_page.tables(results))
+    assert "host overhead" not in capsys.readouterr().out
     taken = {"steps": 4, "tokens": 8, "seconds": {"step": 0.04}}
     traces = [{"steps": 2, "seconds": {"step": 0.02}, "busy_seconds": busy} for busy in (0.017, 0.019, None)]
     row = figures.summary([taken], [taken], traces)
     assert row["host_overhead"]["values"] == pytest.approx([0.15, 0.05])
     assert row["device_ms"]["values"] == pytest.approx([8.5, 9.5])
     results["methods"]["suffix"] |= {name: row[name] for name in ("host_overhead", "device_ms")}
-    shown = bench_page.tables(results, 200).splitlines()
+    show(*bench_page.tables(results))
+    shown = capsys.readouterr().out.splitlines()
     header = next(line for line in shown if line.startswith("method"))
     assert header.split()[-3:] == ["host", "overhead", "range"]
     assert next(line for line in shown if line.startswith("suffix ")).split()[-2:] == ["10.0%", "5.0-15.0%"]

@@ -21,13 +21,13 @@ from tiny_reference import BOOKS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import decoder
+from decoder.cli.journal import whole_lines
 from decoder.drafters import Autoregressive
 from decoder.sampling.sampler import NoiseRows
 from decoder.sequence import Sequence
 from ts_eval import checks, defaults, metrics, processes, rounds
 from ts_eval import compare as experiment
 from ts_eval.cli import main
-from ts_eval.json_lines import whole_lines
 from ts_eval.method_spec import MethodSpec
 from ts_eval.progress import Progress
 from ts_eval.table import describe, notes
@@ -754,10 +754,16 @@ def test_two_writers_do_not_share_a_folder(data, tmp_path):
     assert result.exit_code == 2 and "another ts-eval writes to" in result.stderr
 
 
-def test_processes_share_the_prompts(data, tmp_path):
-    arguments = ("--num-prompts", "2", "--runs", "2")
+# Users' processes are spawned and import everything again, which takes far longer than the texts of this test.
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_share_the_prompts(data, tmp_path, monkeypatch, start):
+    context = multiprocessing.get_context(start)
+    asked = []
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: asked.append(method) or context)
+    arguments = ("--num-prompts", "2", "--runs", "2", "--device", "cpu")
     two = compare(data, tmp_path / "two", *arguments, "--processes", "2", "--check-lossless")
     assert two.exit_code == 0, two.output
+    assert asked == ["spawn"]
     logs = [tmp_path / "two/generations.jsonl", tmp_path / "two/generations-1.jsonl"]
     done = [{(r["prompt_index"], r["run"]) for r in map(json.loads, log.read_text().splitlines()[1:])} for log in logs]
     assert done == [{(0, 0), (0, 1)}, {(1, 0), (1, 1)}]
@@ -781,7 +787,7 @@ def test_a_launchers_processes_share_the_prompts(data, tmp_path, monkeypatch):
 
 
 def test_a_failing_process_is_told_in_a_sentence(data, tmp_path, monkeypatch):
-    # Nothing is imported again; the processes of the test above are started as users' are.
+    # Nothing is imported again, as in the test above.
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: fork)
     (tmp_path / "out").mkdir()
@@ -823,10 +829,10 @@ def test_results_say_where_they_come_from(data, tmp_path):
     # What earlier tests have freed goes back, so that memory grows by what this one takes.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    assert compare(data, tmp_path, methods=("ar",)).exit_code == 0
+    assert compare(data, tmp_path, "--heads", str(data / "heads-gated"), methods=("ar", "auto")).exit_code == 0
     results = load(tmp_path)
     environment = results["environment"]
-    assert environment["arguments"][:2] == ["compare", "ar"] and "--output" in environment["arguments"]
+    assert environment["arguments"][:3] == ["compare", "ar", "auto"] and "--output" in environment["arguments"]
     assert set(environment["versions"]) >= {"tokenswift-decoder", "tokenswift-eval", "torch", "transformers"}
     assert environment["device"] == "cpu" and results["settings"]["seed"] == 0
     run = results["methods"]["ar"]["runs"][0]
@@ -838,6 +844,12 @@ def test_results_say_where_they_come_from(data, tmp_path):
     caches = 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4
     assert planned == weights + caches
     assert results["methods"]["ar"]["planned_memory_above_model_bytes"] == caches
+    # auto's trees have up to 64 nodes, whose K and V, mask and logits there is room for.
+    wide = 2 * 2 * 2 * 8 * 4 * (52 + 64) + 64**2 + 64 * 256 * 4
+    heads = sum(parameter.nbytes for parameter in decoder.DraftHeads.from_pretrained(data / "heads-gated").parameters())
+    auto = results["methods"]["auto"]
+    assert auto["planned_memory_above_model_bytes"] == wide
+    assert auto["planned_memory_bytes"] == weights + heads + wide
     assert run["memory_loaded_bytes"] > run["memory_before_bytes"]
     above = max(0, run["peak_memory_bytes"] - run["memory_loaded_bytes"])
     assert results["methods"]["ar"]["memory_above_model_bytes"] == above

@@ -329,6 +329,18 @@ def test_command_scores_a_text_with_models(data, prompt_file, embedding_model):
     assert "perplexity" in shown and "semantic" in shown
 
 
+def test_command_leaves_the_perplexity_out_where_it_is_told_to(data, prompt_file, monkeypatch):
+    prompt_file.write_text(prompt_file.read_text()[:400])
+    # Nor are the model's weights loaded then.
+    monkeypatch.setattr(decoder, "load", lambda *arguments: pytest.fail("loaded"))
+    arguments = ["metrics", str(prompt_file), "--model", str(data / "reference-model"), "--no-perplexity"]
+    result = CliRunner().invoke(main, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)[str(prompt_file)]
+    assert row["tokens"] == 400 and "perplexity" not in row
+    assert "perplexity" not in CliRunner().invoke(main, arguments).stdout
+
+
 def test_command_refuses_what_it_cannot_read(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xff")

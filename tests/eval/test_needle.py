@@ -102,6 +102,36 @@ def test_a_phrase_that_is_answered_is_found_and_a_method_that_differs_is_told(da
     assert ["found", "no", "NO"] in [line.split()[2:5] for line in shown.stdout.splitlines()]
 
 
+def test_several_phrases_are_counted_at_each_place(data, tmp_path, monkeypatch):
+    phrases = [needle.pass_phrase(seed) for seed in (5, 6, 7)]
+
+    def answers(self, prompt, max_new_tokens, method, *rest, **named):
+        text = self.tokenizer.decode(prompt)
+        hidden = next(phrase for phrase in phrases if phrase in text)
+        said = hidden if method == "ar" or hidden == phrases[1] else "amber"
+        return type("Output", (), {"text": said, "token_ids": said.encode()})
+
+    def scores(dec, prompt, phrase, options):
+        text = dec.tokenizer.decode(prompt)
+        return -1.0 - any(phrase in text for phrase in phrases) * phrases.index(dec.tokenizer.decode(phrase)[1:])
+
+    monkeypatch.setattr(decoder.Decoder, "generate", answers)
+    monkeypatch.setattr(needle, "phrase_logprob", scores)
+    flags = ("--phrases", "3", "--seed", "5")
+    results, shown = asked(data, tmp_path, *flags)
+    assert [cell["phrase"] for cell in results["cells"]] == phrases * 6
+    assert results["settings"]["pass_phrases"] == phrases and results["settings"]["phrases"] == 3
+    assert [cell["logprob"] for cell in results["cells"][:3]] == [-1, -2, -3]
+    assert all(cell["logprob_without"] == -1 for cell in results["cells"])
+    # No text is longer than its length, whichever the phrase.
+    assert all(cell["prompt_tokens"] <= cell["length"] + 4 for cell in results["cells"])
+    row = next(line for line in shown.stdout.splitlines() if line.split()[:2] == ["260", "0.5"])
+    assert row.split()[2:] == ["100%", "(3/3)", "33%", "(1/3)", "NO", "-2.00", "-1.00", "-1.00"]
+    assert "of all phrases" in " ".join(shown.stdout.split())
+    again, taken = asked(data, tmp_path, *flags)
+    assert again == results and "18 of 18 taken over" in taken.stderr
+
+
 def test_a_chat_model_is_asked_through_its_template(data):
     tokenizer = AutoTokenizer.from_pretrained(data / "reference-model")
     tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<a>"
@@ -126,9 +156,9 @@ def test_what_is_asked_already_is_not_asked_again(data, tmp_path, monkeypatch):
     assert again["cells"] == whole["cells"]
     assert "2 of 6 taken over" in result.stderr
     other = run("--data-dir", data, *SHORT, "--seed", "1", "--output", tmp_path / "cut")
-    assert other.exit_code == 2 and "other settings (seed, pass_phrase)" in other.stderr
+    assert other.exit_code == 2 and "other settings (seed, pass_phrases)" in other.stderr
     fresh, _ = asked(data, tmp_path / "cut", "--seed", "1", "--overwrite")
-    assert fresh["settings"]["pass_phrase"] == needle.pass_phrase(1)
+    assert fresh["settings"]["pass_phrases"] == [needle.pass_phrase(1)]
 
 
 def test_the_cache_of_the_flag_is_the_one_that_is_asked(data, tmp_path):
@@ -148,6 +178,7 @@ def test_the_cache_of_the_flag_is_the_one_that_is_asked(data, tmp_path):
         (["--lengths", "20"], "--lengths must be above"),
         (["--lengths", "500"], "--lengths must be at most 474 with this model and answer, not 500"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--phrases", "0"], "--phrases must be at least 1, not 0"),
         (["--prompts", "short.txt"], "all that short.txt has"),
         (["--prompts", "chat.jsonl"], "chat.jsonl is a chat"),
         (["--prompts", "nowhere.txt"], "nowhere.txt does not exist"),

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import decoder
+from decoder.drafters.tuning.verify_costs import WIDEST
 from ts_eval import floors, plan, planning
 from ts_eval.cli import main
 
@@ -58,28 +59,81 @@ def test_a_pass_reads_a_tied_embedding_and_of_an_untied_one_only_the_head():
     assert untied.read_parameters == untied.parameters - 128256 * 4096
 
 
-def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch):
-    # With bitwise, 128 slots more.
-    dec = decoder.load(str(data / "reference-model"), heads=str(data / "heads-chained"), bitwise=False)
-    shape = plan.ModelShape.of(dec.model)
+@pytest.fixture
+def held(data, monkeypatch):
+    """By what a method decodes, the bytes of the full cache and of the drafter's own caches."""
+
+    def held(method: str, heads: str | None, options: decoder.TokenSwiftOptions, prompt: int = 100, new: int = 20):
+        seen = {}
+
+        class Watched(decoder.decoder.Engine):
+            def step(self):
+                stepped = super().step()
+                [(sequence, _)] = stepped
+                levels, draft_pass = (getattr(sequence.drafter, name, None) for name in ("heads", "draft_pass"))
+                kept = [sequence.cache.keys, sequence.cache.values]
+                own = [draft_pass.partial.keys, draft_pass.partial.values] if draft_pass else []
+                own += [levels.text._pairs] if hasattr(levels, "text") else []
+                for name, buffers in (("full", kept), ("draft", own)):
+                    seen[name] = sum(part.nbytes for buffer in buffers for part in buffer)
+                return stepped
+
+        monkeypatch.setattr(decoder.decoder, "Engine", Watched)
+        # With bitwise, 128 slots more.
+        folder = None if heads is None else str(data / heads)
+        dec = decoder.load(str(data / "reference-model"), heads=folder, bitwise=False)
+        dec.generate([token % 250 for token in range(prompt)], new, method, options=options, ignore_eos=True)
+        return dec, seen
+
+    return held
+
+
+def test_caches_are_as_large_as_the_decoders_own(held):
     options = decoder.TokenSwiftOptions(tree=(1, 2), ngrams=2, budget=70)
-    made = plan.plan_method("tokenswift", shape, 100, 20, options)
+    dec, seen = held("tokenswift", "heads-chained", options)
+    made = plan.plan_method("tokenswift", plan.ModelShape.of(dec.model), 100, 20, options)
     # 1 + (1 + 2) nodes of the tree, and 2 n-grams of 4 tokens.
     assert made.nodes == 4 + 8
-    seen = {}
+    assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}
+    dec, seen = held("eagle3", "heads-eagle3", options)
+    [module] = dec.heads.values()
+    kept = plan.heads_cache(module, 120)
+    made = plan.plan_method("eagle3", plan.ModelShape.of(dec.model), 100, 20, options, heads_cache=kept)
+    assert made.nodes == 4
+    assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}
 
-    class Watched(decoder.decoder.Engine):
-        def step(self):
-            stepped = super().step()
-            [(sequence, _)] = stepped
-            for name, cache in (("full", sequence.cache), ("partial", sequence.drafter.draft_pass.partial)):
-                seen[name] = sum(buffer.nbytes for buffer in (*cache.keys, *cache.values))
-            return stepped
 
-    monkeypatch.setattr(decoder.decoder, "Engine", Watched)
-    dec.generate(list(range(100)), 20, method="tokenswift", options=options, ignore_eos=True)
-    assert seen["full"] == made.full_cache + made.tree - made.nodes**2
-    assert seen["partial"] == made.draft_cache
+@pytest.mark.parametrize(
+    ("method", "heads"),
+    [
+        ("auto", None),
+        ("auto", "heads-gated"),
+        ("auto", "heads-eagle3"),
+        ("suffix", None),
+        ("eagle3", "heads-eagle3"),
+        ("medusa", "heads-gated"),
+        ("tokenswift", "heads-gated"),
+        ("tokenswift-fused", "heads-gated"),
+    ],
+)
+def test_methods_that_choose_their_trees_have_room_for_the_widest(held, method, heads):
+    options = decoder.TokenSwiftOptions(budget=70)
+    dec, seen = held(method, heads, options)
+    module = next(iter(dec.heads.values()), None)
+    made = plan.plan_method(
+        method,
+        plan.ModelShape.of(dec.model),
+        100,
+        20,
+        options,
+        heads=0 if module is None else module.num_heads,
+        heads_bytes=0 if module is None else sum(weight.nbytes for weight in module.parameters()),
+        heads_cache=plan.heads_cache(module, 120),
+    )
+    assert made.nodes == WIDEST and (made.drafter > 0) == (heads is not None)
+    assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}
+    assert (made.draft_cache > 0) == (heads == "heads-eagle3" or method == "tokenswift")
+    assert (made.draft_reads > 0) == (heads is not None)
 
 
 def test_floors_follow_from_bytes_and_bandwidth():

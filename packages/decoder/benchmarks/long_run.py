@@ -14,7 +14,6 @@ import argparse
 import gzip
 import json
 import multiprocessing
-import re
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -26,6 +25,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -73,9 +73,8 @@ def sampling() -> decoder.SamplingParams:
 
 
 def memory() -> int:
-    """Bytes that this process holds in memory now (Linux: VmRSS)."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
+    """Bytes that this process holds in memory now."""
+    return psutil.Process().memory_info().rss
 
 
 def timed_steps(stream: Iterator[decoder.Chunk]) -> Iterator[tuple[float, decoder.Chunk]]:

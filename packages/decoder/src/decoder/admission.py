@@ -11,10 +11,10 @@ from decoder.sequence import Sequence
 _CACHE_SHARE = 0.6  # the share of free memory that the caches of a batch may take
 
 
-def memory_for_caches(device: torch.device, prefixes: PrefixReuse | None) -> int | None:
-    """Bytes that running texts may take, beside what may yet be kept of ended ones; None where that is not known."""
+def memory_for_caches(device: torch.device, prefixes: PrefixReuse | None) -> int:
+    """Bytes that running texts may take, beside what may yet be kept of ended ones."""
     memory = available_memory(device)
-    if memory is None or prefixes is None:
+    if prefixes is None:
         return memory
     return max(0, memory - (prefixes.max_bytes - prefixes.nbytes))
 
@@ -24,17 +24,17 @@ class Admission:
 
     Args:
         max_batch: how many texts run together at most.
-        memory: bytes that were available before the first of them; None where that is not known.
+        memory: bytes that were available before the first of them.
     """
 
-    def __init__(self, max_batch: int, memory: int | None):
+    def __init__(self, max_batch: int, memory: int):
         self.max_batch = max_batch
-        self.budget = None if memory is None else int(_CACHE_SHARE * memory)
+        self.budget = int(_CACHE_SHARE * memory)
         self._planned: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     def check(self, needed: int) -> None:
         """Raise ValueError if a cache of ``needed`` bytes could not even run alone."""
-        if self.budget is not None and needed > self.budget:
+        if needed > self.budget:
             raise ValueError(f"its cache of {needed:,} bytes does not fit the memory: shorten it or max_new_tokens")
 
     def plan(self, sequence: Sequence, needed: int) -> None:
@@ -45,4 +45,4 @@ class Admission:
         """Whether ``candidate`` may join those that are running."""
         if len(running) >= self.max_batch:
             return False
-        return self.budget is None or sum(self._planned[one] for one in [*running, candidate]) <= self.budget
+        return sum(self._planned[one] for one in [*running, candidate]) <= self.budget

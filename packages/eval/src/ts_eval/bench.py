@@ -224,7 +224,7 @@ def _refuse_too_long(
     needed = 3 * shape.cache_bytes(lengths[-1] + max(further, dec.target.slots(widest)))
     needed += 2 * measurement.COPIED_BYTES[device.type] + widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
     free = available_memory(device)
-    if free is not None and needed > free:
+    if needed > free:
         raise MemoryError(
             f"{lengths[-1]:,} tokens of text and trees of {widest:,} nodes take {needed / 1e9:,.1f} GB and "
             f"{free / 1e9:,.1f} GB are free: name shorter --lengths or narrower --widths"

@@ -9,33 +9,34 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from rich.console import Group, RenderableType
 
 from ts_eval.report.plots import MARKERS, PALETTE
 from ts_eval.stopwatch import FORWARDS, PARTS
-from ts_eval.table import NONE, count_of, drafts_in_words, format_table, number, sampling_in_words, times
+from ts_eval.table import NONE, count_of, drafts_in_words, number, sampling_in_words, times
+from ts_eval.terminal import Columns, indented
 
 COLOURS = PALETTE["light"]
 
 
-def tables(results: dict, width: int) -> str:
+def tables(results: dict) -> list[RenderableType]:
     """All figures, the medians of the rounds, with the smallest and largest where they matter."""
-    parts = [
-        textwrap.fill(describe(results), width, subsequent_indent="  "),
-        textwrap.fill(small(results), width, subsequent_indent="  "),
-        format_table(*plain_table(results), width),
-        format_table(*pass_table(results), width),
-        format_table(*steps_table(results), width),
-        *([whole_text(results, width)] if results["computed"] else []),
-        textwrap.fill(notes(results), width),
+    return [
+        describe(results),
+        small(results),
+        Columns(*plain_table(results)),
+        Columns(*pass_table(results)),
+        Columns(*steps_table(results)),
+        *([whole_text(results)] if results["computed"] else []),
+        notes(results),
     ]
-    return "\n\n".join(parts)
 
 
-def whole_text(results: dict, width: int) -> str:
+def whole_text(results: dict) -> Group:
     """The time of a whole text per method, with the arithmetic it comes from."""
     made = results["computed"]
     ar, tokens = made["methods"]["ar"], f"{made['tokens']:,}"
-    lines = [f"Computed, not measured: {tokens} tokens from an empty text"]
+    lines: list[RenderableType] = [f"Computed, not measured: {tokens} tokens from an empty text"]
     for name, row in made["methods"].items():
         if row is ar:
             how = f"{tokens} steps x {row['pass_ms']:,.2f} ms"
@@ -44,9 +45,8 @@ def whole_text(results: dict, width: int) -> str:
             how += f"verify {row['nodes']:,} + {row['besides_ms']:,.2f} ms besides)"
         time = f"{row['seconds']:,.1f} s ({row['seconds'] / 60:,.1f} min)"
         speedup = "" if row is ar else f", {times(row['speedup'])} ar"
-        line = f"{name}: {how} = {time}{speedup}"
-        lines.append(textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    "))
-    return "\n".join(lines)
+        lines.append(indented(f"{name}: {how} = {time}{speedup}"))
+    return Group(*lines)
 
 
 def describe(results: dict) -> str:

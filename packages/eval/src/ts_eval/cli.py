@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from ts_eval import defaults
-from ts_eval.cli_group import INTERRUPTED, SentenceGroup, quiet_libraries, terminal_width, told_in_a_sentence
+from ts_eval.cli_group import INTERRUPTED, SentenceGroup, quiet_libraries, show, told_in_a_sentence
 from ts_eval.cli_options import (
     WITHOUT_FLAG,
     IntegerList,
@@ -120,7 +120,7 @@ def compare(typed, methods, check_lossless, **arguments):
             return INTERRUPTED
     if results is None:
         return 0
-    click.echo(comparison(results, terminal_width()))
+    show(*comparison(results))
     click.echo(
         f"\nAll of it: {Path(arguments['output']) / 'results.json'}; as a page: ts-eval report {arguments['output']}"
     )
@@ -209,7 +209,7 @@ def bench(typed, methods, **arguments):
             **arguments,
         )
         # Shown before it is written: a full disk loses no figure.
-        click.echo(tables(results, terminal_width()))
+        show(*tables(results))
         paths = measure.save(results, Path(arguments["output"]))
     click.echo(f"\nAll of it: {' and '.join(map(str, paths))}")
     return 0
@@ -228,6 +228,9 @@ def methods():
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--tokenizer", help="Folder or hub id; measures are then over its tokens, not over words.")
 @click.option("--model", help="Folder or hub id; its tokens, and the perplexity under it.")
+@click.option(
+    "--perplexity/--no-perplexity", default=True, show_default=True, help="Take the pass over each text that it costs."
+)
 @click.option("--embedding-model", help="Folder or hub id of a sentence-embedding model; adds semantic diversity.")
 @click.option(
     "--reference",
@@ -249,7 +252,7 @@ def metrics(files, as_json, **arguments):
     with told_in_a_sentence():
         quiet_libraries()
         rows = text_files.measure(files, **arguments)
-    click.echo(json.dumps(rows, indent=1) if as_json else text_files.table(rows, terminal_width()))
+    click.echo(json.dumps(rows, indent=1)) if as_json else show(*text_files.table(rows))
     return 0
 
 
@@ -271,8 +274,9 @@ def metrics(files, as_json, **arguments):
     show_default=True,
     help="Shares of the text before the hidden sentence.",
 )
+@click.option("--phrases", type=int, default=defaults.NEEDLE_PHRASES, show_default=True, help="Hidden at each place.")
 @click.option("--max-new-tokens", type=int, default=defaults.NEEDLE_NEW_TOKENS, show_default=True, help="Of an answer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the pass phrase.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of pass phrases: phrase i (from 0) has seed + i.")
 @device_options
 @bitwise_option
 @cache_options
@@ -299,7 +303,7 @@ def needle(typed, methods, kv_dtype, offload, **arguments):
             say=lambda sentence: click.echo(sentence, err=True),
             **arguments,
         )
-    click.echo(probe.table(results, terminal_width()))
+    show(*probe.table(results))
     click.echo(f"\nAll of it: {Path(arguments['output']) / probe.RESULTS}")
     return 0
 
@@ -349,7 +353,7 @@ def plan(as_json, **arguments):
 
         quiet_libraries()
         made = planning.plan_from(**arguments)
-    click.echo(json.dumps(made, indent=1) if as_json else planning.table(made, terminal_width()))
+    click.echo(json.dumps(made, indent=1)) if as_json else show(*planning.table(made))
     return 0
 
 
@@ -379,7 +383,8 @@ def reproduce(targets, scale, output, **settings):
                 page = paper.reproduce(
                     target, scale, Path(output), say=lambda sentence: click.echo(sentence, err=True), **settings
                 )
-                click.echo(paper.terminal_table(page, terminal_width()) + "\n")
+                show(*paper.on_terminal(page))
+                click.echo()
         except KeyboardInterrupt:
             kept = f"what was generated is kept in {output}; the same command resumes there."
             click.echo(f"\nts-eval: interrupted; {kept}", err=True)

@@ -1,7 +1,6 @@
-"""What every command of `ts-eval` shares: errors that end in one sentence, exit statuses, and the terminal's width."""
+"""What every command of `ts-eval` shares: errors that end in one sentence, and exit statuses."""
 
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,5 +69,8 @@ def quiet_libraries() -> None:
     huggingface_hub.utils.logging.set_verbosity_error()
 
 
-def terminal_width() -> int:
-    return shutil.get_terminal_size((120, 24)).columns
+def show(*parts) -> None:
+    """`terminal.show`, for whose imports help and wrong usage need not wait."""
+    from ts_eval import terminal
+
+    terminal.show(*parts)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from decoder.cli.journal import whole_lines
 from decoder.parallel.ranks import linked
 from ts_eval import defaults, metrics
 from ts_eval.checks import audits, differing, divergence_margin, tie_tolerance
-from ts_eval.json_lines import whole_lines
 from ts_eval.processes import working_beside
 from ts_eval.results import SCHEMA_VERSION, GenerationLog, write_json
 from ts_eval.rounds import IN_PROGRESS, Rounds

@@ -23,6 +23,7 @@ NEEDLE_OUTPUT = "runs/needle"
 NEEDLE_LENGTHS = (1000, 4000)
 NEEDLE_DEPTHS = (0.0, 0.5, 1.0)
 NEEDLE_NEW_TOKENS = 24
+NEEDLE_PHRASES = 1
 BOOK_TOKENS = 1024
 """Prompt tokens taken from a shipped book, which is longer than any context."""
 PLAN_BUDGET = 4096

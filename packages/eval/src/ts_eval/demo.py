@@ -9,19 +9,17 @@ import argparse
 import json
 import os
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from ts_eval.cli import main as ts_eval
-from ts_eval.cli_group import WRONG_INPUT
+from ts_eval.cli_group import WRONG_INPUT, show
 from ts_eval.data_dir import find_data_dir
 
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
 ROWS = ("compare", "ar", "auto", "tokenswift", PAPER)
-WIDTH = 100
 CHECKED = ("--check-lossless", "--overwrite")
 ABOUT_PAPER = (
     "The last row is the paper's own setting. Its 41 nodes and up to 80 of n-grams cost a GPU hardly more than one, "
@@ -95,19 +93,18 @@ def main(arguments: list[str] | None = None) -> int:
             break
         if statuses[-1] < 2:
             results = json.loads((Path(output) / "results.json").read_text())
-            click.echo(f"\n{textwrap.fill(ABOUT_PAPER, WIDTH)}\n\n{texts(results)}")
+            click.echo()
+            show(ABOUT_PAPER, *texts(results))
     return max(statuses)
 
 
-def texts(results: dict) -> str:
+def texts(results: dict) -> list[str]:
     """What each chat was answered with: by all rows the same, or the table has said otherwise."""
-    parts = []
-    for record in results["methods"]["ar"]["runs"]:
-        if not results["settings"]["prompts_to_end"][record["prompt_index"]]:
-            continue
-        lines = (textwrap.fill(line, WIDTH) for line in record["text"].splitlines())
-        parts.append(f"-- {record['prompt']}\n" + "\n".join(lines))
-    return "\n\n".join(parts)
+    return [
+        f"-- {record['prompt']}\n{record['text']}"
+        for record in results["methods"]["ar"]["runs"]
+        if results["settings"]["prompts_to_end"][record["prompt_index"]]
+    ]
 
 
 if __name__ == "__main__":

@@ -1,24 +1,27 @@
 """What memory a generation held at its peak."""
 
+import re
 from pathlib import Path
 
+import psutil
 import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def resident_bytes() -> int | None:
-    """The process's resident memory; None where the system does not tell (Linux does)."""
-    return _status("VmRSS")
+def resident_bytes() -> int:
+    """The process's resident memory."""
+    return psutil.Process().memory_info().rss
 
 
-def held_bytes(device: torch.device) -> int | None:
+def held_bytes(device: torch.device) -> int:
     """What `PeakMemory` counts, now."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 class PeakMemory:
-    """From its making on: of a CUDA device what tensors held, on a CPU the process's resident memory (Linux only).
+    """From its making on: of a CUDA device what tensors held, on a CPU the process's resident memory (Linux only,
+    since psutil tells no peak).
 
     Weights and whatever else was there before are included; on a CPU the interpreter and its libraries too.
     """
@@ -34,7 +37,10 @@ class PeakMemory:
         """None where the system does not tell."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return _status("VmHWM") if self._resettable else None
+        if not self._resettable:
+            return None
+        [peak] = re.findall(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+        return 1024 * int(peak)
 
     @staticmethod
     def _reset() -> bool:
@@ -43,13 +49,6 @@ class PeakMemory:
         except OSError:
             return False
         return True
-
-
-def _status(field: str) -> int | None:
-    if not _STATUS.is_file():
-        return None
-    line = next((line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
 
 
 def short_of_memory(error: RuntimeError | MemoryError, sentence: str) -> Exception:

@@ -1,14 +1,16 @@
 """Whether a model finds a sentence in a long text, and whether methods answer the same: `ts-eval needle`."""
 
+import itertools
 import json
 import random
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 
 import torch
+from rich.console import RenderableType
 from tqdm import tqdm
 
 import decoder
@@ -19,9 +21,10 @@ from ts_eval.decoders import Sources, with_ar
 from ts_eval.method_spec import MethodSpec
 from ts_eval.prompts import SHIPPED, read_texts, refuse_missing_prompts
 from ts_eval.results import environment, read_results, write_json
-from ts_eval.table import format_table, number
+from ts_eval.table import number
+from ts_eval.terminal import Columns
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RESULTS = "needle.json"
 _WORDS = """
 amber anchor apple arrow autumn basket beacon bridge button candle canyon carpet castle cherry copper coral cotton
@@ -103,8 +106,9 @@ class Needle:
             ``prompts`` are read one behind the other.
         lengths: tokens of text, hidden sentence and question together, reached to within a few.
         depths: shares of the text before the sentence, in [0, 1].
+        phrases: how many are hidden at each place, one after the other.
         max_new_tokens: of an answer.
-        seed: of the pass phrase.
+        seed: of the first pass phrase; phrase i, from 0, has ``seed`` + i.
         options: fields of `decoder.TokenSwiftOptions` for all methods, such as ``kv_dtype``.
         output: folder; what was asked with the same settings is taken over from it.
         overwrite: ask again, whatever the folder holds.
@@ -118,6 +122,7 @@ class Needle:
     prompts: str | None = None
     lengths: Sequence[int] = defaults.NEEDLE_LENGTHS
     depths: Sequence[float] = defaults.NEEDLE_DEPTHS
+    phrases: int = defaults.NEEDLE_PHRASES
     max_new_tokens: int = defaults.NEEDLE_NEW_TOKENS
     seed: int = 0
     device: str = "auto"
@@ -130,7 +135,7 @@ class Needle:
     arguments: Sequence[str] | None = None
 
     def run(self, say: Say) -> dict:
-        """Hide and ask; the file is written anew with each length and depth.
+        """Hide and ask; the file is written anew with each length, depth and phrase.
 
         Raises:
             ValueError, OSError: an argument that does not fit or a file that is missing; nothing has been asked.
@@ -152,7 +157,7 @@ class Needle:
         self._refuse_too_long(plain.model.config.max_position_embeddings)
 
         settings = {
-            **{name: getattr(self, name) for name in ("lengths", "depths", "max_new_tokens", "seed")},
+            **{name: getattr(self, name) for name in ("lengths", "depths", "phrases", "max_new_tokens", "seed")},
             "methods": {spec.text: asdict(options[spec.text]) for spec in specs},
             "model": sources.model,
             "heads": {spec.text: sources.heads.get(spec.text) for spec in specs},
@@ -162,23 +167,27 @@ class Needle:
             "dtype": str(plain.model.dtype).removeprefix("torch."),
             "bitwise": plain.bitwise,
             "chat": bool(plain.tokenizer.chat_template),
-            "pass_phrase": pass_phrase(self.seed),
+            "pass_phrases": self._pass_phrases(),
         }
         header = {"settings": settings, "environment": environment(plain.model.device, self.arguments)}
         header = json.loads(json.dumps(header))
         path = Path(self.output) / RESULTS
         before = None if self.overwrite else read_results(path, "ts-eval needle", SCHEMA_VERSION, header)
         results = before or {"schema_version": SCHEMA_VERSION, **header, "cells": []}
-        if results["cells"]:
-            say(f"{len(results['cells'])} of {len(self.lengths) * len(self.depths)} taken over from {path}.")
         write_json(path, results)
         rows = [(spec, loaded[sources.heads.get(spec.text)], options[spec.text]) for spec in specs]
-        asked = {(cell["length"], cell["depth"]) for cell in results["cells"]}
-        left = [(n, depth) for n in self.lengths for depth in self.depths if (n, depth) not in asked]
-        for length, depth in tqdm(left, "needle", leave=False, disable=None):
-            results["cells"].append(self._ask(rows, texts[length], length, depth, results["cells"]))
+        wanted = list(itertools.product(self.lengths, self.depths, self._pass_phrases()))
+        asked = {(cell["length"], cell["depth"], cell["phrase"]) for cell in results["cells"]}
+        if asked:
+            say(f"{len(asked)} of {len(wanted)} taken over from {path}.")
+        left = [place for place in wanted if place not in asked]
+        for length, depth, phrase in tqdm(left, "needle", leave=False, disable=None):
+            results["cells"].append(self._ask(rows, texts[length], length, depth, phrase, results["cells"]))
             write_json(path, results)
         return results
+
+    def _pass_phrases(self) -> list[str]:
+        return [pass_phrase(self.seed + number) for number in range(self.phrases)]
 
     def _ask(
         self,
@@ -186,14 +195,15 @@ class Needle:
         text: str,
         length: int,
         depth: float,
+        phrase: str,
         cells: Sequence[dict],
     ) -> dict:
-        """One length and depth, with each of ``rows``, the first of which scores; ``cells`` are those before."""
+        """One place and phrase, with each of ``rows``, the first of which scores; ``cells`` are those before."""
         _, dec, options = rows[0]
-        phrase = pass_phrase(self.seed)
         prompt = question_ids(hide(text, f"{CUE} {phrase}.", depth), dec.tokenizer)
         tokens = dec.tokenizer(f" {phrase}", add_special_tokens=False)["input_ids"]
-        without = next((cell["logprob_without"] for cell in cells if cell["length"] == length), None)
+        same = (cell for cell in cells if (cell["length"], cell["phrase"]) == (length, phrase))
+        without = next((cell["logprob_without"] for cell in same), None)
         if without is None:
             without = phrase_logprob(dec, question_ids(text, dec.tokenizer), tokens, options)
         greedy = decoder.SamplingParams(temperature=0)
@@ -207,6 +217,7 @@ class Needle:
         return {
             "length": length,
             "depth": depth,
+            "phrase": phrase,
             "prompt_tokens": len(prompt),
             "logprob": phrase_logprob(dec, prompt, tokens, options),
             "logprob_without": without,
@@ -214,8 +225,9 @@ class Needle:
         }
 
     def _refuse_wrong_numbers(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        for name in ("max_new_tokens", "phrases"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not self.lengths or not self.depths:
             raise ValueError("lengths and depths must be one or more numbers each")
         outside = next((depth for depth in self.depths if not 0 <= depth <= 1), None)
@@ -234,7 +246,7 @@ class Needle:
 
     def _texts(self, books: str, tokenizer) -> dict[int, str]:
         """By length, as much of the books as leaves room for the sentence and the question."""
-        around = len(question_ids(f"{CUE} {pass_phrase(self.seed)}.", tokenizer))
+        around = max(len(question_ids(f"{CUE} {phrase}.", tokenizer)) for phrase in self._pass_phrases())
         if min(self.lengths) <= around:
             raise ValueError(
                 f"lengths must be above {around}, what sentence and question take, not {min(self.lengths)}"
@@ -251,20 +263,31 @@ class Needle:
         return {length: tokenizer.decode(ids[: length - around]) for length in self.lengths}
 
 
-def table(results: dict, width: int) -> str:
-    """Whether each method finds the phrase at each length and depth, as ar does, and how likely the model finds it."""
+def table(results: dict) -> list[RenderableType]:
+    """How often each method finds a phrase at each length and depth, as ar does, and how likely the model finds it."""
     methods = list(results["settings"]["methods"])
     header = ["tokens", "depth", *methods, "identical", "log p", "without", "gain"]
     rows = []
+    places: dict[tuple[int, float], list[dict]] = {}
     for cell in results["cells"]:
-        answers = cell["answers"]
-        told = ["found" if answers[name]["found"] else "no" for name in methods]
-        same = "yes" if all(answer["identical_to_ar"] for answer in answers.values()) else "NO"
-        gain = cell["logprob"] - cell["logprob_without"]
-        scores = [number(score) for score in (cell["logprob"], cell["logprob_without"], gain)]
-        rows.append([f"{cell['length']:,}", f"{cell['depth']:g}", *told, same, *scores])
+        places.setdefault((cell["length"], cell["depth"]), []).append(cell)
+    for (length, depth), cells in places.items():
+        told = [_rate([cell["answers"][name]["found"] for cell in cells]) for name in methods]
+        same = all(answer["identical_to_ar"] for cell in cells for answer in cell["answers"].values())
+        found, without = (mean(cell[name] for cell in cells) for name in ("logprob", "logprob_without"))
+        scores = map(number, (found, without, found - without))
+        rows.append([f"{length:,}", f"{depth:g}", *told, "yes" if same else "NO", *scores])
+    several = " a share of all phrases, log-probabilities their means;" if results["settings"]["phrases"] > 1 else ""
     about = (
-        "identical: all answers are ar's, token for token; log p: log-probability per token, in nats, of the pass "
-        "phrase behind the text; without: where the text does not have it; gain: their difference."
+        f"By method whether the answer has the pass phrase;{several} identical: all answers are ar's, token for token; "
+        "log p: log-probability per token, in nats, of the pass phrase behind the text; without: where the text does "
+        "not have it; gain: their difference."
     )
-    return f"{format_table(header, rows, width)}\n\n{textwrap.fill(about, width)}"
+    return [Columns(header, rows), about]
+
+
+def _rate(found: Sequence[bool]) -> str:
+    """Of one phrase whether it was found, of several the share of those that were, with their count."""
+    if len(found) == 1:
+        return "found" if found[0] else "no"
+    return f"{sum(found) / len(found):.0%} ({sum(found)}/{len(found)})"

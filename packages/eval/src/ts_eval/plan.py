@@ -15,7 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
 from decoder.cache.form import CacheForm
-from decoder.drafters import prompt_lookup
+from decoder.drafters import drafter_class, prompt_lookup
+from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder.eagle3.text_cache import Eagle3TextCache
+from decoder.heads import Heads
 from decoder.model import loading
 from decoder.model.gguf import is_gguf
 from decoder.parallel.sharding import refuse_unshareable, shared_parameters
@@ -24,7 +28,9 @@ from ts_eval.checkpoints import named, refuse_missing
 from ts_eval.floors import StepFloor
 
 METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
-"""The methods whose passes are known beforehand; those that tune their trees as they go are not among them."""
+"""The methods whose passes are known beforehand, with a tree that is given or the paper's."""
+HELD = (*METHODS, "auto", "suffix", "eagle3")
+"""The methods of which it is known what they hold."""
 CONFIGS = Path(__file__).parent / "configs"
 """Configurations of published models as far as they decide shapes, by name: llama-3.1-8b and others."""
 CHAIN = 32
@@ -180,12 +186,15 @@ def plan_method(
     *,
     heads: int = 3,
     heads_bytes: int | None = None,
+    heads_cache: int = 0,
     draft_model: ModelShape | None = None,
     device: torch.device = CUDA,
 ) -> MethodPlan:
-    """The plan of one of `METHODS`.
+    """The plan of one of `HELD`.
 
-    ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones. ``device`` is where passes run.
+    ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones, and ``heads_cache`` those that they
+    keep of the text. ``device`` is where passes run. Where ``options`` have no tree, methods that then choose one in
+    each step get room for the widest; what they read depends on what they choose, and is told as of one level of heads.
 
     Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa and
     tokenswift-fused the heads and the language-model head; magicdec as many over weights and small cache as the tree
@@ -195,19 +204,21 @@ def plan_method(
     Raises:
         ValueError: an unknown method, or triforce without its small model.
     """
-    if method not in METHODS:
-        raise ValueError(f"no plan is known for {method!r}: choose from {', '.join(METHODS)}")
+    if method not in HELD:
+        raise ValueError(f"no plan is known for {method!r}: choose from {', '.join(HELD)}")
     heads_bytes = model.heads_bytes(heads) if heads_bytes is None else heads_bytes
     nodes, depth, draft_cache, drafter, draft_reads = _drafting(
         method, model, prompt_tokens, max_new_tokens, options, heads, heads_bytes, draft_model
     )
+    if issubclass(tuned := drafter_class(method, options), CostTuned):
+        nodes = tuned.max_nodes
     full_cache, host_cache = model.full_cache(prompt_tokens + max_new_tokens, CacheForm.of(options), device)
     return MethodPlan(
         nodes=nodes,
         depth=depth,
         weights=model.weight_bytes,
         full_cache=full_cache,
-        draft_cache=draft_cache,
+        draft_cache=draft_cache + heads_cache,
         drafter=drafter,
         tree=model.cache_bytes(nodes) + nodes * nodes,
         logits=nodes * model.vocab_size * model.value_bytes,
@@ -215,6 +226,11 @@ def plan_method(
         verify_weights=model.pass_bytes,
         host_cache=host_cache,
     )
+
+
+def heads_cache(heads: Heads | None, tokens: int) -> int:
+    """What draft heads keep of a text of so many tokens: EAGLE-3 keys and values, others nothing."""
+    return Eagle3TextCache.planned_bytes(heads, tokens) if isinstance(heads, Eagle3DraftModel) else 0
 
 
 def _drafting(
@@ -238,10 +254,10 @@ def _drafting(
         # With cache="full" the draft pass reads the whole text's pairs: at least those of the prompt.
         read = model.cache_bytes(prompt_tokens) if options.cache == "full" else draft_cache
         draft_reads = model.pass_bytes + drafter + read
-    elif method in ("medusa", "tokenswift-fused"):
-        depth, drafter = min(levels, heads), heads_bytes
+    elif method in ("medusa", "tokenswift-fused", "auto", "suffix", "eagle3"):
+        depth, drafter = levels if method == "eagle3" else min(levels, heads), heads_bytes
         nodes = 1 + len(rank_paths(options.fixed_tree, depth)) + (CHAIN if method == "tokenswift-fused" else 0)
-        draft_reads = drafter + model.lm_head_parameters * model.value_bytes
+        draft_reads = drafter + model.lm_head_parameters * model.value_bytes if drafter else 0
     elif method == "magicdec":
         depth, nodes, draft_cache = levels, 1 + levels, model.cache_bytes(budget + levels)
         draft_reads = levels * (model.pass_bytes + draft_cache)

@@ -1,6 +1,5 @@
 """`ts-eval plan`: a plan from what the command line names, and its tables."""
 
-import textwrap
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,13 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import RenderableType
+from rich.filesize import decimal
 
 import decoder
 from decoder.cache.form import CacheForm
+from decoder.options import PAPER_TREE
 from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.floors import GPUS
 from ts_eval.plan import ModelShape, plan, plan_method, read_config, read_shape
-from ts_eval.table import NONE, format_table, number, times, tree_in_words
+from ts_eval.table import NONE, number, times, tree_in_words
+from ts_eval.terminal import Columns
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
 MEMORIES = (16, 24, 48, 80)
@@ -58,7 +61,8 @@ def plan_from(
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, not {tensor_parallel_size}")
     _refuse_out_of_range(max_new_tokens, prompt_tokens, num_heads, bandwidth, acceptance, gpu)
-    given: dict[str, Any] = {"tree": tree, "ngrams": ngrams, "budget": budget, "offload": offload, "kv_dtype": kv_dtype}
+    given: dict[str, Any] = {"ngrams": ngrams, "budget": budget, "offload": offload, "kv_dtype": kv_dtype}
+    given["tree"] = PAPER_TREE if tree is None else tree
     options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
     if model is None:
         data = find_data_dir(data_dir)
@@ -141,7 +145,7 @@ def _refuse_out_of_range(
         raise ValueError(f"unknown GPU {unknown[0]!r}: use {', '.join(GPUS)}, --bandwidth or --measure")
 
 
-def table(made: dict, width: int) -> str:
+def table(made: dict) -> list[RenderableType]:
     """What is held and what is read, a row per method."""
     methods = made["methods"]
     names = {
@@ -154,14 +158,14 @@ def table(made: dict, width: int) -> str:
         "total": "total",
     }
     held = [
-        [name, str(row["nodes"]), *(_bytes(row["bytes"][part]) for part in names), _fits(row["bytes"]["total"])]
+        [name, str(row["nodes"]), *(decimal(row["bytes"][part]) for part in names), _fits(row["bytes"]["total"])]
         for name, row in methods.items()
     ]
     places = made["bandwidths"]
     read = [
         [
             name,
-            _bytes(row["bytes_read_per_step"]["mean"]),
+            decimal(round(row["bytes_read_per_step"]["mean"])),
             *(number(row["ms_per_step"][place]["mean"], 2) for place in places),
             *(number(row["ms_per_step"][place]["end"], 2) for place in places),
             *(times(value) if row["depth"] else NONE for value in row["speedup"].values()),
@@ -184,7 +188,7 @@ def table(made: dict, width: int) -> str:
     ]
     if made["offload"]:
         for line, row in zip(read, methods.values(), strict=True):
-            line.insert(2, _bytes(row["bytes_copied_per_step"]["mean"]))
+            line.insert(2, decimal(round(row["bytes_copied_per_step"]["mean"])))
     note = (
         "Bytes at the end of the generation, without activations. ms/step: reading weights and caches once, at the "
         "mean and at the final length; of ar a step is a token. x at a: ar's floor per token over the method's when "
@@ -200,15 +204,13 @@ def table(made: dict, width: int) -> str:
         *(f"{place} at end" for place in places),
         *alphas,
     ]
-    return "\n\n".join(
-        [
-            textwrap.fill("; ".join(about), width, subsequent_indent="  "),
-            format_table(["held", "nodes", *names.values(), "fits"], held, width),
-            format_table(["per step", *header], read, width),
-            format_table(["longest text, cache", *(f"{memory} GB" for memory in MEMORIES)], fitting, width),
-            textwrap.fill(note, width),
-        ]
-    )
+    return [
+        "; ".join(about),
+        Columns(["held", "nodes", *names.values(), "fits"], held),
+        Columns(["per step", *header], read),
+        Columns(["longest text, cache", *(f"{memory} GB" for memory in MEMORIES)], fitting),
+        note,
+    ]
 
 
 @torch.inference_mode()
@@ -227,13 +229,6 @@ def measured_bandwidth(device: torch.device, gigabytes: float = 0.5, repeats: in
         numbers.sum()
         best = max(best, numbers.numel() * 4 / (clock() - start))
     return best
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:,.1f} {unit}"
-    return f"{value:,.0f} B"
 
 
 def _fits(total: int) -> str:

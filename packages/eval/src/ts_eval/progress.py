@@ -1,14 +1,11 @@
 """A generation under way: on disk step by step, so that a killed one goes on where it was."""
 
 import copy
-import io
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import decoder
-from ts_eval.json_lines import named, to_line, whole_lines, write_whole
+from decoder.cli.journal import Journal, whole_lines
 
 COUNTS = (
     "steps",
@@ -24,7 +21,6 @@ COUNTS = (
     "shared_seconds",
 )
 """What is read of `decoder.Statistics`; everything else derives from these."""
-_SYNC_SECONDS = 1.0
 
 
 def counts_of(statistics: "decoder.Statistics") -> dict:
@@ -82,14 +78,12 @@ class Progress:
         self.logprobs: list[float] | None = []
         self.counts: dict | None = None
         self._before: dict | None = None
-        self._file: io.FileIO | None = None
-        self._synced = time.monotonic()
-        self._keep = 0
+        self._journal = Journal(path, sync_seconds=1.0)
         self._load()
         if self.token_ids:
             self._begin_part(len(self.token_ids))
         else:
-            self._keep = 0
+            self._journal.end = 0
 
     def _load(self) -> None:
         for number, (record, end) in enumerate(whole_lines(self.path)):
@@ -99,7 +93,7 @@ class Progress:
                 self._begin_part(record["resumed_at"])
             elif number:
                 self._take(record["tokens"], record["counts"], record.get("logprobs"))
-            self._keep = end
+            self._journal.end = end
 
     def _begin_part(self, tokens: int) -> None:
         self.resumed_at.append(tokens)
@@ -122,33 +116,15 @@ class Progress:
 
         Raises OSError, naming the file, when the step cannot be written.
         """
-        try:
-            if self._file is None:
-                self._open()
-            known = {} if logprobs is None else {"logprobs": list(logprobs)}
-            self._write({"tokens": list(tokens), "counts": counts, **known})
-        except OSError as error:
-            raise named(error, self.path) from error
+        if not self._journal.is_open:
+            self._journal.open()
+            self._journal.append({"resumed_at": self.resumed_at[-1]} if self._journal.end else self._header)
+        known = {} if logprobs is None else {"logprobs": list(logprobs)}
+        self._journal.append({"tokens": list(tokens), "counts": counts, **known})
         self._take(tokens, counts, logprobs)
 
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 (open for the whole generation)
-        self._file.truncate(self._keep)
-        self._file.seek(self._keep)
-        self._write({"resumed_at": self.resumed_at[-1]} if self._keep else self._header)
-
-    def _write(self, record: dict) -> None:
-        write_whole(self._file, to_line(record))
-        if time.monotonic() - self._synced > _SYNC_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
-
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._journal.close()
 
     def discard(self) -> None:
         """Drop the file: the generation is finished, and kept elsewhere."""

@@ -72,7 +72,7 @@ class RandomSources(Sources):
         heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
         needed, free = shape.weight_bytes + heads_size, available_memory(where)
         sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {str(held).removeprefix('torch.')}"
-        if free is not None and needed > free:
+        if needed > free:
             raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")
         try:
             with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):

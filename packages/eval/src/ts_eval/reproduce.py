@@ -5,13 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from decoder.options import PAPER_NGRAMS, PAPER_TREE
 from ts_eval import defaults
 from ts_eval.compare import compare
 from ts_eval.paper import TARGETS, Cell, Target
 from ts_eval.report import write_report
 from ts_eval.results import write_text
-from ts_eval.table import NONE, describe, format_table
+from ts_eval.table import NONE, describe
+from ts_eval.terminal import Columns
 
 SHORTEST = 16
 NAMES = {
@@ -154,9 +157,7 @@ def trends(target: Target, figures: dict) -> list[tuple[str, str]]:
     return found
 
 
-def terminal_table(page: str, width: int) -> str:
-    """A page of `reproduce` with its table set for a terminal of that width."""
-    lines = page.splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    return "\n".join([*lines[:first], format_table(table[0], table[2:], width), *lines[first + len(table) :]])
+def on_terminal(page: str) -> list[RenderableType]:
+    """A page of `reproduce` with its table set for the terminal."""
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    return [Columns(table[0], table[2:]) if part[0] == "|" else part for part in page.strip().split("\n\n")]

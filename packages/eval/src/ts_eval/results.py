@@ -1,7 +1,6 @@
 """What a comparison leaves on disk: generations.jsonl while it runs, results.json when it is done."""
 
 import hashlib
-import io
 import json
 import os
 import platform
@@ -11,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-import portalocker
 import torch
 
 import decoder
-from ts_eval.json_lines import named, to_line, whole_lines, write_whole
+from decoder.cli.journal import Journal, named, whole_lines
 
 SCHEMA_VERSION = 1
 LOG_VERSION = 2
@@ -161,10 +159,10 @@ class GenerationLog:
         self._header = {"log_version": LOG_VERSION, "settings": settings, "environment": environment}
         self.fingerprint = fingerprint_of(self._header)
         self._records: dict[tuple[str, int, int], dict] = {}
-        self._file: io.FileIO | None = None
-        self._keep = 0
+        self._journal = Journal(self.path)
+        self._busy = f"another ts-eval writes to {folder}: wait for it, or use another --output"
         if self.path.is_file():
-            self._lock()
+            self._journal.open(self._busy)
         for path in self._paths():
             lines = whole_lines(path)
             header = next(lines, None)
@@ -193,17 +191,7 @@ class GenerationLog:
         self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _lock(self) -> None:
-        self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 (held until `close`)
-        try:
-            portalocker.lock(self._file, portalocker.LOCK_EX | portalocker.LOCK_NB)
-        except portalocker.LockException as error:
-            self.close()
-            raise OSError(f"another ts-eval writes to {self.folder}: wait for it, or use another --output") from error
+        self._journal.close()
 
     def refresh(self) -> None:
         """Read what all processes have finished."""
@@ -214,7 +202,7 @@ class GenerationLog:
                 if number:
                     self._records[_key(record)] = record
                 if path == self.path:
-                    self._keep = end
+                    self._journal.end = end
 
     def __len__(self) -> int:
         return len(self._records)
@@ -225,14 +213,8 @@ class GenerationLog:
 
     def begin(self) -> None:
         """Write the header, if it is not there: from now on the folder belongs to these settings."""
-        if self._file is None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self.path.touch()
-            except OSError as error:
-                raise named(error, self.path) from error
-            self._lock()
-        if self._keep == 0:
+        self._journal.open(self._busy)
+        if self._journal.end == 0:
             self._write(self._header)
 
     def append(self, record: dict) -> None:
@@ -242,14 +224,7 @@ class GenerationLog:
         self._records[_key(record)] = record
 
     def _write(self, record: dict) -> None:
-        try:
-            self._file.truncate(self._keep)
-            self._file.seek(self._keep)
-            write_whole(self._file, to_line({**record, "fingerprint": self.fingerprint}))
-            os.fsync(self._file.fileno())
-            self._keep = self._file.tell()
-        except OSError as error:
-            raise named(error, self.path) from error
+        self._journal.append({**record, "fingerprint": self.fingerprint})
 
 
 def _key(record: dict) -> tuple[str, int, int]:

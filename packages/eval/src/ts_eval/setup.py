@@ -52,7 +52,7 @@ class Setup:
     environment: dict
     max_new_tokens: int
     batch: int
-    memory_before: int | None
+    memory_before: int
     eos_ids: set[int]
     logprobs: bool
     endpoint: Endpoint | None
@@ -93,7 +93,7 @@ class Setup:
         None for a method without a plan.
         """
         names = ("planned_memory_bytes", "planned_memory_above_model_bytes")
-        if spec.name not in plan.METHODS:
+        if spec.name not in plan.HELD:
             return dict.fromkeys(names)
         dec = self.decoders[spec.text]
         heads = next(iter(dec.heads.values()), None)
@@ -106,6 +106,7 @@ class Setup:
             self.options[spec.text],
             heads=0 if heads is None else heads.num_heads,
             heads_bytes=0 if heads is None else sum(weight.nbytes for weight in heads.parameters()),
+            heads_cache=plan.heads_cache(heads, longest + self.max_new_tokens),
             draft_model=plan.ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
             device=dec.target.device,
         )

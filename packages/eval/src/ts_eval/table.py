@@ -1,19 +1,21 @@
-"""What `ts-eval` prints: plain text that fits the terminal and reads the same in a file."""
+"""What `ts-eval compare` tells: tables, how they are to be read, and the beginning of a text."""
 
 import textwrap
 from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
 
 from decoder.drafters import TUNED
 from ts_eval.checks import differs
 from ts_eval.method_spec import ENDPOINT, MethodSpec
 from ts_eval.metrics import BLEU_ORDERS
+from ts_eval.terminal import Columns, indented
 
 NONE = "-"
 DISTINCT = ("1", "2", "3", "4", "mean")
 DISTINCT_HEADER = ("Dist-1", "Dist-2", "Dist-3", "Dist-4", "mean")
 INTERVAL_HEADER = "95% CI"
 BATCH_HEADER = ("batch tok/s", "batch x", "texts/step")
-LONG_NAME = 24
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -21,54 +23,15 @@ def number(value: float | None, digits: int = 2) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Columns under a header, the first to the left and the others to the right, each line within ``width``.
-
-    Columns that do not fit stand in further blocks below, each with the first column again. A long first cell is
-    broken before its colons.
-    """
-    lines = [[_broken(row[0]), *([cell] for cell in row[1:])] for row in [header, *rows]]
-    widths = [max(len(part) for row in lines for part in row[column]) for column in range(len(header))]
-    blocks, used = [[0]], widths[0]
-    for column in range(1, len(header)):
-        if used + 2 + widths[column] > width and len(blocks[-1]) > 1:
-            blocks.append([0])
-            used = widths[0]
-        blocks[-1].append(column)
-        used += 2 + widths[column]
-    return "\n\n".join(_block(lines, widths, columns) for columns in blocks)
-
-
-def _block(lines: list[list[list[str]]], widths: list[int], columns: list[int]) -> str:
-    text = []
-    for index, row in enumerate(lines):
-        for part in range(len(row[0])):
-            cells = [row[column][part] if part < len(row[column]) else "" for column in columns]
-            aligned = [cells[0].ljust(widths[0])]
-            aligned += [cell.rjust(widths[column]) for cell, column in zip(cells[1:], columns[1:], strict=True)]
-            text.append("  ".join(aligned).rstrip())
-        if index == 0:
-            text.append("-" * (sum(widths[column] for column in columns) + 2 * (len(columns) - 1)))
-    return "\n".join(text)
-
-
-def _broken(name: str) -> list[str]:
-    if len(name) <= LONG_NAME:
-        return [name]
-    first, *rest = name.split(":")
-    return [first, *(f"  :{option}" for option in rest)]
-
-
-def comparison(results: dict, width: int) -> str:
+def comparison(results: dict) -> list[RenderableType]:
     """The header, tables and beginning of the text of a comparison, from the content of results.json."""
-    parts = [
-        textwrap.fill(describe(results), width, subsequent_indent="  "),
-        format_table(*speed_table(results), width),
-        format_table(*length_table(results), width),
-        textwrap.fill(notes(results), width),
-        beginning(results["methods"], width),
+    return [
+        describe(results),
+        Columns(*speed_table(results)),
+        Columns(*length_table(results)),
+        notes(results),
+        beginning(results["methods"]),
     ]
-    return "\n\n".join(parts)
 
 
 def speed_table(results: dict, distinct: bool = True) -> tuple[list[str], list[list[str]]]:
@@ -333,19 +296,11 @@ def notes(results: dict) -> str:
     return " ".join(sentences)
 
 
-def beginning(methods: dict, width: int, lines: int = 6) -> str:
-    """The first lines of the text that the first prompt got from the last method, and whose text it is."""
+def beginning(methods: dict, letters: int = 600) -> Group:
+    """The beginning of the text that the first prompt got from the last method, and whose text it is."""
     name, row = next((name, row) for name, row in reversed(methods.items()) if name != ENDPOINT)
     record = row["runs"][0]
     # A model may well generate control characters, which would upset a terminal.
     printable = "".join(letter if letter.isprintable() else " " for letter in record["text"])
-    text = textwrap.fill(
-        " ".join(printable.split()),
-        width,
-        initial_indent="  ",
-        subsequent_indent="  ",
-        max_lines=lines,
-        placeholder=" ...",
-    )
-    title = textwrap.fill(f"{record['prompt']}, continued by {name}:", width)
-    return f"{title}\n{text}"
+    text = textwrap.shorten(printable, letters, placeholder=" ...")
+    return Group(f"{record['prompt']}, continued by {name}:", indented(text))

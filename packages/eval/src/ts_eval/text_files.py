@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group, RenderableType
 from transformers import AutoTokenizer
 
 import decoder
+from decoder.model.loading import read_tokenizer
 from ts_eval import defaults, metrics
 from ts_eval.checkpoints import named, refuse_missing
 from ts_eval.prompts import read_texts
-from ts_eval.table import DISTINCT, DISTINCT_HEADER, format_table, number
+from ts_eval.table import DISTINCT, DISTINCT_HEADER, number
+from ts_eval.terminal import Columns
 
 
 def measure(
@@ -24,12 +27,14 @@ def measure(
     embedding_model: str | None = None,
     reference: str | None = None,
     piece_tokens: int = defaults.PIECE_TOKENS,
+    perplexity: bool = True,
 ) -> dict[str, dict]:
     """Per file, `metrics.measure_text` over the words, or over the tokens of ``tokenizer`` or ``model``.
 
-    A model adds the ``perplexity``, an embedding model the ``semantic_diversity``. A ``reference``, human texts in a
-    file or dataset as `prompts.read_texts` takes them, adds ``mauve`` in the model's features, with ``mauve_pieces``,
-    how many pieces of ``piece_tokens`` tokens each side has, and ``mauve_reason`` where the text is too short.
+    A model adds the ``perplexity``, unless that is not wanted, an embedding model the ``semantic_diversity``. A
+    ``reference``, human texts in a file or dataset as `prompts.read_texts` takes them, adds ``mauve`` in the model's
+    features, with ``mauve_pieces``, how many pieces of ``piece_tokens`` tokens each side has, and ``mauve_reason``
+    where the text is too short.
 
     Raises:
         OSError: a file or model that cannot be read.
@@ -43,8 +48,9 @@ def measure(
     dec = loaded = embed = nearness = None
     if model:
         with named(model):
-            dec = decoder.load(model)
-        loaded = dec.tokenizer
+            if perplexity or human is not None:
+                dec = decoder.load(model)
+            loaded = read_tokenizer(model)
     if tokenizer:
         with named(tokenizer):
             loaded = AutoTokenizer.from_pretrained(tokenizer)
@@ -59,7 +65,7 @@ def measure(
         row: dict[str, Any] = {"words": len(text.split())} if ids is None else {"tokens": len(ids)}
         row |= metrics.measure_text(text, ids)
         own = None if dec is None else ids if tokenizer is None else _ids(dec.tokenizer, text)
-        if dec is not None:
+        if dec is not None and perplexity:
             row["perplexity"] = metrics.perplexity(dec.model, own)
         if embed is not None:
             row["semantic_diversity"] = metrics.semantic_diversity(text, embed)
@@ -136,7 +142,7 @@ def _read(file: str) -> str:
         raise ValueError(f"{file} is not UTF-8 text") from error
 
 
-def table(rows: dict[str, dict], width: int) -> str:
+def table(rows: dict[str, dict]) -> list[RenderableType]:
     """The measures of `measure`, a row per file, and below it why a text has no MAUVE."""
     first = next(iter(rows.values()))
     unit = "tokens" if "tokens" in first else "words"
@@ -154,4 +160,4 @@ def table(rows: dict[str, dict], width: int) -> str:
         cells += [number(row[name], 3) for name in optional if name in row]
         lines.append(cells)
     reasons = [f"{row['mauve_reason']}." for row in rows.values() if row.get("mauve_reason")]
-    return "\n".join([format_table(header, lines, width), *reasons])
+    return [Group(Columns(header, lines), *reasons)]

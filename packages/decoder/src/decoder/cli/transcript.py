@@ -1,16 +1,16 @@
 """A generation on disk: its text, and in a second file the token ids with which an interrupted run can go on."""
 
-import errno
-import fcntl
 import hashlib
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from decoder.cli.journal import Journal, whole_lines, write_whole
 from decoder.parallel.sharding import whole
 
 FORMAT_VERSION = 1
@@ -47,9 +47,9 @@ class Transcript:
         self.request: dict[str, Any] | None = None
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self._valid_bytes = 0
-        self._text_file: BinaryIO | None = None
-        self._tokens_file: BinaryIO | None = None
+        self._text_file: io.FileIO | None = None
+        self._journal = Journal(self.tokens_path, sync_seconds=1.0)
+        self._busy = f"another run is writing {path}: wait for it, or choose another --output"
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} in")
         for file in (path, self.tokens_path):
@@ -61,9 +61,8 @@ class Transcript:
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"the folder {path.parent} cannot be written")
         if self.tokens_path.exists():
-            self._tokens_file = self.tokens_path.open("r+b", buffering=0)
+            self._journal.open(self._busy)
             try:
-                self._lock()
                 self._read()
             except BaseException:
                 self.close()
@@ -72,26 +71,15 @@ class Transcript:
             self.close()
             raise ValueError(f"{path} cannot be resumed, it has no record {self.tokens_path.name}: choose another file")
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._tokens_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"another run is writing {self.path}: wait for it, or choose another --output") from None
-        except OSError as error:
-            # Some network file systems do not support locks.
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                raise
-
     def _read(self) -> None:
-        lines = self.tokens_path.read_bytes().splitlines(keepends=True)
-        if not lines or not lines[0].endswith(b"\n"):
+        lines = whole_lines(self.tokens_path)
+        header, end = next(lines, ({}, 0))
+        if not end and b"\n" not in self.tokens_path.read_bytes():
             return
-        header = _parse(lines[0])
         if header.get("format_version") != FORMAT_VERSION or not isinstance(header.get("request"), dict):
             raise ValueError(f"{self.tokens_path} is not a record of format version {FORMAT_VERSION}")
-        self.request, self._valid_bytes = header["request"], len(lines[0])
-        for line in lines[1:]:
-            step = _parse(line) if line.endswith(b"\n") else {}
+        self.request, self._journal.end = header["request"], end
+        for step, end in lines:
             tokens = step.get("tokens")
             if step.get("at") != len(self.token_ids) or not isinstance(tokens, list):
                 break
@@ -99,7 +87,7 @@ class Transcript:
                 break
             self.token_ids += tokens
             self.finish_reason = step.get("finish_reason")
-            self._valid_bytes += len(line)
+            self._journal.end = end
 
     def check(self, request: Mapping[str, Any]) -> None:
         """Compare the keys of ``request`` with the recorded request, if there is one.
@@ -128,17 +116,14 @@ class Transcript:
             FileExistsError: another run has created FILE.tokens in the meantime.
             ValueError: FILE does not hold the text of its tokens.
         """
-        if self._tokens_file is None:
+        if not self._journal.is_open:
             try:
-                self._tokens_file = self.tokens_path.open("xb", buffering=0)
+                self._journal.open(self._busy, new=True)
             except FileExistsError:
                 words = "another run has begun it meanwhile: choose another --output"
                 raise FileExistsError(f"{self.path}: {words}") from None
-            self._lock()
-        self._tokens_file.truncate(self._valid_bytes)
-        self._tokens_file.seek(self._valid_bytes)
         if self.request is None:
-            _write(self._tokens_file, _line({"format_version": FORMAT_VERSION, "request": request}))
+            self._journal.append({"format_version": FORMAT_VERSION, "request": request})
         encoded = text.encode()
         written = self.path.read_bytes() if self.path.exists() else b""
         if not (encoded.startswith(written) or written.startswith(encoded)):
@@ -150,22 +135,22 @@ class Transcript:
         common = min(len(written), len(encoded))
         self._text_file.truncate(common)
         self._text_file.seek(common)
-        _write(self._text_file, encoded[common:])
+        write_whole(self._text_file, encoded[common:])
 
     def append(self, tokens: Sequence[int], text: str, finish_reason: str | None) -> None:
         """Write one step."""
         step = {"at": len(self.token_ids), "tokens": list(tokens)}
         if finish_reason:
             step["finish_reason"] = finish_reason
-        _write(self._tokens_file, _line(step))
+        self._journal.append(step)
         self.token_ids += tokens
         self.finish_reason = finish_reason
-        _write(self._text_file, text.encode())
+        write_whole(self._text_file, text.encode())
 
     def close(self) -> None:
-        for file in (self._tokens_file, self._text_file):
-            if file is not None:
-                file.close()
+        self._journal.close()
+        if self._text_file is not None:
+            self._text_file.close()
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -187,22 +172,3 @@ def fingerprint(model: PreTrainedModel) -> str:
 def digest_of(token_ids: Sequence[int]) -> str:
     """A hash of a prompt's tokens."""
     return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(line)
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record).encode() + b"\n"
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    """Write all of ``data``, since an unbuffered file may take only a part of it in one call."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]

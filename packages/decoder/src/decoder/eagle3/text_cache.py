@@ -27,12 +27,18 @@ class Eagle3TextCache:
         self.draft_model, self.device = draft_model, device
         self.window = draft_model.config.sliding_window
         config, weight = draft_model.config, draft_model.fc.weight
-        capacity = _ROOM if self.window is None else self.window + _ROOM
-        self._pairs = weight.new_empty(2, config.kv_heads, capacity, config.head_dim)
+        self._pairs = weight.new_empty(2, config.kv_heads, (self.window or 0) + _ROOM, config.head_dim)
         self.length = 0  # slots that hold entries
         self.entries = 0  # of the text, those included that have left the window
         self._features: list[torch.Tensor] = []
         self._tokens: list[int] = []
+
+    @staticmethod
+    def planned_bytes(draft_model: Eagle3DraftModel, tokens: int) -> int:
+        """What the keys and values of a text of so many tokens take, but for what a growing cache has to spare."""
+        config = draft_model.config
+        slots = max(tokens, _ROOM) if config.sliding_window is None else config.sliding_window + _ROOM
+        return 2 * config.kv_heads * slots * config.head_dim * draft_model.fc.weight.itemsize
 
     @property
     def pending(self) -> int:

@@ -164,7 +164,7 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     memory = available_memory(torch.device("cpu"))
     new = sum(_nbytes(head) for head in heads if head not in _packed_heads)
     new += sum(_nbytes(layer) for layer in layers if layer not in _packed)
-    if memory is not None and new > _SHARE * memory:
+    if new > _SHARE * memory:
         return {}
     found: dict[nn.Module, Callable] = {}
     for head in heads:

@@ -107,10 +107,9 @@ class Ranks:
                         f"start all of them with the same command and the same files"
                     )
 
-    def least(self, number: int | None) -> int | None:
-        """The smallest of all ranks' numbers; None where one has none."""
-        everyone = [number] if self.size == 1 else self._gather(number)
-        return None if None in everyone else min(everyone)
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        return number if self.size == 1 else min(self._gather(number))
 
     def all(self, holds: bool) -> bool:
         """Whether something holds on all ranks."""

@@ -104,8 +104,8 @@ def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
 def _prefix_cache_bytes(args: argparse.Namespace, dec: Decoder) -> int:
     memory, asked = available_memory(dec.target.device), args.prefix_cache_bytes
     if asked is None:
-        return min(_PREFIX_CACHE_BYTES, memory // 8 if memory else _PREFIX_CACHE_BYTES) if dec.bitwise else 0
-    if memory is not None and asked > memory // 2:
+        return min(_PREFIX_CACHE_BYTES, memory // 8) if dec.bitwise else 0
+    if asked > memory // 2:
         raise ValueError(f"--prefix-cache-bytes {asked:,} is more than half of the {memory:,} bytes that are available")
     return asked
 

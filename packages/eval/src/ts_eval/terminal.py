@@ -1,0 +1,63 @@
+"""Tables and paragraphs on a terminal, set by rich: coloured there, plain text in a file or a pipe."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+LONG_NAME = 24
+STYLES = {"yes": "green", "found": "green", "tie": "yellow", "no": "red"}
+"""Of cells that begin with such a word."""
+
+
+def show(*parts: RenderableType) -> None:
+    """Print the parts, wrapped to the terminal's width, with an empty line between any two."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    for place, part in enumerate(parts):
+        with console.capture() as shown:
+            console.print(part)
+        # rich fills lines with spaces, which a file would keep.
+        print("\n" * bool(place) + "\n".join(line.rstrip() for line in shown.get().splitlines()))
+
+
+def indented(text: str) -> Padding:
+    """A paragraph that stands two columns to the right."""
+    return Padding(text, (0, 0, 0, 2))
+
+
+class Columns:
+    """Cells under a header, the first column to the left and the others to the right.
+
+    Columns that do not fit the terminal, whose cells rich alone would cut, stand in further tables below, each with the
+    first column again. A long first cell is broken before its colons.
+    """
+
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]]):
+        names, *self.others = ([*column] for column in zip(header, *rows, strict=True))
+        self.first = [name if len(name) <= LONG_NAME else name.replace(":", "\n  :") for name in names]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        first, *widths = (max(map(cell_len, "\n".join(column).split("\n"))) for column in (self.first, *self.others))
+        block, used = [self.first], first
+        for column, width in zip(self.others, widths, strict=True):
+            if used + 2 + width > options.max_width and len(block) > 1:
+                yield from (_table(block), "")
+                block, used = [self.first], first
+            block.append(column)
+            used += 2 + width
+        yield _table(block)
+
+
+def _table(columns: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for place, (title, *_) in enumerate(columns):
+        table.add_column(title, justify="right" if place else "left", no_wrap=True)
+    for cells in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*(Text(cell, STYLES.get(cell.partition(" ")[0].rstrip(",").lower(), "")) for cell in cells))
+    return table
