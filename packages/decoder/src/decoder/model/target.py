@@ -18,14 +18,14 @@ from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
 from decoder.kernels.attention import TextInPass
-from decoder.kernels.bitwise_attention import SPARE, BitwiseText
+from decoder.kernels.bitwise_attention import SPARE, BitwiseText, tail_slots
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
 from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
-from decoder.model.bitwise import Bitwise, BitwiseSetting, PassRule
+from decoder.model.bitwise import FREE, Bitwise, BitwiseSetting, PassRule
 from decoder.model.fast_layers import FastLayers, tested_layers, tested_rotary
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
@@ -209,37 +209,34 @@ class Target:
         mask: torch.Tensor | None = None,
         observed: int = 0,
     ) -> PassOutput:
-        """`_run` for one text, recorded and replayed if passes are."""
+        """`_run` for one text, padded as the `PassRule` demands, recorded and replayed if passes are."""
+        rule = self._rule if cache.purpose == "text" else None
+        count, padding = len(tokens), 0 if rule is None else rule.padding(len(tokens))
         if isinstance(tokens, torch.Tensor):
             ids = torch.stack((tokens, upload(positions, self.device)))
         else:
             ids = torch.tensor([list(tokens), list(positions)])
-        if self._rule is not None and cache.purpose == "text":
-            return self._bitwise_pass(module, ids, cache, mask, observed)
-        count = len(tokens)
+        if padding:
+            # With the first token. No other token sees the padding, and its pairs are never committed.
+            ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
+        width, observed = count + padding, observed and observed + padding
+        text = self._text(width, positions, mask, cache)
+        # What a replay reads anew.
+        seen = text.mask if text.tails is None else text.tails
+        kind = module is self.model, width, seen is None, text.tails is None, observed
 
-        def run(ids: torch.Tensor, mask: torch.Tensor | None):
-            return self._run(module, ids, cache, [TextInPass(count, mask, cache.kv_length)], observed)
+        def run(ids: torch.Tensor, seen: torch.Tensor | None) -> PassOutput:
+            own = text._replace(mask=seen) if text.tails is None else text._replace(tails=seen)
+            return self._run(module, ids, cache, [own], observed)
 
-        self._begin(cache, count)
         # Under autocast a graph would refer to copies of the weights that are freed when the user's block ends.
-        if self.recorder is None or count > WIDEST_RECORDED or under_autocast() or not cache.recordable:
-            return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
-        kind = (module is self.model, count, mask is None, observed)
-        if kind not in cache.passes:
-            cache.passes[kind] = FixedPass(self.recorder, self.device)
-        return cache.passes[kind](run, ids, mask)
-
-    def _bitwise_pass(
-        self, module: nn.Module, ids: torch.Tensor, cache: LayeredCache, mask: torch.Tensor | None, observed: int
-    ) -> PassOutput:
-        """`_run` for one text on ids [2, T] in host memory, padded as the `PassRule` demands."""
-        count = ids.shape[1]
-        padding = self._rule.padding(count)
-        text = self._text(count + padding, ids[1].tolist(), mask, cache)
-        # Pad with the first token. No other token sees the padding, and its pairs are never committed.
-        ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
-        return self._run(module, ids, cache, [text], observed and observed + padding).first(count, padding)
+        if self.recorder is None or width > WIDEST_RECORDED or under_autocast() or not cache.recordable:
+            output = run(upload(ids, self.device), None if seen is None else upload(seen, self.device))
+        else:
+            if kind not in cache.passes:
+                cache.passes[kind] = FixedPass(self.recorder, self.device)
+            output = cache.passes[kind](run, ids, seen)
+        return output.first(count, padding) if padding else output
 
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
         """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
@@ -248,10 +245,13 @@ class Target:
             return TextInPass(count, mask, cache.kv_length)
         length = cache.get_seq_length()
         depths = [position - length for position in positions]
+        if self._rule.attention is None:
+            return TextInPass(count, tails=tail_slots(length, depths, mask, count))
         return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, self._rule.attention))
 
     def _begin(self, cache: LayeredCache, count: int) -> None:
-        spare = SPARE if self._rule is not None and cache.purpose == "text" else 0
+        on_host = self._rule is not None and self._rule.attention is not None
+        spare = SPARE if on_host and cache.purpose == "text" else 0
         cache.prepare(self.layers, None if self.recorder is None else self.pool, spare)
         cache.begin(count)
 
@@ -277,12 +277,8 @@ class Target:
             By layer, the queries [1, H, T, D] of the last ``observed`` tokens, or of all if there are fewer.
         """
         queries: dict[int, torch.Tensor] = {}
-        # A chunk of another size comes first, so that the last one has all queries that are observed.
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
-        if self._rule is not None:
-            size = self._rule.most or (size - size % self._rule.multiple or size)
-        starts = [0, *range(len(tokens) % size or size, len(tokens), size)]
-        for start, end in pairwise([*starts, len(tokens)] if tokens else []):
+        for start, end in pairwise((self._rule or FREE).borders(len(tokens), size)):
             last = observed if end == len(tokens) else 0
             positions = range(cache.length, cache.length + end - start)
             output = self._pass(self.decoder, tokens[start:end], positions, cache, observed=last)
@@ -332,9 +328,10 @@ class Target:
 
     def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
-        padding = 0 if self.recorder is None else self.width(nodes) - nodes
+        # A pass that obeys a rule is padded by it.
+        padding = 0 if self.recorder is None or self._rule is not None else self.width(nodes) - nodes
         # Padding sees only itself, and no node sees it. Chains get a mask too, so that they share a pass with trees.
-        fixed = self.recorder is not None and nodes + padding > 1
+        fixed = self.recorder is not None and self._rule is None and nodes + padding > 1
         mask = tree.ancestor_mask(nodes + padding if fixed else None)
         positions = [cache.length + depth for depth in tree.depths] + [cache.length] * padding
         tokens = tree.tokens + [tree.tokens[0]] * padding
