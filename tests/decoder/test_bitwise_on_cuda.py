@@ -1,15 +1,19 @@
 """Bit for bit on CUDA: passes of one width, recorded; here a tape and stand-ins take the place of CUDA and kernels."""
 
+import time
 from itertools import pairwise
+from statistics import median
 
 import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.kernels import bitwise_split_kv
+from decoder.kernels.norms import rms_norm
 from decoder.model import bitwise, bitwise_test
 from decoder.model.bitwise import FREE, PassRule
 from decoder.model.target import Target
+from decoder.sampling import filters
 
 from .conftest import VOCAB, all_heads, tiny_llama
 from .tape import TapeRecorder
@@ -23,9 +27,14 @@ NEW = 14
 KERNELS = bitwise_split_kv.bitwise_split_kv_attention
 
 
+FILTERED = SamplingParams(seed=3, temperature=1.2, top_p=0.9, eta_cutoff=0.01)
+
+
 @pytest.fixture(autouse=True)
-def narrow(monkeypatch):
+def narrow(monkeypatch, request):
     """Fewer rows than on CUDA, since each of them is a loop of a stand-in; chunks not much wider."""
+    if request.node.get_closest_marker("gpu"):
+        return
     monkeypatch.setattr(bitwise, "_WIDTH_ON_CUDA", WIDTH)
     monkeypatch.setattr(bitwise, "_CHUNKS_ON_CUDA", (48,))
 
@@ -98,6 +107,21 @@ def test_the_kind_of_cache_changes_no_bit(as_on_cuda, prompt, monkeypatch):
     while len(growing) < NEW:
         growing += next(stream).token_ids
     assert growing[:NEW] == tokens
+
+
+@pytest.mark.parametrize("part", ["filter_top_p", "filter_eta", "log_softmax"])
+def test_sums_over_the_vocabulary_do_not_follow_from_the_number_of_nodes(as_on_cuda, prompt, part, monkeypatch):
+    """On a device whose sums do: it would show in the log-probabilities."""
+    owner = torch.Tensor if part == "log_softmax" else filters
+    plain = getattr(owner, part)
+
+    def leaning(logits, *args):
+        return plain(logits * (1 + 2**-20 * (logits.ndim > 1 and len(logits) > 1)), *args)
+
+    dec = on_cuda(tiny_llama(torch.float32))
+    monkeypatch.setattr(owner, part, leaning)
+    expected = generated(dec, prompt, sampling=FILTERED)
+    assert generated(dec, prompt, "prompt-lookup", sampling=FILTERED) == expected
 
 
 def test_prompts_are_cut_where_passes_may_end():
@@ -232,3 +256,62 @@ def test_the_kernels_themselves_in_a_generation(as_on_cuda, prompt, monkeypatch)
     plain = generated(dec, prompt[:6], new=3)
     assert plain[0] == expected[0] and plain[1] == pytest.approx(expected[1], abs=1e-4)
     assert generated(dec, prompt[:6], "suffix", 3) == plain
+
+
+def larger_llama(dtype, **overrides):
+    """Of sizes at which libraries have a choice of kernels."""
+    sizes = dict(hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=2)
+    model = tiny_llama(dtype, **{**sizes, **overrides})
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    return model.cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_every_method_gives_the_bits_of_plain_decoding(dtype):
+    """Behind more than a split of the prompt; the texts cross several places where tails begin to move."""
+    model = larger_llama(dtype)
+    small = larger_llama(dtype, seed=2, num_hidden_layers=1)
+    dec = Decoder(model, heads=all_heads(model), draft_model=small, bitwise=True)
+    assert dec.bitwise, dec.report()
+    prompt = torch.randint(VOCAB, (1500,), generator=torch.Generator().manual_seed(4)).tolist()
+    plain = generated(dec, prompt, new=150)
+    for name in methods():
+        for options in (OPTIONS, TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20, budget=256)):
+            assert generated(dec, prompt, name, 150, options) == plain, (name, dec.report())
+    tokens, *scores = plain
+    for cut in (1, 40, 101):
+        rest = generated(dec, prompt + tokens[:cut], "suffix", 150 - cut)
+        assert rest == (tokens[cut:], *(score[cut:] for score in scores)), dec.report()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_norms_have_the_same_bits_for_any_number_of_rows(dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    for size in (64, 576, 4096, 5120):
+        x, weight = (torch.randn(*shape, size, generator=generator, device="cuda").to(dtype) for shape in ((512,), ()))
+        whole = rms_norm(x, weight, 1e-5)
+        for rows in (1, 2, 7, 64, 300):
+            assert torch.equal(rms_norm(x[-rows:], weight, 1e-5), whole[-rows:]), (size, rows)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_costs_little():
+    """A model of a billion parameters in bfloat16: a token of `ar` and reading a prompt, in turn with and without."""
+    shape = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)
+    with torch.device("cuda"):
+        model = tiny_llama(torch.bfloat16, **shape, num_hidden_layers=16, vocab_size=32_000)
+    decoders = [Decoder(model, bitwise=on) for on in (False, True)]
+    assert decoders[1].bitwise, decoders[1].report()
+    prompt = torch.randint(32_000, (2048,), generator=torch.Generator().manual_seed(4)).tolist()
+    decoding, prefill = [], []
+    for _ in range(6):
+        stats = [dec.generate(prompt, 100, "ar", SAMPLING).stats for dec in decoders]
+        decoding.append(stats[1].decode_seconds / stats[0].decode_seconds)
+        prefill.append(stats[1].prefill_seconds / stats[0].prefill_seconds)
+        time.sleep(0.1)
+    # The first turn records.
+    print(f"decoding {median(decoding[1:]):.3f}, prefill {median(prefill[1:]):.2f}\n{decoders[1].report()}")
+    assert median(decoding[1:]) < 1.25

@@ -205,3 +205,33 @@ def test_a_token_is_rotated_as_it_is_alone(dtype):
         at = slice(token, token + 1)
         for one, all_of_them in zip(rotate(q[:, :, at], k[:, :, at], cos[:, at], sin[:, at]), together, strict=True):
             assert torch.equal(one, all_of_them[:, :, at])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 2, 256)])
+def test_passes_its_own_test_on_a_gpu(monkeypatch, heads, kv_heads, dim, dtype):
+    monkeypatch.undo()
+    assert bitwise_test.kernel_fault(AttentionShape(heads, kv_heads, dim, dim, dtype), DEVICE) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_captured_graph_follows_the_text_with_the_bits_of_a_launch(monkeypatch, dtype):
+    monkeypatch.undo()
+    query, key, value = case(40_000, dtype, 32, 8, 128)
+    trees = [(length, random_tree(length)) for length in (0, 95, 1087, 5000, 40_000)]
+    slots = [tail_slots(length, tree.depths, tree.ancestor_mask(), NODES).to(DEVICE) for length, tree in trees]
+    key[key.isnan()] = value[value.isnan()] = 0
+    tails = slots[0].clone()
+    bitwise_split_kv_attention(query, key, value, tails, SCALING)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = bitwise_split_kv_attention(query, key, value, tails, SCALING)
+    for (length, tree), own in zip(trees, slots, strict=True):
+        tails.copy_(own)
+        graph.replay()
+        assert torch.equal(output, bitwise_split_kv_attention(query, key, value, own, SCALING))
+        for node in (0, NODES - 1):
+            assert torch.equal(alone(query, key, value, length, tree, node)[:, :, 0], output[:, :, node])

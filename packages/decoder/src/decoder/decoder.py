@@ -59,7 +59,7 @@ class Decoder:
         draft_model: a small model with the same vocabulary, for methods that draft with one.
         bitwise: whether a token's logits must have the same bits whatever else is in its pass, so that no rounding can
             ever change a text. "auto" switches this on where tests of about a second show that it holds, which can be
-            on a CPU, in float32 and half precision.
+            on a CPU, in float32 and half precision; on CUDA it must be True.
         prefix_cache_bytes: how much of the caches of texts that have ended is kept, for prompts that begin like them;
             0 keeps nothing. See `PrefixReuse`.
 

@@ -188,7 +188,8 @@ class Engine:
                 walks[sequence] = sequence.rule(tree, verification.logits, sequence.sampler)
                 continue
             with _failure_of(sequence):
-                draws = TreeDraws(tree, verification.logits, sequence.sampler)
+                apart = self.target.bitwise.rule is not None
+                draws = TreeDraws(tree, verification.logits, sequence.sampler, apart)
                 own = [DeferredRead(draws.numbers, draws.read)]
                 if isinstance(sequence.drafter, DraftsAhead):
                     drafts = sequence.drafter.draft_ahead(verification, draws)
