@@ -58,12 +58,13 @@ def test_a_pass_reads_a_tied_embedding_and_of_an_untied_one_only_the_head():
     assert untied.read_parameters == untied.parameters - 128256 * 4096
 
 
-def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch):
-    # With bitwise, 128 slots more.
-    dec = decoder.load(str(data / "reference-model"), heads=str(data / "heads-chained"), bitwise=False)
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch, bitwise):
+    dec = decoder.load(str(data / "reference-model"), heads=str(data / "heads-chained"), bitwise=bitwise)
     shape = plan.ModelShape.of(dec.model)
     options = decoder.TokenSwiftOptions(tree=(1, 2), ngrams=2, budget=70)
-    made = plan.plan_method("tokenswift", shape, 100, 20, options)
+    made = plan.plan_method("tokenswift", shape, 100, 20, options, spare=dec.target.spare)
+    assert dec.target.spare == 128 * bitwise
     # 1 + (1 + 2) nodes of the tree, and 2 n-grams of 4 tokens.
     assert made.nodes == 4 + 8
     seen = {}
@@ -78,7 +79,8 @@ def test_caches_are_as_large_as_the_decoders_own(data, monkeypatch):
 
     monkeypatch.setattr(decoder.decoder, "Engine", Watched)
     dec.generate(list(range(100)), 20, method="tokenswift", options=options, ignore_eos=True)
-    assert seen["full"] == made.full_cache + made.tree - made.nodes**2
+    padded = shape.cache_bytes(dec.target.slots(made.nodes) - made.nodes)
+    assert seen["full"] == made.full_cache + made.tree - made.nodes**2 + padded
     assert seen["partial"] == made.draft_cache
 
 

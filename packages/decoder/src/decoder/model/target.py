@@ -174,7 +174,7 @@ class Target:
     def patched(self) -> Iterator[None]:
         """A block in which drafters may call parts of the model (final norm, head, draft heads) in their fast version.
 
-        The model's own layers are patched for each pass only, see `_running`. The block lasts for one step, so that
+        The model's own layers are patched for each pass only, see `ModelPass`. The block lasts for one step, so that
         between two chunks of a stream the model is as the user made it.
         """
         with replaced(self.replacements().called):
@@ -210,8 +210,8 @@ class Target:
         observed: int = 0,
     ) -> PassOutput:
         """`_run` for one text, padded as the `PassRule` demands, recorded and replayed if passes are."""
-        rule = self._rule if cache.purpose == "text" else None
-        count, padding = len(tokens), 0 if rule is None else rule.padding(len(tokens))
+        rule, count = self._rule if cache.purpose == "text" else None, len(tokens)
+        padding = 0 if rule is None else rule.padding(count)
         if isinstance(tokens, torch.Tensor):
             ids = torch.stack((tokens, upload(positions, self.device)))
         else:
@@ -221,7 +221,6 @@ class Target:
             ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
         width, observed = count + padding, observed and observed + padding
         text = self._text(width, positions, mask, cache)
-        # What a replay reads anew.
         seen = text.mask if text.tails is None else text.tails
         kind = module is self.model, width, seen is None, text.tails is None, observed
 
@@ -250,9 +249,8 @@ class Target:
         return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, self._rule.attention))
 
     def _begin(self, cache: LayeredCache, count: int) -> None:
-        on_host = self._rule is not None and self._rule.attention is not None
-        spare = SPARE if on_host and cache.purpose == "text" else 0
-        cache.prepare(self.layers, None if self.recorder is None else self.pool, spare)
+        pool = None if self.recorder is None else self.pool
+        cache.prepare(self.layers, pool, self.spare if cache.purpose == "text" else 0)
         cache.begin(count)
 
     def begin_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
@@ -303,6 +301,11 @@ class Target:
         return self.width(nodes)
 
     @property
+    def spare(self) -> int:
+        """Slots behind a text's last one at which attention may look: on a CPU, where it is by position."""
+        return SPARE if self._rule is not None and self._rule.attention is not None else 0
+
+    @property
     def most_nodes(self) -> int | None:
         """The largest number of nodes that a tree may have; None if there is no limit."""
         return None if self._rule is None else self._rule.most
@@ -328,11 +331,11 @@ class Target:
 
     def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
-        # A pass that obeys a rule is padded by it.
-        padding = 0 if self.recorder is None or self._rule is not None else self.width(nodes) - nodes
+        # Where a rule holds, `_pass` pads.
+        fixed = self.recorder is not None and self._rule is None
+        padding = self.width(nodes) - nodes if fixed else 0
         # Padding sees only itself, and no node sees it. Chains get a mask too, so that they share a pass with trees.
-        fixed = self.recorder is not None and self._rule is None and nodes + padding > 1
-        mask = tree.ancestor_mask(nodes + padding if fixed else None)
+        mask = tree.ancestor_mask(nodes + padding if fixed and nodes + padding > 1 else None)
         positions = [cache.length + depth for depth in tree.depths] + [cache.length] * padding
         tokens = tree.tokens + [tree.tokens[0]] * padding
         observed = len(tokens) if observe else 0
