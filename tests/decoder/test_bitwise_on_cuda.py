@@ -17,7 +17,7 @@ from decoder.sampling import filters
 
 from .conftest import VOCAB, all_heads, tiny_llama
 from .tape import TapeRecorder
-from .test_families import FAMILIES, ONCE_EACH, tiny
+from .test_families import FAMILIES, tiny
 from .test_graphs import Unrecorded
 
 SAMPLING = SamplingParams(seed=3, min_p=0.05, repetition_penalty=1.1, penalty_window=20)
@@ -145,6 +145,11 @@ def test_it_is_off_unless_it_is_asked_for(as_on_cuda):
         on_cuda(tiny("mixtral", torch.float32))
 
 
+def test_heads_whose_addresses_are_not_aligned_are_refused(as_on_cuda):
+    with pytest.raises(ValueError, match="bitwise cannot be had here: keys of 6 numbers and values of 6 do not fill"):
+        on_cuda(tiny_llama(torch.float32, hidden_size=24))
+
+
 def replaced_forward(model, lean):
     """Change one layer's products by ``lean(x)`` for its input."""
     layer = model.model.layers[0].mlp.up_proj
@@ -224,7 +229,7 @@ EVERY_DAY = ("gpt2", "granite", "gemma")
 @pytest.mark.parametrize(
     "family",
     # A minute in all, for what the families' own tests and those above show apart.
-    [pytest.param(family, marks=[] if family in EVERY_DAY else pytest.mark.slow) for family in ONCE_EACH],
+    [pytest.param(family, marks=[] if family in EVERY_DAY else pytest.mark.slow) for family in FAMILIES],
 )
 def test_families_hold_it_or_say_why_not(as_on_cuda, prompt, family):
     model_type, overrides = FAMILIES[family]
