@@ -42,6 +42,15 @@ def attention(dtype, heads, groups, dim, new, causal, capacity):
     split_kv_attention(query, cache, cache, torch.empty(1, dtype=torch.int64, device="meta"), mask, 0.1)
 
 
+def attention_by_position(dtype, heads, groups, dim, new, capacity):
+    from decoder.kernels.bitwise_split_kv import bitwise_split_kv_attention
+
+    query = torch.empty(1, new, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
+    cache = torch.empty(1, groups, capacity, dim, dtype=dtype, device="meta")
+    tails = torch.empty(new, 97, dtype=torch.int64, device="meta")
+    bitwise_split_kv_attention(query, cache, cache, tails, 0.1)
+
+
 def rotary(dtype, heads, groups, dim, new):
     from decoder.kernels.rotary import rotate
 
@@ -65,6 +74,7 @@ def usage(kernel):
     looked_for = ("wgmma", "mma.sync", "cp.async.cg", "tf32", "ld.global.v4", "st.global.v4")
     return dict(
         name=kernel.metadata.name,
+        code=kernel.hash,
         warps=kernel.metadata.num_warps,
         shared=kernel.metadata.shared,
         registers=int(registers),
@@ -78,7 +88,7 @@ def main():
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from decoder.kernels import split_kv
+    from decoder.kernels import bitwise_split_kv, split_kv
 
     gpu = ""
     # What was compiled for one device is not taken for another.
@@ -89,14 +99,16 @@ def main():
             get_current_target=lambda: GPUTarget("cuda", GPUS[gpu][0], 32),
         )
     )
-    split_kv.device_properties = lambda _: split_kv.Device(*GPUS[gpu][1:], hopper=GPUS[gpu][0] == 90)
+    for module in (split_kv, bitwise_split_kv):
+        module.device_properties = lambda _: split_kv.Device(*GPUS[gpu][1:], hopper=GPUS[gpu][0] == 90)
     kernels, run = [], JITFunction.run
     # Compiled instead of launched.
     JITFunction.run = lambda *args, **named: kernels.append(run(*args, **{**named, "warmup": True}))
     for call in json.loads(sys.argv[1]):
         kernels.clear()
         gpu = call.pop("gpu")
-        function = {"attention": attention, "rotary": rotary}[call.pop("function")]
+        functions = attention, attention_by_position, rotary
+        function = {each.__name__: each for each in functions}[call.pop("function")]
         function(getattr(torch, call.pop("dtype")), **call)
         print(json.dumps([usage(kernel) for kernel in kernels]), flush=True)
 

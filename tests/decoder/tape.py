@@ -5,6 +5,8 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decoder.kernels.bitwise_attention import COLUMNS
+
 # What makes the host wait for a device, or sends it numbers from memory that may have changed since.
 _FORBIDDEN = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "lift_fresh", "bincount")
 
@@ -112,3 +114,22 @@ def eager_attention(query, key, value, kv_length, mask, scaling):
     )
     scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ value
+
+
+def eager_attention_by_position(query, key, value, tails, scaling, places=512):
+    """What the kernels of attention by position compute, a token at a time, over as many keys whatever it sees."""
+    heads, new = query.shape[1:3]
+    place = torch.arange(places, device=key.device)
+    in_tail = place - tails[:, :1]
+    slots = torch.where(in_tail < 0, place, tails[:, 1:].gather(1, in_tail.clamp(0, COLUMNS - 1)))
+    slots = torch.where(in_tail < COLUMNS, slots, -1)
+    rows = query[0].reshape(key.shape[1], -1, new, query.shape[3]).unbind(2)
+    outputs = []
+    for row, index in zip(rows, slots.unbind(), strict=True):
+        own_key, own_value = (
+            pairs[0].index_select(1, index.clamp_min(0)).masked_fill((index < 0)[:, None], 0).double()
+            for pairs in (key, value)
+        )
+        scores = (row.double() @ own_key.mT * scaling).masked_fill(index < 0, -torch.inf)
+        outputs.append((scores.softmax(-1) @ own_value).reshape(heads, -1).to(query.dtype))
+    return torch.stack(outputs, 1)[None]

@@ -14,6 +14,11 @@ def attention(gpu, dtype, heads, groups, dim, new, causal=False):
     return dict(shape, gpu=gpu, function="attention", dtype=dtype, causal=causal)
 
 
+def by_position(gpu, dtype, heads, groups, dim, new=64, capacity=131_072):
+    shape = dict(heads=heads, groups=groups, dim=dim, new=new, capacity=capacity)
+    return dict(shape, gpu=gpu, function="attention_by_position", dtype=dtype)
+
+
 def rotary(dtype, dim, new):
     return dict(gpu="H200", function="rotary", dtype=dtype, heads=32, groups=8, dim=dim, new=new)
 
@@ -29,6 +34,13 @@ CALLS = {
     "attention on Ampere": [
         attention("RTX 3090", "bfloat16", 32, 8, 128, new=1),
         attention("RTX 3090", "float64", 32, 8, 64, new=24),
+    ],
+    "attention by position": [
+        by_position("H200", "bfloat16", 32, 8, 128),
+        by_position("H200", "bfloat16", 32, 8, 128, new=1, capacity=1000),
+        by_position("H200", "bfloat16", 32, 8, 128, new=17, capacity=77),
+        by_position("A100", "bfloat16", 9, 3, 64),
+        by_position("RTX 3090", "float32", 8, 2, 256),
     ],
     "rotary": [rotary("bfloat16", 128, new=1), rotary("bfloat16", 80, new=24), rotary("float32", 128, new=1)],
 }
@@ -82,3 +94,17 @@ def test_rotary_without_spills_and_in_wide_loads(kernels):
         (kernel,) = compiled_for_it
         assert kernel["stack"] == 0, "registers spill"
         assert {"ld.global.v4", "st.global.v4"} <= set(kernel["instructions"])
+
+
+def test_attention_by_position_is_one_program_for_all_passes_and_caches(kernels):
+    """Two versions of a kernel might sum in different orders."""
+    whole, one, few, ampere, exact = kernels["attention by position"]
+    assert (
+        [kernel["code"] for kernel in one] == [kernel["code"] for kernel in whole] == [kernel["code"] for kernel in few]
+    )
+    for prefix, tail in (whole, ampere, exact):
+        assert (prefix["name"], tail["name"]) == ("attend_prefix", "attend_tail")
+        assert prefix["stack"] <= 64 and tail["stack"] == 0, "registers spill"
+        assert "cp.async.cg" in prefix["instructions"], "keys are not fetched ahead"
+    assert "wgmma" in whole[0]["instructions"] and "mma.sync" in ampere[0]["instructions"]
+    assert not {"mma.sync", "wgmma", "tf32"} & set(exact[0]["instructions"]), "float32 products are rounded"

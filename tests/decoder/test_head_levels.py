@@ -130,18 +130,6 @@ def test_branch_scores_are_the_draft_scores_of_each_path():
     torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_heads_saved_in_bfloat16_stay_so_on_a_cpu_that_multiplies_it(model, prompt, tmp_path, native, monkeypatch):
-    monkeypatch.setattr("decoder.decoder.fast_bfloat16", lambda device: native)
-    random_heads(model, kind="gated").bfloat16().save_pretrained(tmp_path)
-    model = type(model)(model.config).eval()
-    dec = Decoder(model, heads=tmp_path)
-    assert {p.dtype for p in dec.heads["gated"].parameters()} == {torch.bfloat16 if native else torch.float32}
-    sampling = SamplingParams(seed=1)
-    tokens = [dec.generate(prompt, 40, method, sampling, ignore_eos=True).token_ids for method in ("ar", "auto")]
-    assert tokens[0] == tokens[1]
-
-
 @pytest.mark.parametrize("own_level", [False, True])
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,10 +7,12 @@ from triton.runtime import interpreter
 
 def repair_emulation() -> None:
     """Run-time loop bounds with NumPy from 2.4 on, and products of bfloat16, which it multiplies as the integers of
-    their bits."""
-    if not knobs.runtime.interpret:
+    their bits. Functions that kernels call are made ready once and not in every call, which is half of the time."""
+    if not knobs.runtime.interpret or hasattr(interpreter, "_repaired"):
         return
+    interpreter._repaired = True
     patch_tensor, multiply = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    call, ready = interpreter.InterpretedFunction.__call__, set()
 
     def patch_tensor_and_index(tensor, scope):
         patch_tensor(tensor, scope)
@@ -21,5 +23,13 @@ def repair_emulation() -> None:
             left, right = (self.cast_impl(factor, tl.float32) for factor in (left, right))
         return multiply(self, left, right, sums, *args)
 
+    def call_ready(self, *args, **kwargs):
+        # What is changed in its module's language stays so.
+        if self.fn.__module__ in ready:
+            return self.rewrite()(*args, **kwargs)
+        ready.add(self.fn.__module__)
+        return call(self, *args, **kwargs)
+
     interpreter._patch_lang_tensor = patch_tensor_and_index
     interpreter.InterpreterBuilder.create_dot = multiply_wider
+    interpreter.InterpretedFunction.__call__ = call_ready

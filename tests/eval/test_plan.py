@@ -63,7 +63,7 @@ def test_a_pass_reads_a_tied_embedding_and_of_an_untied_one_only_the_head():
 def held(data, monkeypatch):
     """By what a method decodes, the bytes of the full cache and of the drafter's own caches."""
 
-    def held(method: str, heads: str | None, options: decoder.TokenSwiftOptions, prompt: int = 100, new: int = 20):
+    def held(method: str, heads: str | None, options: decoder.TokenSwiftOptions, bitwise: bool = False):
         seen = {}
 
         class Watched(decoder.decoder.Engine):
@@ -79,19 +79,21 @@ def held(data, monkeypatch):
                 return stepped
 
         monkeypatch.setattr(decoder.decoder, "Engine", Watched)
-        # With bitwise, 128 slots more.
         folder = None if heads is None else str(data / heads)
-        dec = decoder.load(str(data / "reference-model"), heads=folder, bitwise=False)
-        dec.generate([token % 250 for token in range(prompt)], new, method, options=options, ignore_eos=True)
+        dec = decoder.load(str(data / "reference-model"), heads=folder, bitwise=bitwise)
+        dec.generate(list(range(100)), 20, method, options=options, ignore_eos=True)
         return dec, seen
 
     return held
 
 
-def test_caches_are_as_large_as_the_decoders_own(held):
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_caches_are_as_large_as_the_decoders_own(held, bitwise):
     options = decoder.TokenSwiftOptions(tree=(1, 2), ngrams=2, budget=70)
-    dec, seen = held("tokenswift", "heads-chained", options)
-    made = plan.plan_method("tokenswift", plan.ModelShape.of(dec.model), 100, 20, options)
+    dec, seen = held("tokenswift", "heads-chained", options, bitwise)
+    assert dec.target.spare == 128 * bitwise
+    shape = plan.ModelShape.of(dec.model)
+    made = plan.plan_method("tokenswift", shape, 100, 20, options, spare=dec.target.spare)
     # 1 + (1 + 2) nodes of the tree, and 2 n-grams of 4 tokens.
     assert made.nodes == 4 + 8
     assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}

@@ -20,7 +20,6 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine, Fits
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
-from decoder.kernels.packed_linear import fast_bfloat16
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
@@ -59,7 +58,7 @@ class Decoder:
         draft_model: a small model with the same vocabulary, for methods that draft with one.
         bitwise: whether a token's logits must have the same bits whatever else is in its pass, so that no rounding can
             ever change a text. "auto" switches this on where tests of about a second show that it holds, which can be
-            on a CPU, in float32 and half precision.
+            on a CPU, in float32 and half precision; on CUDA it must be True.
         prefix_cache_bytes: how much of the caches of texts that have ended is kept, for prompts that begin like them;
             0 keeps nothing. See `PrefixReuse`.
 
@@ -101,7 +100,7 @@ class Decoder:
                 self.target.read_features(module.target_layers)
             else:
                 module.check_fits(self.target.hidden_size, self.target.vocab_size)
-            self.heads[module.kind] = module.to(self.target.device, self._heads_dtype(module)).eval()
+            self.heads[module.kind] = module.to(self.target.device, self.target.lm_head.weight.dtype).eval()
             module.check_finite()
             self.target.speed_up(module)
             # Its copy of rows of the language-model head is made now, and not in the first step.
@@ -110,14 +109,6 @@ class Decoder:
             raise ValueError(
                 f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"
             )
-
-    def _heads_dtype(self, heads: Heads) -> torch.dtype:
-        """The model's dtype; but heads saved in bfloat16 stay so on a CPU that multiplies it, to read fewer bytes."""
-        wanted = self.target.lm_head.weight.dtype
-        saved = {parameter.dtype for parameter in heads.parameters()}
-        if saved == {torch.bfloat16} and wanted == torch.float32 and fast_bfloat16(self.target.device):
-            return torch.bfloat16
-        return wanted
 
     def generate(
         self,

@@ -25,7 +25,7 @@ from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
 
-_PROMPT_TOKENS = 512  # of prompts that a step takes beside texts that are decoded, however small passes must be
+_PROMPT_TOKENS = 512  # of prompts, after which a step takes no more where texts wait for tokens
 
 Fits = Callable[[list[Sequence], Sequence], bool]
 """Tells whether a waiting sequence (the second argument) may join those that are running."""
@@ -109,8 +109,8 @@ class Engine:
         it. Else all prompts are run to their end.
         """
         others_wait = any(not sequence.done and sequence not in self._prefills for sequence in self.running)
-        tokens, most = 0, max(_PROMPT_TOKENS, self.target.prefill_chunk)
-        while self._prefills and not (others_wait and tokens >= most):
+        tokens = 0
+        while self._prefills and not (others_wait and tokens >= _PROMPT_TOKENS):
             sequence, rest = next(iter(self._prefills.items()))
             with _failure_of(sequence), self.target.patched():
                 try:
@@ -192,7 +192,8 @@ class Engine:
                 walks[sequence] = sequence.rule(tree, verification.logits, sequence.sampler)
                 continue
             with _failure_of(sequence):
-                draws = TreeDraws(tree, verification.logits, sequence.sampler)
+                apart = self.target.bitwise.rule is not None
+                draws = TreeDraws(tree, verification.logits, sequence.sampler, apart)
                 own = [DeferredRead(draws.numbers, draws.read)]
                 if isinstance(sequence.drafter, DraftsAhead):
                     drafts = sequence.drafter.draft_ahead(verification, draws)

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Generator
+from itertools import pairwise
 
 from decoder.drafters.base import ReadsFeatures
-from decoder.model.prompt_chunks import prompt_chunks
 from decoder.model.target import Target
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
@@ -31,7 +31,8 @@ def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None) ->
         prefixes = None
     reused = None if prefixes is None else prefixes.take_over(prompt, cache, observed)
     statistics.reused_tokens = 0 if reused is None else reused.count
-    chunks, queries = prompt_chunks(statistics.reused_tokens, len(prompt), target.prefill_chunk), {}
+    first, queries = statistics.reused_tokens, {}
+    chunks = list(pairwise(first + border for border in target.prefill_borders(len(prompt) - first)))
     for place, (begin, end) in enumerate(chunks, start=1):
         last = place == len(chunks)
         queries = target.prefill(prompt[begin:end], cache, observed if last else 0, read)

@@ -114,10 +114,13 @@ class ModelShape:
         """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
         return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.value_bytes
 
-    def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA) -> tuple[int, int]:
-        """Bytes of a full cache of that form, on the device and in host memory."""
-        kept, layers = self.kept_bytes(tokens, form), form.working_layers(device)
-        working = self.cache_bytes(tokens) * layers // self.layers
+    def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA, spare: int = 0) -> tuple[int, int]:
+        """Bytes of a full cache of that form, on the device and in host memory.
+
+        ``spare`` are slots behind the text in the buffers that passes look at.
+        """
+        kept, layers = self.kept_bytes(tokens + spare * form.plain, form), form.working_layers(device)
+        working = self.cache_bytes(tokens + spare) * layers // self.layers
         if not form.offload:
             return kept + working, 0
         # Codes arrive on the device before they are restored there.
@@ -189,12 +192,14 @@ def plan_method(
     heads_cache: int = 0,
     draft_model: ModelShape | None = None,
     device: torch.device = CUDA,
+    spare: int = 0,
 ) -> MethodPlan:
     """The plan of one of `HELD`.
 
     ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones, and ``heads_cache`` those that they
-    keep of the text. ``device`` is where passes run. Where ``options`` have no tree, methods that then choose one in
-    each step get room for the widest; what they read depends on what they choose, and is told as of one level of heads.
+    keep of the text. ``device`` is where passes run, and ``spare`` the target's own. Where ``options`` have no tree,
+    methods that then choose one in each step get room for the widest; what they read depends on what they choose, and
+    is told as of one level of heads.
 
     Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa and
     tokenswift-fused the heads and the language-model head; magicdec as many over weights and small cache as the tree
@@ -212,7 +217,7 @@ def plan_method(
     )
     if issubclass(tuned := drafter_class(method, options), CostTuned):
         nodes = tuned.max_nodes
-    full_cache, host_cache = model.full_cache(prompt_tokens + max_new_tokens, CacheForm.of(options), device)
+    full_cache, host_cache = model.full_cache(prompt_tokens + max_new_tokens, CacheForm.of(options), device, spare)
     return MethodPlan(
         nodes=nodes,
         depth=depth,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
-from decoder.kernels import split_kv
+from decoder.kernels import bitwise_split_kv, split_kv
 from decoder.kernels.bitwise_attention import BitwiseText, attend_tokens
 
 NAME = "tokenswift"
@@ -41,12 +41,15 @@ class TextInPass(NamedTuple):
         kv_length: where given, the cached tokens' number L in device memory, int64 [1]; key and value are then whole
             buffers, whose entries from L on are the new ones, and what lies behind them means nothing.
         bitwise: where given, attention is by position; it has mask and length, and the cache to look at.
+        tails: where given, attention is by position on a device: `bitwise_attention.tail_slots` of the new tokens, in
+            device memory; key and value may be whole buffers.
     """
 
     tokens: int
     mask: torch.Tensor | None = None
     kv_length: torch.Tensor | None = None
     bitwise: BitwiseText | None = None
+    tails: torch.Tensor | None = None
 
 
 def tree_attention(
@@ -116,6 +119,9 @@ def _attend(
     """[B, H, T, D]: attention of one text's new tokens."""
     if text.bitwise is not None:
         return text.bitwise.attend(query, layer, scaling)
+    if text.tails is not None:
+        output = bitwise_split_kv.bitwise_split_kv_attention(query.to(key.dtype), key, value, text.tails, scaling)
+        return output.to(query.dtype)
     if text.kv_length is not None:
         output = split_kv.split_kv_attention(query.to(key.dtype), key, value, text.kv_length, text.mask, scaling)
         return output.to(query.dtype)

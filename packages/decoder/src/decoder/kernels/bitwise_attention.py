@@ -114,6 +114,66 @@ def tail_start(position: int) -> int:
     return STRIDE * (max(0, position - DEPTH) // STRIDE)
 
 
+def tail_slots(length: int, depths: Sequence[int], mask: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """Where the new tokens of a pass find their keys, for the kernels of a device: int64 [rows, 1 + COLUMNS].
+
+    A row has T(p), below which its token sees every slot of the cache, and then the slots of its tail in the order of
+    the text; -1 stands for keys that it does not see. Rows behind those of the tokens are padding, which sees itself.
+
+    Args:
+        length, depths, mask: as for `BitwiseText`; the new tokens' pairs stand in the slots from ``length`` on.
+        rows: how many rows the pass has, at least as many as there are new tokens.
+    """
+    slots = torch.full((rows, 1 + COLUMNS), -1)
+    slots[:, 0] = 0
+    slots[:, 1] = torch.arange(length, length + rows)
+    new = slots[: len(depths)]
+    for group in _groups(length, depths, mask):
+        columns = torch.arange(COLUMNS) if group.columns is None else group.columns
+        new[group.nodes, 0] = group.start
+        new[group.nodes, 1:] = (columns + group.start).masked_fill(group.mask < 0, -1)
+    return slots
+
+
+def _groups(length: int, depths: Sequence[int], mask: torch.Tensor | None) -> list[_Rows]:
+    """The new tokens by the beginnings of their tails; arguments as for `BitwiseText`."""
+    return _chain(length, len(depths)) if mask is None else _tree(length, depths, mask)
+
+
+def _chain(length: int, count: int) -> list[_Rows]:
+    groups, first = [], 0
+    while first < count:
+        start = tail_start(length + first)
+        end = min(count, start + COLUMNS - length)
+        mask = _causal_mask(length + first - start, end - first)
+        groups.append(_Rows(slice(first, end), end - first, start, COLUMNS, None, mask))
+        first = end
+    return groups
+
+
+def _tree(length: int, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]:
+    starts = [tail_start(length + depth) for depth in depths]
+    column, groups, distinct = torch.arange(COLUMNS), [], sorted(set(starts))
+    for start in distinct:
+        where: slice | torch.Tensor = slice(None)
+        if len(distinct) > 1:
+            where = torch.tensor([node for node, own in enumerate(starts) if own == start])
+        committed = length - start
+        # One column more than can be seen, of which no row has any weight.
+        width = max(COLUMNS, committed + len(depths) + 1)
+        width += -width % STRIDE
+        # What each sees, in the order of the text: the end of the committed one, then its ancestors and itself.
+        seen = mask[where]
+        ancestors = seen.cumsum(1)
+        unseen = column >= committed + ancestors[:, -1:]
+        columns = column.where(~unseen, width - 1)
+        rows, nodes = seen.nonzero(as_tuple=True)
+        columns[rows, ancestors[rows, nodes] + (committed - 1)] = nodes + committed
+        additive = torch.zeros(len(seen), COLUMNS).masked_fill_(unseen, -torch.inf)
+        groups.append(_Rows(where, len(seen), start, width, columns, additive))
+    return groups
+
+
 class BitwiseText:
     """One text's new tokens, and where each of them looks; made once per pass and used by all its layers.
 
@@ -129,40 +189,8 @@ class BitwiseText:
     def __init__(self, pairs: Pairs, length: int, depths: Sequence[int], mask: torch.Tensor | None, rule: Rule):
         self.pairs = pairs
         self.length, self.count, self.rule = length, len(depths), rule
-        self._groups = self._chain(len(depths)) if mask is None else self._tree(depths, mask)
+        self._groups = _groups(length, depths, mask)
         self._made: dict[tuple, _Near] = {}
-
-    def _chain(self, count: int) -> list[_Rows]:
-        groups, first = [], 0
-        while first < count:
-            start = tail_start(self.length + first)
-            end = min(count, start + COLUMNS - self.length)
-            mask = _causal_mask(self.length + first - start, end - first)
-            groups.append(_Rows(slice(first, end), end - first, start, COLUMNS, None, mask))
-            first = end
-        return groups
-
-    def _tree(self, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]:
-        starts = [tail_start(self.length + depth) for depth in depths]
-        column, groups, distinct = torch.arange(COLUMNS), [], sorted(set(starts))
-        for start in distinct:
-            where: slice | torch.Tensor = slice(None)
-            if len(distinct) > 1:
-                where = torch.tensor([node for node, own in enumerate(starts) if own == start])
-            committed = self.length - start
-            # One column more than can be seen, of which no row has any weight.
-            width = max(COLUMNS, committed + len(depths) + 1)
-            width += -width % STRIDE
-            # What each sees, in the order of the text: the end of the committed one, then its ancestors and itself.
-            seen = mask[where]
-            ancestors = seen.cumsum(1)
-            unseen = column >= committed + ancestors[:, -1:]
-            columns = column.where(~unseen, width - 1)
-            rows, nodes = seen.nonzero(as_tuple=True)
-            columns[rows, ancestors[rows, nodes] + (committed - 1)] = nodes + committed
-            additive = torch.zeros(len(seen), COLUMNS).masked_fill_(unseen, -torch.inf)
-            groups.append(_Rows(where, len(seen), start, width, columns, additive))
-        return groups
 
     def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
         """[1, H, T, Dv] of a layer's queries [1, H, T, D].

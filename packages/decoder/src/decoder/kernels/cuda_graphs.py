@@ -13,7 +13,8 @@ from decoder.kernels.host_reads import HostReadsRefused
 from decoder.kernels.transfers import overwrite, upload
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
-"""A forward pass: takes ids [2, T] (tokens, positions) and a mask [T, T] or None on the device; returns its outputs."""
+"""A forward pass: takes ids [2, T] (tokens, positions) and what each token sees (`TextInPass.mask` or its ``tails``) or
+None, on the device; returns its outputs."""
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BEYOND = 32  # wider passes have a multiple of this width
@@ -148,7 +149,7 @@ class FixedPass:
         return self._replay is not None or not self._recordable
 
     def __call__(self, run: Run, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        """The outputs of ``run`` for the tensors ids [2, T] and mask [T, T] or None.
+        """The outputs of ``run`` for the tensors ids [2, T] and mask or None.
 
         Since ``run`` may be recorded, it must do the same in every call, and whatever changes between calls must be in
         the inputs or in device memory.

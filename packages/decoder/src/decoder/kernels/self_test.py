@@ -14,8 +14,8 @@ from torch import nn
 from decoder.draft_heads import DraftHead
 from decoder.kernels import attention, norms, rotary, split_kv
 
-# Largest allowed error, relative to the largest number of a result.
-_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-5}
+ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-5}
+"""Largest allowed error, relative to the largest number of a result."""
 
 # New tokens of a pass, and whether they are a tree: a draft, a tree, a wide tree, a chunk of a prompt. Each has its own
 # tile sizes and is compiled when it first runs.
@@ -66,7 +66,7 @@ def split_kv_fault(shape: AttentionShape, device: torch.device) -> str | None:
             blocked = torch.ones(new, new, dtype=torch.bool, device=device).triu(1) if mask is None else ~mask
             seen = key[:, :, :end].double(), value[:, :, :end].double()
             expected = attention._one_softmax(query.double(), *seen, blocked, scaling)
-            fault = difference(actual, expected, _ALLOWED[shape.dtype])
+            fault = difference(actual, expected, ALLOWED[shape.dtype])
             if fault:
                 return f"{fault} at {new} tokens behind {length}"
     return None
@@ -82,7 +82,7 @@ def rotary_fault(shape: AttentionShape, device: torch.device) -> str | None:
         for dtype in {shape.dtype, torch.float32}:
             cos, sin = (_random(dtype, device)(1, tokens, dim) for _ in range(2))
             for actual, x in zip(rotary.rotate(q, k, cos, sin), (q, k), strict=True):
-                fault = difference(actual, _rotated(x, cos, sin), _ALLOWED[shape.dtype])
+                fault = difference(actual, _rotated(x, cos, sin), ALLOWED[shape.dtype])
                 if fault:
                     return f"{fault} at {tokens} tokens"
     return None
@@ -96,7 +96,7 @@ def rms_norm_fault(sizes: frozenset[tuple[int, torch.dtype]], device: torch.devi
         x, weight, eps = 3 * random(1, 5, size), random(size), 1e-6
         wide = x.double()
         expected = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-        fault = difference(norms.rms_norm(x, weight, eps), expected, _ALLOWED[dtype])
+        fault = difference(norms.rms_norm(x, weight, eps), expected, ALLOWED[dtype])
         if fault:
             return f"{fault} at size {size} in {_name(dtype)}"
     return None
@@ -119,7 +119,7 @@ def packed_fault(packed: Mapping[nn.Module, Callable]) -> str | None:
                 # The class's forward and not the module, since the user's hooks must not see the test input.
                 expected = type(module).forward(module, *inputs)
                 # The weights of heads are packed in half precision.
-                allowed = max(_ALLOWED[inputs[0].dtype], _ALLOWED[torch.half] if isinstance(module, DraftHead) else 0)
+                allowed = max(ALLOWED[inputs[0].dtype], ALLOWED[torch.half] if isinstance(module, DraftHead) else 0)
                 fault = difference(packed[module](*inputs), expected, allowed)
                 if fault:
                     return f"{fault} in a {type(owner).__name__} of {rows} rows"

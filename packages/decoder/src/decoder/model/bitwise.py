@@ -6,7 +6,7 @@ never decides between two tokens whose scores are nearly equal.
 """
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.kernels.bitwise_attention import Rule
-from decoder.kernels.fast_paths import BITWISE, fault_of
+from decoder.kernels.cublas import rounds_to_tf32
+from decoder.kernels.fast_paths import BITWISE, RECORDED, fault_of
 from decoder.kernels.packed_linear import product_of, under_autocast
 from decoder.model import bitwise_test
 
@@ -30,18 +31,20 @@ class PassRule(NamedTuple):
     """What every pass must obey so that the bits of its rows are independent of each other.
 
     Attributes:
-        attention: the rule for the products in attention.
+        attention: the rule for the products in attention on a CPU; None where kernels of a device need none.
         least: the least number of tokens in a pass; a shorter pass is padded.
         multiple: the number of tokens in a pass is padded to a multiple of this one,
         free: or to one of these numbers.
         most: the largest number of tokens in a pass, None if there is no limit; prompts are split and trees pruned.
+        chunk: a number of tokens above ``most`` that a piece of a prompt may have, None if there is none.
     """
 
-    attention: Rule
+    attention: Rule | None = None
     least: int = 1
     multiple: int = 1
     free: frozenset[int] = frozenset()
     most: int | None = None
+    chunk: int | None = None
 
     def padding(self, count: int) -> int:
         """How many tokens are added to a pass of ``count``."""
@@ -50,6 +53,20 @@ class PassRule(NamedTuple):
             padded += 1
         return padded - count
 
+    def borders(self, count: int, size: int) -> list[int]:
+        """Where a prompt of ``count`` tokens is cut, both ends included; into pieces of about ``size`` if that is free.
+
+        Shorter pieces come first, so that the last one has all queries that are observed.
+        """
+        most = self.most or size - size % self.multiple or size
+        chunk = self.chunk or most
+        rest = count % chunk
+        short = range(rest % most or most, rest, most)
+        return [*([0, *short] if rest else []), *range(rest, count + 1, chunk)]
+
+
+FREE = PassRule()
+"""The rule that asks for nothing."""
 
 # Results for each model, so that several decoders of one model test it once.
 _found: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PassRule | None, str]] = WeakKeyDictionary()
@@ -58,6 +75,12 @@ _found: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PassRule | None, str]
 # blocks of about six, and sums in another order in a block of one or two rows, which no multiple of three leaves over.
 # With the last one all passes have the same width.
 _WIDTHS = ((1, 1, None), (2, 1, None), (3, 3, None), (4, 4, None), (8, 8, None), (16, 16, 16))
+
+# On CUDA libraries choose other kernels for other numbers of rows, so all passes have this width. In half precision a
+# product of so many rows takes about as long as reading its weights, and trees of the paper's size fit. More rows would
+# be cut into tiles, whose sums may be split in different ways.
+_WIDTH_ON_CUDA = 64
+_CHUNKS_ON_CUDA = (512, 128)  # wider pieces of a prompt, where these turn out to have the same bits
 
 
 class Bitwise:
@@ -117,14 +140,14 @@ class Bitwise:
             runs = getattr(product_of(other) or other, "kind", type(other))
             return id(module), type(module), id(module.__dict__.get("forward")), hooks, type(weight), runs
 
-        around = torch.get_num_threads(), under_autocast(), target.recorder is not None
+        around = torch.get_num_threads(), under_autocast(), target.recorder is not None, rounds_to_tf32()
         return *around, target.lm_head.weight.dtype, tuple(map(of, target.model.modules()))
 
     def _find(self) -> tuple[PassRule | None, str]:
         """The cheapest rule that passes all tests, with a description; or None, with what was wrong."""
         target = self._target
-        if target.device.type != "cpu" or target.recorder is not None:
-            return None, "on a CPU only"
+        if target.device.type != "cpu" and target.recorder is None:
+            return None, f"on CUDA it needs {RECORDED}"
         if under_autocast():
             return None, "autocast chooses dtypes by itself"
         if target.ranks.size > 1:
@@ -133,6 +156,8 @@ class Bitwise:
             return None, "a mixture of experts gives each of them another number of rows in every pass"
         if target.lm_head.weight.dtype == torch.float64 and self.wanted == "auto":
             return None, "float64 is left as it is: its roundings are too small to meet a tie"
+        if target.recorder is not None:
+            return self._find_on_cuda()
         attention, fault = bitwise_test.attention_rule(
             target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
         )
@@ -144,13 +169,48 @@ class Bitwise:
             if fault is None:
                 if multiple > 1 and most is None:
                     rule = rule._replace(free=bitwise_test.free_counts(target, rule))
-                # The passes of this test must obey the rule.
-                self.rule = rule
-                fault = fault_of(partial(bitwise_test.model_fault, target))
-                self.rule = None
+                fault = self._fault_under(rule, bitwise_test.model_fault)
             if fault is None:
                 width = f"{most} tokens in each pass" if most else f"{least} tokens or more in a pass"
                 if multiple > 1 and not most:
                     width = f"a multiple of {multiple} tokens in a pass, or one of {len(rule.free)} other numbers"
                 return rule, f"{width}, rows by {attention.multiple} in attention"
         return None, fault
+
+    def _find_on_cuda(self) -> tuple[PassRule | None, str]:
+        """As `_find`: passes of one width, and pieces of prompts that are as wide as is found to give the same bits."""
+        target = self._target
+        if self.wanted == "auto":
+            return None, "on CUDA only where it is asked for, since nobody has measured there what it costs"
+        shape = target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
+        if shape.dtype == torch.float32 and rounds_to_tf32():
+            return None, "float32 products are rounded to TF32 (torch.backends.cuda.matmul.fp32_precision)"
+        if any(size * shape.dtype.itemsize % 16 for size in (shape.dim, shape.value_dim)):
+            # Triton compiles other versions for other addresses, which follow from the layer and the capacity.
+            return None, f"keys of {shape.dim} numbers and values of {shape.value_dim} do not fill pieces of 16 bytes"
+        rule = PassRule(None, _WIDTH_ON_CUDA, _WIDTH_ON_CUDA, most=_WIDTH_ON_CUDA)
+        try:
+            fault = fault_of(partial(bitwise_test.kernel_fault, shape, target.device))
+            fault = fault or fault_of(partial(bitwise_test.products_fault, target, rule))
+            fault = fault or self._fault_under(rule, bitwise_test.model_fault)
+            if fault is not None:
+                return None, fault
+            positions = getattr(target.model.config, "max_position_embeddings", None) or 0
+            for chunk in _CHUNKS_ON_CUDA:
+                wider = rule._replace(chunk=chunk)
+                if chunk <= positions and self._fault_under(wider, bitwise_test.chunk_fault) is None:
+                    rule = wider
+                    break
+        finally:
+            # What was recorded in the tests is not worth its memory.
+            target.pool.clear()
+        wide = "" if rule.chunk is None else f", {rule.chunk} of a prompt"
+        return rule, f"{rule.most} tokens in each pass{wide}"
+
+    def _fault_under(self, rule: PassRule, test: "Callable[[Target], str | None]") -> str | None:
+        """The outcome of a test whose passes must obey ``rule``."""
+        self.rule = rule
+        try:
+            return fault_of(partial(test, self._target))
+        finally:
+            self.rule = None

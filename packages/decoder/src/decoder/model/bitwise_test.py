@@ -1,7 +1,7 @@
 """The tests for `model.bitwise`: rows alone and among others, through attention, linear layers and whole passes."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,10 +9,12 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHead
-from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, LONG, SPARE, BitwiseText, Rule
+from decoder.kernels import attention, bitwise_split_kv
+from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, LONG, SPARE, BitwiseText, Rule, tail_slots
+from decoder.kernels.bitwise_split_kv import SPLIT
 from decoder.kernels.fast_paths import fault_of
 from decoder.kernels.packed_linear import fast_bfloat16, product_of, replaced
-from decoder.kernels.self_test import AttentionShape
+from decoder.kernels.self_test import ALLOWED, AttentionShape, difference
 from decoder.model.fused_layer import FusedLayer
 from decoder.sampling.token_tree import TokenTree
 
@@ -31,6 +33,10 @@ _CHAIN = 45
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 14, 31, 37, 62, 100, 121, 242)
 _MOST_ROWS = 320
 _ROWS_OF_VOCABULARY = 48
+# For a device's kernels: where tails begin to move, on both sides of a split, and more splits than are merged at once.
+_LENGTHS_ON_DEVICE = (1, DEPTH, COLUMNS, 700, SPLIT + DEPTH - 1, SPLIT + DEPTH + 1, 3000, 20 * SPLIT)
+_NODES_ON_DEVICE = (60, 5, 16)
+_CPU = torch.device("cpu")
 _TEXT = 44
 _DECODED = 3
 
@@ -59,7 +65,8 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
         for multiple in _MULTIPLES:
             for in_order, products in itertools.product((_IN_ORDER, 0), (True, False) if fast else (False,)):
                 rule = Rule(multiple, in_order, products)
-                fault = fault_of(partial(attention_fault, shape, rule))
+                lengths = (*_LENGTHS, *_LONG) if products else _LENGTHS
+                fault = fault_of(partial(attention_fault, shape, partial(_by_blocks, rule), lengths))
                 if fault is None:
                     _rules[key] = rule, None
                     return _rules[key]
@@ -67,32 +74,72 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
     return _rules[key]
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sequence[int], torch.Tensor | None], torch.Tensor]
+"""Attention by position of queries [1, H, T, D] over a cache's keys and values, where the new tokens' pairs stand
+behind the cached ones: takes these three, the cached tokens' number, the depths of the new ones, and their mask."""
+
+
+def _by_blocks(rule, query, key, value, length, depths, mask) -> torch.Tensor:
+    text = BitwiseText(OneLayer(key, value), length, depths, mask, rule)
+    return text.attend(query, 0, query.shape[-1] ** -0.5)
+
+
+def _by_kernel(query, key, value, length, depths, mask) -> torch.Tensor:
+    tails = tail_slots(length, depths, mask, len(depths)).to(query.device)
+    return bitwise_split_kv.bitwise_split_kv_attention(query, key, value, tails, query.shape[-1] ** -0.5)
+
+
 @torch.inference_mode()
-def attention_fault(shape: AttentionShape, rule: Rule) -> str | None:
+def kernel_fault(shape: AttentionShape, device: torch.device) -> str | None:
+    """Test the kernels of a device against one softmax in float64, and the bits of tokens as `attention_fault` does."""
+    generator = torch.Generator(device).manual_seed(1)
+    for length in _LENGTHS_ON_DEVICE:
+        query, key, value = (
+            torch.randn(1, heads, slots, dim, generator=generator, device=device).to(shape.dtype)
+            for heads, slots, dim in (
+                (shape.heads, _CHAIN, shape.dim),
+                (shape.kv_heads, length + _CHAIN, shape.dim),
+                (shape.kv_heads, length + _CHAIN, shape.value_dim),
+            )
+        )
+        actual = _by_kernel(query, key, value, length, range(_CHAIN), None)
+        blocked = torch.ones(_CHAIN, _CHAIN, dtype=torch.bool, device=device).triu(1)
+        expected = attention._one_softmax(query.double(), key.double(), value.double(), blocked, shape.dim**-0.5)
+        fault = difference(actual, expected, ALLOWED[shape.dtype])
+        if fault:
+            return f"{fault} in attention by position behind {length} tokens"
+    return attention_fault(shape, _by_kernel, _LENGTHS_ON_DEVICE, _NODES_ON_DEVICE, device)
+
+
+@torch.inference_mode()
+def attention_fault(
+    shape: AttentionShape,
+    attend: Attend,
+    lengths: Sequence[int] = _LENGTHS,
+    nodes: Sequence[int] = _NODES,
+    device: torch.device = _CPU,
+) -> str | None:
     """Compare the tokens of trees and chains, behind texts of several lengths, with each token alone."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator).to(shape.dtype)
+        return torch.randn(sizes, generator=generator, device=device).to(shape.dtype)
 
-    lengths = (*_LENGTHS, *_LONG) if rule.products else _LENGTHS
-    slots = max(lengths) + max(_NODES) + SPARE
+    slots = max(lengths) + max(*nodes, _CHAIN) + SPARE
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
-    query, pairs = random(1, shape.heads, max(_NODES), shape.dim), OneLayer(key, value)
-    trees = [_tree(nodes) for nodes in _NODES]
+    query = random(1, shape.heads, max(*nodes, _CHAIN), shape.dim)
+    trees = [_tree(count) for count in nodes]
     for number, length in enumerate(lengths):
         tree = trees[number % len(trees)]
         for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
-            together = BitwiseText(pairs, length, depths, mask, rule)
-            found = together.attend(query[:, :, : len(depths)], 0, shape.dim**-0.5)
+            found = attend(query[:, :, : len(depths)], key, value, length, depths, mask)
             for node in (0, 1, len(depths) // 2, len(depths) - 1):
                 # Write the token's own path over the tree for a while, which saves a copy of the cache.
                 end = length + depths[node] + 1
                 others = [states[:, :, length:end].clone() for states in (key, value)]
                 for states in (key, value) if mask is not None else ():
-                    states[:, :, length:end] = states[:, :, length + mask[node].nonzero()[:, 0]]
-                plain = BitwiseText(pairs, end - 1, [0], None, rule)
-                own = plain.attend(query[:, :, node : node + 1], 0, shape.dim**-0.5)
+                    states[:, :, length:end] = states[:, :, (length + mask[node].nonzero()[:, 0]).to(device)]
+                own = attend(query[:, :, node : node + 1], key, value, end - 1, [0], None)
                 for states, other in zip((key, value), others, strict=True):
                     states[:, :, length:end] = other
                 if not torch.equal(own[0, :, 0], found[0, :, node]):
@@ -110,6 +157,8 @@ def products_fault(target: "Target", rule: "PassRule") -> str | None:
             for count in counts:
                 if compared.differs(count):
                     return f"{compared.name} gives a row other bits among {count} rows than among {compared.rows}"
+            if rule.most is not None and compared.differs_in_place():
+                return f"{compared.name} gives a row other bits at another place among {compared.rows} rows"
     return None
 
 
@@ -140,6 +189,11 @@ class _ComparedProduct(NamedTuple):
         parts = (slice(0, count), slice(self.rows - count, self.rows)) if count < self.rows else ()
         return any(not torch.equal(self.product(self.x[:, part].contiguous()), self.whole[:, part]) for part in parts)
 
+    def differs_in_place(self) -> bool:
+        """Whether a row has other bits at other places."""
+        shifts = (1, self.rows // 2 + 1)
+        return any(not torch.equal(self.product(self.x.roll(by, 1)), self.whole.roll(by, 1)) for by in shifts)
+
 
 def _compared_products(target: "Target", rule: "PassRule") -> Iterator[_ComparedProduct]:
     """One product of each kind, whose layers must be replaced."""
@@ -150,7 +204,7 @@ def _compared_products(target: "Target", rule: "PassRule") -> Iterator[_Compared
         tested.add(kind)
         rows = rule.most or (_ROWS_OF_VOCABULARY if kind[0] is target.lm_head else _MOST_ROWS)
         rows += rule.padding(rows)
-        x = torch.randn(1, rows, size, generator=generator).to(target.lm_head.weight.dtype)
+        x = torch.randn(1, rows, size, generator=generator).to(target.device, target.lm_head.weight.dtype)
         yield _ComparedProduct(name, product, x, product(x))
 
 
@@ -217,6 +271,24 @@ def model_fault(target: "Target") -> str | None:
             for mine, theirs in ((plain.keys, other.keys), (plain.values, other.values)):
                 if not torch.equal(mine[:, :, :, :_TEXT], theirs[:, :, :, :_TEXT]):
                     return f"a text that is {words} has other keys or values than one that is decoded"
+    return None
+
+
+@torch.inference_mode()
+def chunk_fault(target: "Target") -> str | None:
+    """Compare a prompt that is one chunk, wider than other passes, with the same in passes of the usual width."""
+    rule, generator = target.bitwise.rule, torch.Generator().manual_seed(0)
+    text = torch.randint(target.vocab_size, (rule.chunk,), generator=generator).tolist()
+    caches = []
+    for own in (rule, rule._replace(chunk=None)):
+        target.bitwise.rule = own
+        caches.append(FullCache(len(text)))
+        with target.patched():
+            target.prefill(text, caches[-1])
+    whole, pieces = caches
+    for one, other in ((whole.keys, pieces.keys), (whole.values, pieces.values)):
+        if not torch.equal(one[:, :, :, : len(text)], other[:, :, :, : len(text)]):
+            return f"a chunk of {len(text)} tokens has other keys or values than in pieces"
     return None
 
 

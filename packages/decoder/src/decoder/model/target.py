@@ -18,18 +18,17 @@ from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
 from decoder.kernels.attention import TextInPass
-from decoder.kernels.bitwise_attention import SPARE, BitwiseText
+from decoder.kernels.bitwise_attention import SPARE, BitwiseText, tail_slots
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
 from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
-from decoder.model.bitwise import Bitwise, BitwiseSetting, PassRule
+from decoder.model.bitwise import FREE, Bitwise, BitwiseSetting, PassRule
 from decoder.model.fast_layers import FastLayers, tested_layers, tested_rotary
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
-from decoder.model.prompt_chunks import prompt_chunks
 from decoder.model.recorded_state import RecordedState
 from decoder.model.recording_test import tested_recorder
 from decoder.model.verification import Verification
@@ -62,13 +61,11 @@ class Target:
         self.name: str = model.config.model_type
         self.decoder = model.get_decoder()
         self.lm_head = model.get_output_embeddings()
-        norms = (getattr(self.decoder, name, None) for name in _NORM_NAMES)
-        norm = next((norm for norm in norms if norm is not None), None)
+        norm = next((found for name in _NORM_NAMES if (found := getattr(self.decoder, name, None)) is not None), None)
         if norm is None or self.lm_head is None:
             raise ValueError(f"{self.name} has no final norm or language-model head where draft heads could attach")
         self.norm: nn.Module = norm
-        self.vocab_size: int = self.lm_head.weight.shape[0]
-        self.hidden_size: int = self.lm_head.weight.shape[1]
+        self.vocab_size, self.hidden_size = self.lm_head.weight.shape
         refuse_devices(model, self.device)
         self.ranks = ranks_of(model)
         """The processes that share the model."""
@@ -174,7 +171,7 @@ class Target:
     def patched(self) -> Iterator[None]:
         """A block in which drafters may call parts of the model (final norm, head, draft heads) in their fast version.
 
-        The model's own layers are patched for each pass only, see `_running`. The block lasts for one step, so that
+        The model's own layers are patched for each pass only, see `ModelPass`. The block lasts for one step, so that
         between two chunks of a stream the model is as the user made it.
         """
         with replaced(self.replacements().called):
@@ -209,37 +206,33 @@ class Target:
         mask: torch.Tensor | None = None,
         observed: int = 0,
     ) -> PassOutput:
-        """`_run` for one text, recorded and replayed if passes are."""
+        """`_run` for one text, padded as the `PassRule` demands, recorded and replayed if passes are."""
+        rule, count = self._rule if cache.purpose == "text" else None, len(tokens)
+        padding = 0 if rule is None else rule.padding(count)
         if isinstance(tokens, torch.Tensor):
             ids = torch.stack((tokens, upload(positions, self.device)))
         else:
             ids = torch.tensor([list(tokens), list(positions)])
-        if self._rule is not None and cache.purpose == "text":
-            return self._bitwise_pass(module, ids, cache, mask, observed)
-        count = len(tokens)
+        if padding:
+            # With the first token. No other token sees the padding, and its pairs are never committed.
+            ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
+        width, observed = count + padding, observed and observed + padding
+        text = self._text(width, positions, mask, cache)
+        seen = text.mask if text.tails is None else text.tails
+        kind = module is self.model, width, seen is None, text.tails is None, observed
 
-        def run(ids: torch.Tensor, mask: torch.Tensor | None):
-            return self._run(module, ids, cache, [TextInPass(count, mask, cache.kv_length)], observed)
+        def run(ids: torch.Tensor, seen: torch.Tensor | None) -> PassOutput:
+            own = text._replace(mask=seen) if text.tails is None else text._replace(tails=seen)
+            return self._run(module, ids, cache, [own], observed)
 
-        self._begin(cache, count)
         # Under autocast a graph would refer to copies of the weights that are freed when the user's block ends.
-        if self.recorder is None or count > WIDEST_RECORDED or under_autocast() or not cache.recordable:
-            return run(upload(ids, self.device), None if mask is None else upload(mask, self.device))
-        kind = (module is self.model, count, mask is None, observed)
-        if kind not in cache.passes:
-            cache.passes[kind] = FixedPass(self.recorder, self.device)
-        return cache.passes[kind](run, ids, mask)
-
-    def _bitwise_pass(
-        self, module: nn.Module, ids: torch.Tensor, cache: LayeredCache, mask: torch.Tensor | None, observed: int
-    ) -> PassOutput:
-        """`_run` for one text on ids [2, T] in host memory, padded as the `PassRule` demands."""
-        count = ids.shape[1]
-        padding = self._rule.padding(count)
-        text = self._text(count + padding, ids[1].tolist(), mask, cache)
-        # Pad with the first token. No other token sees the padding, and its pairs are never committed.
-        ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
-        return self._run(module, ids, cache, [text], observed and observed + padding).first(count, padding)
+        if self.recorder is None or width > WIDEST_RECORDED or under_autocast() or not cache.recordable:
+            output = run(upload(ids, self.device), None if seen is None else upload(seen, self.device))
+        else:
+            if kind not in cache.passes:
+                cache.passes[kind] = FixedPass(self.recorder, self.device)
+            output = cache.passes[kind](run, ids, seen)
+        return output.first(count, padding) if padding else output
 
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
         """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
@@ -248,11 +241,13 @@ class Target:
             return TextInPass(count, mask, cache.kv_length)
         length = cache.get_seq_length()
         depths = [position - length for position in positions]
+        if self._rule.attention is None:
+            return TextInPass(count, tails=tail_slots(length, depths, mask, count))
         return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, self._rule.attention))
 
     def _begin(self, cache: LayeredCache, count: int) -> None:
-        spare = SPARE if self._rule is not None and cache.purpose == "text" else 0
-        cache.prepare(self.layers, None if self.recorder is None else self.pool, spare)
+        pool = None if self.recorder is None else self.pool
+        cache.prepare(self.layers, pool, self.spare if cache.purpose == "text" else 0)
         cache.begin(count)
 
     def begin_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
@@ -260,11 +255,10 @@ class Target:
         self._begin(cache, parts[0].shape[3])
         cache.begin_with(parts, self.attention_shape._replace(dtype=dtype), self.device)
 
-    @property
-    def prefill_chunk(self) -> int:
-        """How many tokens of a prompt a pass takes at most."""
-        size, rule = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK, self._rule
-        return size if rule is None else rule.most or (size - size % rule.multiple or size)
+    def prefill_borders(self, count: int) -> list[int]:
+        """Where `prefill` cuts ``count`` tokens for its passes, both ends included."""
+        size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
+        return (self._rule or FREE).borders(count, size)
 
     def prefill(
         self,
@@ -283,7 +277,7 @@ class Target:
             By layer, the queries [1, H, T, D] of the last ``observed`` tokens, or of all if there are fewer.
         """
         queries: dict[int, torch.Tensor] = {}
-        for start, end in prompt_chunks(0, len(tokens), self.prefill_chunk):
+        for start, end in pairwise(self.prefill_borders(len(tokens))):
             positions, last = range(cache.length, cache.length + end - start), end == len(tokens)
             output = self._pass(self.decoder, tokens[start:end], positions, cache, observed=last and observed)
             cache.keep(range(end - start))
@@ -305,6 +299,11 @@ class Target:
             # In a pass over several texts the last one gets all of the padding.
             return max(nodes, self._rule.least) + self._rule.multiple - 1
         return self.width(nodes)
+
+    @property
+    def spare(self) -> int:
+        """Slots behind a text's last one at which attention may look: on a CPU, where it is by position."""
+        return SPARE if self._rule is not None and self._rule.attention is not None else 0
 
     @property
     def most_nodes(self) -> int | None:
@@ -332,10 +331,11 @@ class Target:
 
     def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
-        padding = 0 if self.recorder is None else self.width(nodes) - nodes
+        # Where a rule holds, `_pass` pads.
+        fixed = self.recorder is not None and self._rule is None
+        padding = self.width(nodes) - nodes if fixed else 0
         # Padding sees only itself, and no node sees it. Chains get a mask too, so that they share a pass with trees.
-        fixed = self.recorder is not None and nodes + padding > 1
-        mask = tree.ancestor_mask(nodes + padding if fixed else None)
+        mask = tree.ancestor_mask(nodes + padding if fixed and nodes + padding > 1 else None)
         positions = [cache.length + depth for depth in tree.depths] + [cache.length] * padding
         tokens = tree.tokens + [tree.tokens[0]] * padding
         observed = len(tokens) if observe else 0

@@ -261,6 +261,8 @@ class TreeDraws:
         tree: the candidates, T nodes.
         logits: the target's logits [T or more, V], a row per node.
         sampler: the sampler of the text, whose last token is the tree's root.
+        apart: whether sums over the vocabulary are made node by node. On a device, their order may follow from the
+            number of rows and where they lie.
 
     Attributes:
         sampler: as given.
@@ -268,23 +270,39 @@ class TreeDraws:
             columns [T] of `Sampler.collected`.
     """
 
-    def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler):
-        self._tree, self.sampler = tree, sampler
+    def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, apart: bool = False):
+        self._tree, self.sampler, self._apart = tree, sampler, apart
         nodes, device = len(tree), logits.device
         self._depths = upload(tree.depths, device) if nodes > 1 else None
         self._leaving: list[int | None] = [None] * nodes
         self._counts = self._window_counts(device) if sampler.window.size else None
         in_window = None if self._counts is None else self._counts > 0
-        filtered = sampler.processed(logits[:nodes].double(), in_window)
+        filtered = self._filtered(logits[:nodes].double(), in_window)
         scores = filtered
         if not sampler.params.greedy:
             noise = sampler.noise.rows(len(sampler.context), tree.depth + 1)
             scores = filtered + (noise if self._depths is None else noise.index_select(0, self._depths))
         best = scores.amax(-1, keepdim=True)
         self._tokens = first_argmax(scores, best)
-        self.numbers = torch.cat([self._tokens.double(), best[:, 0], *sampler.collected(filtered, self._tokens)])
+        self.numbers = torch.cat([self._tokens.double(), best[:, 0], *self._collected(filtered)])
         self._last: torch.Tensor | None = None
         self._drawn: list[Drawn] = []
+
+    def _filtered(self, logits: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
+        params, process = self.sampler.params, self.sampler.processed
+        if not self._apart or params.greedy or (params.top_p == 1 and not params.eta_cutoff):
+            return process(logits, in_window)
+        windows = [None] * len(logits) if in_window is None else in_window.split(1)
+        return torch.cat([process(row.clone(), own) for row, own in zip(logits.split(1), windows, strict=True)])
+
+    def _collected(self, filtered: torch.Tensor) -> list[torch.Tensor]:
+        if not self._apart:
+            return self.sampler.collected(filtered, self._tokens)
+        rows = zip(filtered.split(1), self._tokens.split(1), strict=True)
+        return [
+            torch.cat(column)
+            for column in zip(*(self.sampler.collected(row.clone(), token) for row, token in rows), strict=True)
+        ]
 
     def _window_counts(self, device: torch.device) -> torch.Tensor:
         """How often each token occurs in the penalty window of each node, int32 [T, V].
