@@ -15,6 +15,7 @@ from ts_eval.cli import main
 from ts_eval.compare import compare
 from ts_eval.method_spec import MethodSpec
 from ts_eval.plan import read_shape
+from ts_eval.progress import Progress
 from ts_eval.report import read_results
 from ts_eval.reproduce import cell_of, method_of, reproduce
 from ts_eval.reproduced_page import Found, coinciding, verdict
@@ -146,6 +147,27 @@ def test_a_row_whose_heads_have_changed_is_generated_again(data, tmp_path):
     # What decides every row is refused, as it is without extend.
     with pytest.raises(OtherSettingsError, match="max_new_tokens"):
         compare(["tokenswift"], output=tmp_path / "out", extend=True, **{**brief, "max_new_tokens": 5})
+
+
+def test_a_cut_text_waits_while_other_rows_run(data, tmp_path, monkeypatch):
+    brief = {"prompt_tokens": 20, "max_new_tokens": 24, "runs": 1, "data_dir": data, "extend": True, "output": tmp_path}
+    options = {"tree": (1, 2), "ngrams": 0}
+    add = Progress.add
+
+    def cut(progress, *step):
+        add(progress, *step)
+        if progress._header["method"] == "tokenswift" and len(progress.token_ids) > 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", cut)
+        with pytest.raises(KeyboardInterrupt):
+            compare(["tokenswift"], options=options, **brief)
+    compare(["prompt-lookup"], options=options, **brief)
+    said: list[str] = []
+    results = compare(["tokenswift"], options=options, say=said.append, **brief)
+    assert "1 cut generation will be continued." in said
+    assert results["methods"]["tokenswift"]["resumed"] == 1 and results["methods"]["tokenswift"]["identical_to_ar"]
 
 
 def test_rows_that_coincide_at_a_small_scale_are_generated_and_shown_once(data, tmp_path):
