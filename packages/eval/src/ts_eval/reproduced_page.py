@@ -78,8 +78,12 @@ def page(
         pairs = "; ".join(f"{label} is {of}" for label, of in same.items())
         parts.append(f"Rows with the same texts and steps at this scale are shown once: {pairs}.")
     if target.trends:
-        verdicts = ((trend.says, verdict(*_at_end(target, rows, trend))) for trend in target.trends)
-        parts.append("\n".join(f"- {says}: {found}" for says, found in verdicts))
+        told: dict[tuple[str, str, str], Trend] = {}
+        for trend in target.trends:
+            above, below = (same.get(row, row) for row in (trend.above, trend.below))
+            told.setdefault((above, below, trend.figure), trend)
+        verdicts = (f"- {trend.says}: {verdict(*_at_end(target, rows, trend))}" for trend in told.values())
+        parts.append("\n".join(verdicts))
     if reports:
         parts.append(f"The texts, repeated parts marked: {', '.join(f'{folder}/report.html' for folder in reports)}.")
     return "\n\n".join(parts) + "\n"
