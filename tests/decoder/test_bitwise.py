@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, bitwise_attention, packed_linear, packed_weight
+from decoder.kernels import attention, bitwise_prefix, packed_linear, packed_weight
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.kernels.packed_linear import product_of
 from decoder.model import bitwise, bitwise_test, target
@@ -123,9 +123,10 @@ needs_bfloat16 = pytest.mark.skipif(
 
 @pytest.fixture
 def soon_long(monkeypatch):
-    """Every prefix is a long one, and some scores are held at a time."""
-    monkeypatch.setattr(bitwise_attention, "LONG", 1)
-    monkeypatch.setattr(bitwise_attention, "_SCORES", 20_000)
+    """Prefixes are of short blocks, and few scores are held at a time."""
+    monkeypatch.setattr(bitwise_prefix, "BLOCK", 64)
+    monkeypatch.setattr(bitwise_prefix, "LARGEST", 256)
+    monkeypatch.setattr(bitwise_prefix, "_SCORES", 20_000)
 
 
 @pytest.mark.parametrize("length", [100, 300, 4200])
@@ -141,7 +142,7 @@ def test_products_give_a_long_prefix_its_softmax(length, soon_long):
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("length", [100, 159, 160, 300, 4200])
+@pytest.mark.parametrize("length", [100, 191, 192, 223, 224, 255, 256, 300, 4200])
 def test_products_over_a_long_prefix_give_a_node_the_bits_it_has_alone(length, soon_long):
     test_attention_gives_a_node_the_bits_it_has_alone(length, torch.bfloat16, PRODUCTS)
 

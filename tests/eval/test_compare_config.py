@@ -131,6 +131,20 @@ def test_the_papers_tree_is_a_preset_and_none_is_chosen_by_cost(data, tmp_path, 
     assert ("tree by what pays here" in words) is (tree is None)
 
 
+def test_the_papers_preset_has_the_sampler_of_the_model_by_name(data, tmp_path):
+    """Table 10; what is typed comes first."""
+    shutil.copytree(data / "reference-model", tmp_path / "Qwen2.5-7B")
+    brief = ("--prompt-tokens", "20", "--max-new-tokens", "4", "--runs", "1", "--data-dir", data)
+    command = ("ar", "--model", tmp_path / "Qwen2.5-7B", "--preset", "paper", *brief)
+    assert run(*command, "--output", tmp_path / "a").exit_code == 0
+    assert run(*command, "--min-p", "0.1", "--output", tmp_path / "b").exit_code == 0
+    found = [settings_of(tmp_path / name)["sampling"] for name in "ab"]
+    assert [each["min_p"] for each in found] == [0.05, 0.1]
+    assert [each["repetition_penalty"] for each in found] == [1.15, 1.15]
+    refused = run("ar", "--preset", "nobody", *brief, "--output", tmp_path / "c")
+    assert refused.exit_code == 2 and "nobody" in refused.stderr and not (tmp_path / "c").exists()
+
+
 def test_heads_beside_the_models_folder_are_its_own(data, tmp_path):
     shutil.copytree(data / "reference-model", tmp_path / "models/tiny")
     brief = ("--prompt-tokens", "20", "--max-new-tokens", "4", "--runs", "1", "--data-dir", data)

@@ -6,6 +6,7 @@ sentence; 130 interrupted.
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import click
@@ -25,6 +26,7 @@ from ts_eval.cli_options import (
     from_file,
     model_options,
     options_of,
+    sampling_of,
     sampling_options,
 )
 
@@ -102,7 +104,7 @@ def compare(typed, methods, check_lossless, **arguments):
         quiet_libraries()
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not arguments["tensor_parallel"]:
             arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
-        sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
+        sampling = sampling_of(arguments)
         without_flag = click.get_current_context().meta.get(WITHOUT_FLAG, {})
         try:
             results = experiment.compare(
@@ -199,7 +201,7 @@ def bench(typed, methods, **arguments):
         from ts_eval.bench_page import tables
 
         quiet_libraries()
-        sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
+        sampling = sampling_of(arguments)
         results = measure.bench(
             methods,
             sampling=sampling,
@@ -363,7 +365,7 @@ def plan(as_json, **arguments):
 @model_options
 @click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
 @click.option("--num-prompts", type=int, help="At most so many prompts.  [default: 1 book]")
-@click.option("--runs", type=int, default=1, show_default=True, help="Generations per method and prompt.")
+@click.option("--runs", type=int, default=defaults.REPRODUCE_RUNS, show_default=True, help="Texts per row and prompt.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
 @device_options
 @click.option("--output", default=defaults.REPRODUCE_OUTPUT, show_default=True, help="Folder; resumes what is in it.")
@@ -372,18 +374,19 @@ def plan(as_json, **arguments):
 def reproduce(targets, scale, output, **settings):
     """Run experiments of the paper and print them beside its figures.
 
-    TARGET is table-1, 3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16, figure-3, 4 or 5 (table-3, figure-5), or all.
+    TARGET is table-1 to 8, 11 to 16, figure-1, 3, 4, 5 or 6 (table-3, figure-5), or all. Each text is generated once,
+    whichever TARGETs need it.
     """
     with told_in_a_sentence():
-        from ts_eval import reproduce as paper
+        from ts_eval import paper, reproduced_page
+        from ts_eval import reproduce as runner
 
         quiet_libraries()
+        names = tuple(paper.targets()) if targets == ("all",) else targets
+        say = partial(click.echo, err=True)
         try:
-            for target in paper.TARGETS if targets == ("all",) else targets:
-                page = paper.reproduce(
-                    target, scale, Path(output), say=lambda sentence: click.echo(sentence, err=True), **settings
-                )
-                show(*paper.on_terminal(page))
+            for page in runner.reproduce(names, scale, Path(output), say, **settings):
+                show(*reproduced_page.on_terminal(page))
                 click.echo()
         except KeyboardInterrupt:
             kept = f"what was generated is kept in {output}; the same command resumes there."

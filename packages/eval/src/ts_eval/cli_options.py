@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ts_eval import defaults
 
@@ -130,6 +131,26 @@ def _by_flag(path: str, given: dict, known: Collection[str | None]) -> tuple[dic
     return flags, without_flag
 
 
+def sampling_of(arguments: dict) -> dict:
+    """Take the sampling options out of ``arguments``: those given, and for others the preset's or the defaults.
+
+    To be called before `options_of`, within a command.
+
+    Returns:
+        Fields of `decoder.SamplingParams`.
+    """
+    sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
+    if arguments["preset"] != "paper":
+        return sampling
+    # Imported here because it reads a file, which --help should not cost.
+    from ts_eval.paper import sampler_for
+
+    context = click.get_current_context()
+    given = {name for name in sampling if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    of_model = sampler_for(arguments.get("random_weights") or arguments.get("model"))
+    return {name: value if name in given else of_model[name] for name, value in sampling.items()}
+
+
 def options_of(arguments: dict) -> dict:
     """Take the drafting and cache options out of ``arguments``: those given, and for others the preset's.
 
@@ -178,7 +199,8 @@ drafting_options = together(
     click.option(
         "--preset",
         type=click.Choice(["paper"]),
-        help="paper: the paper's tree 1,3,3,3 and k = 20, where --tree and --ngrams say nothing else.",
+        help="paper: the paper's tree 1,3,3,3 and k = 20, and the sampler of its Table 10 for the --model, by its name "
+        "(for others Llama-3.1-8B's), where other flags say nothing else.",
     ),
     click.option(
         "--tree",

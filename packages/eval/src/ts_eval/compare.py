@@ -72,6 +72,8 @@ class Experiment:
         output: folder; what was generated in it is kept and not generated again.
         data_dir: the data folder; None finds the checkout's.
         overwrite: drop what other settings left in ``output`` instead of refusing.
+        extend: add rows and runs to what others with the same settings have left in ``output``; the results are of
+            these rows and runs alone.
         processes: how many processes share the prompts and runs, each on a CUDA device of its own where there are
             several, or with its part of the CPU's threads.
         rank: which of the ``processes`` this one is, when a launcher such as torchrun has started them all; None
@@ -108,6 +110,7 @@ class Experiment:
     output: str | Path = defaults.OUTPUT
     data_dir: str | Path | None = None
     overwrite: bool = False
+    extend: bool = False
     processes: int = 1
     rank: int | None = None
     tensor_parallel: bool = False
@@ -129,13 +132,20 @@ class Experiment:
 
     def _run(self, say: Say) -> dict | None:
         setup = set_up(self)
+        rows = {spec.text: setup.settings_of_row(spec.text) for spec in setup.specs} if self.extend else None
         with GenerationLog(
-            Path(self.output), setup.settings, setup.environment, overwrite=self.overwrite, rank=self.rank or 0
+            Path(self.output),
+            setup.settings_of_all() if self.extend else setup.settings,
+            setup.environment,
+            overwrite=self.overwrite,
+            rank=self.rank or 0,
+            rows=rows,
         ) as log:
-            jobs = [(turn.spec.text, *pair) for turn in setup.turns() for pair in turn.pairs]
-            jobs = [job for job in jobs if log.get(*job) is None]
-            if len(log):
-                say(f"{len(log)} finished generations taken over from {log.path}; {len(jobs)} left to run.")
+            wanted = [(turn.spec.text, *pair) for turn in setup.turns() for pair in turn.pairs]
+            jobs = [job for job in wanted if log.get(*job) is None]
+            if len(jobs) < len(wanted):
+                kept = len(wanted) - len(jobs)
+                say(f"{kept} finished generations taken over from {log.path}; {len(jobs)} left to run.")
             one_at_a_time = [spec.text for spec in setup.specs if spec.is_outside]
             if jobs and self.batch > 1 and one_at_a_time:
                 say(f"{', '.join(one_at_a_time)}: not decoded here, and given the texts of a batch one at a time.")
@@ -152,7 +162,8 @@ class Experiment:
                         log.refresh()
             if self.rank:
                 return None
-            _drop_parts(log)
+            if not self.extend:
+                _drop_parts(log)
             methods = self._summary(setup, log)
             settings = {**setup.settings, "marks": self._marks(), "embedding_model": self.embedding_model}
             settings["tie_tolerance"] = tie_tolerance(setup) if differing(methods) else None

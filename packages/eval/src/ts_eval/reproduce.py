@@ -1,163 +1,195 @@
-"""`ts-eval reproduce`: an experiment of the paper on a given model, beside the paper's figures."""
+"""`ts-eval reproduce`: experiments of the paper on a given model, beside the paper's figures.
 
-from collections.abc import Callable
-from functools import partial
+Rows whose prompts, lengths and sampling are equal share a comparison with ar, whichever experiments they belong to, so
+each text is generated once.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
-from decoder.options import PAPER_NGRAMS, PAPER_TREE
-from ts_eval import defaults
+from decoder.options import MIN_BUDGET, PAPER_NGRAMS, PAPER_TREE
+from ts_eval import configured
 from ts_eval.compare import compare
-from ts_eval.paper import TARGETS, Cell, Target
+from ts_eval.decoders import Sources
+from ts_eval.method_spec import MethodSpec
+from ts_eval.paper import LENGTHS, K, Row, Target, targets
 from ts_eval.report import write_report
+from ts_eval.reproduced_page import Found, Values, page
 from ts_eval.results import write_text
-from ts_eval.table import NONE, describe
-from ts_eval.terminal import Columns
+from ts_eval.table import describe, sampling_in_words
 
 SHORTEST = 16
-NAMES = {
-    "ar_minutes": "ar min",
-    "minutes": "min",
-    "distinct": "Distinct",
-    **{f"distinct{n}": f"Dist-{n}" for n in range(1, 5)},
-    "loop_start": "loop at",
-    "repeated_share": "repeated",
-}
+DISTINCT = tuple(f"distinct{n}" for n in ("1", "2", "3", "4", ""))
+FIGURES = ("alpha", "beta", "x", "ar_minutes", "minutes", *DISTINCT, "loop_start", "repeated_share")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the texts of one comparison have in common, at the scale they are run at."""
+
+    prompt_tokens: int
+    marks: tuple[int, ...]
+    sampling: tuple[tuple[str, Any], ...]
+
+    @property
+    def folder(self) -> str:
+        """Its name, by all that makes up a cell."""
+        words = f"texts/{self.prompt_tokens} and {self.marks[-1]} tokens {sampling_in_words(dict(self.sampling))}"
+        return re.sub(r"[^\w./]+", "-", words.replace(",", ""))
 
 
 def reproduce(
-    name: str, scale: float, output: Path, say: Callable[[str], None] = lambda sentence: None, **settings
-) -> str:
-    """Run the grid of `paper.TARGETS` [name], each cell into a folder below ``output``, and compare with the paper.
+    names: Sequence[str], scale: float, output: Path, say: Say = lambda sentence: None, **settings
+) -> Iterator[str]:
+    """Run experiments of `paper.targets`, and yield each one's page, which is written to ``output/NAME.md``.
 
-    Finished cells, and parts of others, are taken over. Returns the page, which is written to ``output/NAME.md``.
+    Texts lie in folders below ``output/texts``; finished ones, and parts of others, are taken over from there.
 
     Args:
         scale: of prompt and output lengths and with them the partial cache; 1 is the paper's. Samplers and penalty
             windows stay as they are.
-        settings: fields of `compare.Experiment`: the model, its heads, prompts, device, runs, seed, ...
+        settings: fields of `compare.Experiment`: the model, its heads, prompts, device, runs, seed, ... Rows whose
+            heads or draft model are missing are left out, and the page says so.
 
     Raises:
-        ValueError: an unknown target, or a scale that leaves its first length fewer than 16 tokens; else as
+        ValueError: an unknown name, or a scale that leaves a first length fewer than 16 tokens; else as
             `compare.Experiment`.
     """
-    if name not in TARGETS:
-        raise ValueError(f"unknown target {name!r}: choose from {', '.join(TARGETS)}")
-    target = TARGETS[name]
-    least = SHORTEST / target.at[0] if target.at else 0.0
-    if not scale > 0 or scale < least:
-        raise ValueError(f"scale must be at least {max(least, 1e-6):.2g} for {name}, not {scale:g}")
-    figures: dict[str, dict[str, list[float | None]]] = {}
-    about = ""
-    for number, cell in enumerate(target.cells, 1):
-        say(f"{name}: {cell.name} ({number} of {len(target.cells)})")
-        folder = output / (target.grid or name) / cell.name
-        results = compare(tuple(cell.rows.values()), say=say, output=folder, **_scaled(target, cell, scale), **settings)
-        about = about or describe(results)
-        for label, method in cell.rows.items():
-            figures[label] = _figures(target, results, method)
-        if target.pages:
-            write_report(folder)
-    page = _page(name, target, scale, about, figures)
-    write_text(output / f"{name}.md", page)
-    return page
+    chosen = {name: _target(name, scale) for name in dict.fromkeys(names)}
+    methods: dict[Cell, dict[str, None]] = {}
+    for target in chosen.values():
+        for row in _run_rows(target).values():
+            methods.setdefault(cell_of(row, target, scale), {})[method_of(row, scale)] = None
+    lacking = _lacking(list(dict.fromkeys(method for each in methods.values() for method in each)), settings)
+    methods = {cell: {method: None for method in each if method not in lacking} for cell, each in methods.items()}
+    found: dict[Cell, dict[str, Found]] = {}
+    for name, target in chosen.items():
+        for number, (label, row) in enumerate(_run_rows(target).items(), 1):
+            cell = cell_of(row, target, scale)
+            if cell not in found and methods[cell]:
+                say(f"{name}: {label} ({number} of {len(target.rows)})")
+                found[cell] = _run(cell, tuple(methods[cell]), output, say, settings)
+        rows = {label: _found(target, row, scale, found, settings) for label, row in target.rows.items()}
+        folders = list(dict.fromkeys(row.folder for row in rows.values() if row is not None)) if target.pages else []
+        for folder in folders:
+            write_report(output / folder)
+        reasons = {label: lacking.get(method_of(row, scale)) for label, row in _run_rows(target).items()}
+        text = page(name, target, scale, rows, {label: why for label, why in reasons.items() if why}, folders)
+        write_text(output / f"{name}.md", text)
+        yield text
 
 
-def _scaled(target: Target, cell: Cell, scale: float) -> dict:
-    def length(tokens: int) -> int:
-        return max(SHORTEST, round(tokens * scale))
+def _target(name: str, scale: float) -> Target:
+    if name not in targets():
+        raise ValueError(f"unknown target {name!r}: choose from {', '.join(targets())}")
+    target = targets()[name]
+    least = SHORTEST / target.at[0] if target.at else 1e-6
+    if not scale >= least:
+        raise ValueError(f"scale must be at least {least:.2g} for {name}, not {scale:g}")
+    return target
 
-    new = length(cell.max_new_tokens) if target.scaled else cell.max_new_tokens
+
+def _run_rows(target: Target) -> dict[str, Row]:
+    return {} if target.computed else {label: row for label, row in target.rows.items() if row.method is not None}
+
+
+def _lacking(methods: Sequence[str], settings: dict) -> dict[str, str]:
+    """The methods whose heads or draft model are missing, and the reason; ValueError when none is left."""
+    specs = [MethodSpec.parse(method) for method in methods]
+    given = (settings.get("model"), settings.get("heads") or (), settings.get("draft_model"), settings.get("data_dir"))
+    sources, lacking = Sources.find(specs, *given), {}
+    for spec in specs:
+        try:
+            sources.refuse_missing([spec])
+        except ValueError as error:
+            lacking[spec.text] = str(error)
+    if specs and len(lacking) == len(specs):
+        raise ValueError(lacking[specs[0].text])
+    return lacking
+
+
+def method_of(row: Row, scale: float) -> str:
+    """The row's method, its cache scaled."""
+    return row.method if row.budget is None else f"{row.method}:budget={max(MIN_BUDGET, round(row.budget * scale))}"
+
+
+def cell_of(row: Row, target: Target, scale: float) -> Cell:
+    """The comparison that has a row's texts; a penalty window beyond the text's length is cut to it."""
+    prompt_tokens = max(SHORTEST, round(row.prompt_tokens * scale))
+    # Every experiment of scaled length is told at the same marks, so that they share their texts.
+    marks = tuple(round(mark * K * scale) for mark in LENGTHS) if target.at else (row.max_new_tokens,)
+    window = min(row.sampling["penalty_window"], prompt_tokens + marks[-1])
+    return Cell(prompt_tokens, marks, tuple({**row.sampling, "penalty_window": window}.items()))
+
+
+def _run(cell: Cell, methods: tuple[str, ...], output: Path, say: Say, settings: dict) -> dict[str, Found]:
+    results = compare(
+        methods,
+        say=say,
+        output=output / cell.folder,
+        extend=True,
+        prompt_tokens=cell.prompt_tokens,
+        max_new_tokens=cell.marks[-1],
+        marks=cell.marks,
+        sampling=dict(cell.sampling),
+        options={"tree": PAPER_TREE, "ngrams": PAPER_NGRAMS},
+        **settings,
+    )
+    references, about = results["methods"]["ar"]["runs"], describe(results)
     return {
-        "prompt_tokens": length(cell.prompt_tokens),
-        "max_new_tokens": new,
-        "marks": [min(length(mark), new) for mark in target.at] or [new],
-        "sampling": {**defaults.SAMPLING, **cell.sampling},
-        "options": {"tree": PAPER_TREE, "ngrams": PAPER_NGRAMS},
+        method: Found(
+            figures_of(row["runs"], references, len(cell.marks)),
+            hashlib.sha256(str([_work(text) for text in row["runs"]]).encode()).hexdigest(),
+            cell.folder,
+            about,
+        )
+        for method, row in results["methods"].items()
     }
 
 
-def _figures(target: Target, results: dict, method: str) -> dict[str, list[float | None]]:
-    """What the target tells of a row, per length."""
-    row, ar = results["methods"][method], results["methods"]["ar"]
-
-    def minutes(mark: dict) -> float:
-        return mark["ms_per_token"] * mark["tokens"] / 60_000
-
-    def distinct(n: str, mark: dict, at_ar: dict) -> float:
-        return row["distinct"][n]
-
-    readers: dict[str, Callable[[dict, dict], Any]] = {
-        "alpha": lambda mark, at_ar: mark["acceptance_rate"],
-        "beta": lambda mark, at_ar: mark["ngram_acceptance_rate"],
-        "x": lambda mark, at_ar: mark["speedup"],
-        "ar_minutes": lambda mark, at_ar: minutes(at_ar),
-        "minutes": lambda mark, at_ar: minutes(mark),
-        "distinct": lambda mark, at_ar: row["distinct"]["mean"],
-        **{f"distinct{n}": partial(distinct, str(n)) for n in range(1, 5)},
-        "loop_start": lambda mark, at_ar: row["loop_start"],
-        "repeated_share": lambda mark, at_ar: row["repeated_share"],
-    }
-    marks = list(zip(row["along_length"], ar["along_length"], strict=True))
-    return {name: [readers[name](*mark) for mark in marks] for name in target.figures}
+def _found(target: Target, row: Row, scale: float, found: dict[Cell, dict[str, Found]], settings: dict) -> Found | None:
+    """What a row showed or is computed to be; None for one that has neither."""
+    if target.computed is not None:
+        figures = getattr(configured, target.computed)(row.config, settings)
+        return None if figures is None else Found({name: [[value]] for name, value in figures.items()})
+    of_cell = found.get(cell_of(row, target, scale), {})
+    return None if row.method is None else of_cell.get(method_of(row, scale))
 
 
-def _page(name: str, target: Target, scale: float, about: str, figures: dict) -> str:
-    header, rows = comparison(target, scale, figures)
-    lines = ["| " + " | ".join(line) + " |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *rows)]
-    parts = [
-        f"## {name}: {target.title}",
-        f"Scale {scale:g}; the first comparison: {about}.",
-        "In brackets the paper's figures, on a larger model and at scale 1.",
-        "\n".join(lines),
-    ]
-    if target.trends:
-        parts.append("\n".join(f"- {says}: {verdict}" for says, verdict in trends(target, figures)))
-    return "\n\n".join(parts) + "\n"
+def _work(text: dict) -> list:
+    return [text[name] for name in ("token_ids", "step_tokens", "step_accepted", "step_ngram_accepted", "nodes")]
 
 
-def comparison(target: Target, scale: float, figures: dict) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: every figure at every length, the paper's in brackets behind it."""
-    lengths = [max(SHORTEST, round(mark * scale)) for mark in target.at]
-    single = len(lengths) < 2
-    count = max(len(lengths), 1)
-    header = ["row"]
-    for place in range(count):
-        header += [NAMES.get(f, f) + ("" if single else f" at {lengths[place]:,}") for f in target.figures]
-    rows = []
-    for label, found in figures.items():
-        cells = [label]
-        for place in range(count):
-            for figure in target.figures:
-                paper = target.paper.get(label, {}).get(figure)
-                cells.append(_cell(found[figure][place], None if paper is None else paper[place]))
-        rows.append(cells)
-    return header, rows
+def figures_of(texts: Sequence[dict], references: Sequence[dict], marks: int) -> Values:
+    """The `FIGURES` of texts at so many marks, ``references`` being ar's of the same prompts and runs."""
+
+    def read(name: str, text: dict, reference: dict, place: int) -> float | None:
+        # A chat's answer may end before.
+        ended = place >= min(len(text["along_length"]), len(reference["along_length"]))
+        return None if ended else _figure(name, text, text["along_length"][place], reference["along_length"][place])
+
+    pairs = list(zip(texts, references, strict=True))
+    return {name: [[read(name, *pair, place) for pair in pairs] for place in range(marks)] for name in FIGURES}
 
 
-def _cell(value: float | None, paper: float | None) -> str:
-    shown = NONE if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
-    return shown if paper is None else f"{shown} ({paper:,.2f})" if paper < 1000 else f"{shown} ({paper:,.0f})"
-
-
-def trends(target: Target, figures: dict) -> list[tuple[str, str]]:
-    """What the paper's figures show, and whether these do, at the last length."""
-    found = []
-    for trend in target.trends:
-        above, below = (figures[row][trend.figure][-1] for row in (trend.above, trend.below))
-        if above is None or below is None:
-            verdict = "not measured"
-        else:
-            shown = (f"{above:.2f}", f"{below:.2f}")
-            word = "no difference" if shown[0] == shown[1] else "agrees" if above > below else "does not agree"
-            verdict = f"{word} ({' and '.join(shown)})"
-        found.append((trend.says, verdict))
-    return found
-
-
-def on_terminal(page: str) -> list[RenderableType]:
-    """A page of `reproduce` with its table set for the terminal."""
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
-    return [Columns(table[0], table[2:]) if part[0] == "|" else part for part in page.strip().split("\n\n")]
+def _figure(name: str, text: dict, mark: dict, reference: dict) -> float | None:
+    taken, ar = mark["ms_per_token"], reference["ms_per_token"]
+    match name:
+        case "alpha":
+            return mark["acceptance_rate"]
+        case "beta":
+            return mark["ngram_acceptance_rate"]
+        case "x":
+            return ar / taken if ar and taken else None
+        case "ar_minutes" | "minutes":
+            each = ar if name == "ar_minutes" else taken
+            return each * mark["tokens"] / 60_000 if each else None
+        case "loop_start" | "repeated_share":
+            return text[name]
+    return text["distinct"][name.removeprefix("distinct") or "mean"]

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -146,15 +146,27 @@ class GenerationLog:
             comparable (the digest of the decoder's source tells versions apart).
         overwrite: drop what other settings left instead of refusing.
         rank: this process among those that share the prompts.
+        rows: method -> digest of what decides its row beside ``settings``, where these leave that out: the folder then
+            keeps the rows of others, too, and only those that fit are read.
 
     Raises:
         OtherSettingsError: the folder holds generations of other settings; the message names them.
         OSError: another process is writing there.
     """
 
-    def __init__(self, folder: Path, settings: dict, environment: dict, *, overwrite: bool = False, rank: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict,
+        environment: dict,
+        *,
+        overwrite: bool = False,
+        rank: int = 0,
+        rows: Mapping[str, str] | None = None,
+    ):
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"--output {folder} is a file: name a folder")
+        self._rows = rows or {}
         self.folder, self.path = folder, folder / (f"generations-{rank}.jsonl" if rank else "generations.jsonl")
         self._header = {"log_version": LOG_VERSION, "settings": settings, "environment": environment}
         self.fingerprint = fingerprint_of(self._header)
@@ -199,13 +211,17 @@ class GenerationLog:
             for number, (record, end) in enumerate(whole_lines(path)):
                 if record.pop("fingerprint", None) != self.fingerprint:
                     break
-                if number:
+                if number and record.pop("row", None) == self._rows.get(record["method"]):
                     self._records[_key(record)] = record
                 if path == self.path:
                     self._journal.end = end
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def row_of(self, method: str) -> dict[str, str]:
+        """What a record of a method's row carries to be told from those of other settings."""
+        return {"row": self._rows[method]} if self._rows else {}
 
     def get(self, method: str, prompt: int, run: int) -> dict | None:
         """The finished generation of a method's row on a prompt (by index) in a run, None while there is none."""
@@ -220,7 +236,7 @@ class GenerationLog:
     def append(self, record: dict) -> None:
         """Add a finished generation and wait until it is on disk. Raises OSError, naming the file, when it cannot."""
         self.begin()
-        self._write(record)
+        self._write(record | self.row_of(record["method"]))
         self._records[_key(record)] = record
 
     def _write(self, record: dict) -> None:
@@ -234,8 +250,12 @@ def _key(record: dict) -> tuple[str, int, int]:
 def fingerprint_of(header: dict) -> str:
     """Digest of ``settings`` and ``environment``, without what of these may differ between parts of one whole."""
     environment = {name: value for name, value in header["environment"].items() if name not in UNBOUND}
-    text = json.dumps({**header, "environment": environment}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest_of({**header, "environment": environment})
+
+
+def digest_of(content: dict) -> str:
+    """Short digest of what JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def difference(old: dict, new: dict) -> str:

@@ -99,6 +99,7 @@ class Rounds:
     def _progress(self, turn: Turn, pair: Pair) -> Progress:
         text, (prompt, run) = turn.spec.text, pair
         header = {"fingerprint": self.log.fingerprint, "method": text, "prompt_index": prompt, "run": run}
+        header |= self.log.row_of(text)
         name = hashlib.sha256(str(header).encode()).hexdigest()[:16]
         path = self.log.folder / IN_PROGRESS / f"{name}.jsonl"
         if not can_continue(turn.spec.name, self.setup.params[run], self.setup.options[text]):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ts_eval.compare import Experiment
 
 RUN_FILE = "run.yaml"
-_NOT_KEPT = ("output", "overwrite", "rank", "arguments")
+_NOT_KEPT = ("output", "overwrite", "extend", "rank", "arguments")
 """What tells where results go or who asked, not what is compared."""
 _RENAMED = {"audit": "check_lossless"}
 """Fields whose flag has another name."""

@@ -15,13 +15,14 @@ from ts_eval.data_dir import find_data_dir
 from ts_eval.decoders import Sources, with_ar
 from ts_eval.endpoint import Endpoint
 from ts_eval.memory import resident_bytes
-from ts_eval.method_spec import ENDPOINT, MethodSpec
+from ts_eval.method_spec import ENDPOINT, NEED_DRAFT_MODEL, MethodSpec
 from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
-from ts_eval.results import environment
+from ts_eval.results import digest_of, environment
 
 if TYPE_CHECKING:
     from ts_eval.compare import Experiment
 
+_OF_SOME = ("methods", "heads", "draft_model", "weights", "options", "runs")
 Pair = tuple[int, int]
 """(prompt, run), by index: what tells a generation of a row from the others."""
 
@@ -65,6 +66,18 @@ class Setup:
     def kv_dtype(self) -> str | None:
         """`decoder.TokenSwiftOptions.kv_dtype`, the same in all rows."""
         return self.options["ar"].kv_dtype
+
+    def settings_of_all(self) -> dict:
+        """Of ``settings`` what decides the generations of every row, whichever rows and runs there are."""
+        settings = {name: value for name, value in self.settings.items() if name not in _OF_SOME}
+        return {**settings, "weights": self.settings["weights"][settings["model"]]}
+
+    def settings_of_row(self, text: str) -> str:
+        """A digest of what decides the generations of one row besides."""
+        settings, spec = self.settings, MethodSpec.parse(text)
+        paths = [settings["heads"][text], settings["draft_model"] if spec.name in NEED_DRAFT_MODEL else None]
+        weights = [settings["weights"].get(path) for path in paths]
+        return digest_of({"options": settings["options"][text], "paths": paths, "weights": weights})
 
     def stop_ids(self, prompt: int) -> set[int]:
         """Tokens that end a text behind a prompt, by its index: a chat's answer ends, a book goes on."""

@@ -20,6 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
+from decoder.kernels.bitwise_prefix import attend_prefix
+
 DEPTH = 64
 """The engine cuts trees here: no node is deeper below its root."""
 STRIDE = 32
@@ -27,13 +29,9 @@ COLUMNS = DEPTH + STRIDE
 """The number of keys in a tail. Those behind the token count too, although it does not see them."""
 
 _SHORT = 4096  # keys up to which one softmax over all scores is faster than blocks and their merging
-LONG = 8192  # keys from which on `Rule.products` is faster than flash attention
-_SCORES = 2**24  # of such a prefix, which are held at a time
 
 # A tail may reach so many slots beyond the last token of a text, so its cache has that many more.
 SPARE = COLUMNS + STRIDE
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Rule(NamedTuple):
@@ -43,7 +41,7 @@ class Rule(NamedTuple):
         multiple: the number of rows is padded to a multiple of this one.
         in_order: a product over at most this many columns sums them in their order, so columns of weight zero may stand
             between those of a token's ancestors. For a tree with more columns the values are gathered instead.
-        products: whether a long bfloat16 prefix is read by two plain products, and not by flash attention.
+        products: whether long prefixes are read by products, see `attend_prefix`.
     """
 
     multiple: int
@@ -87,7 +85,7 @@ class _Near(NamedTuple):
         dtype: the dtype of scores, weights and sums.
         keys: per layer, the keys from ``first`` on, [G, D, middle + width].
         values: per layer, the values between ``first`` and the tail, [G, middle, Dv], and the tail's, [G, width, Dv].
-        prefix: per layer, keys and values before ``first``, [1, G, first, D].
+        prefix: per layer, keys and values before ``first``, [G, first, D].
     """
 
     group: _Rows
@@ -234,7 +232,7 @@ class BitwiseText:
             tail = scores.narrow(2, near.middle, near.group.width).gather(2, near.columns).add_(near.mask)
             scores = torch.cat((scores.narrow(2, 0, near.middle), tail), 2) if near.middle else tail
         if near.first:
-            prefix, log_sum = self._of_prefix(rows, *near.prefix[layer], scaling)
+            prefix, log_sum = attend_prefix(rows, *near.prefix[layer], scaling, self.rule.products, self.rule.multiple)
             scores = torch.cat((scores, log_sum), 2)
         weights = scores.softmax(-1)
         between, in_tail, of_prefix = weights.split_with_sizes(
@@ -245,24 +243,8 @@ class BitwiseText:
         if near.middle:
             output.add_(torch.bmm(between, near_value[0]))
         if near.first:
-            output.add_(prefix.to(near.dtype) * of_prefix)
+            output.add_(prefix * of_prefix)
         return output
-
-    def _of_prefix(
-        self, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prefix alone: outputs [G, rows, Dv] and log-sum-exps [G, rows, 1] of keys [1, G, L, D] and their values.
-
-        Where the processor multiplies bfloat16, two products read a long one as fast as memory gives it. They were
-        measured to take half of the time of flash attention.
-        """
-        if not self.rule.products or key.shape[2] < LONG:
-            output, log_sum = _flash(rows[None], key, value, scale=scaling)
-            return output[0], log_sum[0, :, :, None]
-        most = _SCORES // (key.shape[1] * key.shape[2])
-        parts = rows.split(max(self.rule.multiple, most - most % self.rule.multiple), 1)
-        outputs, log_sums = zip(*(_by_products(part, key[0], value[0], scaling) for part in parts), strict=True)
-        return torch.cat(outputs, 1), torch.cat(log_sums, 1)
 
     def _of_tail(self, near: _Near, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[G, rows, Dv]: the tail's values by their weights [G, rows, COLUMNS], summed in order."""
@@ -310,7 +292,7 @@ class BitwiseText:
             values[:, 0].narrow(2, start, count).unbind()
             for start, count in ((first, middle), (group.start, group.width))
         )
-        prefix = (pairs.narrow(3, 0, first).unbind() for pairs in (keys, values))
+        prefix = (pairs[:, 0].narrow(2, 0, first).unbind() for pairs in (keys, values))
         return near, list(zip(between, tail, strict=True)), list(zip(*prefix, strict=True))
 
 
@@ -330,24 +312,6 @@ def attend_tokens(texts: Sequence[BitwiseText], query: torch.Tensor, layer: int,
     output = torch.stack(outputs).narrow(2, 0, per_head)
     output = output.reshape(1, count, heads, -1).to(query.dtype)
     return torch.cat((output, output[:, :1].expand(-1, queries - count, -1, -1)), 1) if queries > count else output
-
-
-def _by_products(
-    rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [G, rows, Dv] and log-sum-exps [G, rows, 1], in float32, over keys [G, L, D] and their values."""
-    heads, count, length = len(rows), rows.shape[1], key.shape[1]
-    scores, output = rows.new_empty(heads, count, length), rows.new_empty(heads, count, value.shape[2])
-    # Head by head: a cache has room behind the text, and of such views a product of all heads makes copies.
-    for head in range(heads):
-        torch.addmm(scores[head], rows[head], key[head].mT, beta=0, alpha=scaling, out=scores[head])
-    highest = scores.amax(2, keepdim=True)
-    # What is summed are the weights as they are rounded for the product; in parts, since each sum is rounded as well.
-    weights = scores.sub_(highest).exp_()
-    total = weights.view(heads, count, STRIDE, -1).sum(3).sum(2, keepdim=True, dtype=torch.float32)
-    for head in range(heads):
-        torch.mm(weights[head], value[head], out=output[head])
-    return output.float() / total, highest.float() + total.log()
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

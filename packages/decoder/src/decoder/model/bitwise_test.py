@@ -10,7 +10,8 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHead
 from decoder.kernels import attention, bitwise_split_kv
-from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, LONG, SPARE, BitwiseText, Rule, tail_slots
+from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, BitwiseText, Rule, tail_slots
+from decoder.kernels.bitwise_prefix import BLOCK, LARGEST
 from decoder.kernels.bitwise_split_kv import SPLIT
 from decoder.kernels.fast_paths import fault_of
 from decoder.kernels.packed_linear import fast_bfloat16, product_of, replaced
@@ -27,7 +28,8 @@ _IN_ORDER = 160
 # Numbers of cached tokens: where tails begin to move, over the range in which libraries switch between kernels, and on
 # both sides of where the prefix is separated. In float64 one in twenty of them was seen to fail.
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
-_LONG = (LONG + 90, 20011)  # products of matrices may sum long rows in another way than short ones
+# Where whole blocks of the prefix are read by products, and where they are more than one product takes.
+_LONG = (2 * BLOCK + 90, 3 * BLOCK + 3000, LARGEST + BLOCK + 90)
 _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 14, 31, 37, 62, 100, 121, 242)
