@@ -129,10 +129,13 @@ def soon_long(monkeypatch):
     monkeypatch.setattr(bitwise_prefix, "_SCORES", 20_000)
 
 
+@pytest.mark.parametrize("high", [0, 50, 200])
 @pytest.mark.parametrize("length", [100, 300, 4200])
-def test_products_give_a_long_prefix_its_softmax(length, soon_long):
-    """Up to the rounding of bfloat16, and with a log-sum-exp to be merged with the tail."""
+def test_products_give_a_long_prefix_its_softmax(length, high, soon_long):
+    """Up to the rounding of bfloat16, and with a log-sum-exp to be merged with the tail; high scores are as good."""
     key, value, query = random_pairs(length, torch.bfloat16)
+    # As biases of queries and keys add to all scores of a row.
+    query[..., 0], key[..., 0] = (high / 0.3) ** 0.5, (high / 0.3) ** 0.5
     found = BitwiseText(OneLayer(key, value), length, range(24), None, PRODUCTS).attend(query, 0, 0.3)
     blocked = torch.ones(24, 24, dtype=torch.bool).triu(1)
     wide = (x[:, :, : length + 24].double() for x in (key, value))
@@ -145,6 +148,20 @@ def test_products_give_a_long_prefix_its_softmax(length, soon_long):
 @pytest.mark.parametrize("length", [100, 191, 192, 223, 224, 255, 256, 300, 4200])
 def test_products_over_a_long_prefix_give_a_node_the_bits_it_has_alone(length, soon_long):
     test_attention_gives_a_node_the_bits_it_has_alone(length, torch.bfloat16, PRODUCTS)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("length", [200, 300, 1000])
+def test_a_row_over_a_long_prefix_has_the_same_numbers_before_they_are_rounded(length, kv_heads, soon_long):
+    generator = torch.Generator().manual_seed(length)
+    rows, key, value = (torch.randn(kv_heads, n, 16, generator=generator).bfloat16() for n in (400, length, length))
+    near = torch.randn(kv_heads, 400, 1, generator=generator)
+    whole = bitwise_prefix.attend_prefix(rows, key, value, 0.3, near, True, 4)
+    for first, count in ((0, 4), (4, 8), (12, 100), (112, 256), (368, 32)):
+        part = slice(first, first + count)
+        own = bitwise_prefix.attend_prefix(rows[:, part].contiguous(), key, value, 0.3, near[:, part], True, 4)
+        assert all(torch.equal(mine, both[:, part]) for mine, both in zip(own, whole, strict=True)), (first, count)
 
 
 @needs_bfloat16

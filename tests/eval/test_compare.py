@@ -841,11 +841,12 @@ def test_results_say_where_they_come_from(data, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4
     planned = results["methods"]["ar"]["planned_memory_bytes"]
-    caches = 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4
+    # Attention by position looks at 128 slots behind the text.
+    caches = 2 * 2 * 2 * 8 * 4 * (53 + 128) + 1 + 256 * 4
     assert planned == weights + caches
     assert results["methods"]["ar"]["planned_memory_above_model_bytes"] == caches
     # auto's trees have up to 64 nodes, whose K and V, mask and logits there is room for.
-    wide = 2 * 2 * 2 * 8 * 4 * (52 + 64) + 64**2 + 64 * 256 * 4
+    wide = 2 * 2 * 2 * 8 * 4 * (52 + 64 + 128) + 64**2 + 64 * 256 * 4
     heads = sum(parameter.nbytes for parameter in decoder.DraftHeads.from_pretrained(data / "heads-gated").parameters())
     auto = results["methods"]["auto"]
     assert auto["planned_memory_above_model_bytes"] == wide

@@ -352,7 +352,7 @@ class Decoder:
                 self.verify_costs,
                 arguments.limit,
                 self._tuning_state(arguments),
-                running=lambda: max(1, len(engine.running)),
+                running=lambda: max(1, engine.decoding),
             )
         )
         exactly = options.verification == "exact"

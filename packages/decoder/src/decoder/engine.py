@@ -54,6 +54,11 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self._prefills: dict[Sequence, Generator[int, None, int]] = {}  # of those that run, what is left
 
+    @property
+    def decoding(self) -> int:
+        """How many texts a step decodes: those that run, and whose prompts are prefilled."""
+        return len(self.running) - len(self._prefills)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it joins in the first step that has room for it."""
         self.waiting.append(sequence)
@@ -112,12 +117,17 @@ class Engine:
         tokens = 0
         while self._prefills and not (others_wait and tokens >= _PROMPT_TOKENS):
             sequence, rest = next(iter(self._prefills.items()))
-            with _failure_of(sequence), self.target.patched():
-                try:
-                    tokens += next(rest)
-                    continue
-                except StopIteration as end:
-                    tokens += end.value
+            try:
+                with _failure_of(sequence), self.target.patched():
+                    try:
+                        tokens += next(rest)
+                        continue
+                    except StopIteration as end:
+                        tokens += end.value
+            except BaseException:
+                # No text of its own can be blamed. This one cannot go on, its prompt is not whole.
+                self.cancel(sequence)
+                raise
             del self._prefills[sequence]
 
     @torch.inference_mode()

@@ -44,20 +44,25 @@ class Columns:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         first, *widths = (max(map(cell_len, "\n".join(column).split("\n"))) for column in (self.first, *self.others))
+        # A name that leaves no room for a column beside it is broken anywhere.
+        first = max(1, min(first, options.max_width - 2 - max(widths, default=0)))
         block, used = [self.first], first
         for column, width in zip(self.others, widths, strict=True):
             if used + 2 + width > options.max_width and len(block) > 1:
-                yield from (_table(block), "")
+                yield from (_table(block, first), "")
                 block, used = [self.first], first
             block.append(column)
             used += 2 + width
-        yield _table(block)
+        yield _table(block, first)
 
 
-def _table(columns: Sequence[Sequence[str]]) -> Table:
+def _table(columns: Sequence[Sequence[str]], first: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for place, (title, *_) in enumerate(columns):
-        table.add_column(title, justify="right" if place else "left", no_wrap=True)
+        if place:
+            table.add_column(title, justify="right", no_wrap=True)
+        else:
+            table.add_column(title, overflow="fold", width=first)
     for cells in zip(*(column[1:] for column in columns), strict=True):
         table.add_row(*(Text(cell, STYLES.get(cell.partition(" ")[0].rstrip(",").lower(), "")) for cell in cells))
     return table

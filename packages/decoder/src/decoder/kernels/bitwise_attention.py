@@ -232,7 +232,10 @@ class BitwiseText:
             tail = scores.narrow(2, near.middle, near.group.width).gather(2, near.columns).add_(near.mask)
             scores = torch.cat((scores.narrow(2, 0, near.middle), tail), 2) if near.middle else tail
         if near.first:
-            prefix, log_sum = attend_prefix(rows, *near.prefix[layer], scaling, self.rule.products, self.rule.multiple)
+            highest = scores.amax(2, keepdim=True)
+            prefix, log_sum = attend_prefix(
+                rows, *near.prefix[layer], scaling, highest, self.rule.products, self.rule.multiple
+            )
             scores = torch.cat((scores, log_sum), 2)
         weights = scores.softmax(-1)
         between, in_tail, of_prefix = weights.split_with_sizes(
