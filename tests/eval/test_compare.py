@@ -374,6 +374,27 @@ def test_a_line_cut_short_is_generated_again(data, tmp_path):
     assert [line.get("method") for line in log_lines(tmp_path)] == [None, "ar", "tokenswift"]
 
 
+def test_a_damaged_line_in_front_of_others_is_refused_and_nothing_is_lost(data, tmp_path):
+    compare(data, tmp_path)
+    log = tmp_path / "generations.jsonl"
+    header, first, *others = log.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([header, first[:-40] + b"\n", *others])
+    log.write_bytes(damaged)
+    for _ in range(2):
+        result = compare(data, tmp_path)
+        assert (result.exit_code, log.read_bytes()) == (2, damaged)
+        assert f"line 2 of {log} is damaged" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"tokens": [1]}', '{"resumed_at": 1}'])
+def test_a_damaged_step_is_refused_and_nothing_is_lost(tmp_path, line):
+    part = tmp_path / "part.jsonl"
+    part.write_text(f'{{"method": "ar"}}\n{line}\n{{"resumed_at": 1}}\n')
+    with pytest.raises(ValueError, match=f"line 2 of {part} is damaged"):
+        Progress(part, {"method": "ar"})
+    assert part.read_text().count("\n") == 3
+
+
 def test_killed_in_the_middle_and_resumed_gives_the_same_tokens_and_metrics(data, tmp_path):
     arguments = ["--runs", "2", "--max-new-tokens", "60"]
     command = ["compare", "ar", "tokenswift", "--data-dir", data, "--device", "cpu", *SHORT]
