@@ -95,6 +95,7 @@ def test_the_report_has_every_key_and_adds_up(data, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(data / "reference-model")
     for name, row in results["methods"].items():
         assert keys <= row.keys()
+        assert row["bitwise"] is results["settings"]["bitwise"]
         assert row["identical_to_ar"] and row["first_divergence"] is None and row["divergence_margin"] is None
         # Runs come run by run, prompt by prompt; the seed is the run's.
         assert [(run["prompt"], run["seed"]) for run in row["runs"]] == [(b, r) for r in (0, 1) for b in BOOKS]

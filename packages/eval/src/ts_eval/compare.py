@@ -197,6 +197,7 @@ class Experiment:
         rows = summarise(setup.specs, setup.prompts, setup.params, self._marks(), log, margin, measure, setup.kv_dtype)
         for spec in setup.specs:
             rows[spec.text] |= setup.planned_bytes(spec)
+            rows[spec.text]["bitwise"] = setup.settings["bitwise"] and not spec.is_outside
         if self.audit:
             audits(setup, rows)
         return rows
