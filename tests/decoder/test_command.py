@@ -294,6 +294,30 @@ def test_a_run_cut_at_any_byte_resumes_exactly(run, common, tmp_path, method, te
         assert tokens_in(file) == tokens_in(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("tokens", ['["a", 5]', "[true]", "[1.5]", "[null]", "[[3]]", "3", '[1]}\n{"at": 5'])
+def test_a_damaged_record_is_refused_and_left_as_it_is(run, common, tmp_path, tokens):
+    file = tmp_path / "out"
+    arguments = [*common, "--max-new-tokens", 8, "--output", file]
+    run(*arguments)
+    record = Path(f"{file}.tokens")
+    header, *steps = record.read_text().splitlines(keepends=True)
+    damaged = "".join([header, f'{{"at": 0, "tokens": {tokens}}}\n', *steps])
+    record.write_text(damaged)
+    status, text, told = run(*arguments, "--resume")
+    assert (status, text, record.read_text()) == (2, "", damaged)
+    assert f"of {record} is damaged: move that file away" in told and told.count("\n") == 1
+
+
+def test_text_and_tokens_are_on_the_disk_at_the_end(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    transcript = Transcript(tmp_path / "out", resume=False)
+    transcript.open({}, "")
+    transcript.append([1], "one", None)
+    transcript.close()
+    assert synced == [path.stat().st_ino for path in (transcript.tokens_path, transcript.path)]
+
+
 def test_the_method_may_change_and_the_text_grow_behind_a_cut(run, common, tmp_path):
     file = tmp_path / "out"
     run(*common, "--max-new-tokens", 30, "--method", "ar", "--output", file)
@@ -456,20 +480,6 @@ def test_of_two_runs_that_begin_together_one_is_refused(tmp_path):
         other.open({"seed": 2}, "")
     one.close()
     assert tokens_in(tmp_path / "out") == [3, 4] and (tmp_path / "out").read_text() == "ab"
-
-
-@pytest.mark.parametrize("spoilt", ['["a", 5]', "[true]", "[1.5]", "[null]", "[[3]]"])
-def test_a_step_whose_tokens_are_no_ids_counts_as_not_written(run, common, tmp_path, spoilt):
-    file = tmp_path / "out"
-    arguments = [*common, "--max-new-tokens", 30, "--output", file]
-    whole = run(*arguments)[1]
-    record = Path(f"{file}.tokens")
-    lines = record.read_text().splitlines(keepends=True)
-    lines[3] = f'{{"at": {json.loads(lines[3])["at"]}, "tokens": {spoilt}}}\n'
-    record.write_text("".join(lines))
-    status, text, told = run(*arguments, "--resume")
-    assert (status, text) == (0, whole), told
-    assert len(tokens_in(file)) == 30
 
 
 def test_without_a_length_the_text_goes_to_the_models_last_position_and_resumes(run, folders, tmp_path):

@@ -37,12 +37,18 @@ def test_after_a_cut_at_any_byte_whole_lines_are_read_and_writing_goes_on_behind
 
 
 @pytest.mark.parametrize("line", [b"[1]\n", b"no JSON\n", b"\xff\xfe\n", b"\n"])
-def test_reading_ends_at_a_line_that_is_no_object(tmp_path, line):
-    write(tmp_path / "log", RECORDS)
-    first = next(whole_lines(tmp_path / "log"))[1]
-    data = (tmp_path / "log").read_bytes()
-    (tmp_path / "log").write_bytes(data[:first] + line + data[first:])
-    assert read(tmp_path / "log") == RECORDS[:1]
+def test_a_line_that_is_no_object_is_dropped_as_the_last_and_refused_in_front_of_others(tmp_path, line):
+    log = tmp_path / "log"
+    write(log, RECORDS)
+    first = next(whole_lines(log))[1]
+    data = log.read_bytes()
+    log.write_bytes(data + line)
+    assert read(log) == RECORDS
+    log.write_bytes(data[:first] + line + data[first:])
+    lines = whole_lines(log)
+    assert next(lines) == (RECORDS[0], first)
+    with pytest.raises(ValueError, match=f"^line 2 of {log} is damaged: move that file away, or choose another --outp"):
+        next(lines)
     assert read(tmp_path / "missing") == []
 
 
@@ -80,16 +86,30 @@ def test_one_writer_holds_the_file_and_a_new_one_must_be_new(tmp_path):
     other.close()
 
 
-@pytest.mark.parametrize(("seconds", "syncs"), [(0.0, 4), (3600.0, 0)])
-def test_lines_reach_the_disk_at_once_or_after_some_time(tmp_path, monkeypatch, seconds, syncs):
+@pytest.mark.parametrize(("seconds", "syncs"), [(0.0, [1, 2, 3, 4]), (3600.0, [4])])
+def test_lines_reach_the_disk_at_once_or_after_some_time_and_at_the_end(tmp_path, monkeypatch, seconds, syncs):
     seen = []
-    monkeypatch.setattr("os.fsync", seen.append)
+    monkeypatch.setattr("os.fsync", lambda _: seen.append(len(read(journal.path))))
     journal = Journal(tmp_path / "log", seconds)
     journal.open()
     for _ in range(4):
         journal.append({})
     journal.close()
-    assert len(seen) == syncs
+    journal.close()
+    assert seen == syncs
+
+
+def test_a_disk_that_fails_at_the_end_is_named_and_the_file_closed(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    journal = Journal(tmp_path / "log", 3600.0)
+    journal.open()
+    journal.append({})
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        journal.close()
+    assert raised.value.filename == str(journal.path) and not journal.is_open
 
 
 def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):

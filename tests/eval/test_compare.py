@@ -95,6 +95,7 @@ def test_the_report_has_every_key_and_adds_up(data, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(data / "reference-model")
     for name, row in results["methods"].items():
         assert keys <= row.keys()
+        assert row["bitwise"] is results["settings"]["bitwise"]
         assert row["identical_to_ar"] and row["first_divergence"] is None and row["divergence_margin"] is None
         # Runs come run by run, prompt by prompt; the seed is the run's.
         assert [(run["prompt"], run["seed"]) for run in row["runs"]] == [(b, r) for r in (0, 1) for b in BOOKS]
@@ -372,6 +373,27 @@ def test_a_line_cut_short_is_generated_again(data, tmp_path):
     assert "1 finished generations taken over" in result.stderr
     assert tokens(load(tmp_path)) == expected
     assert [line.get("method") for line in log_lines(tmp_path)] == [None, "ar", "tokenswift"]
+
+
+def test_a_damaged_line_in_front_of_others_is_refused_and_nothing_is_lost(data, tmp_path):
+    compare(data, tmp_path)
+    log = tmp_path / "generations.jsonl"
+    header, first, *others = log.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([header, first[:-40] + b"\n", *others])
+    log.write_bytes(damaged)
+    for _ in range(2):
+        result = compare(data, tmp_path)
+        assert (result.exit_code, log.read_bytes()) == (2, damaged)
+        assert f"line 2 of {log} is damaged" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"tokens": [1]}', '{"resumed_at": 1}'])
+def test_a_damaged_step_is_refused_and_nothing_is_lost(tmp_path, line):
+    part = tmp_path / "part.jsonl"
+    part.write_text(f'{{"method": "ar"}}\n{line}\n{{"resumed_at": 1}}\n')
+    with pytest.raises(ValueError, match=f"line 2 of {part} is damaged"):
+        Progress(part, {"method": "ar"})
+    assert part.read_text().count("\n") == 3
 
 
 def test_killed_in_the_middle_and_resumed_gives_the_same_tokens_and_metrics(data, tmp_path):

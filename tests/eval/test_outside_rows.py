@@ -82,6 +82,7 @@ def test_our_own_server_is_timed_beside_the_rows(data, tmp_path):
         assert result.exit_code == 0, result.output
     rows = load(tmp_path / "out")["methods"]
     assert list(rows) == ["ar", "endpoint"]
+    assert rows["ar"]["bitwise"] is True and rows["endpoint"]["bitwise"] is False
     row = rows["endpoint"]
     assert row["identical_to_ar"] is None and row["distinct"]["mean"] is None and row["tokens_per_step"] is None
     for run, of_ar in zip(row["runs"], rows["ar"]["runs"], strict=True):

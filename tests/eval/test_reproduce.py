@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
+from transformers import GPT2Config
 
 import decoder
 from ts_eval import configured, paper, reproduced_page
@@ -88,7 +89,7 @@ def test_the_papers_figures_are_all_there():
     assert TARGETS["figure-1"].rows["AR"].paper["minutes"] == [None, None, None, None, 294]
 
 
-def test_a_trend_agrees_only_beyond_twice_the_standard_error_of_the_difference():
+def test_a_trend_agrees_only_beyond_the_interval_of_students_t():
     assert verdict([0.4, 0.42, 0.41], [0.2, 0.21, 0.22]).startswith("agrees (0.410 and 0.210; difference +0.200")
     assert verdict([0.2, 0.21, 0.22], [0.4, 0.42, 0.41]).startswith("does not agree (0.210 and 0.410")
     # Differences .1, -.1 and .09: mean .03, standard error .065.
@@ -98,6 +99,17 @@ def test_a_trend_agrees_only_beyond_twice_the_standard_error_of_the_difference()
     # The texts of one seed are compared with each other, however far seeds lie apart: differences .02, .03 and .02.
     assert verdict([0.2, 0.6, 0.9], [0.18, 0.57, 0.88]).startswith("agrees")
     assert verdict([0.4, 0.4], [0.4, 0.4]).startswith("no difference")
+    # The mean over its standard error is 3, 4.5 and 2.1; so few texts may lie like that by chance, more may not.
+    zero = [0.0] * 3
+    assert verdict([0.1, 0.2], zero[:2]).startswith(
+        "no difference (0.150 and 0.000; difference +0.150, standard error 0.05"
+    )
+    assert verdict([0.7, 1.0, 1.6], zero).startswith(
+        "no difference (1.100 and 0.000; difference +1.100, standard error 0.2"
+    )
+    assert verdict([0.8, 1.0, 1.6], zero).startswith("agrees")
+    assert verdict([0.3, 1.7] * 2, [0.0] * 4).startswith("no difference")
+    assert verdict([0.0, 1.0] * 20, [0.0] * 40).startswith("agrees")
     assert verdict([0.4], [0.2]) == "one text does not tell (0.400 and 0.200)"
     assert verdict([None, None], [0.2, 0.2]) == "not measured"
 
@@ -106,6 +118,25 @@ def test_rows_of_the_same_texts_and_steps_are_told_apart_from_others():
     first, second = Found({}, "work", "a"), Found({}, "other work", "a")
     rows = {"1": first, "2": second, "3": replace(first), "4": replace(first, folder="b"), "5": None, "6": None}
     assert coinciding(rows) == (["1", "2", "4", "5", "6"], {"3": "1"})
+
+
+def test_a_verdict_is_that_of_the_rows_shown_and_cut_texts_are_named():
+    target = TARGETS["figure-4"]
+    figures = {name: [[0.5, 0.6]] * 5 for name in target.figures}
+    slower = {**figures, "x": [[0.1, 0.2]] * 5}
+    rows = {label: Found(figures, label, "a", resumed=2 * (label == "k = 5")) for label in target.rows}
+    rows |= {"k = 20": Found(figures, "work", "a"), "k = 100": Found(slower, "work", "a")}
+    page = reproduced_page.page("figure-4", target, 1.0, rows, {}, [])
+    assert "k = 100 costs more to verify than k = 20: the same texts and steps here" in page
+    assert "may differ: k = 5 (2 texts).\n" in page
+    rows["k = 5"] = Found(slower, "work", "a")
+    page = reproduced_page.page("figure-4", target, 1.0, rows, {}, [])
+    assert page.count("the same texts and steps here") == 3 and "Cut and resumed" not in page
+    # A hidden row's own clock does not count.
+    rows = {**rows, "k = 5": Found(figures, "first", "a"), "k = 10": Found(figures, "first", "a")}
+    rows["k = 20"], rows["k = 100"] = Found(slower, "first", "a"), Found(slower, "other", "a")
+    page = reproduced_page.page("figure-4", target, 1.0, rows, {}, [])
+    assert "k = 100 costs more to verify than k = 20: agrees (0.550 and 0.150" in page
 
 
 def test_experiments_share_their_texts_and_take_them_over(data, tmp_path):
@@ -219,6 +250,8 @@ def test_figure_5_marks_the_repeated_spans(data, tmp_path):
         (["table-99"], "table-99"),
         (["table-5", "--scale", "0.0001"], "--scale must"),
         (["table-1", "--scale", "-1"], "--scale must"),
+        (["table-5", "--scale", "inf"], "--scale must"),
+        (["table-2", "--scale", "nan"], "--scale must"),
         (["table-5", "--runs", "0"], "--runs must"),
         (["table-5", "--model", "nowhere"], "nowhere"),
     ],
@@ -274,6 +307,9 @@ def test_table_11_is_the_configuration_of_the_draft_model(data, tmp_path):
     assert result.exit_code == 0 and "15.01 (15.00)" in result.stdout and "205.88 (205.00)" in result.stdout
     # There is no draft model beside the small model of these tests.
     assert re.search(r"^here( +-)+$", result.stdout, re.MULTILINE)
+    GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, n_positions=64).save_pretrained(tmp_path / "gpt2")
+    result = run(data, tmp_path / "out", "table-11", "--draft-model", str(tmp_path / "gpt2"))
+    assert result.exit_code == 0 and re.search(r"^here +8 +- +1 +2 +- +64 +- +32", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

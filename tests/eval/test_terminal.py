@@ -47,5 +47,7 @@ def test_colours_are_for_terminals_alone(shown):
     plain = shown(Columns(*PARTS))
     coloured = shown(Columns(*PARTS), FORCE_COLOR="1", TERM="xterm-256color")
     assert not any("\x1b" in line for line in plain)
+    named = shown(Columns(["row", "x"], [["no penalty", "0.5"]]), FORCE_COLOR="1", TERM="xterm-256color")
+    assert not any("\x1b[3" in line for line in named)
     assert "\x1b[32m         yes\x1b[0m" in coloured[2] and "\x1b[31mno, at 1,234\x1b[0m" in coloured[3]
     assert not any("\x1b[3" in line for line in shown(Columns(*PARTS), FORCE_COLOR="1", NO_COLOR="1"))

@@ -197,6 +197,7 @@ class Experiment:
         rows = summarise(setup.specs, setup.prompts, setup.params, self._marks(), log, margin, measure, setup.kv_dtype)
         for spec in setup.specs:
             rows[spec.text] |= setup.planned_bytes(spec)
+            rows[spec.text]["bitwise"] = setup.settings["bitwise"] and not spec.is_outside
         if self.audit:
             audits(setup, rows)
         return rows
@@ -206,9 +207,11 @@ def _drop_parts(log: GenerationLog, of_others_only: bool = False) -> None:
     """Drop the parts of generations: all when all are finished, or those of other settings, overwritten by these."""
     folder = log.folder / IN_PROGRESS
     for path in folder.glob("*.jsonl"):
-        header = next(whole_lines(path), None)
-        if not of_others_only or (header is not None and header[0].get("fingerprint") != log.fingerprint):
-            path.unlink()
+        if of_others_only:
+            header = next(whole_lines(path), None)
+            if header is None or header[0].get("fingerprint") == log.fingerprint:
+                continue
+        path.unlink()
     if folder.is_dir() and not of_others_only:
         folder.rmdir()
 

@@ -26,8 +26,11 @@ def passes(config: str, settings: dict) -> dict[str, float]:
     }
 
 
-def draft_models(config: str | None, settings: dict) -> dict[str, float] | None:
-    """The shape of a draft model (Table 11); without a name, of the one that TriForce* takes here, if there is one."""
+def draft_models(config: str | None, settings: dict) -> dict[str, float | None] | None:
+    """The shape of a draft model (Table 11); without a name, of the one that TriForce* takes here, if there is one.
+
+    What a family's configuration does not have is None.
+    """
     if config is None:
         config = settings.get("draft_model") or _shipped(settings)
     if config is None:
@@ -35,12 +38,12 @@ def draft_models(config: str | None, settings: dict) -> dict[str, float] | None:
     text = read_config(config).get_text_config()
     return {
         "hidden": text.hidden_size,
-        "intermediate": text.intermediate_size,
+        "intermediate": getattr(text, "intermediate_size", None),
         "layers": text.num_hidden_layers,
         "heads": text.num_attention_heads,
-        "kv_heads": text.num_key_value_heads,
+        "kv_heads": getattr(text, "num_key_value_heads", None),
         "positions": text.max_position_embeddings,
-        "rope_theta": text.rope_parameters["rope_theta"],
+        "rope_theta": (getattr(text, "rope_parameters", None) or {}).get("rope_theta"),
         "vocabulary": text.vocab_size,
         "parameters_m": read_shape(config).parameters / 2**20,
     }

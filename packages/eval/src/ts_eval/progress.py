@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import decoder
-from decoder.cli.journal import Journal, whole_lines
+from decoder.cli.journal import Journal, damaged, whole_lines
 
 COUNTS = (
     "steps",
@@ -48,12 +48,16 @@ def _add(first, second):
 class Progress:
     """The steps of one generation, in memory and in a file: a header, then a line per step.
 
-    A line is in the system's hands before the next step begins, and on the disk within about a second: a kill loses
-    nothing, a power cut little. A line cut short is dropped on the next start.
+    A line is in the system's hands before the next step begins; the disk has it with the first one that is written
+    after a second, and at the end: a kill loses nothing, a power cut little. A last line cut short is dropped on the
+    next start.
 
     Args:
         path: the generation's file; one that holds the same header is continued, another is begun anew.
         header: what tells this generation from any other.
+
+    Raises:
+        ValueError: a line in the middle of the file is damaged.
 
     Attributes:
         token_ids: all new tokens.
@@ -89,10 +93,13 @@ class Progress:
         for number, (record, end) in enumerate(whole_lines(self.path)):
             if number == 0 and record != self._header:
                 return
-            if "resumed_at" in record:
-                self._begin_part(record["resumed_at"])
-            elif number:
-                self._take(record["tokens"], record["counts"], record.get("logprobs"))
+            try:
+                if "resumed_at" in record:
+                    self._begin_part(record["resumed_at"])
+                elif number:
+                    self._take(record["tokens"], record["counts"], record.get("logprobs"))
+            except (KeyError, TypeError) as error:
+                raise damaged(self.path, number + 1) from error
             self._journal.end = end
 
     def _begin_part(self, tokens: int) -> None:

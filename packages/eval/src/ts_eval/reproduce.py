@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def reproduce(
             heads or draft model are missing are left out, and the page says so.
 
     Raises:
-        ValueError: an unknown name, or a scale that leaves a first length fewer than 16 tokens; else as
+        ValueError: an unknown name, or a scale that is infinite or leaves a first length fewer than 16 tokens; else as
             `compare.Experiment`.
     """
     chosen = {name: _target(name, scale) for name in dict.fromkeys(names)}
@@ -90,8 +91,8 @@ def _target(name: str, scale: float) -> Target:
         raise ValueError(f"unknown target {name!r}: choose from {', '.join(targets())}")
     target = targets()[name]
     least = SHORTEST / target.at[0] if target.at else 1e-6
-    if not scale >= least:
-        raise ValueError(f"scale must be at least {least:.2g} for {name}, not {scale:g}")
+    if not least <= scale < inf:
+        raise ValueError(f"scale must be finite and at least {least:.2g} for {name}, not {scale:g}")
     return target
 
 
@@ -148,6 +149,7 @@ def _run(cell: Cell, methods: tuple[str, ...], output: Path, say: Say, settings:
             hashlib.sha256(str([_work(text) for text in row["runs"]]).encode()).hexdigest(),
             cell.folder,
             about,
+            row["resumed"],
         )
         for method, row in results["methods"].items()
     }

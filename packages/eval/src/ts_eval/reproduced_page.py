@@ -1,7 +1,7 @@
 """The pages of `ts-eval reproduce`: what was found beside the paper's figures, and what agrees."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev
 
@@ -11,8 +11,12 @@ from ts_eval.paper import Target, Trend
 from ts_eval.table import NONE, count_of
 from ts_eval.terminal import Columns
 
-SURE = 2.0
-"""How many standard errors a difference must be beyond."""
+QUANTILES = (
+    *(12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23),
+    *(2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09),
+    *(2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04),
+)
+"""Student's t, two-sided 5 %, for 1, 2, ... degrees of freedom; the last is taken for more, too (the limit is 1.96)."""
 NAMES = {
     "ar_minutes": "ar min",
     "minutes": "min",
@@ -45,12 +49,14 @@ class Found:
         work: digest of the texts and of the steps that made them; "" for what is computed.
         folder: of the comparison that made them, with others.
         about: that comparison in words.
+        resumed: how many of the texts were cut and went on.
     """
 
     figures: Values
     work: str = ""
     folder: str = ""
     about: str = ""
+    resumed: int = 0
 
 
 def page(
@@ -80,13 +86,12 @@ def page(
     if same:
         pairs = "; ".join(f"{label} is {of}" for label, of in same.items())
         parts.append(f"Rows with the same texts and steps at this scale are shown once: {pairs}.")
+    cut = {label: row.resumed for label in shown if (row := rows[label]) is not None and row.resumed}
+    if cut:
+        told = ", ".join(f"{label} ({count_of(texts, 'text')})" for label, texts in cut.items())
+        parts.append(f"Cut and resumed, with drafters that began anew there, so that acceptance may differ: {told}.")
     if target.trends:
-        told: dict[tuple[str, str, str], Trend] = {}
-        for trend in target.trends:
-            above, below = (same.get(row, row) for row in (trend.above, trend.below))
-            told.setdefault((above, below, trend.figure), trend)
-        verdicts = (f"- {trend.says}: {verdict(*_at_end(target, rows, trend))}" for trend in told.values())
-        parts.append("\n".join(verdicts))
+        parts.append("\n".join(_verdicts(target, rows, same)))
     if reports:
         parts.append(f"The texts, repeated parts marked: {', '.join(f'{folder}/report.html' for folder in reports)}.")
     return "\n\n".join(parts) + "\n"
@@ -107,7 +112,8 @@ def _about(target: Target, scale: float, rows: Mapping[str, Found | None]) -> st
     if timed:
         told = ", ".join(timed)
         words += (
-            f" What is timed ({told}) holds for this machine, with all else that ran on it; the rest comes out again."
+            f" What is timed ({told}) holds for this machine, with all else that ran on it; the rest comes out again, "
+            "acceptance where no text is cut."
         )
     return words
 
@@ -157,6 +163,19 @@ def _with_spread(mean: float, std: float | None, digits: int) -> str:
     return f"{mean:,.{digits}f}" + ("" if std is None else f"±{std:,.{digits}f}")
 
 
+def _verdicts(target: Target, rows: Mapping[str, Found | None], same: Mapping[str, str]) -> list[str]:
+    """A line for each trend, of the rows that are shown; once for those of the same rows."""
+    told: dict[tuple[str, str, str], Trend] = {}
+    for trend in target.trends:
+        above, below = (same.get(row, row) for row in (trend.above, trend.below))
+        told.setdefault((above, below, trend.figure), replace(trend, above=above, below=below))
+    return [
+        f"- {trend.says}: "
+        + ("the same texts and steps here" if trend.above == trend.below else verdict(*_at_end(target, rows, trend)))
+        for trend in told.values()
+    ]
+
+
 def _at_end(target: Target, rows: Mapping[str, Found | None], trend: Trend) -> tuple[list, list]:
     above, below = rows[trend.above], rows[trend.below]
     if above is None or below is None:
@@ -167,7 +186,7 @@ def _at_end(target: Target, rows: Mapping[str, Found | None], trend: Trend) -> t
 def verdict(above: Sequence[float | None], below: Sequence[float | None]) -> str:
     """Whether the one is higher than the other, text for text of the same prompts and seeds.
 
-    The mean difference must be beyond `SURE` of its standard errors.
+    The mean difference must be beyond Student's t (two-sided, 5 %) times its standard error.
     """
     pairs = [(a, b) for a, b in zip(above, below, strict=True) if a is not None and b is not None]
     if not pairs:
@@ -178,7 +197,7 @@ def verdict(above: Sequence[float | None], below: Sequence[float | None]) -> str
     differences = [a - b for a, b in pairs]
     difference, error = fmean(differences), stdev(differences) / sqrt(len(differences))
     word = "agrees" if difference > 0 else "does not agree"
-    if abs(difference) <= SURE * error or not difference:
+    if abs(difference) <= QUANTILES[min(len(pairs) - 1, len(QUANTILES)) - 1] * error or not difference:
         word = "no difference"
     return f"{word} ({means}; difference {difference:+.3f}, standard error {error:.3f})"
 

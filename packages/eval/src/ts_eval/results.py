@@ -135,7 +135,7 @@ def read_results(path: Path, command: str, version: int, header: dict) -> dict |
 class GenerationLog:
     """DIR/generations.jsonl: a header with settings and environment, then one line per finished generation.
 
-    A line is on disk before the next generation begins; a line cut short by a kill is dropped on the next start. Each
+    A line is on disk before the next generation begins; a last line cut short is dropped on the next start. Each
     of several processes writes a file of its own, generations-RANK.jsonl, and reads all of them. Reading creates
     nothing; `begin` does. To be used in a `with` block, which holds the file against other writers.
 
@@ -151,6 +151,7 @@ class GenerationLog:
 
     Raises:
         OtherSettingsError: the folder holds generations of other settings; the message names them.
+        ValueError: a line in the middle of a file is damaged.
         OSError: another process is writing there.
     """
 
@@ -175,6 +176,13 @@ class GenerationLog:
         self._busy = f"another ts-eval writes to {folder}: wait for it, or use another --output"
         if self.path.is_file():
             self._journal.open(self._busy)
+        try:
+            self._read(overwrite, rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, overwrite: bool, rank: int) -> None:
         for path in self._paths():
             lines = whole_lines(path)
             header = next(lines, None)
@@ -184,9 +192,8 @@ class GenerationLog:
                 record.get("fingerprint") == self.fingerprint for record, _ in lines
             )
             if not fits and not overwrite:
-                self.close()
                 raise OtherSettingsError(
-                    f"{folder} holds generations of other settings ({difference(header[0], self._header)}): "
+                    f"{self.folder} holds generations of other settings ({difference(header[0], self._header)}): "
                     "use another --output, or --overwrite to drop them"
                 )
             if not fits and rank == 0 and path != self.path:

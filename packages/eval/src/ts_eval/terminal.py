@@ -12,7 +12,7 @@ from rich.text import Text
 
 LONG_NAME = 24
 STYLES = {"yes": "green", "found": "green", "tie": "yellow", "no": "red"}
-"""Of cells that begin with such a word."""
+"""Of cells that begin with such a word, but for the first column's, which are names."""
 
 
 def show(*parts: RenderableType) -> None:
@@ -64,5 +64,7 @@ def _table(columns: Sequence[Sequence[str]], first: int) -> Table:
         else:
             table.add_column(title, overflow="fold", width=first)
     for cells in zip(*(column[1:] for column in columns), strict=True):
-        table.add_row(*(Text(cell, STYLES.get(cell.partition(" ")[0].rstrip(",").lower(), "")) for cell in cells))
+        name, *values = cells
+        styles = (STYLES.get(cell.partition(" ")[0].rstrip(",").lower(), "") for cell in values)
+        table.add_row(Text(name), *map(Text, values, styles))
     return table

@@ -12,20 +12,32 @@ import portalocker
 
 
 def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, offset of its end) of each complete line, up to one that a kill cut short; none of a missing file."""
+    """(record, offset of its end) of each line but a last one that was cut short; none of a missing file.
+
+    Raises:
+        ValueError: a line in front of others is damaged.
+    """
     if not path.is_file():
         return
     end = 0
     with open(path, "rb") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             end += len(line)
             try:
                 record = json.loads(line) if line.endswith(b"\n") else None
             except ValueError:
                 record = None
             if not isinstance(record, dict):
+                # A line without its end was the last one, even if another process has written on meanwhile.
+                if line.endswith(b"\n") and lines.read(1):
+                    raise damaged(path, number)
                 return
             yield record, end
+
+
+def damaged(path: Path, number: int) -> ValueError:
+    """The error of a line, counted from 1, that cannot be read although it is whole or has others behind it."""
+    return ValueError(f"line {number} of {path} is damaged: move that file away, or choose another --output")
 
 
 def write_whole(file: io.RawIOBase, data: bytes) -> None:
@@ -45,8 +57,8 @@ class Journal:
 
     Args:
         path: the file.
-        sync_seconds: after how many seconds what was written is on the disk at the latest, for a power cut; 0 for
-            every line, before `append` returns.
+        sync_seconds: how often the file is made to reach the disk, for a power cut: by the first line that is written
+            after so many seconds, and by `close`; 0 is by every line, before `append` returns.
 
     Attributes:
         end: the offset at which the next line begins; what stands there is dropped.
@@ -55,6 +67,7 @@ class Journal:
     def __init__(self, path: Path, sync_seconds: float = 0.0):
         self.path, self.end = path, 0
         self._sync_seconds, self._synced = sync_seconds, time.monotonic()
+        self._unsynced = False
         self._file: io.FileIO | None = None
 
     @property
@@ -89,15 +102,24 @@ class Journal:
         try:
             self._file.truncate(self.end)
             self._file.seek(self.end)
+            self._unsynced = True
             write_whole(self._file, line)
             if time.monotonic() - self._synced >= self._sync_seconds:
                 os.fsync(self._file.fileno())
-                self._synced = time.monotonic()
+                self._synced, self._unsynced = time.monotonic(), False
         except OSError as error:
             raise named(error, self.path) from error
         self.end += len(line)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file, all of it on the disk. Raises OSError, naming the file, when it cannot get there."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        unsynced, self._unsynced = self._unsynced, False
+        with file:
+            try:
+                if unsynced:
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise named(error, self.path) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decoder.cli.journal import Journal, whole_lines, write_whole
+from decoder.cli.journal import Journal, damaged, whole_lines, write_whole
 from decoder.parallel.sharding import whole
 
 FORMAT_VERSION = 1
@@ -79,12 +79,11 @@ class Transcript:
         if header.get("format_version") != FORMAT_VERSION or not isinstance(header.get("request"), dict):
             raise ValueError(f"{self.tokens_path} is not a record of format version {FORMAT_VERSION}")
         self.request, self._journal.end = header["request"], end
-        for step, end in lines:
+        for number, (step, end) in enumerate(lines, 2):
             tokens = step.get("tokens")
-            if step.get("at") != len(self.token_ids) or not isinstance(tokens, list):
-                break
-            if not all(type(token) is int for token in tokens):
-                break
+            whole_step = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+            if not whole_step or step.get("at") != len(self.token_ids):
+                raise damaged(self.tokens_path, number)
             self.token_ids += tokens
             self.finish_reason = step.get("finish_reason")
             self._journal.end = end
@@ -148,9 +147,14 @@ class Transcript:
         write_whole(self._text_file, text.encode())
 
     def close(self) -> None:
-        self._journal.close()
-        if self._text_file is not None:
-            self._text_file.close()
+        """Close both files, all of them on the disk."""
+        text_file, self._text_file = self._text_file, None
+        try:
+            self._journal.close()
+        finally:
+            if text_file is not None:
+                with text_file:
+                    os.fsync(text_file.fileno())
 
 
 def fingerprint(model: PreTrainedModel) -> str:
