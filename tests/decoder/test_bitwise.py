@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, bitwise_prefix, packed_linear, packed_weight
+from decoder.kernels import attention, packed_weight
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.kernels.packed_linear import product_of
 from decoder.model import bitwise, bitwise_test, target
@@ -113,71 +113,6 @@ def test_a_run_of_any_length_gives_the_same_bits_and_those_of_softmax(length):
     wide = (x[:, :, : length + 24].double() for x in (key, value))
     expected = attention._one_softmax(query.double(), *wide, blocked, 0.3)
     assert torch.allclose(whole.double(), expected, atol=1e-5)
-
-
-PRODUCTS = Rule(4, 160, products=True)
-needs_bfloat16 = pytest.mark.skipif(
-    not packed_linear.fast_bfloat16(torch.device("cpu")), reason="the processor does not multiply bfloat16"
-)
-
-
-@pytest.fixture
-def soon_long(monkeypatch):
-    """Prefixes are of short blocks, and few scores are held at a time."""
-    monkeypatch.setattr(bitwise_prefix, "BLOCK", 64)
-    monkeypatch.setattr(bitwise_prefix, "LARGEST", 256)
-    monkeypatch.setattr(bitwise_prefix, "_SCORES", 20_000)
-
-
-@pytest.mark.parametrize("high", [0, 50, 200])
-@pytest.mark.parametrize("length", [100, 300, 4200])
-def test_products_give_a_long_prefix_its_softmax(length, high, soon_long):
-    """Up to the rounding of bfloat16, and with a log-sum-exp to be merged with the tail; high scores are as good."""
-    key, value, query = random_pairs(length, torch.bfloat16)
-    # As biases of queries and keys add to all scores of a row.
-    query[..., 0], key[..., 0] = (high / 0.3) ** 0.5, (high / 0.3) ** 0.5
-    found = BitwiseText(OneLayer(key, value), length, range(24), None, PRODUCTS).attend(query, 0, 0.3)
-    blocked = torch.ones(24, 24, dtype=torch.bool).triu(1)
-    wide = (x[:, :, : length + 24].double() for x in (key, value))
-    expected = attention._one_softmax(query.double(), *wide, blocked, 0.3)
-    # A number of bfloat16 is off by up to 2**-8 of itself, and scores, weights and outputs are such numbers.
-    assert (found - expected).abs().mean() < 2**-7 * expected.abs().mean()
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("length", [100, 191, 192, 223, 224, 255, 256, 300, 4200])
-def test_products_over_a_long_prefix_give_a_node_the_bits_it_has_alone(length, soon_long):
-    test_attention_gives_a_node_the_bits_it_has_alone(length, torch.bfloat16, PRODUCTS)
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("length", [200, 300, 1000])
-def test_a_row_over_a_long_prefix_has_the_same_numbers_before_they_are_rounded(length, kv_heads, soon_long):
-    generator = torch.Generator().manual_seed(length)
-    rows, key, value = (torch.randn(kv_heads, n, 16, generator=generator).bfloat16() for n in (400, length, length))
-    near = torch.randn(kv_heads, 400, 1, generator=generator)
-    whole = bitwise_prefix.attend_prefix(rows, key, value, 0.3, near, True, 4)
-    for first, count in ((0, 4), (4, 8), (12, 100), (112, 256), (368, 32)):
-        part = slice(first, first + count)
-        own = bitwise_prefix.attend_prefix(rows[:, part].contiguous(), key, value, 0.3, near[:, part], True, 4)
-        assert all(torch.equal(mine, both[:, part]) for mine, both in zip(own, whole, strict=True)), (first, count)
-
-
-@needs_bfloat16
-def test_a_long_text_in_bfloat16_has_the_bits_of_plain_decoding(soon_long, monkeypatch):
-    monkeypatch.setattr(bitwise_test, "_rules", {})
-    model = tiny_llama(torch.bfloat16)
-    dec = Decoder(model, heads=all_heads(model), bitwise=True)
-    assert dec.target.bitwise.rule.attention.products
-    text = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(4)).tolist()
-    plain = dec.generate(text, 40, "ar", SAMPLINGS[1], return_logprobs=True)
-    for method in ("tokenswift", "auto", "medusa"):
-        options = TokenSwiftOptions(tree=(3, 2)) if method != "auto" else None
-        out = dec.generate(text, 40, method, SAMPLINGS[1], options, return_logprobs=True)
-        assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
-    resumed = dec.generate([*text, *plain.token_ids[:17]], 23, "ar", SAMPLINGS[1], return_logprobs=True)
-    assert (resumed.token_ids, resumed.logprobs) == (plain.token_ids[17:], plain.logprobs[17:])
 
 
 def test_no_tail_begins_behind_the_shallowest_ancestor():

@@ -20,8 +20,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from decoder.kernels.bitwise_prefix import attend_prefix
-
 DEPTH = 64
 """The engine cuts trees here: no node is deeper below its root."""
 STRIDE = 32
@@ -33,6 +31,8 @@ _SHORT = 4096  # keys up to which one softmax over all scores is faster than blo
 # A tail may reach so many slots beyond the last token of a text, so its cache has that many more.
 SPARE = COLUMNS + STRIDE
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
 
 class Rule(NamedTuple):
     """How products must be shaped on a machine so that their rows do not depend on each other.
@@ -41,12 +41,10 @@ class Rule(NamedTuple):
         multiple: the number of rows is padded to a multiple of this one.
         in_order: a product over at most this many columns sums them in their order, so columns of weight zero may stand
             between those of a token's ancestors. For a tree with more columns the values are gathered instead.
-        products: whether long prefixes are read by products, see `attend_prefix`.
     """
 
     multiple: int
     in_order: int
-    products: bool = False
 
 
 class _Rows(NamedTuple):
@@ -85,7 +83,7 @@ class _Near(NamedTuple):
         dtype: the dtype of scores, weights and sums.
         keys: per layer, the keys from ``first`` on, [G, D, middle + width].
         values: per layer, the values between ``first`` and the tail, [G, middle, Dv], and the tail's, [G, width, Dv].
-        prefix: per layer, keys and values before ``first``, [G, first, D].
+        prefix: per layer, keys and values before ``first``, [1, G, first, D].
     """
 
     group: _Rows
@@ -232,11 +230,8 @@ class BitwiseText:
             tail = scores.narrow(2, near.middle, near.group.width).gather(2, near.columns).add_(near.mask)
             scores = torch.cat((scores.narrow(2, 0, near.middle), tail), 2) if near.middle else tail
         if near.first:
-            highest = scores.amax(2, keepdim=True)
-            prefix, log_sum = attend_prefix(
-                rows, *near.prefix[layer], scaling, highest, self.rule.products, self.rule.multiple
-            )
-            scores = torch.cat((scores, log_sum), 2)
+            prefix, log_sum = _flash(rows[None], *near.prefix[layer], scale=scaling)
+            scores = torch.cat((scores, log_sum[0, :, :, None]), 2)
         weights = scores.softmax(-1)
         between, in_tail, of_prefix = weights.split_with_sizes(
             (near.middle, COLUMNS, weights.shape[2] - near.middle - COLUMNS), 2
@@ -246,7 +241,7 @@ class BitwiseText:
         if near.middle:
             output.add_(torch.bmm(between, near_value[0]))
         if near.first:
-            output.add_(prefix * of_prefix)
+            output.add_(prefix[0].to(near.dtype) * of_prefix)
         return output
 
     def _of_tail(self, near: _Near, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -295,7 +290,7 @@ class BitwiseText:
             values[:, 0].narrow(2, start, count).unbind()
             for start, count in ((first, middle), (group.start, group.width))
         )
-        prefix = (pairs[:, 0].narrow(2, 0, first).unbind() for pairs in (keys, values))
+        prefix = (pairs.narrow(3, 0, first).unbind() for pairs in (keys, values))
         return near, list(zip(between, tail, strict=True)), list(zip(*prefix, strict=True))
 
 

@@ -212,11 +212,6 @@ def product_of(forward: Callable) -> PackedLinears | None:
     return owner if isinstance(owner, PackedLinears) else None
 
 
-def fast_bfloat16(device: torch.device) -> bool:
-    """Whether the device is a CPU with instructions to multiply bfloat16."""
-    return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
-
-
 def _packable(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
         return False

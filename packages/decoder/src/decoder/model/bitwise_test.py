@@ -1,6 +1,5 @@
 """The tests for `model.bitwise`: rows alone and among others, through attention, linear layers and whole passes."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,10 +10,9 @@ from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHead
 from decoder.kernels import attention, bitwise_split_kv
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, BitwiseText, Rule, tail_slots
-from decoder.kernels.bitwise_prefix import BLOCK, LARGEST
 from decoder.kernels.bitwise_split_kv import SPLIT
 from decoder.kernels.fast_paths import fault_of
-from decoder.kernels.packed_linear import fast_bfloat16, product_of, replaced
+from decoder.kernels.packed_linear import product_of, replaced
 from decoder.kernels.self_test import ALLOWED, AttentionShape, difference
 from decoder.model.fused_layer import FusedLayer
 from decoder.sampling.token_tree import TokenTree
@@ -28,8 +26,6 @@ _IN_ORDER = 160
 # Numbers of cached tokens: where tails begin to move, over the range in which libraries switch between kernels, and on
 # both sides of where the prefix is separated. In float64 one in twenty of them was seen to fail.
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
-# Where whole blocks of the prefix are read by products, and where they are more than one product takes.
-_LONG = (2 * BLOCK + 90, 3 * BLOCK + 3000, LARGEST + BLOCK + 90)
 _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 14, 31, 37, 62, 100, 121, 242)
@@ -62,13 +58,10 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
     key = shape, torch.get_num_threads()
     if key not in _rules:
         fault = None
-        # Without such instructions products of bfloat16 are slower than flash attention.
-        fast = shape.dtype == torch.bfloat16 and fast_bfloat16(torch.device("cpu"))
         for multiple in _MULTIPLES:
-            for in_order, products in itertools.product((_IN_ORDER, 0), (True, False) if fast else (False,)):
-                rule = Rule(multiple, in_order, products)
-                lengths = (*_LENGTHS, *_LONG) if products else _LENGTHS
-                fault = fault_of(partial(attention_fault, shape, partial(_by_blocks, rule), lengths))
+            for in_order in (_IN_ORDER, 0):
+                rule = Rule(multiple, in_order)
+                fault = fault_of(partial(attention_fault, shape, partial(_by_blocks, rule)))
                 if fault is None:
                     _rules[key] = rule, None
                     return _rules[key]
