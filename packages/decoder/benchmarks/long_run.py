@@ -225,7 +225,7 @@ def draw(report: dict, prompt: int, file: Path) -> None:
     ratio.axhline(1, color="gray", linewidth=1)
     rate.set(ylabel="tokens per second of processor time", ylim=(0, None))
     ratio.set(ylabel="times as fast as plain decoding", ylim=(0, None))
-    used.set(ylabel="MB above the loaded model (dotted: the caches' plan)", ylim=(0, None))
+    used.set(ylabel="MB above the model (dotted: plan at the end)", ylim=(0, None))
     for axis in (rate, ratio, used):
         axis.set(xlabel="tokens in the context")
         axis.grid(alpha=0.3)
