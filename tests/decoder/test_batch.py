@@ -184,6 +184,32 @@ def test_a_text_that_is_cancelled_or_fails_while_its_prompt_joins_leaves_nothing
     assert first.token_ids == alone[2].token_ids and failing.token_ids == cancelled.token_ids == []
 
 
+def test_memory_that_runs_out_in_a_long_prompt_leaves_no_text_half_prefilled(
+    dec, texts, alone, small_chunks, monkeypatch
+):
+    engine = Engine(dec.target)
+    first = added(dec, engine, 2, texts)
+    engine.step()
+    long = added(dec, engine, 1, texts)
+    engine.step()
+    assert engine.decoding == 1 and len(engine.running) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "prefill", raising(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes.")))
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            engine.step()
+    assert engine.running == [first] and engine.decoding == 1
+    while engine.running:
+        engine.step()
+    assert first.token_ids == alone[2].token_ids and long.token_ids == []
+
+
+def raising(error):
+    def fails(*args, **kwargs):
+        raise error
+
+    return fails
+
+
 def test_a_text_that_fails_costs_the_others_nothing(dec, texts, alone):
     def failing(context, logits):
         if len(context) > LENGTHS[2] + 5:
