@@ -261,9 +261,11 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
         model.lm_head.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[-2] > 1)))
     else:
         monkeypatch.setattr(bitwise_test, "_rules", {})
-        attend = BitwiseText.attend
+        attend = BitwiseText.attend_rows
         monkeypatch.setattr(
-            BitwiseText, "attend", lambda self, q, *rest: attend(self, q, *rest) * (1 + 2**-8 * (q.shape[2] > 1))
+            BitwiseText,
+            "attend_rows",
+            lambda self, *given: attend(self, *given) * (1 + 2**-8 * (self.count > 1)),
         )
     # One width for all passes would hide it, as it is meant to.
     monkeypatch.setattr(bitwise, "_WIDTHS", ((1, 1, None),))

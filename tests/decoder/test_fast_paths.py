@@ -158,9 +158,9 @@ def test_rotation_that_fails_is_left_off(on_cuda, prompt, expected, monkeypatch,
 @pytest.mark.parametrize("fault", SOME_FAULTS)
 def test_norms_that_fail_are_left_off(prompt, expected, monkeypatch, fault):
     """On a CPU as well, and for real but for the fault."""
-    monkeypatch.setattr(norms, "rms_norm", FAULTS[fault](norms.rms_norm))
+    monkeypatch.setattr(norms.FusedNorm, "__call__", FAULTS[fault](norms.FusedNorm.__call__))
     dec = assert_left_off(single, prompt, expected, NORMS, fault)
-    assert state(dec)[PACKED]
+    assert state(dec)[PACKED] and not state(dec)[FUSED]
 
 
 @pytest.mark.parametrize("fault", SOME_FAULTS)

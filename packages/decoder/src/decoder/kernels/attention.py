@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from decoder.kernels import bitwise_split_kv, split_kv
-from decoder.kernels.bitwise_attention import BitwiseText, attend_tokens
+from decoder.kernels.bitwise_attention import BitwiseText, attend_texts
 
 NAME = "tokenswift"
 
@@ -90,35 +90,35 @@ def tree_attention(
         ValueError: the model asks for more than causal attention: a mask of its own, a window that binds, attention
             sinks, a soft cap, a position bias, or anything else that is not known to change nothing.
     """
-    _refuse_more_than_causal(module, attention_mask, kwargs)
+    asked = more_than_causal(module, attention_mask, kwargs)
+    if asked:
+        raise ValueError(f"{module.config.model_type} uses {asked}; only plain causal attention can be accelerated")
     if queries is not None:
         last = query[:, :, -observed:]
         # A view would keep a long chunk's queries alive.
         queries[module.layer_idx] = last if last.shape[2] == query.shape[2] else last.clone()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    bitwise = by_position(texts)
+    if bitwise is not None:
+        heads, tokens = query.shape[1:3]
+        output = attend_texts(bitwise, query[0].transpose(0, 1), heads, module.layer_idx, scaling)
+        return output.view(1, tokens, heads, -1), None
     if isinstance(key, tuple):
-        single = [text.bitwise for text in texts if text.bitwise is not None and text.bitwise.count == 1]
-        if len(single) == len(texts):
-            return attend_tokens(single, query, module.layer_idx, scaling), None
+        assert texts is not None
         own = query.split([text.tokens for text in texts], 2)
-        outputs = [
-            _attend(*parts, module.layer_idx, scaling).transpose(1, 2)
-            for parts in zip(own, key, value, texts, strict=True)
-        ]
+        outputs = [_attend(*parts, scaling).transpose(1, 2) for parts in zip(own, key, value, texts, strict=True)]
         return torch.cat(outputs, 1), None
     text = texts[0] if texts else TextInPass(query.shape[2])
     assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
-    output = _attend(query, key, value, text, module.layer_idx, scaling)
+    output = _attend(query, key, value, text, scaling)
     # Some models take a view of this, as they may of what transformers' own functions return.
     return output.transpose(1, 2).contiguous(), None
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, text: TextInPass, layer: int, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, text: TextInPass, scaling: float
 ) -> torch.Tensor:
     """[B, H, T, D]: attention of one text's new tokens."""
-    if text.bitwise is not None:
-        return text.bitwise.attend(query, layer, scaling)
     if text.tails is not None:
         output = bitwise_split_kv.bitwise_split_kv_attention(query.to(key.dtype), key, value, text.tails, scaling)
         return output.to(query.dtype)
@@ -186,7 +186,15 @@ def _one_softmax(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _refuse_more_than_causal(module: Any, attention_mask: torch.Tensor | None, kwargs: dict) -> None:
+def by_position(texts: Sequence[TextInPass] | None) -> list[BitwiseText] | None:
+    """What attention by position needs of the texts of a pass, all of which have it or none; None if it is not so."""
+    if not texts or texts[0].bitwise is None:
+        return None
+    return [text.bitwise for text in texts if text.bitwise is not None]
+
+
+def more_than_causal(module: Any, attention_mask: torch.Tensor | None, kwargs: dict) -> str | None:
+    """In words, what a layer asks for besides plain causal attention, with what it hands to its attention function."""
     asked = None if attention_mask is None else "an attention mask of its own"
     if not getattr(module, "is_causal", True):
         asked = "attention in both directions"
@@ -198,8 +206,7 @@ def _refuse_more_than_causal(module: Any, attention_mask: torch.Tensor | None, k
                 asked = f"a sliding window of {value} tokens"
         elif name not in _HARMLESS and name != "is_causal" and value is not None:
             asked = f"{name!r} in its attention"
-    if asked:
-        raise ValueError(f"{module.config.model_type} uses {asked}; only plain causal attention can be accelerated")
+    return asked
 
 
 AttentionInterface.register(NAME, tree_attention)

@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
     """New tokens whose tails begin at one position.
 
     Attributes:
-        nodes: which of the pass's tokens; consecutive ones as a slice, others int64 [M].
+        nodes: which of the text's new tokens, M of them.
         count: M.
         start: T, the first column of their tail.
         width: how many columns of the cache from ``start`` on hold all that they may see.
@@ -60,7 +60,7 @@ class _Rows(NamedTuple):
         mask: what is added to their scores: 0, or minus infinity for keys that they do not see [M, COLUMNS].
     """
 
-    nodes: slice | torch.Tensor
+    nodes: Sequence[int]
     count: int  # type: ignore[assignment]  # hides `tuple.count`
     start: int
     width: int
@@ -126,8 +126,9 @@ def tail_slots(length: int, depths: Sequence[int], mask: torch.Tensor | None, ro
     new = slots[: len(depths)]
     for group in _groups(length, depths, mask):
         columns = torch.arange(COLUMNS) if group.columns is None else group.columns
-        new[group.nodes, 0] = group.start
-        new[group.nodes, 1:] = (columns + group.start).masked_fill(group.mask < 0, -1)
+        nodes = list(group.nodes)
+        new[nodes, 0] = group.start
+        new[nodes, 1:] = (columns + group.start).masked_fill(group.mask < 0, -1)
     return slots
 
 
@@ -142,7 +143,7 @@ def _chain(length: int, count: int) -> list[_Rows]:
         start = tail_start(length + first)
         end = min(count, start + COLUMNS - length)
         mask = _causal_mask(length + first - start, end - first)
-        groups.append(_Rows(slice(first, end), end - first, start, COLUMNS, None, mask))
+        groups.append(_Rows(range(first, end), end - first, start, COLUMNS, None, mask))
         first = end
     return groups
 
@@ -151,15 +152,15 @@ def _tree(length: int, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]
     starts = [tail_start(length + depth) for depth in depths]
     column, groups, distinct = torch.arange(COLUMNS), [], sorted(set(starts))
     for start in distinct:
-        where: slice | torch.Tensor = slice(None)
+        where: Sequence[int] = range(len(depths))
         if len(distinct) > 1:
-            where = torch.tensor([node for node, own in enumerate(starts) if own == start])
+            where = tuple(node for node, own in enumerate(starts) if own == start)
         committed = length - start
         # One column more than can be seen, of which no row has any weight.
         width = max(COLUMNS, committed + len(depths) + 1)
         width += -width % STRIDE
         # What each sees, in the order of the text: the end of the committed one, then its ancestors and itself.
-        seen = mask[where]
+        seen = mask if len(distinct) == 1 else mask[list(where)]
         ancestors = seen.cumsum(1)
         unseen = column >= committed + ancestors[:, -1:]
         columns = column.where(~unseen, width - 1)
@@ -172,6 +173,9 @@ def _tree(length: int, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]
 
 class BitwiseText:
     """One text's new tokens, and where each of them looks; made once per pass and used by all its layers.
+
+    Attributes:
+        groups: the new tokens, by the beginnings of their tails.
 
     Args:
         pairs: the text's cache. When a layer attends, the new tokens' pairs are in it, and slots behind the text hold
@@ -186,32 +190,14 @@ class BitwiseText:
         self.pairs = pairs
         self.length, self.count, self.rule = length, len(depths), rule
         self._groups = _groups(length, depths, mask)
+        self.groups = tuple(group.nodes for group in self._groups)
         self._made: dict[tuple, _Near] = {}
 
     def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-        """[1, H, T, Dv] of a layer's queries [1, H, T, D].
-
-        There may be more queries than new tokens: those of padding, which get the first token's.
-        """
-        padding = query.shape[2] - self.count
-        if padding:
-            output = self.attend(query[:, :, : self.count], layer, scaling)
-            return torch.cat((output, output[:, :, :1].expand(-1, -1, padding, -1)), 2)
-        if len(self._groups) == 1:
-            return self._attend(0, query, layer, scaling)
-        heads, count = query.shape[1:3]
-        output = query.new_empty(1, heads, count, self.pairs.values.shape[-1])
-        for group_index, group in enumerate(self._groups):
-            output[:, :, group.nodes] = self._attend(group_index, query[:, :, group.nodes], layer, scaling)
-        return output
-
-    def _attend(self, group_index: int, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-        _, heads, count, dim = query.shape
-        kv_heads = self.pairs.keys.shape[2]
-        rows = query.reshape(kv_heads, -1, dim)
-        used = rows.shape[1]
-        output = self.attend_rows(group_index, _padded(rows, self.rule.multiple), heads // kv_heads, layer, scaling)
-        return output.narrow(1, 0, used).reshape(1, heads, count, -1).to(query.dtype)
+        """`attend_texts` for this text alone: [1, H, T, Dv] of a layer's queries [1, H, T, D]."""
+        heads, tokens = query.shape[1:3]
+        output = attend_texts([self], query[0].transpose(0, 1), heads, layer, scaling)
+        return output.view(1, tokens, heads, -1).transpose(1, 2)
 
     def attend_rows(
         self, group_index: int, rows: torch.Tensor, per_head: int, layer: int, scaling: float
@@ -294,22 +280,79 @@ class BitwiseText:
         return near, list(zip(between, tail, strict=True)), list(zip(*prefix, strict=True))
 
 
-def attend_tokens(texts: Sequence[BitwiseText], query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-    """[1, T, H, Dv]: `BitwiseText.attend` of texts with one new token each, whose queries are [1, H, T, D].
+class _Layout(NamedTuple):
+    """Where the query rows of all groups of a pass come from, and where their outputs go.
 
-    If there are more queries than texts, those behind are padding. What can be done for all texts at once is: most of a
-    batch's step is calls.
+    The rows of a group are, KV head by KV head, those of its query heads one after the other, each with all tokens of
+    the group, and then padding.
+
+    Attributes:
+        sources: for each row, which one of the pass's heads it is, token by token, int64 [rows of all groups].
+        counts: how many rows each group has.
+        places: for each query head, token by token, which row it is, int64 [T x H].
     """
-    heads, queries, dim = query.shape[1:]
-    count = len(texts)
-    kv_heads = texts[0].pairs.keys.shape[2]
-    per_head, multiple = heads // kv_heads, texts[0].rule.multiple
-    rows = query[:, :, :count].reshape(kv_heads, per_head, count, dim).permute(2, 0, 1, 3)
-    rows = _padded(rows.reshape(count * kv_heads, per_head, dim), multiple).split(kv_heads)
-    outputs = [text.attend_rows(0, own, per_head, layer, scaling) for text, own in zip(texts, rows, strict=True)]
-    output = torch.stack(outputs).narrow(2, 0, per_head)
-    output = output.reshape(1, count, heads, -1).to(query.dtype)
-    return torch.cat((output, output[:, :1].expand(-1, queries - count, -1, -1)), 1) if queries > count else output
+
+    sources: torch.Tensor
+    counts: list[int]
+    places: torch.Tensor
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    texts: tuple[tuple[Sequence[int], ...], ...], tokens: int, all_heads: int, heads: int, kv_heads: int, multiple: int
+) -> _Layout:
+    """The layout of a pass.
+
+    Args:
+        texts: the groups of each text.
+        tokens: T of the pass; those behind the texts' own are padding, which gets the outputs of the first one.
+        all_heads: how many heads a token has, of which the first ``heads``, H, are its queries.
+        multiple: to which rows are padded for each KV head.
+    """
+    per_head = heads // kv_heads
+    of_heads = torch.arange(heads).view(kv_heads, per_head, 1)
+    places = torch.empty(tokens, heads, dtype=torch.long)
+    sources: list[torch.Tensor] = []
+    counts: list[int] = []
+    first = 0
+    for groups in texts:
+        for nodes in groups:
+            own = torch.tensor(nodes) + first
+            source = _padded((own * all_heads + of_heads).view(kv_heads, -1, 1), multiple)
+            rows = torch.arange(source.numel()).view(kv_heads, -1)[:, : per_head * len(nodes)] + sum(counts)
+            places[own] = rows.view(heads, len(nodes)).T
+            sources.append(source.flatten())
+            counts.append(source.numel())
+        first += sum(map(len, groups))
+    places[first:] = places[0]
+    return _Layout(torch.cat(sources), counts, places.flatten())
+
+
+def attend_texts(
+    texts: Sequence[BitwiseText], heads: torch.Tensor, query_heads: int, layer: int, scaling: float
+) -> torch.Tensor:
+    """The attention of all texts of a pass, whose new tokens stand behind each other: [T, H x Dv].
+
+    Args:
+        heads: [T, H or more, D], the first H of each token its queries. Tokens behind those of the texts are padding,
+            and get the outputs of the first one.
+        query_heads: H.
+    """
+    tokens, all_heads, dim = heads.shape
+    kv_heads, multiple = texts[0].pairs.keys.shape[2], texts[0].rule.multiple
+    groups = tuple([text.groups for text in texts])
+    layout = _layout(groups, tokens, all_heads, query_heads, kv_heads, multiple)
+    # A call for all groups, since most of a small model's step is calls.
+    rows = iter(heads.reshape(-1, dim).index_select(0, layout.sources).split(layout.counts))
+    per_head = query_heads // kv_heads
+    outputs = [
+        text.attend_rows(group_index, next(rows).view(kv_heads, -1, dim), per_head, layer, scaling)
+        for text in texts
+        for group_index in range(len(text.groups))
+    ]
+    flat = [output.view(-1, output.shape[-1]) for output in outputs]
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat)
+    return joined.index_select(0, layout.places).view(tokens, -1).to(heads.dtype)
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

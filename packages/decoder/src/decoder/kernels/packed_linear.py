@@ -14,9 +14,11 @@ from torch.nn import functional
 
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.kernels.memory import available_memory
+from decoder.kernels.norms import FusedNorm
 from decoder.kernels.packed_weight import PackedWeight, onednn_dtype, pack
 
 _SHARE = 0.5  # the share of available memory that packed copies may take
+_DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where it is given none
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -97,7 +99,8 @@ class PackedHead:
             return
         self._fingerprint = fingerprint
         self._readers = self._down = None
-        self._norm, self._eps = head.input_norm.weight.detach(), head.input_norm.eps
+        self._norm = FusedNorm(head.input_norm.weight, head.input_norm.eps)
+        self._unit_norm = FusedNorm(torch.ones_like(head.input_norm.weight), _DEFAULT_EPS)
         readers = [head.linear, head.gate, head.up] if head.gated else [head.linear]
         self._sizes = [layer.out_features for layer in readers]
         self._readers = pack([layer.weight for layer in readers], [None], exact=False)
@@ -110,10 +113,9 @@ class PackedHead:
 
     def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         assert self._readers is not None
-        features = functional.rms_norm(hidden, hidden.shape[-1:], self._norm.to(hidden.dtype), self._eps)
+        features = self._norm(hidden)
         if embedding is not None:
-            unit = functional.rms_norm(embedding, embedding.shape[-1:])
-            features = torch.cat((features, unit.to(features.dtype)), dim=-1)
+            features = torch.cat((features, self._unit_norm(embedding).to(features.dtype)), dim=-1)
         change, *gated = self._readers(features.to(self._readers.dtype)).split(self._sizes, dim=-1)
         if gated:
             assert self._down is not None

@@ -94,10 +94,11 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
 
 
 def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, FusedLayer]:
-    """`fused_layers` of ``modules``, or nothing if one kind of them fails its test; for behind `tested_products`."""
-    if not paths[PACKED].on:
-        paths.leave_off(FUSED, f"needs {PACKED}")
-        return {}
+    """`fused_layers` of ``modules``, or nothing if one kind of them fails its test, behind the tests of its parts."""
+    for needed in (PACKED, NORMS):
+        if not paths[needed].on:
+            paths.leave_off(FUSED, f"needs {needed}")
+            return {}
     found = fused_layers(modules)
     kinds = {(type(one), *packed_shapes(list(one.modules())), fused.kind): one for one, fused in found.items()}
     for kind, layer in kinds.items():

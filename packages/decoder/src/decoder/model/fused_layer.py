@@ -16,8 +16,9 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.kernels import attention as attention_kernel
-from decoder.kernels.attention import TextInPass, tree_attention
-from decoder.kernels.norms import looks_like_rms_norm, rms_norm
+from decoder.kernels.attention import TextInPass, by_position, more_than_causal, tree_attention
+from decoder.kernels.bitwise_attention import attend_texts
+from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
 from decoder.kernels.self_test import AttentionShape
 
@@ -57,7 +58,7 @@ class FusedLayer:
     def __init__(self, layer: Any, angles: Angles):
         attention = layer.self_attn
         self.attention, self._angles = attention, angles
-        self._norm_in, self._norm_between = layer.input_layernorm, layer.post_attention_layernorm
+        self._norm_in, self._norm_between = map(fused_norm, (layer.input_layernorm, layer.post_attention_layernorm))
         self.products: dict[str, PackedLinears] = {}
         for name, owner, parts in _products(layer):
             product = joined([owner._modules[part] for part in parts])
@@ -65,16 +66,15 @@ class FusedLayer:
             self.products[name] = product
         self._dim = attention.head_dim
         queries, keys, _ = self.products["qkv"].sizes
-        self._heads, self._rotated = queries // self._dim, (queries + keys) // self._dim
-        # What transformers' layers of these families hand to attention; a window that binds is refused there.
-        self._window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-        self._head_norm: tuple[torch.Tensor, float] | None = None
+        self._heads, self._kv_heads = queries // self._dim, keys // self._dim
+        self._rotated = self._heads + self._kv_heads
+        self._head_norm: FusedNorm | None = None
         if "q_norm" in attention._modules:
             weights = [
                 norm.weight.detach().expand(count, -1)
-                for norm, count in ((attention.q_norm, self._heads), (attention.k_norm, self._rotated - self._heads))
+                for norm, count in ((attention.q_norm, self._heads), (attention.k_norm, self._kv_heads))
             ]
-            self._head_norm = torch.cat(weights), attention.q_norm.variance_epsilon
+            self._head_norm = FusedNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
 
     def __call__(
         self,
@@ -88,17 +88,22 @@ class FusedLayer:
     ) -> torch.Tensor:
         """As the layer's own forward: hidden states [1, T, d] of T tokens to those behind the layer."""
         assert position_embeddings is not None and past_key_values is not None and attention_mask is None
-        tokens = hidden_states.shape[1]
-        qkv = self.products["qkv"].product(_normed(hidden_states, self._norm_in)).view(tokens, -1, self._dim)
-        turned = self._turned(qkv.narrow(1, 0, self._rotated), *self._angles.of(*position_embeddings))
-        query, key = turned.transpose(0, 1)[None].tensor_split((self._heads,), 1)
-        value = qkv[:, self._rotated :].transpose(0, 1)[None]
-        keys, values = past_key_values.update(key, value, self.attention.layer_idx)
-        of_attention |= {"scaling": self.attention.scaling, "sliding_window": self._window}
-        attended = tree_attention(self.attention, query, keys, values, None, **of_attention)[0]
+        tokens, layer = hidden_states.shape[1], self.attention.layer_idx
+        heads = self.products["qkv"].product(self._norm_in(hidden_states)).view(tokens, -1, self._dim)
+        turned = self._turned(heads.narrow(1, 0, self._rotated), *self._angles.of(*position_embeddings))
+        by_head = turned[None].transpose(1, 2)
+        key = by_head.narrow(1, self._heads, self._kv_heads)
+        value = heads[None].transpose(1, 2).narrow(1, self._rotated, self._kv_heads)
+        keys, values = past_key_values.update(key, value, layer)
+        texts = by_position(of_attention["texts"])
+        if texts is None or of_attention.get("queries") is not None:
+            query = by_head.narrow(1, 0, self._heads)
+            scaling = self.attention.scaling
+            attended = tree_attention(self.attention, query, keys, values, None, scaling, **of_attention)[0]
+        else:
+            attended = attend_texts(texts, turned, self._heads, layer, self.attention.scaling)
         hidden = self.products["o"].product(attended.view(1, tokens, -1)).add_(hidden_states)
-        gate_up = self.products["gate_up"].product(_normed(hidden, self._norm_between))
-        gate, up = gate_up.split(self.products["gate_up"].sizes, -1)
+        gate, up = self.products["gate_up"].product(self._norm_between(hidden)).chunk(2, -1)
         return self.products["down"].product(functional.silu(gate).mul_(up)).add_(hidden)
 
     @property
@@ -112,13 +117,8 @@ class FusedLayer:
         Each product and sum is an operation of its own, so that it is rounded alike wherever it stands.
         """
         if self._head_norm is not None:
-            weight, eps = self._head_norm
-            heads = functional.rms_norm(heads, (self._dim,), None, eps).mul_(weight)
+            heads = self._head_norm(heads)
         return (heads * cos).add_(heads.roll(self._dim // 2, -1).mul_(sin))
-
-
-def _normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
 def _products(layer: Any) -> list[tuple[str, Any, tuple[str, ...]]]:
@@ -151,8 +151,11 @@ def fusible(layer: Any) -> bool:
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [attention._modules[name] for name in _NORMS_OF_HEADS if name in attention._modules]
+    # What transformers' layers of these families hand to attention.
+    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return (
-        all(looks_like_rms_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
+        more_than_causal(attention, None, {"sliding_window": window}) is None
+        and all(looks_like_rms_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
         and attention.head_dim % 2 == 0
         and all(joined([owner._modules[part] for part in parts]) for _, owner, parts in _products(layer))
