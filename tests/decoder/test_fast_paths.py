@@ -8,9 +8,9 @@ import torch
 import decoder.__main__ as command
 from decoder import Decoder
 from decoder.kernels import fast_paths, norms, packed_linear, packed_weight, rotary, self_test, split_kv
-from decoder.kernels.fast_paths import FUSED, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
+from decoder.kernels.fast_paths import FUSED, MODEL, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
 from decoder.kernels.self_test import AttentionShape
-from decoder.model import fused_layer, recording_test
+from decoder.model import fused_layer, fused_model, recording_test
 
 from .conftest import all_heads, random_heads, tiny_llama
 from .tape import TapeRecorder
@@ -191,6 +191,18 @@ def test_fused_layers_that_fail_are_left_off(prompt, expected, monkeypatch, faul
     monkeypatch.setattr(fused_layer.FusedLayer, "__call__", FAULTS[fault](fused_layer.FusedLayer.__call__))
     dec = assert_left_off(single, prompt, expected, FUSED, fault)
     assert state(dec)[NORMS] and state(dec)[PACKED]
+
+
+@pytest.mark.parametrize("fault", SOME_FAULTS)
+def test_a_fused_model_that_fails_is_left_off(prompt, expected, monkeypatch, fault):
+    run = fused_model.FusedModel.__call__
+
+    def states(*given):
+        return run(*given)[0]
+
+    monkeypatch.setattr(fused_model.FusedModel, "__call__", lambda *given: (FAULTS[fault](states)(*given), []))
+    dec = assert_left_off(single, prompt, expected, MODEL, fault)
+    assert state(dec)[FUSED]
 
 
 @pytest.mark.parametrize("kind", ["gated", "conditioned", "chained"])

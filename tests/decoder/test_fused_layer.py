@@ -6,7 +6,7 @@ from torch import nn
 
 from decoder import Decoder
 from decoder.cache.full import FullCache
-from decoder.kernels.fast_paths import FUSED
+from decoder.kernels.fast_paths import FUSED, MODEL
 from decoder.model.fused_layer import FusedLayer, fusible
 from decoder.sampling.token_tree import TokenTree
 
@@ -116,3 +116,89 @@ def test_hooks_on_a_layer_still_run():
 def test_the_report_tells_of_them():
     report = {path.name: path for path in Decoder(tiny_llama(torch.float32)).target.fast_paths()}
     assert report[FUSED].on and "layers" in report[FUSED].reason
+
+
+def passes(dec):
+    """Whether passes go through the fused model."""
+    return dec.target.replacements().model is not None
+
+
+def test_a_fused_model_gives_the_bits_that_transformers_forwards_give_around_the_same_layers():
+    prompt = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    for name in FUSED_FAMILIES:
+        model_type, overrides = FAMILIES[name]
+        dec = Decoder(tiny(model_type, torch.float32, **overrides))
+        dec.target.read_features((0, 1, dec.target.layers))
+        assert passes(dec) and dec.target.bitwise.rule is not None
+        found = [*verified(dec.target, prompt, some_tree()), features(dec.target, prompt)]
+        dec.target._faster = dec.target.replacements()._replace(model=None)
+        others = [*verified(dec.target, prompt, some_tree()), features(dec.target, prompt)]
+        assert not passes(dec) and all(map(torch.equal, found, others)), name
+
+
+def features(target, prompt):
+    read = []
+    with torch.inference_mode(), target.patched():
+        target.prefill(prompt, FullCache(len(prompt)), read=read.append)
+    return torch.cat(read)
+
+
+def hook_on_the_model(model):
+    model.register_forward_hook(lambda module, args, output: output)
+
+
+def hook_before_the_decoder(model):
+    model.model.register_forward_pre_hook(lambda module, args: None)
+
+
+def hook_on_a_layer(model):
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output)
+
+
+def own_forward_of_the_decoder(model):
+    forward = model.model.forward
+    model.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def another_layer(model):
+    own_forward(model.model.layers[0])
+
+
+def fewer_layers(model):
+    model.config.num_hidden_layers -= 1
+
+
+AROUND = [hook_on_the_model, hook_before_the_decoder, hook_on_a_layer, own_forward_of_the_decoder, another_layer]
+
+
+@pytest.mark.parametrize("change", [*AROUND, fewer_layers])
+def test_a_model_that_the_user_has_changed_runs_as_it_is(change):
+    model = tiny_llama(torch.float32)
+    dec = Decoder(model)
+    assert passes(dec)
+    change(model)
+    dec.target.refresh_weights()
+    assert not passes(dec)
+    assert not {path.name: path for path in dec.target.fast_paths()}[MODEL].on
+
+
+def test_hooks_on_norm_embedding_and_head_still_run():
+    model, seen = tiny_llama(torch.float32), []
+    dec = Decoder(model)
+    for part in (model.model.norm, model.model.embed_tokens, model.model.rotary_emb, model.lm_head):
+        part.register_forward_hook(lambda module, args, output: seen.append(type(module)))
+    dec.generate([1, 2, 3], 4, "ar", ignore_eos=True)
+    assert passes(dec) and len(set(seen[-4:])) == 4
+
+
+def test_under_autocast_the_models_own_forwards_run():
+    model, seen = tiny_llama(torch.float32), []
+    dec = Decoder(model, bitwise=False)
+    own = type(model.model).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.model), "forward", lambda *args, **kwargs: seen.append(1) or own(*args, **kwargs))
+        dec.generate([1, 2, 3], 2, "ar", ignore_eos=True)
+        assert not seen
+        with torch.autocast("cpu", torch.bfloat16):
+            dec.generate([1, 2, 3], 2, "ar", ignore_eos=True)
+        assert seen

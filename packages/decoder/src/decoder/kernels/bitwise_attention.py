@@ -83,7 +83,7 @@ class _Near(NamedTuple):
         dtype: the dtype of scores, weights and sums.
         keys: per layer, the keys from ``first`` on, [G, D, middle + width].
         values: per layer, the values between ``first`` and the tail, [G, middle, Dv], and the tail's, [G, width, Dv].
-        prefix: per layer, keys and values before ``first``, [1, G, first, D].
+        prefix: per layer, keys and values before ``first``, [1, G, first, D]; empty where there are none.
     """
 
     group: _Rows
@@ -276,7 +276,7 @@ class BitwiseText:
             values[:, 0].narrow(2, start, count).unbind()
             for start, count in ((first, middle), (group.start, group.width))
         )
-        prefix = (pairs.narrow(3, 0, first).unbind() for pairs in (keys, values))
+        prefix = [pairs.narrow(3, 0, first).unbind() for pairs in (keys, values)] if first else []
         return near, list(zip(between, tail, strict=True)), list(zip(*prefix, strict=True))
 
 

@@ -10,12 +10,12 @@ launch their kernels one by one.
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from decoder.kernels.fast_paths import FUSED, NORMS, PACKED, ROTARY, FastPaths, in_words
+from decoder.kernels.fast_paths import FUSED, MODEL, NORMS, PACKED, ROTARY, FastPaths, in_words
 from decoder.kernels.norms import fused_norms, looks_like_rms_norm
 from decoder.kernels.packed_linear import packed_layers
 from decoder.kernels.rotary import FusedRotary, fused_rotary
@@ -28,7 +28,11 @@ from decoder.kernels.self_test import (
     rotary_fault,
 )
 from decoder.model.fused_layer import FusedLayer, fused_layer_fault, fused_layers
+from decoder.model.fused_model import FusedModel, fused_model, fused_model_fault
 from decoder.parallel.products import SharedLayers
+
+if TYPE_CHECKING:
+    from decoder.model.model_pass import ModelPass
 
 
 class FastLayers(NamedTuple):
@@ -38,11 +42,13 @@ class FastLayers(NamedTuple):
         layers: by module, its other forward: layers of the model and of helpers such as draft heads.
         called: those of them that drafters call outside of a pass: the final norm, the head, and the helpers' layers.
         rotary: by modelling file, its other rotary embedding.
+        model: the pass through all of its layers, if these are fused.
     """
 
     layers: dict[nn.Module, Callable]
     called: dict[nn.Module, Callable]
     rotary: dict[ModuleType, FusedRotary]
+    model: FusedModel | None = None
 
 
 def tested_layers(modules: Sequence[nn.Module], shared: SharedLayers, paths: FastPaths) -> dict[nn.Module, Callable]:
@@ -108,6 +114,17 @@ def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Modu
     if not found:
         paths.leave_off(FUSED, "the model's layers are of another kind")
     return found
+
+
+def tested_model(model_pass: "ModelPass", faster: FastLayers, paths: FastPaths) -> FusedModel | None:
+    """The `fused_model` over these layers, or nothing if it fails its test; for behind `tested_fused`."""
+    found = fused_model(model_pass.model, faster.layers)
+    if found is None:
+        paths.leave_off(MODEL, "not all of its layers are fused, or the model around them is another one")
+        return None
+    key = type(model_pass.model), model_pass.model.config.to_json_string(), model_pass.model.dtype
+    test = partial(fused_model_fault, found, model_pass, faster)
+    return found if paths.passes_test(MODEL, key, test, "passes from embedding to head") else None
 
 
 def tested_rotary(

@@ -22,8 +22,8 @@ from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
 from decoder.kernels.self_test import AttentionShape
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_LAYERS = {(f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in _FAMILIES}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_LAYERS = {(f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in FAMILIES}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS_OF_HEADS = {"q_norm", "k_norm"}
 # Largest norm of the errors as a share of that of the results.

@@ -13,7 +13,7 @@ from decoder.cache.flattened import FlattenedCaches
 from decoder.kernels import attention
 from decoder.kernels.attention import TextInPass
 from decoder.kernels.cublas import full_reductions
-from decoder.kernels.packed_linear import replaced
+from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.rotary import rotary_replaced
 from decoder.model.fast_layers import FastLayers
 
@@ -60,6 +60,7 @@ class ModelPass:
 
     def __init__(self, model: PreTrainedModel, norm: nn.Module):
         self.model, self.norm = model, norm
+        self._head: nn.Module = model.get_output_embeddings()
         self.modules: list[nn.Module] = []
         self.feature_layers: tuple[int, ...] = ()
         self._hidden: list[torch.Tensor] = []
@@ -91,6 +92,12 @@ class ModelPass:
             faster: the functions that replace the model's own ones.
         """
         queries: dict[int, torch.Tensor] = {}
+        # Autocast chooses other dtypes inside of the model's own modules.
+        if faster.model is not None and not under_autocast():
+            asked = queries if observed else None
+            hidden, kept = faster.model(ids, cache, texts, asked, observed, self.feature_layers)
+            logits = self._head(self.norm(hidden))[0] if module is self.model else None
+            return PassOutput(hidden[0], logits, queries, torch.cat(kept, -1)[0] if kept else None)
         inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
         # Bits are promised where attention is by position.
         with self._patched(faster), nullcontext() if texts[0].tails is None else full_reductions():

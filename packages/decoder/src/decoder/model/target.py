@@ -26,7 +26,7 @@ from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
 from decoder.model.bitwise import FREE, Bitwise, BitwiseSetting, PassRule
-from decoder.model.fast_layers import FastLayers, tested_layers, tested_rotary
+from decoder.model.fast_layers import FastLayers, tested_layers, tested_model, tested_rotary
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
@@ -152,12 +152,13 @@ class Target:
             called = {self.norm, self.lm_head, self.model.get_input_embeddings(), *of_helpers}
             if self.recorder is None:
                 self.paths.leave_off(ROTARY, f"needs {RECORDED}")
-            self._faster = FastLayers(
+            faster = FastLayers(
                 layers=layers,
                 called={module: forward for module, forward in layers.items() if module in called},
                 # The rotary kernel needs Triton, and there is a recorder only where Triton works.
                 rotary={} if self.recorder is None else tested_rotary(self._modules, self.attention_shape, self.paths),
             )
+            self._faster = faster._replace(model=tested_model(self._model_pass, faster, self.paths))
         return self._faster
 
     def fast_paths(self) -> list[FastPath]:
@@ -331,8 +332,7 @@ class Target:
 
     def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
-        # Where a rule holds, `_pass` pads.
-        fixed = self.recorder is not None and self._rule is None
+        fixed = self.recorder is not None and self._rule is None  # where a rule holds, `_pass` pads
         padding = self.width(nodes) - nodes if fixed else 0
         # Padding sees only itself, and no node sees it. Chains get a mask too, so that they share a pass with trees.
         mask = tree.ancestor_mask(nodes + padding if fixed and nodes + padding > 1 else None)
