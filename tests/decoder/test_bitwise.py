@@ -15,6 +15,7 @@ from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, Bit
 from decoder.kernels.packed_linear import product_of
 from decoder.model import bitwise, bitwise_test, target
 from decoder.model.bitwise_test import OneLayer
+from decoder.model.model_pass import ModelPass
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, all_heads, tiny_llama
@@ -185,13 +186,14 @@ def test_padded_passes_give_the_same_text(prompt, monkeypatch, widths):
     monkeypatch.setattr(bitwise, "_WIDTHS", widths)
     monkeypatch.setattr(bitwise_test, "free_counts", lambda target, rule: frozenset({4, 7}))
     dec = Decoder(tiny_llama(torch.float32), bitwise=True)
-    counts, forward = [], type(dec.model).forward
+    counts, run = [], ModelPass.run
 
-    def counted(model, *args, **kwargs):
-        counts.append(kwargs["input_ids"].shape[1])
-        return forward(model, *args, **kwargs)
+    def counted(own, module, ids, *rest):
+        if module is dec.model:
+            counts.append(ids.shape[1])
+        return run(own, module, ids, *rest)
 
-    monkeypatch.setattr(type(dec.model), "forward", counted)
+    monkeypatch.setattr(ModelPass, "run", counted)
     plain = dec.generate(prompt, 40, "ar", SAMPLINGS[1], return_logprobs=True)
     for method, tree in product(("suffix", "prompt-lookup", "magicdec"), ((1, 2, 2), (4, 4, 4))):
         options = TokenSwiftOptions(tree=tree, budget=40)

@@ -55,17 +55,28 @@ class _Rows(NamedTuple):
         count: M.
         start: T, the first column of their tail.
         width: how many columns of the cache from ``start`` on hold all that they may see.
-        columns: for a tree, which of these columns holds each key of the tail, in the order of the text, int64
-            [M, COLUMNS]; None for a chain, where they are in order already.
-        mask: what is added to their scores: 0, or minus infinity for keys that they do not see [M, COLUMNS].
+        still: how many of the tail's first columns hold committed keys, which stand in order; all of them for a chain.
+        columns: for a tree, in which of the columns behind these each further key of the tail stands, in the order of
+            the text, int64 [M, COLUMNS - still]; None for a chain.
+        mask: what is added to their scores: 0, or minus infinity for keys that they do not see; for a chain
+            [M, COLUMNS], for a tree [M, COLUMNS - still], since all see the others.
     """
 
     nodes: Sequence[int]
     count: int  # type: ignore[assignment]  # hides `tuple.count`
     start: int
     width: int
+    still: int
     columns: torch.Tensor | None
     mask: torch.Tensor
+
+    @property
+    def in_order(self) -> torch.Tensor:
+        """In which column each key of the tail stands, in the order of the text, int64 [M, COLUMNS]."""
+        columns = torch.arange(COLUMNS).repeat(self.count, 1)
+        if self.columns is not None:
+            columns[:, self.still :] = self.columns + self.still
+        return columns
 
 
 class _Near(NamedTuple):
@@ -78,8 +89,8 @@ class _Near(NamedTuple):
         first: the first of these keys. Those before it are the prefix, which counts as one more key.
         middle: the number of keys between ``first`` and the tail.
         per_head: rows per token: the query heads that share a KV head.
-        mask: what is added to the scores, [1, rows, columns]: to all of a chain's, to those of a tree's tail.
-        columns: for a tree, where the keys of the tail stand, in the order of the text, [G, rows, COLUMNS].
+        mask: what is added to the scores, [1, rows, columns]: to all of a chain's, for a tree as in the group.
+        columns: for a tree, those of the group, [G, rows, COLUMNS - still].
         dtype: the dtype of scores, weights and sums.
         keys: per layer, the keys from ``first`` on, [G, D, middle + width].
         values: per layer, the values between ``first`` and the tail, [G, middle, Dv], and the tail's, [G, width, Dv].
@@ -125,10 +136,10 @@ def tail_slots(length: int, depths: Sequence[int], mask: torch.Tensor | None, ro
     slots[:, 1] = torch.arange(length, length + rows)
     new = slots[: len(depths)]
     for group in _groups(length, depths, mask):
-        columns = torch.arange(COLUMNS) if group.columns is None else group.columns
-        nodes = list(group.nodes)
+        columns, nodes = group.in_order + group.start, list(group.nodes)
+        columns[:, COLUMNS - group.mask.shape[1] :].masked_fill_(group.mask < 0, -1)
         new[nodes, 0] = group.start
-        new[nodes, 1:] = (columns + group.start).masked_fill(group.mask < 0, -1)
+        new[nodes, 1:] = columns
     return slots
 
 
@@ -143,7 +154,7 @@ def _chain(length: int, count: int) -> list[_Rows]:
         start = tail_start(length + first)
         end = min(count, start + COLUMNS - length)
         mask = _causal_mask(length + first - start, end - first)
-        groups.append(_Rows(range(first, end), end - first, start, COLUMNS, None, mask))
+        groups.append(_Rows(range(first, end), end - first, start, COLUMNS, COLUMNS, None, mask))
         first = end
     return groups
 
@@ -159,15 +170,15 @@ def _tree(length: int, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]
         # One column more than can be seen, of which no row has any weight.
         width = max(COLUMNS, committed + len(depths) + 1)
         width += -width % STRIDE
-        # What each sees, in the order of the text: the end of the committed one, then its ancestors and itself.
+        # Behind the end of the committed text each sees its ancestors and itself.
         seen = mask if len(distinct) == 1 else mask[list(where)]
         ancestors = seen.cumsum(1)
-        unseen = column >= committed + ancestors[:, -1:]
-        columns = column.where(~unseen, width - 1)
+        unseen = column[: COLUMNS - committed] >= ancestors[:, -1:]
+        columns = torch.full(unseen.shape, width - 1 - committed)
         rows, nodes = seen.nonzero(as_tuple=True)
-        columns[rows, ancestors[rows, nodes] + (committed - 1)] = nodes + committed
-        additive = torch.zeros(len(seen), COLUMNS).masked_fill_(unseen, -torch.inf)
-        groups.append(_Rows(where, len(seen), start, width, columns, additive))
+        columns[rows, ancestors[rows, nodes] - 1] = nodes
+        additive = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+        groups.append(_Rows(where, len(seen), start, width, committed, columns, additive))
     return groups
 
 
@@ -213,8 +224,11 @@ class BitwiseText:
         else:
             # Scaled as above: a product that scales its own operands rounds otherwise.
             scores = torch.baddbmm(near.mask.narrow(2, 0, 1), wide_rows, near_key, beta=0, alpha=scaling)
-            tail = scores.narrow(2, near.middle, near.group.width).gather(2, near.columns).add_(near.mask)
-            scores = torch.cat((scores.narrow(2, 0, near.middle), tail), 2) if near.middle else tail
+            # The new tokens' scores, each row's own where plain decoding has them.
+            still, end = near.middle + near.group.still, near.middle + COLUMNS
+            own = scores.narrow(2, still, scores.shape[2] - still).gather(2, near.columns)
+            torch.add(own, near.mask, out=scores.narrow(2, still, end - still))
+            scores = scores.narrow(2, 0, end)
         if near.first:
             prefix, log_sum = _flash(rows[None], *near.prefix[layer], scale=scaling)
             scores = torch.cat((scores, log_sum[0, :, :, None]), 2)
@@ -235,15 +249,18 @@ class BitwiseText:
         group = near.group
         if near.columns is None:
             return torch.bmm(weights, value)
-        if group.width <= self.rule.in_order:
-            spread = weights.new_zeros(*weights.shape[:2], group.width)
-            return torch.bmm(spread.scatter_(2, near.columns, weights), value)
-        return self._gathered(group, near.per_head, weights, value)
+        if group.width > self.rule.in_order:
+            return self._gathered(group, near.per_head, weights, value)
+        # Back to where the tokens' values stand.
+        spread = functional.pad(weights, (0, group.width - COLUMNS)) if group.width > COLUMNS else weights
+        own = weights.narrow(2, group.still, COLUMNS - group.still).clone()
+        spread.narrow(2, group.still, group.width - group.still).zero_().scatter_(2, near.columns, own)
+        return torch.bmm(spread, value)
 
     def _gathered(self, group: _Rows, per_head: int, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Each node's tail values in order, then its own product of as many rows as a single token's."""
         kv_heads, dim = len(weights), value.shape[-1]
-        values = value.index_select(1, group.columns.flatten()).view(-1, COLUMNS, dim)
+        values = value.index_select(1, group.in_order.flatten()).view(-1, COLUMNS, dim)
         own = weights[:, : per_head * group.count].view(kv_heads, per_head, group.count, COLUMNS).transpose(1, 2)
         own = _padded(own.reshape(-1, per_head, COLUMNS), self.rule.multiple)
         output = torch.bmm(own, values)[:, :per_head].view(kv_heads, group.count, per_head, dim)
