@@ -748,6 +748,15 @@ def test_a_full_disk_ends_in_a_sentence_and_keeps_what_is_finished(data, tmp_pat
     assert tokens(load(tmp_path / "cut")) == tokens(load(tmp_path / "whole"))
 
 
+def test_a_folder_that_cannot_be_made_keeps_nothing(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = compare(data, tmp_path / "file/out")
+    assert result.exit_code == 2 and "is kept in" not in result.stderr
+    [sentence] = result.stderr.splitlines()
+    assert sentence.startswith(f"ts-eval: nothing can be written to {tmp_path / 'file'}")
+    assert sentence.endswith("(Not a directory): make room for it, or use another --output")
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_too_little_memory_ends_in_a_sentence_and_keeps_what_is_finished(data, tmp_path, monkeypatch, kind):
     honest = decoder.Decoder.stream

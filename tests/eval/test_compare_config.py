@@ -8,6 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from decoder import DraftHeads
 from ts_eval import compare as experiment
 from ts_eval.cli import main
 from ts_eval.method_spec import MethodSpec
@@ -156,6 +157,29 @@ def test_heads_beside_the_models_folder_are_its_own(data, tmp_path):
     assert settings_of(tmp_path / "b")["heads"]["tokenswift"] == str(tmp_path / "models/heads-tiny")
     assert run(*command, "--heads", data / "heads-chained", "--output", tmp_path / "c").exit_code == 0
     assert settings_of(tmp_path / "c")["heads"]["tokenswift"] == str(data / "heads-chained")
+
+
+def test_a_data_folders_model_has_its_heads_by_path_too(data, tmp_path):
+    shutil.copytree(data / "reference-model", tmp_path / "reference-model")
+    for kind in ("chained", "gated"):
+        DraftHeads(32, kind=kind).save_pretrained(tmp_path / f"heads-{kind}", base_model="data/reference-model")
+    brief = ("auto", "tokenswift", "--prompt-tokens", "20", "--max-new-tokens", "4", "--runs", "1")
+    wanted = {"auto": str(tmp_path / "heads-gated"), "tokenswift": str(tmp_path / "heads-chained"), "ar": None}
+    shutil.copytree(data / "pg19", tmp_path / "pg19")
+    for place, model in enumerate(
+        ([], ["--model", tmp_path / "reference-model"], ["--model", f"{tmp_path}/reference-model/"])
+    ):
+        result = run(*brief, *model, "--data-dir", tmp_path, "--output", tmp_path / str(place))
+        assert result.exit_code == 0, result.output
+        assert settings_of(tmp_path / str(place))["heads"] == wanted and "without draft heads" not in result.stderr
+
+
+def test_rows_that_run_without_heads_are_named(data, tmp_path):
+    shutil.copytree(data / "reference-model", tmp_path / "lonely")
+    brief = ("auto", "suffix", "--prompt-tokens", "20", "--max-new-tokens", "4", "--runs", "1", "--data-dir", data)
+    result = run(*brief, "--model", tmp_path / "lonely", "--output", tmp_path / "out")
+    assert result.exit_code == 0
+    assert f"auto: without draft heads, as none for it lie beside {tmp_path / 'lonely'}; --heads" in result.stderr
 
 
 def test_what_only_python_can_set_is_repeated_from_the_file_too(data, tmp_path):

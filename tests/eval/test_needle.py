@@ -132,6 +132,24 @@ def test_several_phrases_are_counted_at_each_place(data, tmp_path, monkeypatch):
     assert again == results and "18 of 18 taken over" in taken.stderr
 
 
+def test_more_phrases_are_added_to_those_that_are_there(data, tmp_path):
+    first, _ = asked(data, tmp_path / "grown", "auto")
+    more, told = asked(data, tmp_path / "grown", "auto", "--phrases", "3")
+    assert "6 of 18 taken over" in told.stderr and more["settings"]["phrases"] == 3
+    assert more["cells"][:6] == first["cells"]
+    whole, _ = asked(data, tmp_path / "whole", "auto", "--phrases", "3")
+    assert whole["settings"] == more["settings"]
+
+    def place(cell):
+        return cell["length"], cell["depth"], cell["phrase"]
+
+    assert sorted(whole["cells"], key=place) == sorted(more["cells"], key=place)
+    # Fewer phrases lose none of those that are there.
+    again, told = asked(data, tmp_path / "grown", "auto", "--phrases", "2")
+    assert again["cells"] == more["cells"] and again["settings"] == more["settings"]
+    assert "12 of 12 taken over" in told.stderr and told.stdout.count("(0/3)") == 12
+
+
 def test_a_chat_model_is_asked_through_its_template(data):
     tokenizer = AutoTokenizer.from_pretrained(data / "reference-model")
     tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<a>"
@@ -156,7 +174,7 @@ def test_what_is_asked_already_is_not_asked_again(data, tmp_path, monkeypatch):
     assert again["cells"] == whole["cells"]
     assert "2 of 6 taken over" in result.stderr
     other = run("--data-dir", data, *SHORT, "--seed", "1", "--output", tmp_path / "cut")
-    assert other.exit_code == 2 and "other settings (seed, pass_phrases)" in other.stderr
+    assert other.exit_code == 2 and "other settings (seed)" in other.stderr
     fresh, _ = asked(data, tmp_path / "cut", "--seed", "1", "--overwrite")
     assert fresh["settings"]["pass_phrases"] == [needle.pass_phrase(1)]
 

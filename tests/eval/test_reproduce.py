@@ -12,6 +12,7 @@ from transformers import GPT2Config
 
 import decoder
 from ts_eval import configured, paper, reproduced_page
+from ts_eval import reproduce as reproduction
 from ts_eval.cli import main
 from ts_eval.compare import compare
 from ts_eval.method_spec import MethodSpec
@@ -144,7 +145,7 @@ def test_experiments_share_their_texts_and_take_them_over(data, tmp_path):
     assert first.exit_code == 0, first.output
     for expected in ("(0.42)", "(1.47)", "full cache", "chosen once", "alpha at", "a dynamic cache accepts more"):
         assert expected in first.stdout
-    assert "## table-5" in (tmp_path / "table-5.md").read_text()
+    assert "## table-5" in (tmp_path / "table-5-scale-0.0008.md").read_text()
     assert len(generated(tmp_path)) == 4
 
     # ar and k = 0 are there, k = 20 is not; table 12 shares both, and has two further samplers.
@@ -164,6 +165,35 @@ def test_experiments_share_their_texts_and_take_them_over(data, tmp_path):
     )
     other = run(data, tmp_path, "figure-3", "--scale", "0.0008", "--seed", "3")
     assert other.exit_code == 2 and "other settings (seed)" in other.stderr
+
+
+def test_scales_share_neither_pages_nor_texts(data, tmp_path):
+    """Scales of prompts and texts of the same lengths, too."""
+    for scale in ("0.0008", "0.00080000001"):
+        result = run(data, tmp_path, "figure-3", "table-2", "--scale", scale, "--runs", "1")
+        assert result.exit_code == 0, result.output
+    pages = ["figure-3-scale-0.0008.md", "figure-3-scale-0.00080000001.md", "table-2.md"]
+    assert sorted(path.name for path in tmp_path.glob("*.md")) == pages
+    texts = generated(tmp_path)
+    assert len(texts) == len(set(texts)) == 6
+    assert all("/" not in name and name.startswith("scale-0.0008") for name, *_ in texts)
+    assert reproduction.page_name("figure-3", 1) == reproduction.page_name("figure-3", 1.0) == "figure-3-scale-1.md"
+
+
+def test_all_may_stand_with_others(data, tmp_path, monkeypatch):
+    asked = []
+
+    def take(names, *rest, **settings):
+        asked.append(list(dict.fromkeys(names)))
+        return iter(())
+
+    monkeypatch.setattr(reproduction, "reproduce", take)
+    for targets in (["all"], ["all", "table-5"], ["table-5", "all"]):
+        assert run(data, tmp_path, *targets).exit_code == 0
+    assert asked[0] == asked[1] == list(TARGETS) and sorted(asked[2]) == sorted(TARGETS)
+    monkeypatch.undo()
+    refused = run(data, tmp_path, "all", "table-99")
+    assert refused.exit_code == 2 and "unknown target 'table-99'" in refused.stderr
 
 
 def test_a_row_whose_heads_have_changed_is_generated_again(data, tmp_path):
@@ -322,6 +352,11 @@ def test_table_11_is_the_configuration_of_the_draft_model(data, tmp_path):
         ("/models/qwen2.5-14b", {"min_p": 0.05, "top_p": 1.0, "repetition_penalty": 1.13}),
         ("mistral", {"min_p": 0.1, "top_p": 1.0, "repetition_penalty": 1.2}),
         (None, {"min_p": 0.1, "top_p": 1.0, "repetition_penalty": 1.2}),
+        # Folders around a model have no say.
+        ("/models/qwen2.5-7b/mistral", {"min_p": 0.1, "top_p": 1.0, "repetition_penalty": 1.2}),
+        ("qwen2.5-14b/Mistral-7B", {"min_p": 0.1, "top_p": 1.0, "repetition_penalty": 1.2}),
+        ("/qwen2.5-1.5b/Qwen2.5-14B/", {"min_p": 0.05, "top_p": 1.0, "repetition_penalty": 1.13}),
+        ("/models/qwen2.5-14b/config.json", {"min_p": 0.05, "top_p": 1.0, "repetition_penalty": 1.13}),
     ],
 )
 def test_samplers_are_those_of_table_10(model, sampler):

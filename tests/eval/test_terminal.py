@@ -43,6 +43,27 @@ def test_columns_that_do_not_fit_stand_below_with_the_first_column_again(shown):
     assert len(shown(Columns(*PARTS), width=200)) == 7
 
 
+def test_on_a_narrow_terminal_cells_stand_behind_their_titles(shown):
+    # 15 columns of name, 2 between and 12 of "no, at 1,234" fit into 30, and not into 28.
+    assert shown(Columns(*PARTS), width=30)[0].split() == ["method", "identical"]
+    lines = shown(Columns(*PARTS), width=28)
+    assert lines[:3] == ["ar", "  identical  yes", "  figure 0   0.5"]
+    at = lines.index("tokenswift")
+    assert lines[at - 1 : at + 3] == ["", "tokenswift", "  :tree=1,3,3,3", "  :ngrams=20"]
+    assert lines[at + 3 : at + 5] == ["  identical  no, at 1,234", "  figure 0   12,345.678"]
+    assert max(map(cell_len, lines)) <= 28 and "".join(lines).count("12,345.678") == 9
+    assert "[bold]:smile:" in lines
+    # A wider one keeps its columns, however long a name is.
+    long = Columns(["method", "x"], [["a" * 80, "1"]])
+    assert shown(long, width=40)[0].split() == ["method", "x"] and shown(long, width=39)[0] == "a" * 39
+
+
+@pytest.mark.parametrize("width", [1, 5, 12])
+def test_no_terminal_is_too_narrow(shown, width):
+    letters = "".join(shown("words", Columns(*PARTS), width=width)).replace(" ", "")
+    assert letters.count("12,345.678") == 9 and letters.count("tokenswift:tree=1,3,3,3:ngrams=20") == 1
+
+
 def test_colours_are_for_terminals_alone(shown):
     plain = shown(Columns(*PARTS))
     coloured = shown(Columns(*PARTS), FORCE_COLOR="1", TERM="xterm-256color")

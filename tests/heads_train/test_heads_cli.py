@@ -421,3 +421,17 @@ def test_the_installed_command_reports_without_a_traceback(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("heads-train: there is no configuration no.yaml")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(command in shown for command in ("fit", "validate", "test", "export writes", "push sends"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["fti"]])
+def test_a_wrong_command_is_told_all_of_them(capsys, arguments):
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and all(command in told for command in ("fit", "validate", "test", "export", "push"))

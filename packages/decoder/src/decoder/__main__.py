@@ -24,7 +24,7 @@ import transformers
 
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
-from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
+from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, heads_of, load_from_flags
 from decoder.cli.processes import FLAG, first_speaks, tell
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
@@ -91,7 +91,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--audit needs exact verification, not {args.verification}")
     if args.system is not None and args.chat is None:
         raise ValueError("--system goes with --chat")
-    if args.method and METHODS[args.method].needs_heads and args.heads is None:
+    if args.method and METHODS[args.method].needs_heads and heads_of(args) is None:
         raise ValueError(f"--method {args.method} needs --heads")
     if args.method == "triforce" and args.draft_model is None:
         raise ValueError("--method triforce needs --draft-model")

@@ -7,7 +7,7 @@ from typing import Any
 
 from decoder.draft_heads import KINDS as LINEAR_KINDS
 from decoder.draft_heads import DraftHeads
-from decoder.eagle3.checkpoint import is_eagle3, read_draft_model
+from decoder.eagle3.checkpoint import is_eagle3, read_draft_model, verifier_of
 from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads_files import CONFIG, local_folder, read_json
@@ -26,6 +26,16 @@ def kind_in(folder: str | os.PathLike) -> str | None:
         return None
     kind = EAGLE3 if is_eagle3(config) else config.get("kind")
     return kind if kind in KINDS else None
+
+
+def base_model_in(folder: str | os.PathLike) -> str | None:
+    """The model that the heads in a folder were trained on, as their configuration names it; None where it does not."""
+    try:
+        config = read_json(Path(folder) / CONFIG)
+        name = verifier_of(config).get("name_or_path") or config.get("base_model")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:

@@ -382,7 +382,7 @@ def reproduce(targets, scale, output, **settings):
         from ts_eval import reproduce as runner
 
         quiet_libraries()
-        names = tuple(paper.targets()) if targets == ("all",) else targets
+        names = [name for target in targets for name in (paper.targets() if target == "all" else [target])]
         say = partial(click.echo, err=True)
         try:
             for page in runner.reproduce(names, scale, Path(output), say, **settings):

@@ -146,20 +146,8 @@ class Experiment:
             if len(jobs) < len(wanted):
                 kept = len(wanted) - len(jobs)
                 say(f"{kept} finished generations taken over from {log.path}; {len(jobs)} left to run.")
-            one_at_a_time = [spec.text for spec in setup.specs if spec.is_outside]
-            if jobs and self.batch > 1 and one_at_a_time:
-                say(f"{', '.join(one_at_a_time)}: not decoded here, and given the texts of a batch one at a time.")
             if jobs:
-                with _keeping(Path(self.output)), working_beside(self) as check_others:
-                    log.begin()
-                    if not self.rank:
-                        write_run_file(self)
-                    _drop_parts(log, of_others_only=True)
-                    Rounds(setup, log, self.processes, self.rank or 0).run(say)
-                    while not self.rank and any(log.get(*job) is None for job in jobs):
-                        check_others()
-                        time.sleep(WAIT_SECONDS)
-                        log.refresh()
+                self._generate(setup, log, jobs, say)
             if self.rank:
                 return None
             if not self.extend:
@@ -176,6 +164,26 @@ class Experiment:
         write_run_file(self)
         write_json(Path(self.output) / "results.json", results)
         return results
+
+    def _generate(self, setup: Setup, log: GenerationLog, jobs: Sequence[tuple[str, int, int]], say: Say) -> None:
+        """Generate ``jobs``, what is missing of all ranks' generations."""
+        if setup.without_heads and not self.rank:
+            bare, model = ", ".join(setup.without_heads), setup.settings["model"]
+            say(f"{bare}: without draft heads, as none for it lie beside {model}; --heads names some.")
+        one_at_a_time = [spec.text for spec in setup.specs if spec.is_outside]
+        if self.batch > 1 and one_at_a_time:
+            say(f"{', '.join(one_at_a_time)}: not decoded here, and given the texts of a batch one at a time.")
+        # A folder that cannot be written to keeps nothing.
+        log.begin()
+        with _keeping(Path(self.output)), working_beside(self) as check_others:
+            if not self.rank:
+                write_run_file(self)
+            _drop_parts(log, of_others_only=True)
+            Rounds(setup, log, self.processes, self.rank or 0).run(say)
+            while not self.rank and any(log.get(*job) is None for job in jobs):
+                check_others()
+                time.sleep(WAIT_SECONDS)
+                log.refresh()
 
     def _marks(self) -> list[int]:
         marks = self.marks or [self.max_new_tokens * fifth // 5 for fifth in range(1, 6)]

@@ -9,6 +9,7 @@ from typing import Literal
 import decoder
 from decoder.drafters import METHODS, Drafter
 from decoder.heads import kind_in
+from decoder.heads_beside import heads_beside
 from ts_eval import checkpoints
 from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.method_spec import NEED_DRAFT_MODEL, MethodSpec
@@ -47,8 +48,7 @@ class Sources:
     ) -> "Sources":
         """What ``specs`` run with; without a ``model`` the reference model, with its heads and draft model.
 
-        Where no heads are named for a model folder NAME, a method takes those of the kind that suits it best among the
-        folders heads-NAME and heads-NAME-* beside it.
+        Where no heads are named for a model's folder, a method takes those that `decoder.heads_beside` finds there.
 
         Raises:
             ValueError: ``heads`` are several checkpoints, or pairs with what is no method.
@@ -63,7 +63,7 @@ class Sources:
             if draft_model is None and any(spec.name in NEED_DRAFT_MODEL for spec in specs):
                 draft_model = str(data / DRAFT_MODEL)
         else:
-            own_heads = _heads_beside(Path(model))
+            own_heads = heads_beside(model)
         return cls(model, draft_model, _heads_by_method(specs, heads, own_heads))
 
     def refuse_missing(self, specs: Sequence[MethodSpec]) -> None:
@@ -101,20 +101,6 @@ class Sources:
         for path in dict.fromkeys(self.heads.values()):
             loaded[path] = decoder.Decoder(plain.model, plain.tokenizer, path, plain.draft_model, wanted)
         return loaded
-
-
-def _heads_beside(model: Path) -> dict[str, str]:
-    """Method -> the folder beside a model's with the heads that suit it best; of equal kinds the shortest name."""
-    name = f"heads-{glob.escape(model.name)}"
-    folders = [path for pattern in (name, f"{name}-*") for path in sorted(model.parent.glob(pattern))]
-    by_kind: dict[str, str] = {}
-    for folder in folders:
-        if (kind := kind_in(folder)) is not None:
-            by_kind.setdefault(kind, str(folder))
-    wanted = {
-        method: next((kind for kind in each.heads_kinds if kind in by_kind), None) for method, each in METHODS.items()
-    }
-    return {method: by_kind[kind] for method, kind in wanted.items() if kind is not None}
 
 
 def _digest(path: Path) -> str | None:

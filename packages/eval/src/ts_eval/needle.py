@@ -24,8 +24,10 @@ from ts_eval.results import environment, read_results, write_json
 from ts_eval.table import number
 from ts_eval.terminal import Columns
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 RESULTS = "needle.json"
+PHRASES = ("phrases", "pass_phrases")
+"""Settings that may differ from those of the results that a call goes on with."""
 _WORDS = """
 amber anchor apple arrow autumn basket beacon bridge button candle canyon carpet castle cherry copper coral cotton
 desert eagle ember falcon feather forest garden ginger glacier harbor hazel honey island ivory jacket ladder lantern
@@ -106,7 +108,7 @@ class Needle:
             ``prompts`` are read one behind the other.
         lengths: tokens of text, hidden sentence and question together, reached to within a few.
         depths: shares of the text before the sentence, in [0, 1].
-        phrases: how many are hidden at each place, one after the other.
+        phrases: how many are hidden at each place, one after the other; more are added to those in ``output``.
         max_new_tokens: of an answer.
         seed: of the first pass phrase; phrase i, from 0, has ``seed`` + i.
         options: fields of `decoder.TokenSwiftOptions` for all methods, such as ``kv_dtype``.
@@ -153,7 +155,7 @@ class Needle:
         sources.refuse_missing(specs)
         loaded = sources.load(self.device, self.dtype, self.bitwise)
         plain = loaded[None]
-        texts = self._texts(books, plain.tokenizer)
+        ids = self._text_ids(books, plain.tokenizer)
         self._refuse_too_long(plain.model.config.max_position_embeddings)
 
         settings = {
@@ -172,17 +174,20 @@ class Needle:
         header = {"settings": settings, "environment": environment(plain.model.device, self.arguments)}
         header = json.loads(json.dumps(header))
         path = Path(self.output) / RESULTS
-        before = None if self.overwrite else read_results(path, "ts-eval needle", SCHEMA_VERSION, header)
-        results = before or {"schema_version": SCHEMA_VERSION, **header, "cells": []}
+        kept = None if self.overwrite else read_results(path, "ts-eval needle", SCHEMA_VERSION, header, PHRASES)
+        results = {"schema_version": SCHEMA_VERSION, **header, "cells": kept["cells"] if kept else []}
+        if kept and kept["settings"]["phrases"] > self.phrases:
+            results["settings"] |= {name: kept["settings"][name] for name in PHRASES}
         write_json(path, results)
         rows = [(spec, loaded[sources.heads.get(spec.text)], options[spec.text]) for spec in specs]
         wanted = list(itertools.product(self.lengths, self.depths, self._pass_phrases()))
         asked = {(cell["length"], cell["depth"], cell["phrase"]) for cell in results["cells"]}
-        if asked:
-            say(f"{len(asked)} of {len(wanted)} taken over from {path}.")
         left = [place for place in wanted if place not in asked]
+        if asked:
+            say(f"{len(wanted) - len(left)} of {len(wanted)} taken over from {path}.")
         for length, depth, phrase in tqdm(left, "needle", leave=False, disable=None):
-            results["cells"].append(self._ask(rows, texts[length], length, depth, phrase, results["cells"]))
+            text = plain.tokenizer.decode(ids[: length - _around(phrase, plain.tokenizer)])
+            results["cells"].append(self._ask(rows, text, length, depth, phrase, results["cells"]))
             write_json(path, results)
         return results
 
@@ -244,9 +249,9 @@ class Needle:
                 f"{max(self.lengths):,}: it has {positions:,} positions"
             )
 
-    def _texts(self, books: str, tokenizer) -> dict[int, str]:
-        """By length, as much of the books as leaves room for the sentence and the question."""
-        around = max(len(question_ids(f"{CUE} {phrase}.", tokenizer)) for phrase in self._pass_phrases())
+    def _text_ids(self, books: str, tokenizer) -> list[int]:
+        """Token ids of the books, enough for the longest text with any sentence and the question."""
+        around = max(_around(phrase, tokenizer) for phrase in self._pass_phrases())
         if min(self.lengths) <= around:
             raise ValueError(
                 f"lengths must be above {around}, what sentence and question take, not {min(self.lengths)}"
@@ -260,7 +265,12 @@ class Needle:
                 break
         if len(ids) + around < max(self.lengths):
             raise ValueError(f"lengths must be at most {len(ids) + around:,}, all that {books} has")
-        return {length: tokenizer.decode(ids[: length - around]) for length in self.lengths}
+        return ids
+
+
+def _around(phrase: str, tokenizer) -> int:
+    """How many tokens the sentence with a phrase and the question take of a text's length."""
+    return len(question_ids(f"{CUE} {phrase}.", tokenizer))
 
 
 def table(results: dict) -> list[RenderableType]:

@@ -98,8 +98,13 @@ def sampler(model: str) -> dict[str, Any]:
 
 
 def sampler_for(model: str | None) -> dict[str, Any]:
-    """The `sampler` of the paper's model that a folder, file or hub id is called after; Llama-3.1-8B's for others."""
-    known = [name for name in _content()["samplers"] if name in (model or "").lower()]
+    """The `sampler` of the paper's model that a folder, file or hub id is called after; Llama-3.1-8B's for others.
+
+    Folders around it have no say; a config.json is called after its own.
+    """
+    path = Path(model or "").absolute()
+    called = (path.parent if path.name == "config.json" else path).name.lower()
+    known = [name for name in _content()["samplers"] if name in called]
     return sampler(known[0] if known else MODEL)
 
 

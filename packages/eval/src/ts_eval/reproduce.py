@@ -34,6 +34,7 @@ Say = Callable[[str], None]
 class Cell:
     """What the texts of one comparison have in common, at the scale they are run at."""
 
+    scale: float
     prompt_tokens: int
     marks: tuple[int, ...]
     sampling: tuple[tuple[str, Any], ...]
@@ -41,14 +42,15 @@ class Cell:
     @property
     def folder(self) -> str:
         """Its name, by all that makes up a cell."""
-        words = f"texts/{self.prompt_tokens} and {self.marks[-1]} tokens {sampling_in_words(dict(self.sampling))}"
+        tokens = f"{self.prompt_tokens} and {self.marks[-1]} tokens"
+        words = f"texts/{in_words(self.scale)} {tokens} {sampling_in_words(dict(self.sampling))}"
         return re.sub(r"[^\w./]+", "-", words.replace(",", ""))
 
 
 def reproduce(
     names: Sequence[str], scale: float, output: Path, say: Say = lambda sentence: None, **settings
 ) -> Iterator[str]:
-    """Run experiments of `paper.targets`, and yield each one's page, which is written to ``output/NAME.md``.
+    """Run experiments of `paper.targets`, and yield each one's page, which is written to ``output`` as `page_name`.
 
     Texts lie in folders below ``output/texts``; finished ones, and parts of others, are taken over from there.
 
@@ -82,8 +84,18 @@ def reproduce(
             write_report(output / folder)
         reasons = {label: lacking.get(method_of(row, scale)) for label, row in _run_rows(target).items()}
         text = page(name, target, scale, rows, {label: why for label, why in reasons.items() if why}, folders)
-        write_text(output / f"{name}.md", text)
+        write_text(output / page_name(name, scale), text)
         yield text
+
+
+def in_words(scale: float) -> str:
+    """A scale as the names of pages and folders tell it: scale-0.005; two scales never share one."""
+    return f"scale-{float(scale)!r}".removesuffix(".0")
+
+
+def page_name(name: str, scale: float) -> str:
+    """The file of an experiment's page: table-3-scale-0.005.md; of a computed one, which has no scale, table-2.md."""
+    return f"{name}.md" if targets()[name].computed else f"{name}-{in_words(scale)}.md"
 
 
 def _target(name: str, scale: float) -> Target:
@@ -126,7 +138,7 @@ def cell_of(row: Row, target: Target, scale: float) -> Cell:
     # Every experiment of scaled length is told at the same marks, so that they share their texts.
     marks = tuple(round(mark * K * scale) for mark in LENGTHS) if target.at else (row.max_new_tokens,)
     window = min(row.sampling["penalty_window"], prompt_tokens + marks[-1])
-    return Cell(prompt_tokens, marks, tuple({**row.sampling, "penalty_window": window}.items()))
+    return Cell(scale, prompt_tokens, marks, tuple({**row.sampling, "penalty_window": window}.items()))
 
 
 def _run(cell: Cell, methods: tuple[str, ...], output: Path, say: Say, settings: dict) -> dict[str, Found]:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -109,8 +109,10 @@ def write_text(path: Path, text: str) -> None:
         raise named(error, path) from error
 
 
-def read_results(path: Path, command: str, version: int, header: dict) -> dict | None:
+def read_results(path: Path, command: str, version: int, header: dict, free: Collection[str] = ()) -> dict | None:
     """What ``command`` wrote to ``path`` with the settings and environment of ``header``; None when nothing is there.
+
+    Settings named in ``free`` may differ.
 
     Raises:
         ValueError: it is no such file.
@@ -121,6 +123,9 @@ def read_results(path: Path, command: str, version: int, header: dict) -> dict |
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         old = {name: results[name] for name in header}
+        bound = {name: value for name, value in header["settings"].items() if name not in free}
+        old["settings"] = {name: value for name, value in old["settings"].items() if name not in free}
+        header = {**header, "settings": bound}
         same = fingerprint_of(old) == fingerprint_of(header) and results["schema_version"] == version
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no result of {command}: use another --output, or --overwrite") from error
@@ -235,10 +240,19 @@ class GenerationLog:
         return self._records.get((method, prompt, run))
 
     def begin(self) -> None:
-        """Write the header, if it is not there: from now on the folder belongs to these settings."""
-        self._journal.open(self._busy)
-        if self._journal.end == 0:
-            self._write(self._header)
+        """Write the header, if it is not there: from now on the folder belongs to these settings.
+
+        Raises OSError when another process holds the file, or nothing can be written there.
+        """
+        try:
+            self._journal.open(self._busy)
+            if self._journal.end == 0:
+                self._write(self._header)
+        except OSError as error:
+            if error.strerror is None:
+                raise
+            reason = f"nothing can be written to {error.filename or self.folder} ({error.strerror})"
+            raise OSError(f"{reason}: make room for it, or use another --output") from error
 
     def append(self, record: dict) -> None:
         """Add a finished generation and wait until it is on disk. Raises OSError, naming the file, when it cannot."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import decoder
+from decoder.drafters import METHODS
 from decoder.text.stops import eos_ids
 from ts_eval import checkpoints, defaults, plan
 from ts_eval.data_dir import find_data_dir
@@ -66,6 +67,12 @@ class Setup:
     def kv_dtype(self) -> str | None:
         """`decoder.TokenSwiftOptions.kv_dtype`, the same in all rows."""
         return self.options["ar"].kv_dtype
+
+    @property
+    def without_heads(self) -> list[str]:
+        """The rows that could draft with heads and have none."""
+        drafting = [spec.text for spec in self.specs if not spec.is_outside and METHODS[spec.name].heads_kinds]
+        return [text for text in drafting if self.settings["heads"][text] is None]
 
     def settings_of_all(self) -> dict:
         """Of ``settings`` what decides the generations of every row, whichever rows and runs there are."""

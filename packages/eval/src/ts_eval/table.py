@@ -99,7 +99,7 @@ def acceptance_table(results: dict) -> tuple[list[str], list[list[str]]]:
 
 
 def text_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: diversity, repetition and likelihood of the texts."""
+    """Header and rows: diversity, repetition and likelihood of the texts, without measures that no row has."""
     header = [
         "method",
         *DISTINCT_HEADER,
@@ -127,7 +127,8 @@ def text_table(results: dict) -> tuple[list[str], list[list[str]]]:
         ]
         for name, row in results["methods"].items()
     ]
-    return header, rows
+    known = [place for place, cells in enumerate(zip(*rows, strict=True)) if set(cells) != {NONE}]
+    return [header[place] for place in known], [[row[place] for place in known] for row in rows]
 
 
 def times(value: float | None) -> str:
@@ -228,7 +229,12 @@ def count_of(count: int, noun: str) -> str:
 
 
 def notes(results: dict) -> str:
-    """How the tables are to be read."""
+    """How the tables are to be read, as a paragraph."""
+    return " ".join(remarks(results))
+
+
+def remarks(results: dict) -> list[str]:
+    """How the tables are to be read, a sentence or a few that belong together each."""
     settings, methods = results["settings"], results["methods"]
     runs = len(methods["ar"]["runs"])
     how = f"Medians of {runs} interleaved generations per method" if runs > 1 else "One generation per method"
@@ -293,7 +299,7 @@ def notes(results: dict) -> str:
     slow = [name for name in papers if name.startswith("tokenswift") and (methods[name]["speedup"] or 1) < 1]
     if slow and results["environment"]["device"] == "cpu":
         sentences.append("The paper's tree is a wide one for a CPU: without --tree and --ngrams what pays is chosen.")
-    return " ".join(sentences)
+    return sentences
 
 
 def beginning(methods: dict, letters: int = 600) -> Group:

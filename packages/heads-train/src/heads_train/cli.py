@@ -34,6 +34,14 @@ from heads_train.push import push
 
 CONFIGS = Path(__file__).parent / "configs"
 
+COMMANDS = {"export": export, "push": push}
+"""Those that Lightning does not know."""
+ABOUT = "Train draft heads of a frozen model (fit), and measure them (validate, test)."
+MORE = (
+    "Two more commands, whose --help lists their flags: export writes an EAGLE-3 draft model for vLLM or SGLang, push "
+    "sends heads to the Hugging Face hub."
+)
+
 STOPPED = "stopped; the same command goes on from the checkpoint saved last"
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,6 +66,8 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> None:
         if message.endswith("Got value: None"):
             message += " (it is missing: give it as a flag, or a --config that has it)"
+        if message.startswith(('expected "subcommand"', "argument subcommand")):
+            message = f"{message.rstrip('.')}; {' and '.join(COMMANDS)} are commands, too"
         raise ValueError(message) from ex
 
 
@@ -244,6 +254,7 @@ def run(args: Sequence[str]) -> HeadsCLI:
         trainer_defaults={"use_distributed_sampler": False, "num_sanity_val_steps": -1},
         seed_everything_default=0,
         parser_class=Parser,
+        parser_kwargs={"description": ABOUT, "epilog": MORE},
         auto_configure_optimizers=False,
         args=_with_configs(args),
     )
@@ -257,9 +268,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     args = sys.argv[1:] if args is None else list(args)
     try:
-        if args[:1] in (["export"], ["push"]):
-            command = export if args[0] == "export" else push
-            command.main(args[1:], prog_name=f"heads-train {args[0]}", standalone_mode=False)
+        if args and args[0] in COMMANDS:
+            COMMANDS[args[0]].main(args[1:], prog_name=f"heads-train {args[0]}", standalone_mode=False)
         else:
             run(args)
     except SIGTERMException:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from decoder.decoder import Decoder
+from decoder.heads_beside import heads_beside
 from decoder.loader import load
 from decoder.model.loading import check_source
 from decoder.options import CACHES, DRAFT_CACHES, KV_DTYPES, VERIFICATIONS, parse_tree
@@ -42,7 +43,12 @@ _TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS")}
 def add_loading_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for what is loaded, and how."""
     parser.add_argument("--model", required=True, metavar="M", help="model folder or hub id")
-    parser.add_argument("--heads", metavar="H", help="heads checkpoint folder or hub id")
+    parser.add_argument(
+        "--heads",
+        metavar="H",
+        help="heads checkpoint folder or hub id (default: beside the model's folder NAME, the folder heads-NAME or one "
+        "of heads that were trained on NAME)",
+    )
     parser.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
     parser.add_argument("--device", default="auto", metavar="D", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", default="auto", metavar="T", help="default: float32 on a CPU, else the checkpoint's")
@@ -61,11 +67,16 @@ def check_sources(args: argparse.Namespace) -> None:
             check_source(name, source)
 
 
+def heads_of(args: argparse.Namespace) -> str | None:
+    """The heads that --heads names, or else those that the method drafts with beside the model's folder, if any."""
+    return args.heads or heads_beside(args.model).get(getattr(args, "method", None) or "auto")
+
+
 def load_from_flags(args: argparse.Namespace, tensor_parallel: bool = False) -> Decoder:
     """Load what the flags of `add_loading_flags` name. Raises as `decoder.load` does."""
     return load(
         args.model,
-        args.heads,
+        heads_of(args),
         draft_model=args.draft_model,
         device=args.device,
         dtype=args.dtype,

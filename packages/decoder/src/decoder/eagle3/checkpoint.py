@@ -77,10 +77,15 @@ def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Ea
     ):
         raise ValueError(f"the maps of the draft vocabulary in {folder}, d2t and t2d, do not agree")
     _load(model, tensors, folder)
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    verifier = verifier_of(config)
     model.base_model = verifier.get("name_or_path") or config.get("base_model")
     model.target_architecture = (verifier.get("architectures") or [model.target_architecture])[0]
     return model
+
+
+def verifier_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration of the speculators layout tells of the model that verifies; nothing in the others."""
+    return (config.get("speculators_config") or {}).get("verifier") or {}
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from ts_eval.report import plots
 from ts_eval.report.headline import cards
 from ts_eval.report.texts import coloured_texts
 from ts_eval.results import write_text
-from ts_eval.table import acceptance_table, describe, length_table, notes, speed_table, text_table
+from ts_eval.table import NONE, acceptance_table, describe, length_table, notes, remarks, speed_table, text_table
 
 TABLES: dict[str, Callable[[dict], tuple[list, list]]] = {
     "Speed, acceptance, identity": partial(speed_table, distinct=False),
@@ -61,13 +62,13 @@ def html(results: dict) -> str:
     return environment.get_template("report.html.j2").render(
         cards=cards(results),
         about=describe(results),
-        notes=notes(results),
+        remarks=remarks(results),
         tables={title: make(results) for title, make in TABLES.items()},
         plots=[(plot, svg) for plot in plots.PLOTS if (svg := plots.draw(plot, results)) is not None],
         palette=plots.PALETTE,
         texts=coloured_texts(results),
         settings=list(_flat(results["settings"])),
-        provenance=list(_flat(results["environment"])),
+        provenance=list(_flat(_provenance(results))),
     )
 
 
@@ -77,12 +78,16 @@ def markdown(results: dict) -> str:
     for title, make in TABLES.items():
         parts += [f"## {title}", _markdown_table(*make(results))]
     parts.append(notes(results))
-    for title in ("settings", "environment"):
-        parts += [
-            f"## {title.capitalize()}",
-            _markdown_table(["name", "value"], [list(r) for r in _flat(results[title])]),
-        ]
+    for title, content in (("Settings", results["settings"]), ("Provenance", _provenance(results))):
+        rows = [[name, NONE if value is None else value] for name, value in _flat(content)]
+        parts += [f"## {title}", _markdown_table(["name", "value"], rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _provenance(results: dict) -> dict:
+    """The environment, the command in it as it can be typed again; from Python there was none."""
+    arguments = results["environment"]["arguments"]
+    return {**results["environment"], "arguments": arguments and shlex.join(["ts-eval", *arguments])}
 
 
 def _markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -4,6 +4,8 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
+from typing import Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -12,10 +14,16 @@ from matplotlib.ticker import MaxNLocator
 
 from ts_eval.metrics import DISTINCT_ORDERS
 from ts_eval.summary import along_length, along_rows
+from ts_eval.terminal import LONG_NAME
 
 POINTS = 40
 MARKERS = "os^Dvp*X"
 INK, GRID = "#010101", "#020202"
+WIDTH, HEIGHT, LINE = 5.4, 3.3, 0.2
+"""Of a figure without its legend, and of a line of text, in inches: small, as the page scales figures to its own width
+and letters should be legible on a phone."""
+LEGEND_LETTERS, EQUAL_LETTERS = 66, 40
+"""Letters that stand side by side in a line of the legend, and in one entry for several methods."""
 
 PALETTE = {
     "light": ("#3b4252", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#0e7490", "#92400e", "#be123c"),
@@ -26,11 +34,15 @@ PALETTE = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A title, what to say below, and how to draw: returns False when the results have nothing to show."""
+    """A title, what to say below, and how to draw: returns False when the results have nothing to show.
+
+    ``grid`` is the axis of the values.
+    """
 
     title: str
     caption: str
     draw: Callable[[Axes, dict], bool]
+    grid: Literal["x", "y"] = "y"
 
 
 def _series(place: int) -> str:
@@ -46,6 +58,7 @@ def _style(place: int, points: int) -> dict:
         "marker": MARKERS[(place + 3 * again) % len(MARKERS)],
         "markersize": 4.5,
         "markevery": max(1, points // 8),
+        "clip_on": False,
     }
 
 
@@ -61,6 +74,22 @@ def _fine(results: dict) -> dict[str, list[dict]]:
     return {name: along_rows(records, at_marks) for name, records in fine.items()}
 
 
+def _broken(name: str) -> str:
+    """A method's name, its options on lines of their own."""
+    return name.replace(":", "\n:")
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """The methods above the axes, in as many columns as there is room for; the figure grows by its lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    labels = [label if len(label) <= LONG_NAME else _broken(label) for label in labels]
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    columns = max(1, LEGEND_LETTERS // (longest + len("-o-  ")))
+    lines = ceil(len(labels) / columns) + sum(label.count("\n") for label in labels)
+    figure.set_figheight(figure.get_figheight() + lines * LINE)
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
+
+
 def _line(axes: Axes, results: dict, name: str, label: str) -> bool:
     for place, (method, rows) in enumerate(_fine(results).items()):
         known = [(row["tokens"], row[name]) for row in rows if row[name] is not None]
@@ -74,7 +103,7 @@ def _line(axes: Axes, results: dict, name: str, label: str) -> bool:
 
 
 def _latency(axes: Axes, results: dict) -> bool:
-    return _line(axes, results, "ms_per_token", "ms per token, from the beginning")
+    return _line(axes, results, "ms_per_token", "ms per token")
 
 
 def _speedup(axes: Axes, results: dict) -> bool:
@@ -103,7 +132,9 @@ def _distinct(axes: Axes, results: dict) -> bool:
             groups.setdefault(values, []).append((place, method))
     width = 0.8 / max(len(groups), 1)
     for number, (values, members) in enumerate(groups.items()):
-        label = members[0][1] + (f" and {len(members) - 1} with equal values" if len(members) > 1 else "")
+        label = ", ".join(method for _, method in members)
+        if len(label) > EQUAL_LETTERS:
+            label = f"{_broken(members[0][1])} and {len(members) - 1} with equal values"
         places = [n + (number + 0.5) * width - 0.4 for n in DISTINCT_ORDERS]
         axes.bar(places, values, width * 0.9, label=label, color=_series(members[0][0]))
     axes.set_xticks(DISTINCT_ORDERS, [f"Distinct-{n}" for n in DISTINCT_ORDERS])
@@ -121,10 +152,17 @@ def _memory(axes: Axes, results: dict) -> bool:
     for shift, (label, color, part) in enumerate((("plan", _series(2), 0), ("measured peak", _series(1), 1))):
         known = [(place, values[part] / 1e6) for place, values in enumerate(rows.values()) if values[part] is not None]
         if known:
-            places, heights = zip(*known, strict=True)
-            axes.bar([place + 0.36 * shift - 0.18 for place in places], heights, 0.33, label=label, color=color)
-    axes.set_xticks(range(len(rows)), [name.replace(":", "\n:") for name in rows], rotation=20, ha="right")
-    axes.set_ylabel("MB")
+            places, lengths = zip(*known, strict=True)
+            axes.barh([place + 0.36 * shift - 0.18 for place in places], lengths, 0.33, label=label, color=color)
+    # Names side by side would overlap.
+    labels = list(map(_broken, rows))
+    axes.set_yticks(range(len(rows)), labels)
+    axes.margins(y=0.03)
+    axes.invert_yaxis()
+    axes.set_xlabel("MB")
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(4 * LINE + sum(max(2, 1 + label.count("\n")) for label in labels) * LINE)
     return bool(rows)
 
 
@@ -140,6 +178,7 @@ PLOTS = (
         "Plan: full cache, draft cache, tree and logits. Measured: the peak above what was held once all models were "
         "loaded and warm; on a GPU tensors, on a CPU the whole process, with activations and what the allocator keeps.",
         _memory,
+        grid="x",
     ),
 )
 
@@ -160,17 +199,25 @@ def draw(plot: Plot, results: dict) -> str | None:
         "grid.linewidth": 0.6,
     }
     with matplotlib.rc_context(look):
-        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-        axes = figure.add_subplot()
-        if not plot.draw(axes, results):
+        drawn = figure_of(plot, results)
+        if drawn is None:
             return None
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y")
-        axes.set_axisbelow(True)
-        figure.legend(loc="outside upper left", ncols=4, frameon=False)
         out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        drawn[0].savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _themed(out.getvalue())
+
+
+def figure_of(plot: Plot, results: dict) -> tuple[Figure, Axes] | None:
+    """The plot as matplotlib's, and its axes; None when there is nothing to show."""
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    axes = figure.add_subplot()
+    if not plot.draw(axes, results):
+        return None
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=plot.grid)
+    axes.set_axisbelow(True)
+    _legend(figure, axes)
+    return figure, axes
 
 
 def _themed(svg: str) -> str:
