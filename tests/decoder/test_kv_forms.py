@@ -3,11 +3,13 @@
 import functools
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
-from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+import decoder.decoder as decoder_module
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, load, methods
 from decoder.admission import CacheBytes
 from decoder.cache import stored
 from decoder.cache.form import CacheForm
@@ -364,6 +366,33 @@ def test_the_host_waits_before_it_reads_what_a_device_writes(monkeypatch, prompt
             # `span` reads when it is decoded, which is told behind it.
             near = streams.log[index + 1 if name == "span" else index - 1]
             assert near == ("host waits", None), name
+
+
+@pytest.mark.slow
+def test_behind_32768_tokens_of_the_reference_model_the_text_is_the_same_with_the_bytes_that_are_planned(monkeypatch):
+    """In a CPU's memory, some two minutes; the bytes of other devices are those of `test_bytes_are_those_planned`."""
+    data = Path(__file__).parents[2] / "data"
+    dec = load(data / "reference-model", data / "heads-gated")
+    prompt = torch.randint(4000, (32_768 - 64,), generator=torch.Generator().manual_seed(1)).tolist()
+    form, caches = CacheForm(None, True), []
+    made = decoder_module.full_cache
+    monkeypatch.setattr(
+        decoder_module, "full_cache", lambda *given, **how: caches.append(made(*given, **how)) or caches[-1]
+    )
+
+    def text(method, **how):
+        out = dec.generate(
+            prompt, 64, method, SAMPLING, TokenSwiftOptions(**how), ignore_eos=True, return_logprobs=True
+        )
+        return out.token_ids, out.logprobs
+
+    expected = text("ar")
+    assert dec.bitwise and text("auto", offload=True) == expected
+    plain, offloaded, sizes = *caches, (dec.target.attention_shape, dec.target.layers, torch.device("cpu"))
+    spare = offloaded.spare * dec.target.kv_bytes // dec.target.layers
+    assert offloaded.nbytes == form.device_bytes(*sizes, tokens=offloaded.capacity) + spare
+    # Of four layers one is where passes look at it.
+    assert offloaded.device_bytes < 0.26 * plain.nbytes and offloaded.length >= 32_767
 
 
 def test_a_cache_that_is_still_empty_can_be_enlarged():
