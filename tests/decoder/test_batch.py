@@ -146,18 +146,35 @@ def test_texts_get_tokens_while_a_long_prompt_joins(dec, texts, alone, method, s
     steps = []
     while engine.running:
         steps.append({one for one, tokens in engine.step() if tokens})
-    # 39 tokens are a chunk of 3 and nine of 4, so 7, 8, 8, 8 and 8; the other's 32 are four times 8.
-    assert [next(place for place, step in enumerate(steps) if one in step) for one in (long, longer)] == [4, 8]
+    # 39 tokens are a chunk of 3 and nine of 4, the other's 32 are eight of 4 and go first but for each fourth chunk.
+    assert [next(place for place, step in enumerate(steps) if one in step) for one in (long, longer)] == [8, 4]
     assert all(first in step for step in steps[:4])
     for sequence, index in ((first, 2), (long, 1), (longer, 4)):
         assert sequence.token_ids == alone[index].token_ids
         assert sequence.statistics.prefill_seconds > 0
 
 
-def test_prompts_are_prefilled_at_once_where_nobody_waits_for_tokens(dec, texts, small_chunks):
+def test_of_prompts_that_come_together_the_shortest_gets_its_tokens_first(dec, texts, alone, small_chunks):
     engine = Engine(dec.target)
-    joined = {added(dec, engine, index, texts) for index in (1, 4)}
-    assert {one for one, tokens in engine.step() if tokens} == joined
+    long, longer, short = (added(dec, engine, index, texts) for index in (1, 4, 2))
+    assert [one for one, tokens in engine.step() if tokens] == [short]
+    while engine.running:
+        engine.step()
+    for sequence, index in ((short, 2), (long, 1), (longer, 4)):
+        assert sequence.token_ids == alone[index].token_ids
+
+
+def test_a_long_prompt_does_not_wait_for_ever_while_short_ones_come(dec, texts, small_chunks):
+    engine = Engine(dec.target)
+    long = added(dec, engine, 1, texts)
+    steps = 0
+    while not long.token_ids and steps < 40:
+        for _ in range(2):
+            added(dec, engine, 2, texts)
+        engine.step()
+        steps += 1
+    # Two short prompts are more than a step takes. Each of the ten chunks comes after three of theirs.
+    assert steps <= 20
 
 
 def test_a_text_that_is_cancelled_or_fails_while_its_prompt_joins_leaves_nothing(dec, texts, alone, small_chunks):

@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -258,6 +260,31 @@ def test_an_int8_model_of_torchao_is_its_own_backbone(ids, dtype):
     if dtype == torch.float32:
         assert ours.equal(model.generate(ids, **asked))
     assert model.generate(ids, custom_generate=drafted, **asked).equal(ours)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "quantised", [dict(load_in_4bit=True), dict(load_in_8bit=True, llm_int8_threshold=0.0)], ids="-".join
+)
+def test_a_model_of_bitsandbytes_is_its_own_backbone(ids, tmp_path, quantised):
+    """Skipped unless bitsandbytes and accelerate are installed."""
+    pytest.importorskip("bitsandbytes")
+    tiny_llama(torch.float32, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(**quantised)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    drafted = decoder.custom_generate(random_heads(model), "tokenswift", TokenSwiftOptions(tree=(2, 2)))
+    asked = dict(max_new_tokens=30, do_sample=False)
+    assert model.generate(ids, custom_generate=drafted, **asked).equal(model.generate(ids, **asked))
+    assert drafted.decoder.bitwise
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_products_whose_rows_depend_on_each_other_are_refused(as_object):
+    """Outliers of LLM.int8() are columns that any token of a pass makes one, so drafts would change the text."""
+    model, settings = tiny_llama(torch.float32), dict(quant_method="bitsandbytes", load_in_8bit=True)
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True) if as_object else settings
+    with pytest.raises(ValueError, match=r"llm_int8_threshold=0\.0"):
+        Decoder(model)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,12 +1,16 @@
 """Caches that are quantised or in host memory: the text of `ar` with the same cache, whatever drafts."""
 
 import functools
+import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
-from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+import decoder.decoder as decoder_module
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, load, methods
+from decoder.admission import CacheBytes
 from decoder.cache import stored
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
@@ -14,6 +18,7 @@ from decoder.cache.partial import PartialCache
 from decoder.cache.rounding import rounding_cache
 from decoder.cache.stored import StoredCache, full_cache
 from decoder.cache.streaming import RecentCache
+from decoder.engine import Engine
 from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 
@@ -86,6 +91,10 @@ def test_bytes_are_those_planned(form):
     arriving = 2 * 2 * 2 * vector * 200 if form.kv_dtype else 0
     assert on_device == (2 * working + arriving if form.offload else cache.nbytes)
     assert cache.device_bytes == (working if form.offload else cache.nbytes)
+    # Pinned memory comes in powers of two; a CPU's own memory has been counted.
+    pinned = sum(2 ** math.ceil(math.log2(part.nbytes)) for part in cache.parts) if form.offload else 0
+    assert form.host_bytes(shape, layers, torch.device("cuda"), 200) == pinned
+    assert form.host_bytes(shape, layers, torch.device("cpu"), 200) == 0
 
 
 def test_a_plain_cache_is_the_one_without_copies():
@@ -225,6 +234,30 @@ def test_texts_of_a_batch_are_those_they_would_be_alone(dec, form):
         assert out.token_ids == dec.generate(prompt, new, "ar", sampling, options(form)).token_ids
 
 
+def test_host_memory_bounds_how_many_offloaded_texts_run_together(dec, monkeypatch):
+    prompts, form, together = [[1, 2, 3], [4] * 30, [5] * 9, [6]], CacheForm(None, True), []
+    expected = [dec.generate(prompt, 20, "ar", SAMPLING).token_ids for prompt in prompts]
+    host_bytes, step = CacheForm.host_bytes, Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: (together.append(len(engine.running)), step(engine))[1])
+    # As if the model were on a device beside this host, whose memory has room for the longest text and another one.
+    monkeypatch.setattr(
+        CacheForm,
+        "host_bytes",
+        lambda form, shape, layers, device, tokens: host_bytes(form, shape, layers, torch.device("cuda"), tokens),
+    )
+    needed = form.host_bytes(dec.target.attention_shape, dec.target.layers, None, tokens=50)
+    free = {"bytes": 1.6 * needed / 0.6}
+    monkeypatch.setattr("decoder.decoder.memory_for_caches", lambda *_: CacheBytes(2**30, int(free["bytes"])))
+    outs = dec.generate_batch(prompts, 20, "ar", SAMPLING, options(form))
+    assert [out.token_ids for out in outs] == expected and max(together) == 2
+    together.clear()
+    dec.generate_batch(prompts, 20, "ar", SAMPLING, options(CacheForm()))
+    assert max(together) == 4
+    free["bytes"] = needed
+    with pytest.raises(ValueError, match=r"prompt 1: its cache of [\d,]+ bytes in host memory does not fit there"):
+        dec.generate_batch(prompts, 20, "ar", SAMPLING, options(form))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_prefixes_are_reused_by_texts_with_the_same_cache_alone(form, dtype, prompt):
     model = tiny_llama(dtype)
@@ -333,6 +366,33 @@ def test_the_host_waits_before_it_reads_what_a_device_writes(monkeypatch, prompt
             # `span` reads when it is decoded, which is told behind it.
             near = streams.log[index + 1 if name == "span" else index - 1]
             assert near == ("host waits", None), name
+
+
+@pytest.mark.slow
+def test_behind_32768_tokens_of_the_reference_model_the_text_is_the_same_with_the_bytes_that_are_planned(monkeypatch):
+    """In a CPU's memory, some two minutes; the bytes of other devices are those of `test_bytes_are_those_planned`."""
+    data = Path(__file__).parents[2] / "data"
+    dec = load(data / "reference-model", data / "heads-gated")
+    prompt = torch.randint(4000, (32_768 - 64,), generator=torch.Generator().manual_seed(1)).tolist()
+    form, caches = CacheForm(None, True), []
+    made = decoder_module.full_cache
+    monkeypatch.setattr(
+        decoder_module, "full_cache", lambda *given, **how: caches.append(made(*given, **how)) or caches[-1]
+    )
+
+    def text(method, **how):
+        out = dec.generate(
+            prompt, 64, method, SAMPLING, TokenSwiftOptions(**how), ignore_eos=True, return_logprobs=True
+        )
+        return out.token_ids, out.logprobs
+
+    expected = text("ar")
+    assert dec.bitwise and text("auto", offload=True) == expected
+    plain, offloaded, sizes = *caches, (dec.target.attention_shape, dec.target.layers, torch.device("cpu"))
+    spare = offloaded.spare * dec.target.kv_bytes // dec.target.layers
+    assert offloaded.nbytes == form.device_bytes(*sizes, tokens=offloaded.capacity) + spare
+    # Of four layers one is where passes look at it.
+    assert offloaded.device_bytes < 0.26 * plain.nbytes and offloaded.length >= 32_767
 
 
 def test_a_cache_that_is_still_empty_can_be_enlarged():

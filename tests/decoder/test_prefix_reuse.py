@@ -174,6 +174,26 @@ def test_a_model_that_has_changed_forgets(change):
     assert again.token_ids == outs[0].token_ids and again.stats.reused_tokens == 58
 
 
+@pytest.mark.parametrize("method", ["ar", "suffix"])
+def test_a_text_during_which_the_model_changed_is_not_kept(method):
+    """Its first pairs are of the old weights, its last ones of the new; no pair that is compared would show that."""
+    made = [Decoder(tiny_llama(), prefix_cache_bytes=size) for size in (PLENTY, 0)]
+    prompt = tokens(60, 1)
+    stream = made[0].stream(prompt, 30, method)
+    chunks = [next(stream) for _ in range(5)]
+    with torch.no_grad():
+        for dec in made:
+            CHANGES["written to"](dec.model)
+    # A text that begins with the new weights, while the other one still runs, is kept.
+    other = tokens(40, 2)
+    both(made, other, 5, "ar")
+    chunks += stream
+    assert len([token for chunk in chunks for token in chunk.token_ids]) == 30
+    longer = prompt + [token for chunk in chunks for token in chunk.token_ids][:25]
+    assert both(made, longer, 10, "ar").stats.reused_tokens == 0
+    assert both(made, other, 5, "ar").stats.reused_tokens == 38
+
+
 def test_a_text_that_failed_is_not_kept(pair):
     def failing(context, logits):
         if len(context) > 50:

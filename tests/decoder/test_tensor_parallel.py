@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from decoder.__main__ import main
 from decoder.cache.base import LayeredCache
 from decoder.model.loading import read_model
 from decoder.parallel import products
-from decoder.parallel.ranks import join
+from decoder.parallel.ranks import ending_in_words, join, linked
 from decoder.parallel.sharding import own_part, sharding, shared_parameters
 
 from .conftest import random_heads
@@ -298,6 +299,25 @@ def test_a_process_that_dies_ends_the_others_with_one_sentence(tmp_path):
     assert dead is None
     for sentence, seconds in (first, last):
         assert "another process of this run has ended" in sentence and seconds < 60
+
+
+def test_a_process_that_torchrun_ends_says_why_and_is_not_cut_off_meanwhile():
+    """torchrun sends SIGTERM to all others once one has ended, often before these have noticed."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with ending_in_words():
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(ConnectionError, match="another process of this run has ended"), linked(), ending_in_words():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(ConnectionError), linked(), ending_in_words():
+            raise RuntimeError("gloo: connection closed by peer")
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_one_process_alone_is_told_how_to_start_several(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from decoder import SamplingParams, load
 from decoder.audit import audit_tokens
 
 from .ranks import free_port, on_ranks
+from .serving import within
 
 DATA = Path(__file__).parents[2] / "data"
 SAMPLING = SamplingParams(min_p=0.1, repetition_penalty=1.2, seed=1)
@@ -51,7 +52,7 @@ def test_real_models_give_the_text_of_one_process_up_to_audited_ties(model, head
 
 def torchrun(size, *arguments):
     started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-    started += ["--master-port", str(free_port()), "-m", "decoder", *arguments]
+    started += ["--master-port", str(free_port()), "-m", *arguments]
     return subprocess.Popen(
         [str(part) for part in started],
         stdin=subprocess.DEVNULL,
@@ -68,15 +69,29 @@ def worker(agent, rank):
     return next(int(pid) for pid in children if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
 
 
+def killed(agent):
+    """Kill the process of rank 1; what was told to standard error by then."""
+    try:
+        start = time.monotonic()
+        os.kill(worker(agent, 1), signal.SIGKILL)
+        _, told = agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+    assert agent.returncode and time.monotonic() - start < 60
+    return told
+
+
 def test_a_worker_that_is_killed_ends_torchrun_with_a_sentence_within_a_minute():
     given = ("--model", DATA / "reference-model", "--prompt", PROMPT, "--max-new-tokens", 20_000, "--ignore-eos")
-    with torchrun(2, *given, "--tensor-parallel", "--method", "ar") as agent:
-        try:
-            assert agent.stdout.read(20)
-            start = time.monotonic()
-            os.kill(worker(agent, 1), signal.SIGKILL)
-            _, told = agent.communicate(timeout=60)
-        finally:
-            agent.kill()
-    assert agent.returncode and time.monotonic() - start < 60
-    assert "python -m decoder: another process of this run has ended" in told
+    with torchrun(2, "decoder", *given, "--tensor-parallel", "--method", "ar") as agent:
+        assert agent.stdout.read(20)
+        told = killed(agent)
+    assert told.count("python -m decoder: another process of this run has ended") == 1
+
+
+def test_a_comparison_whose_worker_is_killed_ends_with_a_sentence_and_keeps_its_tokens(tmp_path):
+    given = ("--max-new-tokens", 20_000, "--prompt-tokens", 100, "--output", tmp_path / "out")
+    with torchrun(2, "ts_eval", "compare", "ar", "--tensor-parallel", *given) as agent:
+        assert within(60, lambda: any(file.stat().st_size > 1000 for file in tmp_path.rglob("*/*.jsonl")))
+        told = killed(agent)
+    assert told.count("ts-eval: another process of this run has ended") == 1 and "the same command goes on" in told

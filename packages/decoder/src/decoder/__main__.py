@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from decoder.loader import device_named
 from decoder.model.loading import out_of_memory, read_config, read_tokenizer
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import Chunk
-from decoder.parallel.ranks import ALONE, join, linked
+from decoder.parallel.ranks import ALONE, ending_in_words, join, linked
 from decoder.sampling.params import SamplingParams
 from decoder.stats import Statistics
 from decoder.text.prompts import chat_ids, text_ids
@@ -253,6 +253,11 @@ class _Run:
             self.transcript.close()
 
 
+def _of_torchrun(args: argparse.Namespace | None) -> AbstractContextManager[None]:
+    """A block whose end by torchrun is told in words, where processes share the model."""
+    return ending_in_words() if args is not None and args.tensor_parallel else nullcontext()
+
+
 @contextmanager
 def _own_line() -> Iterator[None]:
     """On a terminal, end the text's line after this block, so that what follows begins on a line of its own."""
@@ -347,7 +352,7 @@ def _run(arguments: list[str]) -> int:
         if other:
             other(arguments[1:])
             return 0
-        with linked():
+        with linked(), _of_torchrun(args):
             run = _Run(args)
     except KeyboardInterrupt:
         _say("interrupted")
@@ -359,7 +364,7 @@ def _run(arguments: list[str]) -> int:
         return WRONG_INPUT
     with closing(run):
         try:
-            with linked():
+            with linked(), _of_torchrun(args):
                 run.stream()
         except KeyboardInterrupt:
             _say(f"interrupted {run.left_behind()}")

@@ -1,5 +1,6 @@
 """Which texts may be decoded together: as many as memory has room for, up to a number."""
 
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,14 +10,20 @@ from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
 
 _CACHE_SHARE = 0.6  # the share of free memory that the caches of a batch may take
+_CPU = torch.device("cpu")
 
 
-def memory_for_caches(device: torch.device, prefixes: PrefixReuse | None) -> int:
+class CacheBytes(NamedTuple):
+    """Bytes on the model's device, and of host memory beside it, which offloaded caches take."""
+
+    device: int
+    host: int = 0
+
+
+def memory_for_caches(device: torch.device, prefixes: PrefixReuse | None) -> CacheBytes:
     """Bytes that running texts may take, beside what may yet be kept of ended ones."""
-    memory = available_memory(device)
-    if prefixes is None:
-        return memory
-    return max(0, memory - (prefixes.max_bytes - prefixes.nbytes))
+    kept = 0 if prefixes is None else prefixes.max_bytes - prefixes.nbytes
+    return CacheBytes(*(max(0, available_memory(one) - kept) for one in (device, _CPU)))
 
 
 class Admission:
@@ -27,17 +34,22 @@ class Admission:
         memory: bytes that were available before the first of them.
     """
 
-    def __init__(self, max_batch: int, memory: int):
+    def __init__(self, max_batch: int, memory: CacheBytes):
         self.max_batch = max_batch
-        self.budget = int(_CACHE_SHARE * memory)
-        self._planned: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+        self.budget = CacheBytes(*(int(_CACHE_SHARE * available) for available in memory))
+        self._planned: WeakKeyDictionary[Sequence, CacheBytes] = WeakKeyDictionary()
 
-    def check(self, needed: int) -> None:
+    def check(self, needed: CacheBytes) -> None:
         """Raise ValueError if a cache of ``needed`` bytes could not even run alone."""
-        if needed > self.budget:
-            raise ValueError(f"its cache of {needed:,} bytes does not fit the memory: shorten it or max_new_tokens")
+        if needed.device > self.budget.device:
+            words = f"its cache of {needed.device:,} bytes does not fit the memory"
+        elif needed.host > self.budget.host:
+            words = f"its cache of {needed.host:,} bytes in host memory does not fit there"
+        else:
+            return
+        raise ValueError(f"{words}: shorten it or max_new_tokens")
 
-    def plan(self, sequence: Sequence, needed: int) -> None:
+    def plan(self, sequence: Sequence, needed: CacheBytes) -> None:
         """Count on ``needed`` bytes for the caches of a sequence, for as long as it exists."""
         self._planned[sequence] = needed
 
@@ -45,4 +57,5 @@ class Admission:
         """Whether ``candidate`` may join those that are running."""
         if len(running) >= self.max_batch:
             return False
-        return sum(self._planned[one] for one in [*running, candidate]) <= self.budget
+        planned = zip(*(self._planned[one] for one in [*running, candidate]), strict=True)
+        return all(sum(needed) <= most for needed, most in zip(planned, self.budget, strict=True))

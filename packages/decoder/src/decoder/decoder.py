@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.admission import Admission, memory_for_caches
+from decoder.admission import Admission, CacheBytes, memory_for_caches
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
 from decoder.cache.form import CacheForm
@@ -264,7 +264,9 @@ class Decoder:
         self.target.pool.clear()
         ranks = self.target.ranks
         ranks.refuse_unequal({"number of prompts": count, "max_batch": max_batch})
-        memory = ranks.least(memory_for_caches(self.target.device, self.prefixes))
+        memory = memory_for_caches(self.target.device, self.prefixes)
+        # The processes of one machine share its host memory.
+        memory = CacheBytes(ranks.least(memory.device), ranks.least(memory.host) // ranks.size)
         admission = Admission(max_batch or _MOST_TEXTS, memory)
         for index, (prompt, length, params, stops, hook) in enumerate(columns):
             given = (prompt, length, method, params, options, stops, ignore_eos, return_logprobs, hook)
@@ -371,12 +373,14 @@ class Decoder:
             draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
         )
 
-    def cache_bytes(self, arguments: Arguments) -> int:
-        """Bytes, on the model's device, of the full cache at its longest plus a draft cache of the default budget."""
+    def cache_bytes(self, arguments: Arguments) -> CacheBytes:
+        """Bytes of the full cache at its longest plus a draft cache of the default budget."""
         target, options, prompt = self.target, arguments.options, len(arguments.context)
-        sizes = target.attention_shape, target.layers, target.device
-        text = CacheForm.of(options).device_bytes(*sizes, tokens=prompt + arguments.limit)
-        return text + target.kv_bytes * options.budget_for(prompt)
+        form, sizes = CacheForm.of(options), (target.attention_shape, target.layers, target.device)
+        on_device, on_host = (
+            each(*sizes, tokens=prompt + arguments.limit) for each in (form.device_bytes, form.host_bytes)
+        )
+        return CacheBytes(on_device + target.kv_bytes * options.budget_for(prompt), on_host)
 
     def _tuning_state(self, arguments: Arguments) -> dict[Hashable, Any]:
         """The state that a method's tuning has collected from earlier texts with these settings, empty at first.

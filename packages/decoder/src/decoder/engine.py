@@ -26,6 +26,7 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
 
 _PROMPT_TOKENS = 512  # of prompts, after which a step takes no more where texts wait for tokens
+_CHUNKS_TO_OLDEST = 4  # after so many chunks of prompts one goes to the prompt that came first
 
 Fits = Callable[[list[Sequence], Sequence], bool]
 """Tells whether a waiting sequence (the second argument) may join those that are running."""
@@ -53,6 +54,7 @@ class Engine:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._prefills: dict[Sequence, Generator[int, None, int]] = {}  # of those that run, what is left
+        self._chunks = 0  # of prompts, so far
 
     @property
     def decoding(self) -> int:
@@ -111,12 +113,15 @@ class Engine:
         """Go on with the prompts of those that have joined.
 
         Beside texts that are decoded it is a part of a long prompt in each step, so that these do not wait for all of
-        it. Else all prompts are run to their end.
+        it. The prompt of which the least is left goes first, so that a short one does not wait for a long one. But each
+        fourth chunk is of the one that came first, so that it does not wait for ever.
         """
-        others_wait = any(not sequence.done and sequence not in self._prefills for sequence in self.running)
         tokens = 0
-        while self._prefills and not (others_wait and tokens >= _PROMPT_TOKENS):
-            sequence, rest = next(iter(self._prefills.items()))
+        while self._prefills and not (tokens >= _PROMPT_TOKENS and self._others_wait()):
+            self._chunks += 1
+            oldest = self._chunks % _CHUNKS_TO_OLDEST == 0
+            sequence = next(iter(self._prefills)) if oldest else min(self._prefills, key=_left_of_prompt)
+            rest = self._prefills[sequence]
             try:
                 with _failure_of(sequence), self.target.patched():
                     try:
@@ -129,6 +134,10 @@ class Engine:
                 self.cancel(sequence)
                 raise
             del self._prefills[sequence]
+
+    def _others_wait(self) -> bool:
+        """Whether texts wait for tokens whose prompts are prefilled."""
+        return any(not sequence.done and sequence not in self._prefills for sequence in self.running)
 
     @torch.inference_mode()
     def _keep_prefix(self, sequence: Sequence) -> None:
@@ -229,6 +238,11 @@ class Engine:
         if sequence.done:
             sequence.drafter.finish(sequence.statistics)
         return tokens
+
+
+def _left_of_prompt(sequence: Sequence) -> int:
+    """How many tokens of a prompt have not been prefilled yet."""
+    return len(sequence.sampler.context) - sequence.cache.length
 
 
 def _follow(sequence: Sequence, walked: Iterable[Step]) -> list[Step]:

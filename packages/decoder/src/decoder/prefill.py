@@ -25,6 +25,8 @@ def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None) ->
     start = time.perf_counter()
     drafter, cache, statistics = sequence.drafter, sequence.cache, sequence.statistics
     prompt, observed = sequence.sampler.context[:-1], drafter.observed_queries
+    if prefixes is not None:
+        prefixes.begin(cache)
     read = drafter.read_features if isinstance(drafter, ReadsFeatures) else None
     if read is not None and target.gives_features:
         # Features of the whole prompt come from passes over the whole prompt.

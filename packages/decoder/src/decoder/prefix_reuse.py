@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -48,7 +49,7 @@ class PrefixReuse:
     Pairs are functions of the model and the tokens before them, so they may be taken over as long as the model is the
     same. Whether it is shows in two ways: by its parameters (which tensors they are, and how often PyTorch has seen
     them written to), and by the last pair that is taken over, which is computed again and compared. Where the model has
-    changed, all is forgotten.
+    changed, all is forgotten, and what a text that runs then has computed is not kept: it may be of both models.
 
     With `Target.bitwise`, and in float64 as far as roundings matter, a text is the one without reuse. Elsewhere pairs
     that were decoded differ by rounding from pairs that were prefilled, as they do between two methods.
@@ -62,6 +63,7 @@ class PrefixReuse:
         self.target, self.max_bytes = target, max_bytes
         self._kept: list[_Kept] = []  # the one that was used last at the end
         self._model_state: object = None
+        self._begun_with: WeakKeyDictionary[FullCache, object] = WeakKeyDictionary()  # the model's state
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +74,11 @@ class PrefixReuse:
         """Forget all texts."""
         self._kept.clear()
 
+    def begin(self, cache: FullCache) -> None:
+        """Note with which model a text begins; only the caches of such texts are kept."""
+        self._check_model()
+        self._begun_with[cache] = self._model_state
+
     def take_over(self, prompt: Sequence[int], cache: FullCache, computed: int) -> "Reused | None":
         """Fill an empty cache with the pairs of as many of the prompt's first tokens as are kept, if any.
 
@@ -79,7 +86,6 @@ class PrefixReuse:
             prompt: the tokens to be prefilled.
             computed: how many of its last tokens must be prefilled in any case.
         """
-        self._check_model()
         alike = [one for one in self._kept if one.form == cache.form]
         if not alike or under_autocast():
             return None
@@ -115,6 +121,9 @@ class PrefixReuse:
 
     def keep(self, text: Sequence[int], cache: FullCache) -> None:
         """Keep a copy of the pairs of a text that has ended; ``cache`` holds those of its first tokens."""
+        self._check_model()
+        if self._begun_with.get(cache) is not self._model_state:
+            return
         pair_bytes = cache.form.token_bytes(self.target.attention_shape, self.target.layers)
         count = min(cache.length, self.max_bytes // (pair_bytes + torch.int32.itemsize))
         if count < _SHORTEST or under_autocast():

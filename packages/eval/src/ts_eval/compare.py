@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from decoder.cli.journal import whole_lines
-from decoder.parallel.ranks import linked
+from decoder.parallel.ranks import ending_in_words, linked
 from ts_eval import defaults, metrics
 from ts_eval.checks import audits, differing, divergence_margin, tie_tolerance
 from ts_eval.processes import working_beside
@@ -119,7 +119,7 @@ class Experiment:
     def run(self, say: Say = _silent) -> dict | None:
         """Generate what is missing and write the results, which are returned; None from ranks other than 0."""
         if self.tensor_parallel:
-            with in_step(self) as (own, rank), linked():
+            with in_step(self) as (own, rank), linked(), ending_in_words():
                 results = own._run(say)
             return None if rank else results
         threads = torch.get_num_threads()
@@ -175,7 +175,7 @@ class Experiment:
             say(f"{', '.join(one_at_a_time)}: not decoded here, and given the texts of a batch one at a time.")
         # A folder that cannot be written to keeps nothing.
         log.begin()
-        with _keeping(Path(self.output)), working_beside(self) as check_others:
+        with _keeping(Path(self.output)), linked(), working_beside(self) as check_others:
             if not self.rank:
                 write_run_file(self)
             _drop_parts(log, of_others_only=True)

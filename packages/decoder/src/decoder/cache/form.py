@@ -107,3 +107,18 @@ class CacheForm:
             # Codes arrive on the device before they are restored there.
             kept = 0 if self.kv_dtype is None else kept // layers * working
         return kept + working * per_layer
+
+    def host_bytes(self, shape: AttentionShape, layers: int, device: torch.device, tokens: int) -> int:
+        """Bytes of host memory beside ``device`` for a cache of so many tokens; a CPU's is counted as the device's.
+
+        From pinned memory PyTorch gives each piece as many bytes as the next power of two.
+        """
+        if not self.offload or device.type == "cpu":
+            return 0
+        sizes = [shape.dim, shape.value_dim]
+        if self.kv_dtype is None:
+            pieces = [size * shape.dtype.itemsize for size in sizes]
+        else:
+            pieces = [size * _CODES[self.kv_dtype].dtype.itemsize for size in sizes] + 2 * [shape.dtype.itemsize]
+        vectors = tokens * layers * shape.kv_heads
+        return sum(1 << (vectors * piece - 1).bit_length() for piece in pieces)

@@ -31,6 +31,7 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
         if "softcap" in field and value:
             raise ValueError(f"{name} caps its logits ({field}); models with soft caps cannot be accelerated")
     _refuse_layers(config)
+    _refuse_quantised(config)
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
     if getattr(config, "kv_lora_rank", None):
@@ -69,6 +70,17 @@ def _refuse_layers(config: PreTrainedConfig) -> None:
         kind = sorted(kinds - {"full_attention"})[0].replace("_", " ")
         raise ValueError(
             f"{config.model_type} has {kind} layers; only full attention over the whole text can be accelerated"
+        )
+
+
+def _refuse_quantised(config: PreTrainedConfig) -> None:
+    """Raise ValueError for quantised products of which a row depends on the other rows."""
+    found = getattr(config, "quantization_config", None) or {}
+    settings = found if isinstance(found, dict) else found.to_dict()
+    if settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0):
+        raise ValueError(
+            f"this {config.model_type} is in bitsandbytes' 8 bits with outliers apart, which all tokens of a pass "
+            "decide together: load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits"
         )
 
 

@@ -15,6 +15,8 @@ from decoder.model.architectures import refuse_unsupported
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# transformers would else ask on standard output, and take what is piped into a command for the answer.
+_NO_CODE = {"trust_remote_code": False}
 _NO_MEMORY = (
     "can't allocate memory",
     "DefaultCPUAllocator",
@@ -58,7 +60,7 @@ def read_tokenizer(source: str | os.PathLike, **from_hub: Any) -> PreTrainedToke
         header = gguf.open_header(source)
         return gguf.mend_tokenizer(_from_gguf("tokenizer", AutoTokenizer, header), header)
     with _readable("tokenizer", source):
-        return AutoTokenizer.from_pretrained(source, **from_hub)
+        return AutoTokenizer.from_pretrained(source, **_NO_CODE | from_hub)
 
 
 def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
@@ -73,7 +75,7 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
         config = gguf.mend_config(_from_gguf("model", AutoConfig, header), header)
     else:
         with _readable("model", source):
-            config = AutoConfig.from_pretrained(source, **from_hub)
+            config = AutoConfig.from_pretrained(source, **_NO_CODE | from_hub)
     refuse_unsupported(config)
     return config
 
@@ -95,7 +97,7 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
         model, found = _from_gguf("model", AutoModelForCausalLM, header, **gguf.unpacking(), **kwargs)
     else:
         with _readable("model", source):
-            model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+            model, found = AutoModelForCausalLM.from_pretrained(source, **_NO_CODE | kwargs)
     # transformers fills missing and mismatched tensors with random numbers.
     for names, fault in (
         (found["missing_keys"], "lacks tensors that its configuration asks for"),
@@ -124,7 +126,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an exception's message; two if the first one ends with a colon."""
+    """The first line of an exception's message, or two if that ends with a colon; what to do where code is refused."""
+    if "trust_remote_code" in str(error):
+        return "it has code of its own: look at that, and give decoder.load trust_remote_code=True to run it"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):
         return repr(error)

@@ -7,6 +7,8 @@ what the first one has read. All that follows from it is then the same everywher
 
 import os
 import pickle
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ _SMALL = 2048  # bytes that are sent at once, which most messages fit in
 _LENGTH = 8  # of them, for the length of a message
 # A process may wait for the reader of its output, and all others for it. One that ends is noticed at once.
 _PATIENCE = timedelta(days=1)
+_LOST = "another process of this run has ended or cannot be reached any more: its own message says why"
 _TIME_TO_ASK = 2.0  # seconds for which the process that keeps what was told waits for the others
 
 
@@ -133,9 +136,33 @@ def linked() -> Iterator[None]:
     except Exception as error:
         if not is_lost(error):
             raise
-        raise ConnectionError(
-            "another process of this run has ended or cannot be reached any more: its own message says why"
-        ) from error
+        raise ConnectionError(_LOST) from error
+
+
+@contextmanager
+def ending_in_words() -> Iterator[None]:
+    """A block in which SIGTERM is the ConnectionError of `linked`, for programs that torchrun has started.
+
+    It sends SIGTERM to all others as soon as one has ended, often before these notice that themselves. A block that an
+    error has ended leaves SIGTERM ignored, so that the error can be told; torchrun waits half a minute for that.
+
+    Nothing changes outside of the main thread, where Python takes no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise ConnectionError(_LOST)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except BaseException:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    signal.signal(signal.SIGTERM, before)
 
 
 def is_lost(error: BaseException) -> bool:
