@@ -69,6 +69,16 @@ def hub(tmp_path):
     return dict(cache_dir=str(cache), local_files_only=True)
 
 
+@pytest.fixture(autouse=True)
+def no_question(monkeypatch):
+    """What is to be found in the cache alone is not asked for."""
+
+    def asked(*given, **named):
+        raise AssertionError(f"the hub was asked: {given}")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.http_backoff", asked)
+
+
 @pytest.mark.parametrize(("revision", "folder"), [(None, "new"), (OLD, "old"), ("v1", "old")])
 def test_a_revision_pins_the_model(hub, tmp_path, revision, folder):
     pinned = {} if revision is None else dict(revision=revision)

@@ -96,8 +96,10 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
             kwargs["dtype"] = torch.bfloat16
         model, found = _from_gguf("model", AutoModelForCausalLM, header, **gguf.unpacking(), **kwargs)
     else:
+        # transformers looks for an adapter beside the model, too, and would ask the hub for it.
+        adapter = {name: kwargs[name] for name in ("cache_dir", "local_files_only") if name in kwargs}
         with _readable("model", source):
-            model, found = AutoModelForCausalLM.from_pretrained(source, **_NO_CODE | kwargs)
+            model, found = AutoModelForCausalLM.from_pretrained(source, adapter_kwargs=adapter, **_NO_CODE | kwargs)
     # transformers fills missing and mismatched tensors with random numbers.
     for names, fault in (
         (found["missing_keys"], "lacks tensors that its configuration asks for"),
