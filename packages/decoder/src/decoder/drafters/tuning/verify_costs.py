@@ -1,5 +1,6 @@
 """What a verification costs on this machine, by its number of nodes and the length of the text."""
 
+import math
 import time
 from itertools import accumulate
 
@@ -13,7 +14,8 @@ from decoder.sampling.token_tree import TokenTree
 WIDEST = 64
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _RECORDING = 2  # passes of a width before it is replayed: one runs as it is, one is recorded
-_ENOUGH = 0.02  # seconds of verifications, two of them at least, of which the best is taken
+_TURNS = 6  # in which widths are timed, of which the best counts
+_NARROW = 8  # nodes up to which a width has every turn; wider passes take long, and have every third
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
@@ -47,30 +49,35 @@ class VerifyCosts:
 
     def _measure(self, cache: FullCache) -> list[float]:
         """The seconds of 1 to 64 nodes: powers of two are measured, others interpolated; more nodes never cost less."""
-        most = self.target.most_nodes or WIDEST
-        seconds = self.target.ranks.agree([self._seconds(min(nodes, most), cache) for nodes in _WIDTHS])
+        target = self.target
+        widths = [min(nodes, target.most_nodes or WIDEST) for nodes in _WIDTHS]
+        for width in widths:
+            for _ in range(_RECORDING if target.recorder is not None and cache.recordable else 0):
+                self._seconds(width, cache)
+        best = [math.inf] * len(widths)
+        # In turn, since a machine that is slow for a moment would else be slow at one width.
+        for turn in range(_TURNS):
+            for place, width in enumerate(widths):
+                if width <= _NARROW or not turn % 3:
+                    best[place] = min(best[place], self._seconds(width, cache))
+        seconds = target.ranks.agree(best)
         # What a tree is padded with costs as much as its nodes.
-        widths = [self.target.width(nodes) for nodes in range(1, WIDEST + 1)]
-        best = dict(zip((widths[nodes - 1] for nodes in _WIDTHS), accumulate(seconds, max), strict=True))
-        return [0.0, *np.interp(widths, list(best), list(best.values())).tolist()]
+        padded = [target.width(nodes) for nodes in range(1, WIDEST + 1)]
+        known = dict(zip((padded[nodes - 1] for nodes in _WIDTHS), accumulate(seconds, max), strict=True))
+        return [0.0, *np.interp(padded, list(known), list(known.values())).tolist()]
 
     def _seconds(self, width: int, cache: FullCache) -> float:
-        """The best of some verifications in a row: the first one of a width also prepares it."""
+        """Of one verification of so many nodes; the first one of a width also prepares it."""
         # All below the root: a deeper tree might look beyond the model's last position.
         tree = TokenTree(0)
         for token in range(width - 1):
             tree.add(0, token, "measure")
         tree.tokens = [0] * width
-        for _ in range(_RECORDING if self.target.recorder is not None and cache.recordable else 0):
-            self.target.forward([tree], [cache])
-        times: list[float] = []
-        while self.target.ranks.agree(len(times) < 2 or sum(times) < _ENOUGH):
-            self.target.wait()
-            start = time.perf_counter()
-            self.target.forward([tree], [cache])
-            self.target.wait()
-            times.append(time.perf_counter() - start)
-        return min(times)
+        self.target.wait()
+        start = time.perf_counter()
+        self.target.forward([tree], [cache])
+        self.target.wait()
+        return time.perf_counter() - start
 
 
 def _share(measured: list[float], texts: int) -> list[float]:
