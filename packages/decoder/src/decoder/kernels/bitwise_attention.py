@@ -314,7 +314,7 @@ class _Layout(NamedTuple):
     places: torch.Tensor
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # a chunk of a prompt takes a few hundred kilobytes
 def _layout(
     texts: tuple[tuple[Sequence[int], ...], ...], tokens: int, all_heads: int, heads: int, kv_heads: int, multiple: int
 ) -> _Layout:
