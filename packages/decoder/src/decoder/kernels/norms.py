@@ -18,7 +18,8 @@ class FusedNorm:
     is the hypotenuse of the norm of x and sqrt(n eps), and the weight is multiplied by sqrt(n) beforehand.
 
     Args:
-        weight: [..., n], as the last axes of inputs; a later change of it takes effect on CUDA alone.
+        weight: [n], on a CPU also [..., n] like the last axes of inputs, each row of which is normalised by itself. A
+            later change of it takes effect on CUDA alone; on a CPU new norms are made before each generation.
         eps: added to the mean of the squares.
     """
 

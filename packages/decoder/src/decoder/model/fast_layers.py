@@ -100,7 +100,7 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
 
 
 def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, FusedLayer]:
-    """`fused_layers` of ``modules``, or nothing if one kind of them fails its test, behind the tests of its parts."""
+    """`fused_layers` of ``modules``, or nothing if one kind fails its test; called after the tests of their parts."""
     for needed in (PACKED, NORMS):
         if not paths[needed].on:
             paths.leave_off(FUSED, f"needs {needed}")
@@ -117,7 +117,7 @@ def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Modu
 
 
 def tested_model(model_pass: "ModelPass", faster: FastLayers, paths: FastPaths) -> FusedModel | None:
-    """The `fused_model` over these layers, or nothing if it fails its test; for behind `tested_fused`."""
+    """The `fused_model` over these layers, or nothing if it fails its test; called after `tested_fused`."""
     found = fused_model(model_pass.model, faster.layers)
     if found is None:
         paths.leave_off(MODEL, "not all of its layers are fused, or the model around them is another one")
