@@ -360,11 +360,14 @@ class Decoder:
         exactly = options.verification == "exact"
         smallest = len(arguments.context) + target.slots(drafter.max_nodes)
         limit, open_ended = arguments.limit, arguments.open_ended
+        cache = full_cache(CacheForm.of(options), smallest + limit * (not open_ended), growable=open_ended)
+        if cache.form.plain:
+            cache.beside = engine.blocks
         return Sequence(
             Request(self.model, arguments.context, arguments.sampling, options.verification, hook, options.kv_dtype),
             sampler,
             drafter,
-            full_cache(CacheForm.of(options), smallest + limit * (not open_ended), growable=open_ended),
+            cache,
             limit,
             arguments.stop_ids,
             None if self.tokenizer is None else TextStream(self.tokenizer, arguments.stop_strings),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from decoder.cache.blocks import Blocks
 from decoder.drafters.base import DeferredRead, DraftsAhead, WantsLevels
 from decoder.drafters.levels import fill_together
 from decoder.kernels.bitwise_attention import DEPTH
@@ -45,12 +46,16 @@ class Engine:
         prefixes: where texts begin and what becomes of their caches; None to prefill every prompt as a whole.
 
     Attributes:
+        blocks: buffers for the caches of several texts, where attention takes them together; else None.
         running: the sequences that steps decode.
         waiting: the sequences that have not begun, in the order in which they will.
     """
 
     def __init__(self, target: Target, fits: Fits | None = None, prefixes: PrefixReuse | None = None):
         self.target, self.fits, self.prefixes = target, fits, prefixes
+        rule = target.bitwise.rule
+        together = fits is not None and rule is not None and rule.attention is not None and rule.attention.batched
+        self.blocks = Blocks() if together else None
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._prefills: dict[Sequence, Generator[int, None, int]] = {}  # of those that run, what is left

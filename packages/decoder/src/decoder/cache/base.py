@@ -6,11 +6,12 @@ from typing import ClassVar
 import torch
 from transformers import Cache
 
+from decoder.cache.blocks import Block, Blocks
 from decoder.cache.pool import BufferPool, Buffers
 from decoder.kernels.cuda_graphs import FixedPass
 from decoder.kernels.packed_linear import under_autocast
 
-_ZEROED_AT_ONCE = 1024
+_ZEROED_AT_ONCE = 256
 
 
 class LayeredCache(Cache, ABC):
@@ -30,6 +31,8 @@ class LayeredCache(Cache, ABC):
         pool: where buffers come from and go back to when the cache goes; None where no passes over it are recorded, so
             that buffers are freed with the cache.
         lender: the pool that other caches of the text may have buffers from.
+        beside: where the buffers are a part of larger ones, beside those of other texts; see `cache.blocks`.
+        block, place: these larger buffers, and which part of them; None and 0 where there are none.
 
     Args:
         capacity: slots, pairs per layer and KV head.
@@ -41,6 +44,9 @@ class LayeredCache(Cache, ABC):
     pool: BufferPool | None = None
     lender: BufferPool | None = None
     pool_generation = 0
+    beside: Blocks | None = None
+    block: Block | None = None
+    place = 0
 
     def __init__(self, capacity: int):
         super().__init__(layers=[])
@@ -61,6 +67,7 @@ class LayeredCache(Cache, ABC):
         # However a text ends (done, closed, cancelled, failed), its caches go, and at once: nothing refers to them.
         if self.pool is not None:
             self.pool.give_back(self)
+        self._leave_block()
 
     def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0) -> None:
         """Tell the cache how many layers it is to hold, and whose buffers it may have where passes have fixed shapes.
@@ -132,8 +139,8 @@ class LayeredCache(Cache, ABC):
         if span != self._span:
             # Views of all layers are made at once, because calls are most of a small model's step.
             end = sum(span)
-            if self.spare and end + self.spare > self._finite:
-                self._make_finite(end + self.spare)
+            if self.spare:
+                self.make_finite(end + self.spare)
             slots = (buffer.narrow(3, *span).unbind() for buffer in (self.keys, self.values))
             self._span, self._slots = span, list(zip(*slots, strict=True))
         return self._slots[layer_idx]
@@ -150,11 +157,16 @@ class LayeredCache(Cache, ABC):
         """Keys and values [layers, B, G, n, D] of the pairs in the slots ``index``, int64 [n] on the model's device."""
         return self.keys.index_select(3, index), self.values.index_select(3, index)
 
-    def _make_finite(self, end: int) -> None:
-        """Zeros in slots that nothing was ever written to: not in all of them at once, a buffer may be large."""
-        start, self._finite = self._finite, min(end + _ZEROED_AT_ONCE, self.keys.shape[3])
-        self.keys[:, :, :, start : self._finite] = 0
-        self.values[:, :, :, start : self._finite] = 0
+    def make_finite(self, end: int) -> None:
+        """See that the slots before ``end``, as far as there are any, hold finite numbers.
+
+        Zeros are written where nothing ever was: not in all slots at once, since a buffer may be large.
+        """
+        slots = self.keys.shape[3]
+        if self._finite < min(end, slots):
+            start, self._finite = self._finite, min(end + _ZEROED_AT_ONCE, slots)
+            self.keys[:, :, :, start : self._finite] = 0
+            self.values[:, :, :, start : self._finite] = 0
 
     def allocate_as(self, other: "LayeredCache") -> None:
         """Make the buffers, unless they are there, for pairs like those of ``other``."""
@@ -164,22 +176,48 @@ class LayeredCache(Cache, ABC):
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not len(self.keys):
-            self.keys, self.values = (self._buffer(like, self._layers) for like in (key, value))
+            if not self._enter_block(key, value, self._layers):
+                self.keys, self.values = (self._buffer(like, self._layers) for like in (key, value))
             self._of_layer = list(zip(self.keys, self.values, strict=True))
+
+    def _enter_block(self, key: torch.Tensor, value: torch.Tensor, layers: int) -> bool:
+        """Take a part of larger buffers, if there are any for pairs like these."""
+        found = None if self.beside is None else self.beside.enter(key, value, layers, self.capacity + self.spare)
+        if found is None:
+            return False
+        self.block, self.place = found
+        own = slice(self.place, self.place + 1)
+        self.keys, self.values = self.block.keys[:, own], self.block.values[:, own]
+        self.capacity, self._finite = self.block.slots - self.spare, self.block.finite[self.place]
+        return True
+
+    def _leave_block(self) -> None:
+        if self.block is not None:
+            self.block.finite[self.place] = self._finite
+            self.block.free.add(self.place)
+            self.block = None
 
     def enlarge(self, capacity: int, filled: int) -> None:
         """Move the first ``filled`` pairs to buffers of ``capacity`` slots."""
-        self.capacity, self._finite = capacity, filled
-        # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
+        self.capacity = capacity
+        # Recorded passes know the old buffers.
         self.passes.clear()
         self._of_layer.clear()
         self._slots, self._span = [], None
+        if not len(self.keys):
+            return
+        old = {"keys": self.keys, "values": self.values}
+        self._leave_block()
+        self._finite = 0
+        entered = self._enter_block(old["keys"][0], old["values"][0], len(self.keys))
         for name in ("keys", "values"):
-            old = getattr(self, name)
-            if len(old):
-                new = self._buffer(old[0], len(old))
-                new[:, :, :, :filled] = old[:, :, :, :filled]
-                setattr(self, name, new)
+            # Of old and new ones no more are held at a time than need be.
+            pairs = old.pop(name)
+            if not entered:
+                setattr(self, name, self._buffer(pairs[0], len(pairs)))
+            getattr(self, name)[:, :, :, :filled] = pairs[:, :, :, :filled]
+            del pairs
+        self._finite = max(self._finite, filled)
         self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 from transformers import AttentionInterface
 
 from decoder.kernels import bitwise_split_kv, split_kv
-from decoder.kernels.bitwise_attention import BitwiseText, attend_texts
+from decoder.kernels.bitwise_attention import BitwiseText
+from decoder.kernels.bitwise_pass import attend_texts
 
 NAME = "tokenswift"
 

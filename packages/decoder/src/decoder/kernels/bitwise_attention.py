@@ -15,7 +15,7 @@ one, and whether that is enough, is found out by a test (`model.bitwise_test`) o
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -28,8 +28,8 @@ COLUMNS = DEPTH + STRIDE
 
 _SHORT = 4096  # keys up to which one softmax over all scores is faster than blocks and their merging
 
-# A tail may reach so many slots beyond the last token of a text, so its cache has that many more.
 SPARE = COLUMNS + STRIDE
+"""A tail may reach so many slots beyond the last token of a text, so its cache has that many more."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -41,13 +41,28 @@ class Rule(NamedTuple):
         multiple: the number of rows is padded to a multiple of this one.
         in_order: a product over at most this many columns sums them in their order, so columns of weight zero may stand
             between those of a token's ancestors. For a tree with more columns the values are gathered instead.
+        uneven: products over so many columns, from the first number to below the second, sum them in an order of their
+            own. They are made over the second number, with weights of zero behind; (0, 0) if there are none.
+        batched: whether the other products over columns have the same bits with weights of zero behind, so that texts
+            of different lengths may share products.
     """
 
     multiple: int
     in_order: int
+    uneven: tuple[int, int] = (0, 0)
+    batched: bool = False
+
+    def even(self, columns: int) -> int:
+        """Over how many columns a product over ``columns`` is made."""
+        return self.uneven[1] if self.uneven[0] <= columns < self.uneven[1] else columns
+
+    @property
+    def spare(self) -> int:
+        """How many slots behind the last token of a text the products of attention may reach."""
+        return max(SPARE, self.uneven[1] - self.uneven[0])
 
 
-class _Rows(NamedTuple):
+class TailGroup(NamedTuple):
     """New tokens whose tails begin at one position.
 
     Attributes:
@@ -69,6 +84,11 @@ class _Rows(NamedTuple):
     still: int
     columns: torch.Tensor | None
     mask: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        """Behind the last column."""
+        return self.start + self.width
 
     @property
     def in_order(self) -> torch.Tensor:
@@ -93,11 +113,12 @@ class _Near(NamedTuple):
         columns: for a tree, those of the group, [G, rows, COLUMNS - still].
         dtype: the dtype of scores, weights and sums.
         keys: per layer, the keys from ``first`` on, [G, D, middle + width].
-        values: per layer, the values between ``first`` and the tail, [G, middle, Dv], and the tail's, [G, width, Dv].
+        values: per layer, the values between ``first`` and the tail, [G, middle or more, Dv] as `Rule.even` has it,
+            and the tail's, [G, width, Dv].
         prefix: per layer, keys and values before ``first``, [1, G, first, D]; empty where there are none.
     """
 
-    group: _Rows
+    group: TailGroup
     first: int
     middle: int
     per_head: int
@@ -110,10 +131,20 @@ class _Near(NamedTuple):
 
 
 class Pairs(Protocol):
-    """A cache's buffers: keys [layers, 1, G, slots, D] and values [layers, 1, G, slots, Dv]."""
+    """A cache's buffers: keys [layers, 1, G, slots, D] and values [layers, 1, G, slots, Dv].
+
+    Attributes:
+        block: buffers of several caches, [layers, caches, G, slots, D] each, of which these are the part ``place``;
+            None where they stand alone.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    block: Any  # `cache.blocks.Block`
+    place: int
+
+    def make_finite(self, end: int) -> None:
+        """See that the slots before ``end``, as far as there are any, hold finite numbers."""
 
 
 def tail_start(position: int) -> int:
@@ -143,23 +174,33 @@ def tail_slots(length: int, depths: Sequence[int], mask: torch.Tensor | None, ro
     return slots
 
 
-def _groups(length: int, depths: Sequence[int], mask: torch.Tensor | None) -> list[_Rows]:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, weights and sums: half precision is too coarse for sums of many small weights."""
+    return torch.promote_types(torch.float32, dtype)
+
+
+def in_one_softmax(group: TailGroup, dtype: torch.dtype) -> bool:
+    """Whether one softmax covers the scores of a group's prefix, too."""
+    return group.start <= _SHORT and dtype == wide_dtype(dtype)
+
+
+def _groups(length: int, depths: Sequence[int], mask: torch.Tensor | None) -> list[TailGroup]:
     """The new tokens by the beginnings of their tails; arguments as for `BitwiseText`."""
     return _chain(length, len(depths)) if mask is None else _tree(length, depths, mask)
 
 
-def _chain(length: int, count: int) -> list[_Rows]:
+def _chain(length: int, count: int) -> list[TailGroup]:
     groups, first = [], 0
     while first < count:
         start = tail_start(length + first)
         end = min(count, start + COLUMNS - length)
         mask = _causal_mask(length + first - start, end - first)
-        groups.append(_Rows(range(first, end), end - first, start, COLUMNS, COLUMNS, None, mask))
+        groups.append(TailGroup(range(first, end), end - first, start, COLUMNS, COLUMNS, None, mask))
         first = end
     return groups
 
 
-def _tree(length: int, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]:
+def _tree(length: int, depths: Sequence[int], mask: torch.Tensor) -> list[TailGroup]:
     starts = [tail_start(length + depth) for depth in depths]
     column, groups, distinct = torch.arange(COLUMNS), [], sorted(set(starts))
     for start in distinct:
@@ -178,7 +219,7 @@ def _tree(length: int, depths: Sequence[int], mask: torch.Tensor) -> list[_Rows]
         rows, nodes = seen.nonzero(as_tuple=True)
         columns[rows, ancestors[rows, nodes] - 1] = nodes
         additive = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
-        groups.append(_Rows(where, len(seen), start, width, committed, columns, additive))
+        groups.append(TailGroup(where, len(seen), start, width, committed, columns, additive))
     return groups
 
 
@@ -187,6 +228,7 @@ class BitwiseText:
 
     Attributes:
         groups: the new tokens, by the beginnings of their tails.
+        plan: what the attention of a pass has prepared, kept with the first of the pass's texts.
 
     Args:
         pairs: the text's cache. When a layer attends, the new tokens' pairs are in it, and slots behind the text hold
@@ -200,15 +242,9 @@ class BitwiseText:
     def __init__(self, pairs: Pairs, length: int, depths: Sequence[int], mask: torch.Tensor | None, rule: Rule):
         self.pairs = pairs
         self.length, self.count, self.rule = length, len(depths), rule
-        self._groups = _groups(length, depths, mask)
-        self.groups = tuple(group.nodes for group in self._groups)
+        self.groups = _groups(length, depths, mask)
+        self.plan: Any = None  # `bitwise_pass.AttentionPlan`
         self._made: dict[tuple, _Near] = {}
-
-    def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-        """`attend_texts` for this text alone: [1, H, T, Dv] of a layer's queries [1, H, T, D]."""
-        heads, tokens = query.shape[1:3]
-        output = attend_texts([self], query[0].transpose(0, 1), heads, layer, scaling)
-        return output.view(1, tokens, heads, -1).transpose(1, 2)
 
     def attend_rows(
         self, group_index: int, rows: torch.Tensor, per_head: int, layer: int, scaling: float
@@ -239,6 +275,9 @@ class BitwiseText:
         output = self._of_tail(near, in_tail, near_value[1])
         # Multiplied and added one after the other: both at once may be another number in another loop.
         if near.middle:
+            missing = near_value[0].shape[1] - near.middle
+            if missing:
+                between = functional.pad(between, (0, missing))
             output.add_(torch.bmm(between, near_value[0]))
         if near.first:
             output.add_(prefix[0].to(near.dtype) * of_prefix)
@@ -257,122 +296,45 @@ class BitwiseText:
         spread.narrow(2, group.still, group.width - group.still).zero_().scatter_(2, near.columns, own)
         return torch.bmm(spread, value)
 
-    def _gathered(self, group: _Rows, per_head: int, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, group: TailGroup, per_head: int, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Each node's tail values in order, then its own product of as many rows as a single token's."""
         kv_heads, dim = len(weights), value.shape[-1]
         values = value.index_select(1, group.in_order.flatten()).view(-1, COLUMNS, dim)
         own = weights[:, : per_head * group.count].view(kv_heads, per_head, group.count, COLUMNS).transpose(1, 2)
-        own = _padded(own.reshape(-1, per_head, COLUMNS), self.rule.multiple)
+        own = padded(own.reshape(-1, per_head, COLUMNS), self.rule.multiple)
         output = torch.bmm(own, values)[:, :per_head].view(kv_heads, group.count, per_head, dim)
-        return _padded(output.transpose(1, 2).reshape(kv_heads, -1, dim), self.rule.multiple)
+        return padded(output.transpose(1, 2).reshape(kv_heads, -1, dim), self.rule.multiple)
 
     def _near(self, group_index: int, rows: torch.Tensor, per_head: int) -> _Near:
         """What all layers of a kind share, made by the first of them."""
         kind = group_index, rows.shape[:2], rows.dtype
         if kind not in self._made:
-            group = self._groups[group_index]
-            # Half precision is too coarse for scores and for sums of many small weights.
-            wide = torch.promote_types(torch.float32, rows.dtype)
-            first = 0 if group.start <= _SHORT and rows.dtype == wide else group.start
+            group = self.groups[group_index]
+            wide, first = wide_dtype(rows.dtype), 0 if in_one_softmax(group, rows.dtype) else group.start
             middle = group.start - first
             mask, columns = group.mask.to(wide), None
             if group.columns is None:
                 mask = functional.pad(mask, (middle, 0))
             else:
-                columns = _padded(group.columns.repeat(per_head, 1)[None], self.rule.multiple)
+                columns = padded(group.columns.repeat(per_head, 1)[None], self.rule.multiple)
                 columns = columns.expand(len(rows), -1, -1)
-            mask = _padded(mask.repeat(per_head, 1)[None], self.rule.multiple)
+            mask = padded(mask.repeat(per_head, 1)[None], self.rule.multiple)
             self._made[kind] = _Near(group, first, middle, per_head, mask, columns, wide, *self._views(group, first))
         return self._made[kind]
 
-    def _views(self, group: _Rows, first: int) -> tuple[Sequence, Sequence, Sequence]:
+    def _views(self, group: TailGroup, first: int) -> tuple[Sequence, Sequence, Sequence]:
         """The last three parts of a `_Near`."""
         keys, values, middle = self.pairs.keys, self.pairs.values, group.start - first
         near = keys[:, 0].narrow(2, first, middle + group.width).mT.unbind()
         between, tail = (
             values[:, 0].narrow(2, start, count).unbind()
-            for start, count in ((first, middle), (group.start, group.width))
+            for start, count in ((first, self.rule.even(middle)), (group.start, group.width))
         )
         prefix = [pairs.narrow(3, 0, first).unbind() for pairs in (keys, values)] if first else []
         return near, list(zip(between, tail, strict=True)), list(zip(*prefix, strict=True))
 
 
-class _Layout(NamedTuple):
-    """Where the query rows of all groups of a pass come from, and where their outputs go.
-
-    The rows of a group are, KV head by KV head, those of its query heads one after the other, each with all tokens of
-    the group, and then padding.
-
-    Attributes:
-        sources: for each row, which one of the pass's heads it is, token by token, int64 [rows of all groups].
-        counts: how many rows each group has.
-        places: for each query head, token by token, which row it is, int64 [T x H].
-    """
-
-    sources: torch.Tensor
-    counts: list[int]
-    places: torch.Tensor
-
-
-@lru_cache(maxsize=128)  # a chunk of a prompt takes a few hundred kilobytes
-def _layout(
-    texts: tuple[tuple[Sequence[int], ...], ...], tokens: int, all_heads: int, heads: int, kv_heads: int, multiple: int
-) -> _Layout:
-    """The layout of a pass.
-
-    Args:
-        texts: the groups of each text.
-        tokens: T of the pass; those behind the texts' own are padding, which gets the outputs of the first one.
-        all_heads: how many heads a token has, of which the first ``heads``, H, are its queries.
-        multiple: to which rows are padded for each KV head.
-    """
-    per_head = heads // kv_heads
-    of_heads = torch.arange(heads).view(kv_heads, per_head, 1)
-    places = torch.empty(tokens, heads, dtype=torch.long)
-    sources: list[torch.Tensor] = []
-    counts: list[int] = []
-    first = 0
-    for groups in texts:
-        for nodes in groups:
-            own = torch.tensor(nodes) + first
-            source = _padded((own * all_heads + of_heads).view(kv_heads, -1, 1), multiple)
-            rows = torch.arange(source.numel()).view(kv_heads, -1)[:, : per_head * len(nodes)] + sum(counts)
-            places[own] = rows.view(heads, len(nodes)).T
-            sources.append(source.flatten())
-            counts.append(source.numel())
-        first += sum(map(len, groups))
-    places[first:] = places[0]
-    return _Layout(torch.cat(sources), counts, places.flatten())
-
-
-def attend_texts(
-    texts: Sequence[BitwiseText], heads: torch.Tensor, query_heads: int, layer: int, scaling: float
-) -> torch.Tensor:
-    """The attention of all texts of a pass, whose new tokens stand behind each other: [T, H x Dv].
-
-    Args:
-        heads: [T, H or more, D], the first H of each token its queries. Tokens behind those of the texts are padding,
-            and get the outputs of the first one.
-        query_heads: H.
-    """
-    tokens, all_heads, dim = heads.shape
-    kv_heads, multiple = texts[0].pairs.keys.shape[2], texts[0].rule.multiple
-    groups = tuple([text.groups for text in texts])
-    layout = _layout(groups, tokens, all_heads, query_heads, kv_heads, multiple)
-    # A call for all groups, since most of a small model's step is calls.
-    rows = iter(heads.reshape(-1, dim).index_select(0, layout.sources).split(layout.counts))
-    per_head = query_heads // kv_heads
-    outputs = [
-        text.attend_rows(group_index, next(rows).view(kv_heads, -1, dim), per_head, layer, scaling)
-        for text in texts
-        for group_index in range(len(text.groups))
-    ]
-    flat = [output.view(-1, output.shape[-1]) for output in outputs]
-    joined = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return joined.index_select(0, layout.places).view(tokens, -1).to(heads.dtype)
-
-
-def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+def padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
     """[B, rows, n], the first rows repeated behind them until their number is a multiple."""
     count = rows.shape[1]
     missing = -count % multiple

@@ -17,7 +17,7 @@ from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.kernels import attention as attention_kernel
 from decoder.kernels.attention import TextInPass, by_position, more_than_causal, tree_attention
-from decoder.kernels.bitwise_attention import attend_texts
+from decoder.kernels.bitwise_pass import attend_texts
 from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
 from decoder.kernels.self_test import AttentionShape

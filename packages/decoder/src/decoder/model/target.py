@@ -18,7 +18,7 @@ from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
 from decoder.kernels.attention import TextInPass
-from decoder.kernels.bitwise_attention import SPARE, BitwiseText, tail_slots
+from decoder.kernels.bitwise_attention import BitwiseText, tail_slots
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
 from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
@@ -304,7 +304,7 @@ class Target:
     @property
     def spare(self) -> int:
         """Slots behind a text's last one at which attention may look: on a CPU, where it is by position."""
-        return SPARE if self._rule is not None and self._rule.attention is not None else 0
+        return self._rule.attention.spare if self._rule is not None and self._rule.attention is not None else 0
 
     @property
     def most_nodes(self) -> int | None:

@@ -12,20 +12,20 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
-def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(z: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Logical right shift of int64 tensors; torch's own shift is arithmetic and copies the sign bit."""
-    shifted = z >> bits
-    shifted &= 2 ** (64 - bits) - 1
-    return shifted
+    return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_(2 ** (64 - bits) - 1)
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser on int64 tensors of any shape."""
-    z = z ^ _shift_right(z, 30)
+    # In place, since these tensors may have an entry per position and token of the vocabulary.
+    z, shifted = z.clone(), torch.empty_like(z)
+    z ^= _shift_right(z, 30, shifted)
     z *= _MIX_1
-    z ^= _shift_right(z, 27)
+    z ^= _shift_right(z, 27, shifted)
     z *= _MIX_2
-    z ^= _shift_right(z, 31)
+    z ^= _shift_right(z, 31, shifted)
     return z
 
 
@@ -41,31 +41,36 @@ def gumbel(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch
     The uniform is (2k + 1) / 2**53 with k of 52 bits: exact in float64, symmetric, never 0 or 1. log1p keeps the
     upper tail, which decides the draws, exact to the last bit.
     """
-    k = _shift_right(random_bits(seed, positions, token_ids), 12)
-    k *= 2
-    k += 1
-    uniform = k.double()
-    uniform *= 2.0**-53
-    # In place, since these tensors have an entry per position and token of the vocabulary.
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    bits = random_bits(seed, positions, token_ids)
+    # 2k + 1 is what the upper 53 bits are with the last of them set.
+    odd = _shift_right(bits, 11, bits).bitwise_or_(1)
+    return odd.double().mul_(-(2.0**-53)).log1p_().neg_().log_().neg_()
 
 
 class NoiseRows:
-    """The noise of consecutive positions, for drafts and verifications alike; computed some ``block`` at a time."""
+    """The noise of consecutive positions, for drafts and verifications alike, made once for each position.
+
+    On a CPU it is made position by position, in memory that stays in its caches; on a device some ``block`` positions
+    at once, since that takes no more calls than one.
+    """
 
     def __init__(self, seed: int, vocab_size: int, device: torch.device, block: int = 16):
-        self.seed, self.block = seed, block
+        self.seed, self._block = seed, 1 if device.type == "cpu" else block
         self.token_ids = torch.arange(vocab_size, device=device)
-        self._first = 0
-        self._rows = torch.empty(0, vocab_size, dtype=torch.float64, device=device)
+        self._made: dict[int, torch.Tensor] = {}  # by position, float64 [V]
 
     def rows(self, first: int, count: int, skip: int = 0) -> torch.Tensor:
         """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind ``first``.
 
-        New noise is computed from ``first`` on, so that it also serves requests for the positions that are skipped.
+        What was made of positions before ``first`` is forgotten.
         """
-        end = first + skip + count
-        if first < self._first or end > self._first + len(self._rows):
-            positions = torch.arange(first, end + self.block, device=self.token_ids.device)
-            self._first, self._rows = first, gumbel(self.seed, positions, self.token_ids)
-        return self._rows[first + skip - self._first : end - self._first]
+        self._made = {position: row for position, row in self._made.items() if position >= first}
+        wanted = range(first + skip, first + skip + count)
+        # A block begins at ``first``, so that it also serves requests for the positions that are skipped.
+        for position in wanted if self._block == 1 else range(first, wanted.stop):
+            if position not in self._made:
+                positions = range(position, position + self._block)
+                ids = torch.arange(positions.start, positions.stop, device=self.token_ids.device)
+                self._made.update(zip(positions, gumbel(self.seed, ids, self.token_ids).unbind(), strict=True))
+        rows = [self._made[position] for position in wanted]
+        return rows[0][None] if count == 1 else torch.stack(rows)
