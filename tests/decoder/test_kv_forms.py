@@ -308,6 +308,13 @@ class Streams:
             fill(cache, layer_idx)
 
         monkeypatch.setattr(StoredCache, "_fill", filled)
+        seen_by = StoredCache.seen_by
+
+        def attended(cache, count, layer_idx):
+            self.log.append(("layer runs", layer_idx))
+            return seen_by(cache, count, layer_idx)
+
+        monkeypatch.setattr(StoredCache, "seen_by", attended)
         for name in ("_move", "at", "copied", "span"):
             monkeypatch.setattr(FullCache, name, self._logged(name, getattr(FullCache, name)))
 
@@ -348,6 +355,7 @@ def test_the_next_layer_is_copied_while_a_layer_runs(monkeypatch, prompt):
         one_pass.append(("pass waits", layer))
         if layer < 3:
             one_pass += [("copies wait", None), ("fill", layer + 1)]
+        one_pass.append(("layer runs", layer))
     assert streams.log[: 2 * len(one_pass)] == 2 * one_pass
 
 
@@ -401,6 +409,20 @@ def test_a_cache_that_is_still_empty_can_be_enlarged():
     with torch.inference_mode(), dec.target.patched():
         dec.target.prefill(list(range(30)), cache)
     assert cache.length == 30 and cache.span(0, 30)[0].shape[3] == 30
+
+
+@pytest.mark.parametrize("form", [CacheForm(None, True), CacheForm("int8", True)], ids=str)
+def test_keys_and_values_of_different_sizes_are_copied_each_to_their_own_place(monkeypatch, form):
+    Streams(monkeypatch)
+    cache, generator = full_cache(form, 20), torch.Generator().manual_seed(0)
+    cache.prepare(3)
+    given = [torch.randn(3, 1, 2, 10, dim, generator=generator) for dim in (8, 4)]
+    for start, end in ((0, 6), (6, 10)):
+        for layer in range(3):
+            seen = cache.update(*(states[layer][:, :, start:end] for states in given), layer)
+            for found, states in zip(seen, given, strict=True):
+                assert torch.equal(found, form.rounded(states[layer][:, :, :end]))
+        cache.keep(range(end - start))
 
 
 def test_a_pass_that_failed_leaves_no_layer_behind(monkeypatch):

@@ -95,6 +95,16 @@ def test_the_devices_walk_is_the_hosts(params):
         assert all(type(number) is int for walked in expected for number in walked)
 
 
+@pytest.mark.parametrize("name", ["plain", "top-p", "eta", "window 3", "all filters"])
+def test_nodes_that_are_drawn_one_by_one_are_those_drawn_together(name):
+    generator = torch.Generator().manual_seed(8)
+    logits = random_logits(40, generator, ties=True)
+    tree = grown_tree(SAMPLERS[name], [4, 9, 2], 7, logits, generator)
+    sampler = Sampler(SAMPLERS[name], WORDS, CPU, [4, 9, 2], **COLLECTED)
+    one_by_one, together = (TreeDraws(tree, logits, sampler, apart=apart).numbers for apart in (True, False))
+    torch.testing.assert_close(one_by_one, together)
+
+
 @pytest.mark.parametrize("name", ["plain", "window 1", "window 3", "window 1024"])
 def test_an_end_in_the_middle_takes_no_more_tokens(name):
     params, generator = SAMPLERS[name], torch.Generator().manual_seed(1)
