@@ -19,6 +19,7 @@ from decoder.cache.rounding import rounding_cache
 from decoder.cache.stored import StoredCache, full_cache
 from decoder.cache.streaming import RecentCache
 from decoder.engine import Engine
+from decoder.kernels.self_test import AttentionShape
 from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 
@@ -66,6 +67,13 @@ def test_a_vector_is_rounded_by_itself_to_codes_and_one_scale(kv_dtype, dtype):
     assert not rounded[0, 0, 0].any()
 
 
+@pytest.mark.parametrize("kv_dtype", [None, *LARGEST])
+def test_the_largest_error_is_told_and_not_twice_as_much(kv_dtype):
+    form, states = CacheForm(kv_dtype), torch.linspace(-1, 1, 20_001, dtype=torch.float64)
+    found = (form.rounded(states) - states).abs().max().item()
+    assert form.error / 2 < found <= form.error if kv_dtype else found == form.error == 0
+
+
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_visible(kv_dtype, wrong):
@@ -90,6 +98,7 @@ def test_bytes_are_those_planned(form):
     on_device = form.device_bytes(shape, layers, torch.device("cuda"), 200)
     arriving = 2 * 2 * 2 * vector * 200 if form.kv_dtype else 0
     assert on_device == (2 * working + arriving if form.offload else cache.nbytes)
+    assert type(on_device) is int
     assert cache.device_bytes == (working if form.offload else cache.nbytes)
     # Pinned memory comes in powers of two; a CPU's own memory has been counted.
     pinned = sum(2 ** math.ceil(math.log2(part.nbytes)) for part in cache.parts) if form.offload else 0
@@ -423,6 +432,8 @@ def test_keys_and_values_of_different_sizes_are_copied_each_to_their_own_place(m
             for found, states in zip(seen, given, strict=True):
                 assert torch.equal(found, form.rounded(states[layer][:, :, :end]))
         cache.keep(range(end - start))
+    shape = AttentionShape(heads=2, kv_heads=2, dim=8, value_dim=4, dtype=torch.float32)
+    assert cache.device_bytes == form.device_bytes(shape, 3, torch.device("cuda"), 20)
 
 
 def test_a_pass_that_failed_leaves_no_layer_behind(monkeypatch):

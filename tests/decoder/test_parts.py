@@ -646,6 +646,16 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_attends_to():
     torch.testing.assert_close(short.keys[0][:, :, :63], full.keys[0][:, :, :63])
 
 
+def test_snapkv_takes_three_neighbours_on_each_side_of_an_important_pair():
+    full, snap = FullCache(60), RecentCache(budget=17, sink=7, room=2)
+    values = torch.arange(60.0).view(1, 1, 60, 1).expand(1, 1, 60, 4)
+    full.update(torch.zeros(1, 1, 60, 4).index_fill(2, torch.tensor([30]), 2.0), values, 0)
+    full.keep(range(60))
+    snap.append(full)
+    snap.select(full, {0: torch.ones(1, 1, 3, 4)})
+    assert sorted(snap.values[0, 0, 0, :7, 0].tolist()) == [27, 28, 29, 30, 31, 32, 33]
+
+
 @pytest.mark.parametrize("cache", [PartialCache(12, 3, room=5), RecentCache(12, 3, room=5)], ids=["partial", "recent"])
 def test_memory_of_a_draft_cache_is_what_the_formula_says(cache):
     """2 (keys, values) x layers x KV heads x (budget + room) x head size x bytes, however long the text."""

@@ -211,6 +211,7 @@ def test_capacities_are_few_and_hardly_larger():
     capacities = [rounded(n) for n in range(1, 40_000)]
     assert all(n <= capacity <= max(n + n // 16, n + 255) for n, capacity in enumerate(capacities, start=1))
     assert len(set(capacities)) < 80 and capacities == sorted(capacities)
+    assert [rounded(n) for n in (1, 256, 257, 10_000, 40_000)] == [256, 256, 512, 10_240, 40_960]
     # Shapes of tensors.
     assert {type(capacity) for capacity in capacities} == {int}
 

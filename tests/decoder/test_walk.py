@@ -213,6 +213,19 @@ def test_where_a_walk_ended_the_device_knows_as_well_as_the_host(params):
             assert torch.equal(behind.in_window(), before.index_fill(0, torch.tensor([4]), True))
 
 
+@pytest.mark.parametrize("name", ["window 1", "window 3", "window 8"])
+def test_drafted_tokens_that_the_host_has_not_read_slide_the_window_as_others_do(name):
+    sampler = Sampler(SAMPLERS[name], WORDS, CPU, [5, 1, 5])
+    known, unread = sampler.draft_context(), sampler.draft_context()
+    for token in (1, 7, 1, 3, 7, 7, 2, 5, 9, 3):
+        drafted = torch.tensor([token])
+        unread.push(drafted)
+        known.push(token)
+        # The same tensor, since to make another one of it the host would have to wait.
+        assert unread.newest() is drafted and known.newest().tolist() == [token]
+        assert torch.equal(unread.in_window(), known.in_window())
+
+
 @pytest.fixture
 def on_device(monkeypatch):
     """Generations draw whole trees on the device, as they do on CUDA; the list fills with what the host read per step,
