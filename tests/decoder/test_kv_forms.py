@@ -106,6 +106,12 @@ def test_bytes_are_those_planned(form):
     assert form.host_bytes(shape, layers, torch.device("cpu"), 200) == 0
 
 
+def test_a_byte_more_than_a_power_of_two_takes_the_next_one_of_pinned_memory():
+    """Codes of keys and of values, then a scale for each."""
+    shape = AttentionShape(heads=1, kv_heads=1, dim=17, value_dim=16, dtype=torch.float32)
+    assert CacheForm("int8", True).host_bytes(shape, 1, torch.device("cuda"), tokens=1) == 32 + 16 + 4 + 4
+
+
 def test_a_plain_cache_is_the_one_without_copies():
     assert type(full_cache(CacheForm(), 10)) is FullCache
 
