@@ -92,6 +92,20 @@ def test_independent_verification_ends_where_it_is_told():
     assert len(sampler.logprobs) == 2
 
 
+def test_a_hook_is_given_the_text_of_each_node_that_is_drawn_independently():
+    """Each node's draw is the token that the hook asks for behind the node's own path, so a whole path is accepted."""
+    after = {(0,): 1, (0, 1): 3, (0, 2): 4, (0, 1, 3): 5}
+    tree = TokenTree(0)
+    tree.add_path([1, 3], "heads")
+    tree.add_path([2], "heads")
+
+    def hook(context, logits):
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([after[tuple(context)]]), 0.0)
+
+    sampler = Sampler(SamplingParams(), 8, CPU, [0], hook)
+    assert take(Independent(1, CPU), tree, torch.zeros(len(tree), 8).double(), sampler) == ([0, 1, 2], [1, 3, 5])
+
+
 def test_independent_generation_follows_its_seed(dec, prompt):
     options = TokenSwiftOptions(verification="independent")
     runs = [dec.generate(prompt, 60, sampling=SamplingParams(seed=s), options=options) for s in (1, 1, 2)]

@@ -19,6 +19,7 @@ from decoder.cache.rounding import rounding_cache
 from decoder.cache.stored import StoredCache, full_cache
 from decoder.cache.streaming import RecentCache
 from decoder.engine import Engine
+from decoder.kernels.self_test import AttentionShape
 from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 
@@ -66,6 +67,13 @@ def test_a_vector_is_rounded_by_itself_to_codes_and_one_scale(kv_dtype, dtype):
     assert not rounded[0, 0, 0].any()
 
 
+@pytest.mark.parametrize("kv_dtype", [None, *LARGEST])
+def test_the_largest_error_is_told_and_not_twice_as_much(kv_dtype):
+    form, states = CacheForm(kv_dtype), torch.linspace(-1, 1, 20_001, dtype=torch.float64)
+    found = (form.rounded(states) - states).abs().max().item()
+    assert form.error / 2 < found <= form.error if kv_dtype else found == form.error == 0
+
+
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_visible(kv_dtype, wrong):
@@ -90,11 +98,18 @@ def test_bytes_are_those_planned(form):
     on_device = form.device_bytes(shape, layers, torch.device("cuda"), 200)
     arriving = 2 * 2 * 2 * vector * 200 if form.kv_dtype else 0
     assert on_device == (2 * working + arriving if form.offload else cache.nbytes)
+    assert type(on_device) is int
     assert cache.device_bytes == (working if form.offload else cache.nbytes)
     # Pinned memory comes in powers of two; a CPU's own memory has been counted.
     pinned = sum(2 ** math.ceil(math.log2(part.nbytes)) for part in cache.parts) if form.offload else 0
     assert form.host_bytes(shape, layers, torch.device("cuda"), 200) == pinned
     assert form.host_bytes(shape, layers, torch.device("cpu"), 200) == 0
+
+
+def test_a_byte_more_than_a_power_of_two_takes_the_next_one_of_pinned_memory():
+    """Codes of keys and of values, then a scale for each."""
+    shape = AttentionShape(heads=1, kv_heads=1, dim=17, value_dim=16, dtype=torch.float32)
+    assert CacheForm("int8", True).host_bytes(shape, 1, torch.device("cuda"), tokens=1) == 32 + 16 + 4 + 4
 
 
 def test_a_plain_cache_is_the_one_without_copies():
@@ -308,6 +323,13 @@ class Streams:
             fill(cache, layer_idx)
 
         monkeypatch.setattr(StoredCache, "_fill", filled)
+        seen_by = StoredCache.seen_by
+
+        def attended(cache, count, layer_idx):
+            self.log.append(("layer runs", layer_idx))
+            return seen_by(cache, count, layer_idx)
+
+        monkeypatch.setattr(StoredCache, "seen_by", attended)
         for name in ("_move", "at", "copied", "span"):
             monkeypatch.setattr(FullCache, name, self._logged(name, getattr(FullCache, name)))
 
@@ -348,6 +370,7 @@ def test_the_next_layer_is_copied_while_a_layer_runs(monkeypatch, prompt):
         one_pass.append(("pass waits", layer))
         if layer < 3:
             one_pass += [("copies wait", None), ("fill", layer + 1)]
+        one_pass.append(("layer runs", layer))
     assert streams.log[: 2 * len(one_pass)] == 2 * one_pass
 
 
@@ -401,6 +424,22 @@ def test_a_cache_that_is_still_empty_can_be_enlarged():
     with torch.inference_mode(), dec.target.patched():
         dec.target.prefill(list(range(30)), cache)
     assert cache.length == 30 and cache.span(0, 30)[0].shape[3] == 30
+
+
+@pytest.mark.parametrize("form", [CacheForm(None, True), CacheForm("int8", True)], ids=str)
+def test_keys_and_values_of_different_sizes_are_copied_each_to_their_own_place(monkeypatch, form):
+    Streams(monkeypatch)
+    cache, generator = full_cache(form, 20), torch.Generator().manual_seed(0)
+    cache.prepare(3)
+    given = [torch.randn(3, 1, 2, 10, dim, generator=generator) for dim in (8, 4)]
+    for start, end in ((0, 6), (6, 10)):
+        for layer in range(3):
+            seen = cache.update(*(states[layer][:, :, start:end] for states in given), layer)
+            for found, states in zip(seen, given, strict=True):
+                assert torch.equal(found, form.rounded(states[layer][:, :, :end]))
+        cache.keep(range(end - start))
+    shape = AttentionShape(heads=2, kv_heads=2, dim=8, value_dim=4, dtype=torch.float32)
+    assert cache.device_bytes == form.device_bytes(shape, 3, torch.device("cuda"), 20)
 
 
 def test_a_pass_that_failed_leaves_no_layer_behind(monkeypatch):

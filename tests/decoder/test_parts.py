@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
+from decoder.cache.base import LayeredCache
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
@@ -75,6 +76,21 @@ def test_ancestor_mask_of_the_papers_tree():
             at = tree.parents[at]
             ancestors.add(at)
         assert set(mask[node].nonzero().flatten().tolist()) == ancestors
+
+
+def test_a_chain_needs_no_mask_and_padding_sees_itself_alone():
+    chain, tree = TokenTree(9), TokenTree(9)
+    assert chain.ancestor_mask() is None
+    chain.add_path([1, 2], "heads")
+    assert chain.ancestor_mask() is None
+    for path in ([1, 2], [3]):
+        tree.add_path(path, "heads")
+    assert tree.ancestor_mask().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+    for grown in (chain, tree):
+        for padding in (0, 1, 3):
+            mask = grown.ancestor_mask(len(grown) + padding)
+            seen = torch.ones(3, 3).tril() if grown is chain else tree.ancestor_mask()
+            assert torch.equal(mask, torch.block_diag(seen, torch.eye(padding)).bool())
 
 
 @settings(max_examples=50, deadline=None)
@@ -406,8 +422,26 @@ def test_full_cache_keeps_the_accepted_nodes_and_forgets_the_rest():
     torch.testing.assert_close(cache.keys[1][:, :, 5:8], new[:, :, [0, 2, 5]] + 1)
     torch.testing.assert_close(cache.values[0][:, :, 5:8], -new[:, :, [0, 2, 5]])
     assert cache.keys[1].data_ptr() == storage
+    # Nodes that are where they belong are not copied.
+    writes = cache.keys._version
+    cache.keep([0, 1])
+    cache.keep([])
+    assert cache.keys._version == writes
     with pytest.raises(ValueError, match="holds 13 positions"):
         cache.update(new, new, 0)
+
+
+def test_slots_that_passes_may_look_at_hold_numbers(monkeypatch):
+    """Also those behind the text, to which nothing was ever written: attention by position multiplies them by zero."""
+    buffer = LayeredCache._buffer
+    monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(torch.nan))
+    cache = FullCache(2500, growable=True)
+    cache.prepare(1, spare=5)
+    for count in (1, 1000, 30, 1400, 200, 1):
+        pairs = torch.ones(1, 1, count, 2)
+        for states in cache.update(pairs, pairs, 0):
+            assert states[:, :, : cache.length + count + 5].isfinite().all()
+        cache.keep(range(count))
 
 
 def test_a_growable_cache_keeps_its_pairs_and_grows_seldom():
@@ -510,6 +544,16 @@ def test_accepted_pairs_replace_the_least_important_until_a_rebuild_is_due():
     torch.testing.assert_close(static.keys[0][:, :, :3], full.keys[0][:, :, :3])
 
 
+def test_more_accepted_tokens_than_there_are_slots_to_replace_leave_the_sink():
+    full = filled_cache(40, room=40)
+    static = PartialCache(budget=12, sink=3, dynamic=False)
+    static.append(full, queries_for(full))
+    commit(full, 11, seed=1)
+    static.append(full, {})
+    torch.testing.assert_close(static.keys[:, :, :, :3], full.keys[:, :, :, :3])
+    torch.testing.assert_close(static.keys[:, :, :, 3:12], full.keys[:, :, :, 42:51])
+
+
 def test_a_text_shorter_than_the_budget_is_held_whole():
     full = filled_cache(10)
     partial = PartialCache(budget=64, sink=16)
@@ -520,6 +564,38 @@ def test_a_text_shorter_than_the_budget_is_held_whole():
     assert key.shape[2] == 11
     with pytest.raises(ValueError, match="room for 1 drafted tokens"):
         PartialCache(budget=2, sink=1).update(torch.ones(1, 2, 4, 4), torch.ones(1, 2, 4, 4), 0)
+
+
+def test_drafted_tokens_that_are_held_are_counted_where_there_is_no_room_for_more():
+    cache, new = PartialCache(budget=2, sink=1, room=5), torch.ones(1, 2, 4, 4)
+    cache.update(new, new, 0)
+    cache.hold(3)
+    cache.update(new[:, :, :2], new[:, :, :2], 0)
+    with pytest.raises(ValueError, match="room for 5 drafted tokens; 7 came"):
+        cache.update(new, new, 0)
+
+
+def test_a_text_that_just_fills_the_budget_is_held_whole():
+    """Nothing is selected, so that no queries are needed; one more token makes it a selection."""
+    full = filled_cache(12)
+    partial = PartialCache(budget=12, sink=3)
+    partial.append(full, {})
+    assert partial.rebuilds == 0
+    torch.testing.assert_close(partial.keys[:, :, :, :12], full.keys[:, :, :, :12])
+    commit(full, 1, seed=1)
+    partial.append(full, queries_for(full))
+    assert partial.rebuilds == 1
+
+
+def test_importance_is_that_for_the_newest_committed_token():
+    """Behind it in the pass stand tokens of the tree that were not accepted, whose queries are of no interest."""
+    full = filled_cache(40)
+    queries = queries_for(full)
+    rejected = queries_for(full, seed=4)
+    alone, among = PartialCache(budget=12, sink=3), PartialCache(budget=12, sink=3)
+    alone.append(full, queries)
+    among.append(full, {layer: torch.cat((queries[layer], rejected[layer]), 2) for layer in queries}, newest=0)
+    torch.testing.assert_close(among.keys[:, :, :, :12], alone.keys[:, :, :, :12])
 
 
 @settings(max_examples=50, deadline=None)
@@ -582,6 +658,16 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_attends_to():
     short.append(full)
     short.select(full, queries)
     torch.testing.assert_close(short.keys[0][:, :, :63], full.keys[0][:, :, :63])
+
+
+def test_snapkv_takes_three_neighbours_on_each_side_of_an_important_pair():
+    full, snap = FullCache(60), RecentCache(budget=17, sink=7, room=2)
+    values = torch.arange(60.0).view(1, 1, 60, 1).expand(1, 1, 60, 4)
+    full.update(torch.zeros(1, 1, 60, 4).index_fill(2, torch.tensor([30]), 2.0), values, 0)
+    full.keep(range(60))
+    snap.append(full)
+    snap.select(full, {0: torch.ones(1, 1, 3, 4)})
+    assert sorted(snap.values[0, 0, 0, :7, 0].tolist()) == [27, 28, 29, 30, 31, 32, 33]
 
 
 @pytest.mark.parametrize("cache", [PartialCache(12, 3, room=5), RecentCache(12, 3, room=5)], ids=["partial", "recent"])

@@ -211,18 +211,36 @@ def test_capacities_are_few_and_hardly_larger():
     capacities = [rounded(n) for n in range(1, 40_000)]
     assert all(n <= capacity <= max(n + n // 16, n + 255) for n, capacity in enumerate(capacities, start=1))
     assert len(set(capacities)) < 80 and capacities == sorted(capacities)
+    assert [rounded(n) for n in (1, 256, 257, 10_000, 40_000)] == [256, 256, 512, 10_240, 40_960]
+    # Shapes of tensors.
+    assert {type(capacity) for capacity in capacities} == {int}
+
+
+def used_cache(capacity, waiting):
+    """A cache over which a pass of one token has run."""
+    made = FullCache(capacity)
+    made.prepare(2, waiting)
+    made.begin(1)
+    for layer in range(2):
+        made.update(*torch.zeros(2, 1, 2, 1, 8).unbind(), layer)
+    return made
+
+
+@pytest.mark.parametrize(("capacity", "serves"), [(2048, True), (1024, True), (1023, True), (768, False)])
+def test_buffers_serve_texts_that_need_all_of_them_or_no_less_than_half(as_on_cuda, capacity, serves):
+    waiting = BufferPool(torch.device("cpu"))
+    first = used_cache(2048, waiting)
+    # Held, so that the address is not given out again if they do not serve.
+    held = first.keys
+    del first
+    assert (used_cache(capacity, waiting).keys.data_ptr() == held.data_ptr()) == serves
 
 
 def test_larger_buffers_serve_and_much_larger_ones_do_not(as_on_cuda):
     waiting = BufferPool(torch.device("cpu"))
 
     def cache(capacity):
-        made = FullCache(capacity)
-        made.prepare(2, waiting)
-        made.begin(1)
-        for layer in range(2):
-            made.update(*torch.zeros(2, 1, 2, 1, 8).unbind(), layer)
-        return made
+        return used_cache(capacity, waiting)
 
     first = cache(1000)
     assert first.capacity == rounded(1000)

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from decoder import SamplingParams
-from decoder.sampling.filters import filter_eta, filter_min_p, filter_top_k, filter_top_p, first_argmax, penalise
+from decoder.sampling.filters import filter_eta, filter_min_p, filter_top_k, filter_top_p, first_argmax, process_logits
 from decoder.sampling.sampler import Sampler
 
 LOGITS = torch.randn(6, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
@@ -41,13 +41,15 @@ def test_filters_run_on_what_the_one_before_left():
     torch.testing.assert_close(filter_top_p(filter_top_k(LOGITS, 20), 0.9), chain, rtol=0, atol=0)
 
 
-def test_penalty_equals_transformers():
+@pytest.mark.parametrize("penalty", [1.3, 2.0, 0.7])
+def test_penalty_equals_transformers(penalty):
     ids = torch.randint(200, (6, 50), generator=torch.Generator().manual_seed(1))
-    expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, LOGITS.clone())
+    params = SamplingParams(repetition_penalty=penalty)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, LOGITS.clone())
     for row in range(6):
         window = torch.zeros(200, dtype=torch.bool)
         window[ids[row]] = True
-        torch.testing.assert_close(penalise(LOGITS[row], window, 1.3), expected[row], rtol=0, atol=0)
+        torch.testing.assert_close(process_logits(LOGITS[row], params, window), expected[row], rtol=0, atol=0)
 
 
 def test_ties_go_to_the_smaller_token_id():

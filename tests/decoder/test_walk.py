@@ -95,6 +95,16 @@ def test_the_devices_walk_is_the_hosts(params):
         assert all(type(number) is int for walked in expected for number in walked)
 
 
+@pytest.mark.parametrize("name", ["plain", "top-p", "eta", "window 3", "all filters"])
+def test_nodes_that_are_drawn_one_by_one_are_those_drawn_together(name):
+    generator = torch.Generator().manual_seed(8)
+    logits = random_logits(40, generator, ties=True)
+    tree = grown_tree(SAMPLERS[name], [4, 9, 2], 7, logits, generator)
+    sampler = Sampler(SAMPLERS[name], WORDS, CPU, [4, 9, 2], **COLLECTED)
+    one_by_one, together = (TreeDraws(tree, logits, sampler, apart=apart).numbers for apart in (True, False))
+    torch.testing.assert_close(one_by_one, together)
+
+
 @pytest.mark.parametrize("name", ["plain", "window 1", "window 3", "window 1024"])
 def test_an_end_in_the_middle_takes_no_more_tokens(name):
     params, generator = SAMPLERS[name], torch.Generator().manual_seed(1)
@@ -201,6 +211,19 @@ def test_where_a_walk_ended_the_device_knows_as_well_as_the_host(params):
         assert torch.equal(behind.noise(1), host.draft_context().noise(1, skip=1))
         if before is not None:
             assert torch.equal(behind.in_window(), before.index_fill(0, torch.tensor([4]), True))
+
+
+@pytest.mark.parametrize("name", ["window 1", "window 3", "window 8"])
+def test_drafted_tokens_that_the_host_has_not_read_slide_the_window_as_others_do(name):
+    sampler = Sampler(SAMPLERS[name], WORDS, CPU, [5, 1, 5])
+    known, unread = sampler.draft_context(), sampler.draft_context()
+    for token in (1, 7, 1, 3, 7, 7, 2, 5, 9, 3):
+        drafted = torch.tensor([token])
+        unread.push(drafted)
+        known.push(token)
+        # The same tensor, since to make another one of it the host would have to wait.
+        assert unread.newest() is drafted and known.newest().tolist() == [token]
+        assert torch.equal(unread.in_window(), known.in_window())
 
 
 @pytest.fixture
