@@ -6,14 +6,20 @@ each token has the bits that `bitwise_attention` gives it alone, which is tested
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
+from torch.nn import functional
 
 from decoder.kernels.bitwise_attention import COLUMNS, BitwiseText, TailGroup, wide_dtype
 
 Product = tuple[int | None, Sequence[int], int]
 """Whose rows a product takes for each KV head: the text's number in the pass (None: nobody's), which of the text's new
 tokens, and how many rows that makes with their padding."""
+
+# Of a chain, and of a cache whose text takes no part: where keys stand, and that all are seen.
+_COLUMNS = torch.arange(COLUMNS)
+_ALL_SEEN = torch.zeros(1, COLUMNS)
 
 
 class BatchedTexts:
@@ -80,20 +86,17 @@ class BatchedTexts:
 
     def _by_row(self, group: TailGroup | None, per_head: int) -> torch.Tensor:
         """For each row, in which of the tail's columns its keys stand, in the order of the text: [rows, COLUMNS]."""
-        if group is None:
-            return torch.arange(COLUMNS).expand(self._rows, -1)
-        return group.in_order[self._nodes(group, per_head)]
+        if group is None or group.columns is None:
+            return _COLUMNS.expand(self._rows, -1)
+        return group.in_order[_nodes_of_rows(group.count, per_head, self._rows)]
 
     def _mask(self, group: TailGroup | None, per_head: int) -> torch.Tensor:
         """What is added to the scores of these keys: [rows, COLUMNS]."""
-        mask = torch.zeros(self._rows, COLUMNS)
-        if group is not None:
-            mask[:, COLUMNS - group.mask.shape[1] :] = group.mask[self._nodes(group, per_head)]
-        return mask
-
-    def _nodes(self, group: TailGroup, per_head: int) -> torch.Tensor:
-        """Which node of the group each row belongs to; padding comes again from the first row."""
-        return torch.arange(group.count).repeat(per_head)[torch.arange(self._rows) % (per_head * group.count)]
+        if group is None:
+            return _ALL_SEEN.expand(self._rows, -1)
+        mask = group.mask[_nodes_of_rows(group.count, per_head, self._rows)]
+        committed = COLUMNS - mask.shape[1]
+        return functional.pad(mask, (committed, 0)) if committed else mask
 
     def attend(self, rows: torch.Tensor, per_head: int, layer: int, scaling: float) -> torch.Tensor:
         """[n x G, rows, Dv] of the queries [n x G, rows, D] of a layer."""
@@ -112,3 +115,9 @@ class BatchedTexts:
             # Multiplied and added one after the other: both at once may be another number in another loop.
             output.add_(torch.bmm(before, self._values_before[layer]))
         return output
+
+
+@lru_cache(maxsize=512)
+def _nodes_of_rows(count: int, per_head: int, rows: int) -> torch.Tensor:
+    """Which of a group's nodes each row belongs to, int64 [rows]; padding comes again from the first row."""
+    return torch.arange(count).repeat(per_head)[torch.arange(rows) % (per_head * count)]
