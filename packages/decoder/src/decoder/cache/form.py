@@ -18,9 +18,9 @@ class _Codes(NamedTuple):
     error: float
 
 
-# int8: half a step of 1/127. fp8 (e4m3): half of the largest step, which is 32 from 256 to 448.
+# int8: half a step of 1/127. fp8 (e4m3): half of the largest step, which is 32 from 256 to 448, and a scale's rounding.
 _CODES = dict(
-    zip(KV_DTYPES, (_Codes(torch.int8, 127.0, 0.5 / 127), _Codes(torch.float8_e4m3fn, 448.0, 16 / 448)), strict=True)
+    zip(KV_DTYPES, (_Codes(torch.int8, 127.0, 0.5 / 127), _Codes(torch.float8_e4m3fn, 448.0, 1 / 27)), strict=True)
 )
 
 
