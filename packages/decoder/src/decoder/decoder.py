@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoder.admission import Admission, CacheBytes, memory_for_caches
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
+from decoder.cache import blocks
 from decoder.cache.form import CacheForm
 from decoder.cache.stored import full_cache
 from decoder.drafters import METHODS, DrafterContext, drafter_class
@@ -20,7 +21,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine, Fits
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
-from decoder.model.bitwise import BitwiseSetting
+from decoder.model.bitwise import FREE, BitwiseSetting
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
@@ -380,9 +381,10 @@ class Decoder:
         """Bytes of the full cache at its longest plus a draft cache of the default budget."""
         target, options, prompt = self.target, arguments.options, len(arguments.context)
         form, sizes = CacheForm.of(options), (target.attention_shape, target.layers, target.device)
-        on_device, on_host = (
-            each(*sizes, tokens=prompt + arguments.limit) for each in (form.device_bytes, form.host_bytes)
-        )
+        tokens = prompt + arguments.limit
+        if form.plain and (target.bitwise.rule or FREE).batched:
+            tokens = blocks.rounded(tokens + target.spare) or tokens
+        on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))
         return CacheBytes(on_device + target.kv_bytes * options.budget_for(prompt), on_host)
 
     def _tuning_state(self, arguments: Arguments) -> dict[Hashable, Any]:

@@ -15,6 +15,7 @@ from decoder.drafters.base import DeferredRead, DraftsAhead, WantsLevels
 from decoder.drafters.levels import fill_together
 from decoder.kernels.bitwise_attention import DEPTH
 from decoder.kernels.transfers import download
+from decoder.model.bitwise import FREE
 from decoder.model.loading import out_of_memory
 from decoder.model.target import Target
 from decoder.model.verification import Verification
@@ -53,9 +54,7 @@ class Engine:
 
     def __init__(self, target: Target, fits: Fits | None = None, prefixes: PrefixReuse | None = None):
         self.target, self.fits, self.prefixes = target, fits, prefixes
-        rule = target.bitwise.rule
-        together = fits is not None and rule is not None and rule.attention is not None and rule.attention.batched
-        self.blocks = Blocks() if together else None
+        self.blocks = Blocks() if fits is not None and (target.bitwise.rule or FREE).batched else None
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._prefills: dict[Sequence, Generator[int, None, int]] = {}  # of those that run, what is left

@@ -26,7 +26,8 @@ STRIDE = 32
 COLUMNS = DEPTH + STRIDE
 """The number of keys in a tail. Those behind the token count too, although it does not see them."""
 
-_SHORT = 4096  # keys up to which one softmax over all scores is faster than blocks and their merging
+SHORT = 4096
+"""Keys up to which one softmax over all scores is faster on a CPU than blocks and their merging."""
 
 SPARE = COLUMNS + STRIDE
 """A tail may reach so many slots beyond the last token of a text, so its cache has that many more."""
@@ -181,7 +182,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def in_one_softmax(group: TailGroup, dtype: torch.dtype) -> bool:
     """Whether one softmax covers the scores of a group's prefix, too."""
-    return group.start <= _SHORT and dtype == wide_dtype(dtype)
+    return group.start <= SHORT and dtype == wide_dtype(dtype)
 
 
 def _groups(length: int, depths: Sequence[int], mask: torch.Tensor | None) -> list[TailGroup]:

@@ -110,7 +110,7 @@ class AttentionPlan:
         for text in texts:
             firsts.append(first)
             first += text.count
-        batches = _batches(texts, dtype)
+        batches = _batches(texts, dtype) if len(texts) > 1 else []
         if not all_together:
             batches = [_worth_sharing(batch, self.per_head) for batch in batches]
         self.parts: list[_Part] = [BatchedTexts(batch, self.per_head) for batch in batches if batch]

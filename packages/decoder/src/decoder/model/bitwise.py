@@ -46,6 +46,16 @@ class PassRule(NamedTuple):
     most: int | None = None
     chunk: int | None = None
 
+    @property
+    def spare(self) -> int:
+        """Slots behind a text's last one at which attention may look."""
+        return 0 if self.attention is None else self.attention.spare
+
+    @property
+    def batched(self) -> bool:
+        """Whether the attention of several texts can share products, if their caches stand in blocks."""
+        return self.attention is not None and self.attention.batched
+
     def padding(self, count: int) -> int:
         """How many tokens are added to a pass of ``count``."""
         padded = max(count, self.least)

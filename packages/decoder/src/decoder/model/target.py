@@ -240,11 +240,11 @@ class Target:
         self._begin(cache, count)
         if self._rule is None or cache.purpose != "text":
             return TextInPass(count, mask, cache.kv_length)
-        length = cache.get_seq_length()
+        length, rule = cache.get_seq_length(), self._rule.attention
         depths = [position - length for position in positions]
-        if self._rule.attention is None:
+        if rule is None:
             return TextInPass(count, tails=tail_slots(length, depths, mask, count))
-        return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, self._rule.attention))
+        return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, rule))
 
     def _begin(self, cache: LayeredCache, count: int) -> None:
         pool = None if self.recorder is None else self.pool
@@ -304,7 +304,7 @@ class Target:
     @property
     def spare(self) -> int:
         """Slots behind a text's last one at which attention may look: on a CPU, where it is by position."""
-        return self._rule.attention.spare if self._rule is not None and self._rule.attention is not None else 0
+        return (self._rule or FREE).spare
 
     @property
     def most_nodes(self) -> int | None:
@@ -344,7 +344,7 @@ class Target:
 
     def _verify(self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool) -> list[Verification]:
         """Verify all trees in one pass, which is never recorded, since its shape changes with every step."""
-        counts = [len(tree) for tree in trees]
+        counts = list(map(len, trees))
         padding = 0 if self._rule is None else self._rule.padding(sum(counts))
         # The last text is padded with its first token, which no other sees.
         widths = [*counts[:-1], counts[-1] + padding]

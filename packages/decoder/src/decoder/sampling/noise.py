@@ -7,6 +7,9 @@ position i is output t + 1 of the generator whose state is the mixed key (seed, 
 
 import torch
 
+_BLOCK = 16  # positions
+_CACHED = 2**16  # numbers
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
@@ -50,12 +53,14 @@ def gumbel(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch
 class NoiseRows:
     """The noise of consecutive positions, for drafts and verifications alike, made once for each position.
 
-    On a CPU it is made position by position, in memory that stays in its caches; on a device some ``block`` positions
-    at once, since that takes no more calls than one.
+    It is made for 16 positions at once, since that takes no more calls than one; on a CPU for as few as stay in its
+    caches, for a large vocabulary position by position.
     """
 
-    def __init__(self, seed: int, vocab_size: int, device: torch.device, block: int = 16):
-        self.seed, self._block = seed, 1 if device.type == "cpu" else block
+    def __init__(self, seed: int, vocab_size: int, device: torch.device):
+        self.seed, self._block = seed, _BLOCK
+        if device.type == "cpu":
+            self._block = min(_BLOCK, max(1, _CACHED // vocab_size))
         self.token_ids = torch.arange(vocab_size, device=device)
         self._made: dict[int, torch.Tensor] = {}  # by position, float64 [V]
 
