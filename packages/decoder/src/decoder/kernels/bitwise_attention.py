@@ -42,25 +42,16 @@ class Rule(NamedTuple):
         multiple: the number of rows is padded to a multiple of this one.
         in_order: a product over at most this many columns sums them in their order, so columns of weight zero may stand
             between those of a token's ancestors. For a tree with more columns the values are gathered instead.
-        uneven: products over so many columns, from the first number to below the second, sum them in an order of their
-            own. They are made over the second number, with weights of zero behind; (0, 0) if there are none.
-        batched: whether the other products over columns have the same bits with weights of zero behind, so that texts
-            of different lengths may share products.
+        batched: whether texts of different lengths may share products: other products over columns have the same bits
+            with weights of zero behind,
+        uneven: but those over so many columns, from the first number to below the second, which are summed in an order
+            of their own.
     """
 
     multiple: int
     in_order: int
-    uneven: tuple[int, int] = (0, 0)
     batched: bool = False
-
-    def even(self, columns: int) -> int:
-        """Over how many columns a product over ``columns`` is made."""
-        return self.uneven[1] if self.uneven[0] <= columns < self.uneven[1] else columns
-
-    @property
-    def spare(self) -> int:
-        """How many slots behind the last token of a text the products of attention may reach."""
-        return max(SPARE, self.uneven[1] - self.uneven[0])
+    uneven: tuple[int, int] = (0, 0)
 
 
 class TailGroup(NamedTuple):
@@ -114,8 +105,7 @@ class _Near(NamedTuple):
         columns: for a tree, those of the group, [G, rows, COLUMNS - still].
         dtype: the dtype of scores, weights and sums.
         keys: per layer, the keys from ``first`` on, [G, D, middle + width].
-        values: per layer, the values between ``first`` and the tail, [G, middle or more, Dv] as `Rule.even` has it,
-            and the tail's, [G, width, Dv].
+        values: per layer, the values between ``first`` and the tail, [G, middle, Dv], and the tail's, [G, width, Dv].
         prefix: per layer, keys and values before ``first``, [1, G, first, D]; empty where there are none.
     """
 
@@ -276,9 +266,6 @@ class BitwiseText:
         output = self._of_tail(near, in_tail, near_value[1])
         # Multiplied and added one after the other: both at once may be another number in another loop.
         if near.middle:
-            missing = near_value[0].shape[1] - near.middle
-            if missing:
-                between = functional.pad(between, (0, missing))
             output.add_(torch.bmm(between, near_value[0]))
         if near.first:
             output.add_(prefix[0].to(near.dtype) * of_prefix)
@@ -329,7 +316,7 @@ class BitwiseText:
         near = keys[:, 0].narrow(2, first, middle + group.width).mT.unbind()
         between, tail = (
             values[:, 0].narrow(2, start, count).unbind()
-            for start, count in ((first, self.rule.even(middle)), (group.start, group.width))
+            for start, count in ((first, middle), (group.start, group.width))
         )
         prefix = [pairs.narrow(3, 0, first).unbind() for pairs in (keys, values)] if first else []
         return near, list(zip(between, tail, strict=True)), list(zip(*prefix, strict=True))

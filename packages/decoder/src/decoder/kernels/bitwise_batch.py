@@ -52,13 +52,13 @@ class BatchedTexts:
 
     def _make(self, texts: list[BitwiseText], groups: list[TailGroup | None], places: slice, per_head: int) -> None:
         """Make what all layers share."""
-        block, rule = texts[0].pairs.block, texts[0].rule
+        block = texts[0].pairs.block
         kv_heads, slots = block.keys.shape[2:4]
         starts = torch.tensor([0 if group is None else group.start for group in groups])
         # Behind the tail's own columns one more for each wide tree: all have the same number.
         width = max(group.width for group in groups if group is not None)
-        self._before = rule.even(int(starts.max()))
-        columns = max(self._before, int(starts.max()) + width)
+        self._before = int(starts.max())
+        columns = self._before + width
         for text in texts:
             text.pairs.make_finite(columns)
         in_order = torch.stack([self._by_row(group, per_head) for group in groups])  # [n, rows, COLUMNS]

@@ -129,6 +129,12 @@ class AttentionPlan:
         )
         self.layout = _layout(products, tokens, all_heads, heads, kv_heads)
 
+    def attend(self, part: _Part, rows: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+        """[rows, Dv] of a part's rows of queries [rows, D]."""
+        rows = rows.view(len(part.sources) * self.kv_heads, -1, rows.shape[1])
+        output = part.attend(rows, self.per_head, layer, scaling)
+        return output.view(-1, output.shape[-1])
+
 
 def _batches(texts: Sequence[BitwiseText], dtype: torch.dtype) -> list[dict[int, BitwiseText]]:
     """The texts that can share products, by their numbers: those whose caches stand beside each other."""
@@ -136,8 +142,8 @@ def _batches(texts: Sequence[BitwiseText], dtype: torch.dtype) -> list[dict[int,
     for number, text in enumerate(texts):
         if text.pairs.block is None or not text.rule.batched or len(text.groups) > 1:
             continue
-        [group] = text.groups
-        if group.width <= text.rule.in_order and in_one_softmax(group, dtype):
+        [group], (uneven, even) = text.groups, text.rule.uneven
+        if group.width <= text.rule.in_order and in_one_softmax(group, dtype) and not uneven <= group.start < even:
             beside.setdefault(id(text.pairs.block), {})[number] = text
     return list(beside.values())
 
@@ -191,14 +197,13 @@ def attend_texts(
         first.plan = kind, AttentionPlan(texts, *kind)
     plan = first.plan[1]
     # A call for all parts, since most of a small model's step is calls.
-    rows = heads.reshape(-1, dim).index_select(0, plan.layout.sources).split(plan.counts)
-    outputs = [
-        part.attend(own.view(len(part.sources) * plan.kv_heads, -1, dim), plan.per_head, layer, scaling)
-        for part, own in zip(plan.parts, rows, strict=True)
-    ]
-    flat = [output.view(-1, output.shape[-1]) for output in outputs]
-    joined = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return joined.index_select(0, plan.layout.places).view(tokens, -1).to(heads.dtype)
+    rows = heads.reshape(-1, dim).index_select(0, plan.layout.sources)
+    if len(plan.parts) == 1:
+        outputs = plan.attend(plan.parts[0], rows, layer, scaling)
+    else:
+        parts = zip(plan.parts, rows.split(plan.counts), strict=True)
+        outputs = torch.cat([plan.attend(part, own, layer, scaling) for part, own in parts])
+    return outputs.index_select(0, plan.layout.places).view(tokens, -1).to(heads.dtype)
 
 
 def attend_text(text: BitwiseText, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:

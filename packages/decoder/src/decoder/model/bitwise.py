@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from decoder.kernels.bitwise_attention import Rule
+from decoder.kernels.bitwise_attention import SPARE, Rule
 from decoder.kernels.cublas import rounds_to_tf32
 from decoder.kernels.fast_paths import BITWISE, RECORDED, fault_of
 from decoder.kernels.packed_linear import product_of, under_autocast
@@ -49,7 +49,7 @@ class PassRule(NamedTuple):
     @property
     def spare(self) -> int:
         """Slots behind a text's last one at which attention may look."""
-        return 0 if self.attention is None else self.attention.spare
+        return 0 if self.attention is None else SPARE
 
     @property
     def batched(self) -> bool:

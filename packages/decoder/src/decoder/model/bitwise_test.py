@@ -13,6 +13,7 @@ from decoder.kernels import attention, bitwise_split_kv
 from decoder.kernels.bitwise_attention import (
     COLUMNS,
     DEPTH,
+    SPARE,
     STRIDE,
     BitwiseText,
     Rule,
@@ -37,11 +38,10 @@ _IN_ORDER = 160
 # both sides of where the prefix is separated. In float64 one in twenty of them was seen to fail.
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
 # For texts together, whose products must be those of each alone: on all sides of where sums begin to be cut in pieces.
-_BATCHES = ((5, 90, 100), (150, 310, 340, 400), (70, 250, 600, 900), (300, 1100, 2000, 2600), (100, 4000, 4150))
+_BATCHES = ((5, 90, 100), (150, 230, 480, 520), (70, 250, 600, 900), (200, 1100, 2000, 2600), (100, 3400, 3800))
 _MOST_COLUMNS, _MOST_UNEVEN = 2048, 1024
 _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
-_SPARE = 1024  # at least `Rule.spare`
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 14, 31, 37, 62, 100, 121, 242)
 _MOST_ROWS = 320
 _ROWS_OF_VOCABULARY = 48
@@ -109,10 +109,10 @@ def _batched_rule(shape: AttentionShape, multiple: int) -> Rule | None:
         if not torch.equal(torch.bmm(longer, values), short):
             uneven.append(columns)
     if not uneven:
-        return Rule(multiple, _IN_ORDER, batched=True)
+        return Rule(multiple, _IN_ORDER, True)
     if uneven[-1] == _MOST_UNEVEN:
         return None
-    return Rule(multiple, _IN_ORDER, (uneven[0], uneven[-1] + STRIDE), batched=True)
+    return Rule(multiple, _IN_ORDER, True, (uneven[0], uneven[-1] + STRIDE))
 
 
 @torch.inference_mode()
@@ -131,9 +131,9 @@ def batch_fault(shape: AttentionShape, rule: Rule) -> str | None:
             pairs = [random(1, 1, shape.kv_heads, length + len(tree), dim) for dim in (shape.dim, shape.value_dim)]
             cache = FullCache(max(lengths) + len(tree))
             cache.beside = blocks
-            cache.prepare(1, spare=rule.spare)
+            cache.prepare(1, spare=SPARE)
             cache.begin_with(pairs, shape, _CPU)
-            cache.make_finite(length + len(tree) + rule.spare)
+            cache.make_finite(length + len(tree) + SPARE)
             texts.append((cache, length, tree.depths, tree.ancestor_mask()))
         query = random(sum(len(depths) for _, _, depths, _ in texts), shape.heads, shape.dim)
 
@@ -200,7 +200,7 @@ def attention_fault(
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator, device=device).to(shape.dtype)
 
-    slots = max(lengths) + max(*nodes, _CHAIN) + _SPARE
+    slots = max(lengths) + max(*nodes, _CHAIN) + SPARE
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
     query = random(1, shape.heads, max(*nodes, _CHAIN), shape.dim)
     trees = [_tree(count) for count in nodes]

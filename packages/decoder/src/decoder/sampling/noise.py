@@ -7,7 +7,6 @@ position i is output t + 1 of the generator whose state is the mixed key (seed, 
 
 import torch
 
-_BLOCK = 16  # positions
 _CACHED = 2**16  # numbers
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -44,38 +43,33 @@ def gumbel(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch
     The uniform is (2k + 1) / 2**53 with k of 52 bits: exact in float64, symmetric, never 0 or 1. log1p keeps the
     upper tail, which decides the draws, exact to the last bit.
     """
-    bits = random_bits(seed, positions, token_ids)
-    # 2k + 1 is what the upper 53 bits are with the last of them set.
-    odd = _shift_right(bits, 11, bits).bitwise_or_(1)
-    return odd.double().mul_(-(2.0**-53)).log1p_().neg_().log_().neg_()
+    noise = torch.empty(len(positions), len(token_ids), dtype=torch.float64, device=token_ids.device)
+    # On a CPU for as few positions at a time as stay in its caches.
+    size = len(positions) if token_ids.device.type != "cpu" else max(1, _CACHED // len(token_ids))
+    for some, out in zip(positions.split(size), noise.split(size), strict=True):
+        bits = random_bits(seed, some, token_ids)
+        # 2k + 1 is what the upper 53 bits are with the last of them set.
+        out.copy_(_shift_right(bits, 11, bits).bitwise_or_(1))
+        out.mul_(-(2.0**-53)).log1p_().neg_().log_().neg_()
+    return noise
 
 
 class NoiseRows:
-    """The noise of consecutive positions, for drafts and verifications alike, made once for each position.
+    """The noise of consecutive positions, for drafts and verifications alike; computed some ``block`` at a time."""
 
-    It is made for 16 positions at once, since that takes no more calls than one; on a CPU for as few as stay in its
-    caches, for a large vocabulary position by position.
-    """
-
-    def __init__(self, seed: int, vocab_size: int, device: torch.device):
-        self.seed, self._block = seed, _BLOCK
-        if device.type == "cpu":
-            self._block = min(_BLOCK, max(1, _CACHED // vocab_size))
+    def __init__(self, seed: int, vocab_size: int, device: torch.device, block: int = 16):
+        self.seed, self.block = seed, block
         self.token_ids = torch.arange(vocab_size, device=device)
-        self._made: dict[int, torch.Tensor] = {}  # by position, float64 [V]
+        self._first = 0
+        self._rows = torch.empty(0, vocab_size, dtype=torch.float64, device=device)
 
     def rows(self, first: int, count: int, skip: int = 0) -> torch.Tensor:
         """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind ``first``.
 
-        What was made of positions before ``first`` is forgotten.
+        New noise is computed from ``first`` on, so that it also serves requests for the positions that are skipped.
         """
-        self._made = {position: row for position, row in self._made.items() if position >= first}
-        wanted = range(first + skip, first + skip + count)
-        # A block begins at ``first``, so that it also serves requests for the positions that are skipped.
-        for position in wanted if self._block == 1 else range(first, wanted.stop):
-            if position not in self._made:
-                positions = range(position, position + self._block)
-                ids = torch.arange(positions.start, positions.stop, device=self.token_ids.device)
-                self._made.update(zip(positions, gumbel(self.seed, ids, self.token_ids).unbind(), strict=True))
-        rows = [self._made[position] for position in wanted]
-        return rows[0][None] if count == 1 else torch.stack(rows)
+        end = first + skip + count
+        if first < self._first or end > self._first + len(self._rows):
+            positions = torch.arange(first, end + self.block, device=self.token_ids.device)
+            self._first, self._rows = first, gumbel(self.seed, positions, self.token_ids)
+        return self._rows[first + skip - self._first : end - self._first]
