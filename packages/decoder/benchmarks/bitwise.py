@@ -5,15 +5,17 @@
 
 `same` draws prompts from the shipped test books, samplings, methods, trees, places where the text is cut and resumed,
 and sizes of the prompt's chunks at random, and compares tokens and log-probabilities with `ar`'s until so many tokens
-are compared. `price` takes turns with bitwise on and off: medians of the quotients of times, and their range. Times are
-by the clock, so the machine should have nothing else to do.
+are compared; with `--batch N` those of N prompts, of which a random number are decoded together. `price` takes turns
+with bitwise on and off: medians of the quotients of times, and their range. Times are by the clock, so the machine
+should have nothing else to do.
 """
 
 import argparse
 import gzip
 import json
 import random
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, repeat
 from pathlib import Path
 from statistics import median
 
@@ -42,29 +44,44 @@ def books(dec: Decoder, count: int) -> list[list[int]]:
     return [dec.tokenizer(text[:80_000], verbose=False)["input_ids"] for text in texts]
 
 
+def drawn_prompt(choose: random.Random, texts: list[list[int]], lengths: list[int]) -> list[int]:
+    """Some tokens in a row of one of the texts."""
+    length = choose.choice(lengths)
+    text = choose.choice([text for text in texts if len(text) >= length])
+    start = choose.randint(0, len(text) - length)
+    return text[start : start + length]
+
+
 def same(arguments: argparse.Namespace) -> None:
     """Compare until ``--tokens`` are compared; the exit status is 1 when any differs."""
     dec = decoder.load(arguments.model, arguments.heads, dtype=arguments.dtype, bitwise=True)
-    choose, texts = random.Random(arguments.seed), books(dec, 6)
+    choose, texts, new = random.Random(arguments.seed), books(dec, 6), arguments.new_tokens
+    asked = {"ignore_eos": True, "return_logprobs": True}
     compared = runs = differing = 0
     while compared < arguments.tokens:
-        length = choose.choice(arguments.lengths)
-        text = choose.choice([text for text in texts if len(text) >= length])
-        start = choose.randint(0, len(text) - length)
-        prompt, new = text[start : start + length], arguments.new_tokens
-        sampling = choose.choice(SAMPLINGS)
+        prompts = [drawn_prompt(choose, texts, arguments.lengths) for _ in range(arguments.batch)]
+        samplings = [replace(choose.choice(SAMPLINGS), seed=choose.randrange(100)) for _ in prompts]
         target._PREFILL_CHUNK = 512
-        plain = dec.generate(prompt, new, "ar", sampling, ignore_eos=True, return_logprobs=True)
+        plain = [
+            dec.generate(*text, "ar", how, **asked) for *text, how in zip(prompts, repeat(new), samplings, strict=False)
+        ]
         for method in choose.sample(METHODS, arguments.methods):
-            target._PREFILL_CHUNK = choose.choice(CHUNKS) if length < 1000 else 512
+            target._PREFILL_CHUNK = choose.choice(CHUNKS) if max(map(len, prompts)) < 1000 else 512
             options = TokenSwiftOptions(tree=choose.choice(TREES), budget=256)
-            cut = choose.choice((0, 0, choose.randrange(new)))
-            context = prompt + plain.token_ids[:cut]
-            out = dec.generate(context, new - cut, method, sampling, options, ignore_eos=True, return_logprobs=True)
-            equal = (out.token_ids, out.logprobs) == (plain.token_ids[cut:], plain.logprobs[cut:])
-            compared, runs, differing = compared + new - cut, runs + 1, differing + (not equal)
-            if not equal:
-                print(f"differs: {method} of {length} from {start}, cut at {cut}, {sampling}, {options}", flush=True)
+            cuts = [choose.choice((0, 0, choose.randrange(new))) for _ in prompts]
+            contexts = [prompt + out.token_ids[:cut] for prompt, out, cut in zip(prompts, plain, cuts, strict=True)]
+            news, together = [new - cut for cut in cuts], choose.randint(1, len(prompts))
+            if len(prompts) == 1:
+                outs = [dec.generate(contexts[0], news[0], method, samplings[0], options, **asked)]
+            else:
+                outs = dec.generate_batch(contexts, news, method, samplings, options, max_batch=together, **asked)
+            for out, alone, cut, prompt, how in zip(outs, plain, cuts, prompts, samplings, strict=True):
+                equal = (out.token_ids, out.logprobs) == (alone.token_ids[cut:], alone.logprobs[cut:])
+                compared, runs, differing = compared + new - cut, runs + 1, differing + (not equal)
+                if not equal:
+                    print(
+                        f"differs: {method} of {len(prompt)} tokens, cut at {cut}, {how}, {options}, {together} at once"
+                    )
         print(f"{compared:,} tokens of {runs} runs, {differing} differ", flush=True)
     raise SystemExit(bool(differing))
 
@@ -107,6 +124,7 @@ def main() -> None:
     commands.choices["same"].add_argument("--tokens", type=int, default=10_000)
     commands.choices["same"].add_argument("--methods", type=int, default=4, help="of each prompt")
     commands.choices["same"].add_argument("--lengths", type=int, nargs="+", default=[16, 90, 200, 512, 2048])
+    commands.choices["same"].add_argument("--batch", type=int, default=1, help="prompts that are compared together")
     commands.choices["same"].add_argument("--seed", type=int, default=0)
     commands.choices["price"].add_argument("--length", type=int, default=512)
     commands.choices["price"].add_argument("--rounds", type=int, default=10)
