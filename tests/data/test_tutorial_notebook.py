@@ -20,7 +20,7 @@ def test_the_notebook_runs_and_finds_the_same_text(tmp_path, monkeypatch, capsys
         exec(compile(source, f"cell {number}", "exec"), names)
         if not number:
             assert names["MODEL"] == "data/reference-model"
-            names |= {"NEW_TOKENS": 16, "STEPS": 2}
+            names |= {"NEW_TOKENS": 16, "STEPS": 2, "CHUNKS": 1}
     printed = capsys.readouterr().out
     assert "identical: yes" in printed and "identical: True" in printed and "identical: False" not in printed
     results = json.loads((tmp_path / "runs/notebook/comparison/results.json").read_text())
