@@ -87,8 +87,18 @@ def test_a_cache_grows_into_a_larger_block_and_out_of_the_last_one():
     assert cache.keys[:, :, :, 300 : 305 + 128].isfinite().all()
 
 
-def test_a_text_too_long_for_a_block_has_buffers_of_its_own():
+def test_what_does_not_suit_a_block_has_buffers_of_its_own(monkeypatch):
+    """A long text; half precision, whose keys no kernel takes transposed; and where eight caches do not fit."""
     cache, pairs = filled(Blocks(), 50, capacity=blocks_module._LARGEST)
+    assert cache.block is None and holds(cache, pairs)
+    half = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)
+    assert Blocks().enter(half, half, LAYERS, 300) is None
+
+    def full(*arguments):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(blocks_module, "Block", full)
+    cache, pairs = filled(Blocks(), 50)
     assert cache.block is None and holds(cache, pairs)
 
 

@@ -4,7 +4,7 @@ from weakref import WeakSet
 
 import torch
 
-from decoder.kernels.bitwise_attention import SHORT
+from decoder.kernels.bitwise_attention import SHORT, SPARE, wide_dtype
 
 _CACHES = 8  # in a block
 _SMALLEST, _LARGEST = 512, SHORT  # slots
@@ -53,20 +53,26 @@ class Blocks:
         self._blocks: WeakSet[Block] = WeakSet()
 
     def enter(self, key: torch.Tensor, value: torch.Tensor, layers: int, slots: int) -> tuple[Block, int] | None:
-        """A block and a free place in it for a cache of at least so many slots, None if it is too long for a block.
+        """A block and a free place in it for a cache of at least so many slots.
+
+        None if it is too long for a block, or of half precision, whose prefixes are read by a kernel that does not know
+        transposed keys, or if the whole block does not fit the memory, as a cache alone still may.
 
         Args:
             key, value: pairs like those to come, [1, KV heads, any, head size].
         """
         wanted = rounded(slots)
-        if wanted is None:
+        if wanted is None or wide_dtype(key.dtype) != key.dtype:
             return None
         kind = layers, key.shape[1], wanted, key.shape[3]
         for block in self._blocks:
             if block.free and block.keys.dtype == key.dtype and (*block.keys.shape[:1], *block.keys.shape[2:]) == kind:
                 break
         else:
-            block = Block(key, value, layers, wanted)
+            try:
+                block = Block(key, value, layers, wanted)
+            except RuntimeError:  # what PyTorch's allocator raises
+                return None
             self._blocks.add(block)
         # The first one, so that those in use stand close together.
         place = min(block.free)
@@ -75,8 +81,8 @@ class Blocks:
 
     def idle_bytes(self, capacity: int) -> int:
         """Bytes that ended texts have left in places which a cache of this capacity would not take."""
-        size = rounded(capacity) or 0
-        return sum(block.idle_bytes for block in self._blocks if not size <= block.slots <= 2 * size)
+        slots = rounded(capacity + SPARE)
+        return sum(block.idle_bytes for block in self._blocks if block.slots != slots)
 
 
 def rounded(slots: int) -> int | None:
