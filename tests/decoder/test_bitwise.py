@@ -158,7 +158,7 @@ def test_texts_that_share_products_have_the_bits_they_have_alone(lengths, nodes)
     alone = {}
     for number, text in enumerate(texts):
         heads = rows[number].transpose(0, 1)[None]
-        apart = OneLayer(*(pairs[0].clone() for pairs in (text[0].keys, text[0].values)))
+        apart = OneLayer(*(pairs[0].contiguous() for pairs in (text[0].keys, text[0].values)))
         alone[number] = attend_text(BitwiseText(apart, *text[1:], rule), heads, 0, 0.3)[0].transpose(0, 1).flatten(1)
     for number, output in enumerate(attend(range(4))):
         assert torch.equal(output, alone[number])

@@ -57,7 +57,7 @@ class Admission:
         """Whether ``candidate`` may join those that are running."""
         if len(running) >= self.max_batch:
             return False
-        beside = candidate.cache.beside
-        left = CacheBytes(0 if beside is None else beside.idle_bytes(candidate.cache.capacity))
+        blocks = {one.cache.beside for one in [*running, candidate] if one.cache.beside is not None}
+        left = CacheBytes(sum(each.idle_bytes(candidate.cache.capacity) for each in blocks))
         planned = zip(left, *(self._planned[one] for one in [*running, candidate]), strict=True)
         return all(sum(needed) <= most for needed, most in zip(planned, self.budget, strict=True))

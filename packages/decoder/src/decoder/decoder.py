@@ -14,6 +14,7 @@ from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
 from decoder.cache import blocks
 from decoder.cache.form import CacheForm
+from decoder.cache.full import FullCache
 from decoder.cache.stored import full_cache
 from decoder.drafters import METHODS, DrafterContext, drafter_class
 from decoder.drafters.draft_vocabulary import DraftVocabulary
@@ -21,7 +22,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine, Fits
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
-from decoder.model.bitwise import FREE, BitwiseSetting
+from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
@@ -295,7 +296,7 @@ class Decoder:
                     errors[index] = error
                     continue
                 index_of[sequence] = index
-                admission.plan(sequence, self.cache_bytes(one))
+                admission.plan(sequence, self.cache_bytes(one, sequence.cache))
                 engine.add(sequence)
             for sequence, tokens in engine.step():
                 index = index_of[sequence]
@@ -377,13 +378,12 @@ class Decoder:
             draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
         )
 
-    def cache_bytes(self, arguments: Arguments) -> CacheBytes:
-        """Bytes of the full cache at its longest plus a draft cache of the default budget."""
+    def cache_bytes(self, arguments: Arguments, cache: FullCache | None = None) -> CacheBytes:
+        """Bytes of the full cache at its longest, ``cache`` if it is made, plus a draft cache of the default budget."""
         target, options, prompt = self.target, arguments.options, len(arguments.context)
         form, sizes = CacheForm.of(options), (target.attention_shape, target.layers, target.device)
-        tokens = prompt + arguments.limit
-        if form.plain and (target.bitwise.rule or FREE).batched:
-            tokens = blocks.rounded(tokens + target.spare) or tokens
+        whole = None if cache is None or cache.beside is None else blocks.rounded(cache.capacity + target.spare)
+        tokens = whole or prompt + arguments.limit
         on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))
         return CacheBytes(on_device + target.kv_bytes * options.budget_for(prompt), on_host)
 

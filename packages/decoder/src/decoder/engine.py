@@ -54,7 +54,8 @@ class Engine:
 
     def __init__(self, target: Target, fits: Fits | None = None, prefixes: PrefixReuse | None = None):
         self.target, self.fits, self.prefixes = target, fits, prefixes
-        self.blocks = Blocks() if fits is not None and (target.bitwise.rule or FREE).batched else None
+        together = fits is not None and target.flattens and target.most_nodes is None
+        self.blocks = Blocks() if together and (target.bitwise.rule or FREE).batched else None
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._prefills: dict[Sequence, Generator[int, None, int]] = {}  # of those that run, what is left

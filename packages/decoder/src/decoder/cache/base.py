@@ -188,36 +188,31 @@ class LayeredCache(Cache, ABC):
         self.block, self.place = found
         own = slice(self.place, self.place + 1)
         self.keys, self.values = self.block.keys[:, own], self.block.values[:, own]
-        self.capacity, self._finite = self.block.slots - self.spare, self.block.finite[self.place]
+        # An ended text may have left infinities there.
+        self.capacity, self._finite = self.block.slots - self.spare, 0
         return True
 
     def _leave_block(self) -> None:
         if self.block is not None:
-            self.block.finite[self.place] = self._finite
             self.block.free.add(self.place)
-            self.block = None
+            self.block.left.add(self.place)
+            self.block = self.beside = None
 
     def enlarge(self, capacity: int, filled: int) -> None:
         """Move the first ``filled`` pairs to buffers of ``capacity`` slots."""
-        self.capacity = capacity
-        # Recorded passes know the old buffers.
+        self.capacity, self._finite = capacity, filled
+        # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
         self.passes.clear()
         self._of_layer.clear()
         self._slots, self._span = [], None
-        if not len(self.keys):
-            return
-        old = {"keys": self.keys, "values": self.values}
-        self._leave_block()
-        self._finite = 0
-        entered = self._enter_block(old["keys"][0], old["values"][0], len(self.keys))
         for name in ("keys", "values"):
-            # Of old and new ones no more are held at a time than need be.
-            pairs = old.pop(name)
-            if not entered:
-                setattr(self, name, self._buffer(pairs[0], len(pairs)))
-            getattr(self, name)[:, :, :, :filled] = pairs[:, :, :, :filled]
-            del pairs
-        self._finite = max(self._finite, filled)
+            old = getattr(self, name)
+            if len(old):
+                new = self._buffer(old[0], len(old))
+                new[:, :, :, :filled] = old[:, :, :, :filled]
+                setattr(self, name, new)
+        # The larger buffers are its own.
+        self._leave_block()
         self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:

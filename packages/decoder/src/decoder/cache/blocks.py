@@ -20,7 +20,7 @@ class Block:
     Attributes:
         keys, values: [layers, caches, KV heads, slots, head size], the keys a transposed view.
         free: which of the caches nobody uses.
-        finite: how many slots of each cache were written to.
+        left: which of them somebody has used.
 
     Args:
         key, value: pairs like those to come, [1, KV heads, any, head size].
@@ -33,7 +33,7 @@ class Block:
         self.keys = rows.mT[:, :, :, :slots]
         self.values = value.new_empty(layers, _CACHES, value.shape[1], slots, value.shape[3])
         self.free = set(range(_CACHES))
-        self.finite = [0] * _CACHES
+        self.left: set[int] = set()
 
     @property
     def slots(self) -> int:
@@ -41,9 +41,8 @@ class Block:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of caches that nobody uses, but somebody has."""
-        used = sum(1 for place in self.free if self.finite[place])
-        return used * (self.keys[:, 0].nbytes + self.values[:, 0].nbytes)
+        """Bytes of caches that nobody uses and somebody has used."""
+        return len(self.left) * (self.keys[:, 0].nbytes + self.values[:, 0].nbytes)
 
 
 class Blocks:
@@ -77,6 +76,7 @@ class Blocks:
         # The first one, so that those in use stand close together.
         place = min(block.free)
         block.free.remove(place)
+        block.left.discard(place)
         return block, place
 
     def idle_bytes(self, capacity: int) -> int:

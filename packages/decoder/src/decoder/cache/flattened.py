@@ -83,4 +83,5 @@ class _BlockWrite:
         """Write a layer's pairs [tokens of the pass, G, D]."""
         for buffers, states in zip(self._buffers, (keys, values), strict=True):
             own = states if self._numbers is None else states.index_select(0, self._numbers)
-            buffers[layer_idx].index_put_(tuple(self._index), own)
+            buffer = buffers[layer_idx]
+            buffer.index_put_(tuple(self._index), own.to(buffer.dtype))

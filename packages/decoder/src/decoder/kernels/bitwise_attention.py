@@ -42,10 +42,10 @@ class Rule(NamedTuple):
         multiple: the number of rows is padded to a multiple of this one.
         in_order: a product over at most this many columns sums them in their order, so columns of weight zero may stand
             between those of a token's ancestors. For a tree with more columns the values are gathered instead.
-        batched: whether texts of different lengths may share products: other products over columns have the same bits
-            with weights of zero behind,
-        uneven: but those over so many columns, from the first number to below the second, which are summed in an order
-            of their own.
+        batched: whether texts of different lengths may share products, since zeros behind a shorter one's weights leave
+            its sums as they are.
+        uneven: numbers of columns, from the first to below the second, whose sums have an order of their own. Products
+            over so many are not shared; (0, 0) if there are none.
     """
 
     multiple: int

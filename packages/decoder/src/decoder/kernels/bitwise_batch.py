@@ -77,8 +77,7 @@ class BatchedTexts:
         self._no_scores = torch.zeros(1, 1, 1, dtype=wide)
         # The tails' values, in all rows of the block's slots.
         of_head = torch.arange(places.start * kv_heads, places.stop * kv_heads).view(-1, kv_heads, 1) * slots
-        values = (of_head + (starts[:, None] + torch.arange(width)).clamp_max(slots - 1)[:, None]).flatten()
-        self._tail_values = values
+        self._tail_values = (of_head + (starts[:, None] + torch.arange(width))[:, None]).flatten()
         keys = block.keys[:, places].flatten(1, 2)
         self._keys = keys.narrow(2, 0, columns).mT.unbind()
         self._values = block.values.flatten(1, 3).unbind()
@@ -98,8 +97,10 @@ class BatchedTexts:
         committed = COLUMNS - mask.shape[1]
         return functional.pad(mask, (committed, 0)) if committed else mask
 
-    def attend(self, rows: torch.Tensor, per_head: int, layer: int, scaling: float) -> torch.Tensor:
-        """[n x G, rows, Dv] of the queries [n x G, rows, D] of a layer."""
+    def attend(
+        self, texts: Sequence[BitwiseText], rows: torch.Tensor, per_head: int, layer: int, scaling: float
+    ) -> torch.Tensor:
+        """[n x G, rows, Dv] of the queries [n x G, rows, D] of a layer; ``texts`` are those of the pass."""
         # Scaled as for a text alone: a product that scales its own operands rounds otherwise.
         scores = torch.baddbmm(self._no_scores, rows, self._keys[layer], beta=0, alpha=scaling)
         tail = scores.gather(2, self._tail).add_(self._seen_in_tail)

@@ -28,21 +28,26 @@ class _Part(Protocol):
 
     sources: list[Product]
 
-    def attend(self, rows: torch.Tensor, per_head: int, layer: int, scaling: float) -> torch.Tensor:
-        """[n x G, rows, Dv] of queries [n x G, rows, D]."""
+    def attend(
+        self, texts: Sequence[BitwiseText], rows: torch.Tensor, per_head: int, layer: int, scaling: float
+    ) -> torch.Tensor:
+        """[n x G, rows, Dv] of queries [n x G, rows, D]; ``texts`` are those of the pass."""
 
 
 class _OneGroup:
     """A group of tokens of one text alone."""
 
     def __init__(self, number: int, text: BitwiseText, group_index: int, per_head: int):
-        self._text, self._index = text, group_index
+        # No reference to the text, which keeps the plan of a pass: its cache is to go as soon as it ends.
+        self._number, self._index = number, group_index
         group, multiple = text.groups[group_index], text.rule.multiple
         rows = per_head * group.count
         self.sources: list[Product] = [(number, group.nodes, rows + -rows % multiple)]
 
-    def attend(self, rows: torch.Tensor, per_head: int, layer: int, scaling: float) -> torch.Tensor:
-        return self._text.attend_rows(self._index, rows, per_head, layer, scaling)
+    def attend(
+        self, texts: Sequence[BitwiseText], rows: torch.Tensor, per_head: int, layer: int, scaling: float
+    ) -> torch.Tensor:
+        return texts[self._number].attend_rows(self._index, rows, per_head, layer, scaling)
 
 
 class _Layout(NamedTuple):
@@ -129,10 +134,12 @@ class AttentionPlan:
         )
         self.layout = _layout(products, tokens, all_heads, heads, kv_heads)
 
-    def attend(self, part: _Part, rows: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    def attend(
+        self, part: _Part, texts: Sequence[BitwiseText], rows: torch.Tensor, layer: int, scaling: float
+    ) -> torch.Tensor:
         """[rows, Dv] of a part's rows of queries [rows, D]."""
         rows = rows.view(len(part.sources) * self.kv_heads, -1, rows.shape[1])
-        output = part.attend(rows, self.per_head, layer, scaling)
+        output = part.attend(texts, rows, self.per_head, layer, scaling)
         return output.view(-1, output.shape[-1])
 
 
@@ -199,10 +206,10 @@ def attend_texts(
     # A call for all parts, since most of a small model's step is calls.
     rows = heads.reshape(-1, dim).index_select(0, plan.layout.sources)
     if len(plan.parts) == 1:
-        outputs = plan.attend(plan.parts[0], rows, layer, scaling)
+        outputs = plan.attend(plan.parts[0], texts, rows, layer, scaling)
     else:
         parts = zip(plan.parts, rows.split(plan.counts), strict=True)
-        outputs = torch.cat([plan.attend(part, own, layer, scaling) for part, own in parts])
+        outputs = torch.cat([plan.attend(part, texts, own, layer, scaling) for part, own in parts])
     return outputs.index_select(0, plan.layout.places).view(tokens, -1).to(heads.dtype)
 
 

@@ -20,6 +20,7 @@ from decoder.kernels.bitwise_attention import (
     tail_slots,
     wide_dtype,
 )
+from decoder.kernels.bitwise_batch import BatchedTexts
 from decoder.kernels.bitwise_pass import attend_text, attend_texts
 from decoder.kernels.bitwise_split_kv import SPLIT
 from decoder.kernels.fast_paths import fault_of
@@ -38,7 +39,13 @@ _IN_ORDER = 160
 # both sides of where the prefix is separated. In float64 one in twenty of them was seen to fail.
 _LENGTHS = (1, DEPTH + 31, COLUMNS, *range(7, 720, 61), 1500, 3000, 4161, 4200, 6000)
 # For texts together, whose products must be those of each alone: on all sides of where sums begin to be cut in pieces.
-_BATCHES = ((5, 90, 100), (150, 230, 480, 520), (70, 250, 600, 900), (200, 1100, 2000, 2600), (100, 3400, 3800))
+_BATCHES = (
+    (5, 90, 100, 3, 40, 60, 160, 20),
+    (150, 230, 480, 520),
+    (70, 250, 600, 900),
+    (200, 1100, 2000, 2600),
+    (100, 3400, 3800),
+)
 _MOST_COLUMNS, _MOST_UNEVEN = 2048, 1024
 _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
@@ -77,27 +84,33 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
     if key not in _rules:
         fault = None
         for multiple in _MULTIPLES:
-            batched = _batched_rule(shape, multiple)
-            plain = [Rule(multiple, in_order) for in_order in (_IN_ORDER, 0)]
-            for rule in plain if batched is None else [batched, *plain]:
+            for in_order in (_IN_ORDER, 0):
+                rule = Rule(multiple, in_order)
                 fault = fault_of(partial(attention_fault, shape, partial(_by_blocks, rule)))
-                if fault is None and rule.batched:
-                    fault = fault_of(partial(batch_fault, shape, rule))
                 if fault is None:
-                    _rules[key] = rule, None
+                    _rules[key] = _batched_rule(shape, rule) or rule, None
                     return _rules[key]
         _rules[key] = None, fault
     return _rules[key]
 
 
+def _batched_rule(shape: AttentionShape, rule: Rule) -> Rule | None:
+    """The same rule for texts that share products; None if they cannot."""
+    if wide_dtype(shape.dtype) != shape.dtype or not rule.in_order:
+        return None
+    found: list[tuple[int, int]] = []
+    if fault_of(partial(_find_uneven, shape, rule.multiple, found)) is not None:
+        return None
+    batched = rule._replace(batched=True, uneven=found[0])
+    return batched if fault_of(partial(batch_fault, shape, batched)) is None else None
+
+
 @torch.inference_mode()
-def _batched_rule(shape: AttentionShape, multiple: int) -> Rule | None:
-    """The rule under which texts share products, if sums over columns keep their order when zeros are added to them.
+def _find_uneven(shape: AttentionShape, multiple: int, found: list[tuple[int, int]]) -> str | None:
+    """Add `Rule.uneven` to ``found``; what is wrong, in words, if sums do not keep their order at all.
 
     MKL was measured to sum 224 to 352 columns in two halves, and others in pieces whose borders are always the same.
     """
-    if wide_dtype(shape.dtype) != shape.dtype:
-        return None
     generator = torch.Generator().manual_seed(2)
     weights = torch.rand(shape.kv_heads, multiple, _MOST_COLUMNS, generator=generator).to(shape.dtype)
     values = torch.randn(shape.kv_heads, _MOST_COLUMNS, shape.value_dim, generator=generator).to(shape.dtype)
@@ -108,11 +121,10 @@ def _batched_rule(shape: AttentionShape, multiple: int) -> Rule | None:
         longer[:, :, columns:] = 0
         if not torch.equal(torch.bmm(longer, values), short):
             uneven.append(columns)
-    if not uneven:
-        return Rule(multiple, _IN_ORDER, True)
-    if uneven[-1] == _MOST_UNEVEN:
-        return None
-    return Rule(multiple, _IN_ORDER, True, (uneven[0], uneven[-1] + STRIDE))
+    if uneven and uneven[-1] == _MOST_UNEVEN:
+        return f"zeros behind {_MOST_UNEVEN} weights change their sum"
+    found.append((uneven[0], uneven[-1] + STRIDE) if uneven else (0, 0))
+    return None
 
 
 @torch.inference_mode()
@@ -123,29 +135,35 @@ def batch_fault(shape: AttentionShape, rule: Rule) -> str | None:
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator).to(shape.dtype)
 
-    trees = [_tree(count) for count in (1, 2, 5, 1)]
+    def attend(texts: Sequence[BitwiseText], query: torch.Tensor) -> torch.Tensor:
+        return attend_texts(texts, query, shape.heads, 0, shape.dim**-0.5, all_together=True)
+
+    trees = [_tree(count) for count in (1, 2, 5, 1, 20)]
     for lengths in _BATCHES:
-        blocks, texts = Blocks(), []
+        blocks, texts, alone = Blocks(), [], []
         for number, length in enumerate(lengths):
             tree = trees[number % len(trees)]
             pairs = [random(1, 1, shape.kv_heads, length + len(tree), dim) for dim in (shape.dim, shape.value_dim)]
-            cache = FullCache(max(lengths) + len(tree))
+            cache = FullCache(max(lengths) + len(trees[-1]))
             cache.beside = blocks
             cache.prepare(1, spare=SPARE)
             cache.begin_with(pairs, shape, _CPU)
             cache.make_finite(length + len(tree) + SPARE)
-            texts.append((cache, length, tree.depths, tree.ancestor_mask()))
-        query = random(sum(len(depths) for _, _, depths, _ in texts), shape.heads, shape.dim)
-
-        def attend(some: Sequence[tuple], rows: torch.Tensor) -> torch.Tensor:
-            given = [BitwiseText(cache, length, depths, mask, rule) for cache, length, depths, mask in some]
-            return attend_texts(given, rows, shape.heads, 0, shape.dim**-0.5, all_together=len(some) > 1)
-
-        together, first = attend(texts, query), 0
-        for text in texts:
-            own = slice(first, first := first + len(text[2]))
-            if not torch.equal(attend([text], query[own]), together[own]):
-                return f"attention gives a text of {text[1]} tokens other bits alone than beside texts of {lengths}"
+            # Alone it has keys that lie as in a cache of its own.
+            own = OneLayer(cache.keys[0].contiguous(), cache.values[0].contiguous())
+            given = length, tree.depths, tree.ancestor_mask(), rule
+            texts.append(BitwiseText(cache, *given))
+            alone.append(BitwiseText(own, *given))
+        if len(texts) > 4:
+            # The cache of a text that takes no part stands between the others.
+            del texts[1], alone[1]
+        queries = [random(text.count, shape.heads, shape.dim) for text in texts]
+        together = attend(texts, torch.cat(queries))
+        if not any(isinstance(part, BatchedTexts) for part in texts[0].plan[1].parts):
+            return f"texts of {lengths} tokens share no products"
+        for text, query, found in zip(alone, queries, together.split([text.count for text in texts]), strict=True):
+            if not torch.equal(attend([text], query), found):
+                return f"attention gives a text of {text.length} tokens other bits alone than beside texts of {lengths}"
     return None
 
 

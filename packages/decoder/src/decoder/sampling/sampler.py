@@ -350,7 +350,7 @@ class TreeDraws:
             tree, device = self._tree, self._tokens.device
             nodes = torch.arange(len(tree), device=device)
             parents, tokens = upload([[0, *tree.parents[1:]], tree.tokens], device)
-            # The walk goes on from a node to its child that holds the node's token; 0, the root, ends it.
+            # The walk goes on from a node to its child that holds the node's token, and stays where there is none.
             drawn = self._tokens.index_select(0, parents) == tokens
             onward = nodes.scatter_reduce(0, parents, torch.where(drawn, nodes, 0), "amax")
             node = nodes[:1]

@@ -170,7 +170,7 @@ class Worker:
             # What a method lacks, for instance a draft model, shows only now.
             job.fail(ApiError(400, str(error)) if isinstance(error, ValueError) else _told(error))
             return
-        self.admission.plan(sequence, self.dec.cache_bytes(arguments))
+        self.admission.plan(sequence, self.dec.cache_bytes(arguments, sequence.cache))
         with self._changed:
             self._running[sequence] = job, choice
         self._engine.add(sequence)
