@@ -78,12 +78,87 @@ def test_noise_is_the_same_however_few_positions_are_made_at_a_time(monkeypatch)
 
 def test_rows_do_not_depend_on_what_was_asked_before():
     fresh = torch.cat([gumbel(3, torch.tensor([position]), torch.arange(50)) for position in range(40, 45)])
-    used = NoiseRows(3, 50, torch.device("cpu"), block=4)
+    used = NoiseRows(3, torch.arange(50), block=4)
     for first, count, skip in ((0, 1, 0), (1, 9, 0), (39, 2, 3), (38, 6, 0)):
         used.rows(first, count, skip)
     assert torch.equal(used.rows(40, 5), fresh)
     assert torch.equal(used.rows(38, 1, skip=4)[0], fresh[2])
-    assert not torch.equal(NoiseRows(4, 50, torch.device("cpu")).rows(40, 5), fresh)
+    assert not torch.equal(NoiseRows(4, torch.arange(50)).rows(40, 5), fresh)
+
+
+@pytest.mark.parametrize("size", [500, noise._LARGE])
+def test_noise_of_some_tokens_is_that_of_all(size, monkeypatch):
+    """Of a large vocabulary it is made for these alone, once for many positions."""
+    rows, some, other = NoiseRows(3, torch.arange(size)), torch.arange(0, size, 7), torch.arange(9)
+    expected = gumbel(3, torch.arange(40, 60), torch.arange(size))
+    made = []
+    monkeypatch.setattr(noise, "gumbel", lambda *args: made.append(len(args[2])) or gumbel(*args))
+    for first in (42, 44):
+        assert torch.equal(rows.rows(first, 5, 2, some), expected[first - 38 : first - 33, some])
+        assert torch.equal(rows.rows(first, 1, 0, other), expected[first - 40 : first - 39, other])
+    assert made == ([len(some), len(other)] if size == noise._LARGE else [size])
+
+
+@pytest.mark.parametrize("size", [500, noise._LARGE])
+def test_the_highest_is_found_with_and_without_rows(size):
+    """Where a draft had the noise made, and where not; NaN and infinity are found as well."""
+    generator = torch.Generator().manual_seed(6)
+    for position in range(70, 90):
+        scores, rows = torch.randn(size, generator=generator).double(), NoiseRows(4, torch.arange(size))
+        alone = rows.highest(scores, position)
+        rows.rows(position - 3, 9)
+        assert alone == rows.highest(scores, position)
+        sums = scores + gumbel(4, torch.tensor([position]), torch.arange(size))[0]
+        assert alone == (int(sums.argmax()), float(sums.max()))
+    for value in (math.nan, math.inf):
+        token, score = NoiseRows(4, torch.arange(size)).highest(scores.index_fill(0, torch.tensor([7]), value), 70)
+        assert token == 7
+        assert not math.isfinite(score)
+    assert NoiseRows(4, torch.arange(size)).highest(torch.full((size,), -torch.inf).double(), 70)[1] == -math.inf
+
+
+def spread(kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Scores of a vocabulary, float64 [30,000]."""
+    scores = torch.randn(30_000, generator=generator, dtype=torch.float64)
+    if kind == "far":
+        # All but one are so far below it that each alone is hopeless, and one in a thousand of all of them wins.
+        scores = torch.full_like(scores, -13).index_fill(0, torch.tensor([9]), 0)
+    elif kind == "filtered":
+        scores = scores.masked_fill(scores < 2.5, -torch.inf)
+    elif kind == "equal":
+        scores = torch.zeros_like(scores)
+    elif kind == "one":
+        scores = torch.full_like(scores, -torch.inf).index_fill(0, torch.tensor([29_999]), -3.5)
+    else:
+        scores *= float(kind)
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["0.1", "1", "4", "30", "far", "filtered", "equal", "one"])
+def test_the_highest_with_noise_is_found_as_among_all(kind, monkeypatch):
+    """Token and score, to the last bit, with logarithms of few of them, unless all are alike."""
+    generator, taken = torch.Generator().manual_seed(5), []
+    logarithms = noise._gumbel
+    monkeypatch.setattr(noise, "_gumbel", lambda odd: taken.append(len(odd)) or logarithms(odd))
+    chosen = []
+    for position in (0, 1, *range(1000, 1060), 2**31):
+        scores = spread(kind, generator)
+        taken.clear()
+        token, score = noise.highest_with_noise(scores.numpy(), 2**62 + 7, position)
+        assert kind in ("0.1", "1", "equal") or sum(taken) < 10_000
+        sums = scores + gumbel(2**62 + 7, torch.tensor([position]), torch.arange(len(scores)))[0]
+        assert (token, score) == (int(sums.argmax()), float(sums.max()))
+        chosen.append(token)
+    assert len(set(chosen)) > 3 or kind in ("one", "30")
+
+
+def test_noise_is_finite_and_above_its_bound():
+    ends = torch.tensor([1.0, 2.0**53 - 1], dtype=torch.float64)
+    most, least = noise._gumbel(ends).tolist()
+    assert least == pytest.approx(noise._LEAST, rel=1e-15)
+    assert math.isfinite(most)
+    # One in so many tokens far below the best is looked at.
+    assert pytest.approx(math.exp(noise._NEAR + noise._LEAST), rel=1e-3) == 2**64 / noise._LUCKY
 
 
 @pytest.mark.parametrize("method", ["ar", "tokenswift", "medusa", "magicdec", "triforce", "auto"])

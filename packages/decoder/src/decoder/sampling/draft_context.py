@@ -81,13 +81,16 @@ class DraftContext:
             return self._window.penalised
         return self._counts > 0
 
-    def noise(self, count: int, skip: int = 0) -> torch.Tensor:
-        """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind the next position."""
+    def noise(self, count: int, skip: int = 0, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind the next position.
+
+        If ``token_ids`` [v] are given, it is that of these tokens alone, [count, v].
+        """
         start = len(self._tokens) + skip
         # Noise is made for many positions at once, from the end of the text on, so that the next step finds its own.
         if self._added is None:
-            return self._noise.rows(len(self._text), count, skip=start)
-        rows = self._noise.rows(len(self._text), self._most_added + start + count)
+            return self._noise.rows(len(self._text), count, start, token_ids)
+        rows = self._noise.rows(len(self._text), self._most_added + start + count, 0, token_ids)
         return rows.index_select(0, self._added + torch.arange(start, start + count, device=rows.device))
 
     def _count(self, token: int | torch.Tensor, change: int) -> None:

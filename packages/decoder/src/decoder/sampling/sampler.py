@@ -12,7 +12,7 @@ import torch
 from decoder.kernels.transfers import download, on_host, upload
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.filters import first_argmax, highest, process_logits
-from decoder.sampling.noise import NoiseRows
+from decoder.sampling.noise import NoiseRows, highest_of
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.penalty_window import PenaltyWindow
 from decoder.sampling.token_tree import TokenTree
@@ -73,7 +73,7 @@ class Sampler:
         self.logprobs: list[float] | None = [] if collect_logprobs else None
         self.top_logprobs: list[list[tuple[int, float]]] | None = [] if collect_top_logprobs else None
         self._most_likely = collect_top_logprobs
-        self.noise = NoiseRows(params.seed, vocab_size, device)
+        self.noise = NoiseRows(params.seed, torch.arange(vocab_size, device=device))
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")
@@ -131,12 +131,11 @@ class Sampler:
     def draw(self, logits: torch.Tensor) -> Drawn:
         """Choose the token of the next position from the target's logits [V]; the host waits for it."""
         filtered = self.filtered(logits)
+        if on_host(filtered):
+            greedy, position = self.params.greedy, len(self.context)
+            best = highest_of(filtered.numpy(force=True)) if greedy else self.noise.highest(filtered, position)
+            return self.chosen(filtered, *best)
         scores = self._perturbed(filtered)
-        if on_host(scores):
-            # NumPy's argmax promises the first of equal scores, at a tenth of what `first_argmax` costs.
-            values = scores.numpy(force=True)
-            token = int(values.argmax())
-            return self.chosen(filtered, token, float(values[token]))
         best = scores.amax(-1, keepdim=True)
         chosen = first_argmax(scores, best)[None]
         return self.drawn(*download(torch.cat([chosen, best, *self.collected(filtered[None], chosen)])))
@@ -219,8 +218,7 @@ class Sampler:
         filtered = self.processed(logits.double(), context.in_window(), token_ids)
         if self.params.greedy or not coupled:
             return filtered
-        noise = context.noise(len(logits), skip)
-        return filtered + (noise if token_ids is None else noise.index_select(-1, token_ids))
+        return filtered + context.noise(len(logits), skip, token_ids)
 
     def branch_scores(
         self,
@@ -242,8 +240,7 @@ class Sampler:
         filtered = self.processed(logits.float(), seen, token_ids)
         if self.params.greedy or not coupled:
             return filtered
-        noise = context.noise(1, skip=length)[0]
-        return filtered + (noise if token_ids is None else noise.index_select(0, token_ids)).float()
+        return filtered + context.noise(1, length, token_ids)[0].float()
 
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from a draft's logits [V] for it."""
