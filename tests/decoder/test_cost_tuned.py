@@ -9,8 +9,7 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.drafters.auto import Auto
 from decoder.drafters.levels import HeadLevels
-from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
-from decoder.drafters.tuning.candidate_tree import CandidateTree
+from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts

@@ -10,8 +10,7 @@ from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, State
-from decoder.drafters.tuning.acceptance_estimate import AcceptanceEstimate
-from decoder.drafters.tuning.candidate_tree import CandidateTree
+from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
 from decoder.drafters.tuning.level_policy import Expected, LevelPolicy, step_seconds
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.verification import Verification

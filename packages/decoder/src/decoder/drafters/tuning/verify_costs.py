@@ -14,8 +14,7 @@ from decoder.sampling.token_tree import TokenTree
 WIDEST = 64
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _RECORDING = 2  # passes of a width before it is replayed: one runs as it is, one is recorded
-_TURNS = 6  # in which widths are timed, of which the best counts
-_NARROW = 8  # nodes up to which a width has every turn; wider passes take long, and have every third
+_TURNS = 4  # in which widths are timed, of which the best counts
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
@@ -56,10 +55,8 @@ class VerifyCosts:
                 self._seconds(width, cache)
         best = [math.inf] * len(widths)
         # In turn, since a machine that is slow for a moment would else be slow at one width.
-        for turn in range(_TURNS):
-            for place, width in enumerate(widths):
-                if width <= _NARROW or not turn % 3:
-                    best[place] = min(best[place], self._seconds(width, cache))
+        for _ in range(_TURNS):
+            best = [min(least, self._seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
         seconds = target.ranks.agree(best)
         # What a tree is padded with costs as much as its nodes.
         padded = [target.width(nodes) for nodes in range(1, WIDEST + 1)]
