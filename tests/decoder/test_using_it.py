@@ -4,6 +4,8 @@ import gc
 import json
 import math
 import shutil
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -59,6 +61,19 @@ def test_a_stream_is_the_generation_in_pieces(speaking):
     assert all(c.output is None for c in chunks[:-1])
     assert whole.text == speaking.tokenizer.decode(whole.token_ids)
     assert whole.finish_reason == "length"
+
+
+def test_a_program_may_end_while_a_stream_is_open(folders):
+    """Nothing is said then, although the interpreter closes the stream when half of it is gone."""
+    program = f"""
+import decoder
+dec = decoder.load({str(folders / "model")!r}, prefix_cache_bytes=10**6)
+stream = dec.stream([1, 2, 3], 20)
+next(stream)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
 
 
 def test_streamed_text_never_splits_a_character():

@@ -3,6 +3,7 @@
 Callers run `Engine.step`. The pipeline itself is `Engine.decode`.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -144,11 +145,11 @@ class Engine:
         """Whether texts wait for tokens whose prompts are prefilled."""
         return any(not sequence.done and sequence not in self._prefills for sequence in self.running)
 
-    @torch.inference_mode()
     def _keep_prefix(self, sequence: Sequence) -> None:
-        """Keep the cache of a sequence that leaves, unless a fault ended it."""
-        if self.prefixes is not None and sequence.error is None:
-            self.prefixes.keep(sequence.sampler.context, sequence.cache)
+        """Keep the cache of a sequence that leaves, unless a fault ended it, or the program ends."""
+        if self.prefixes is not None and sequence.error is None and not sys.is_finalizing():
+            with torch.inference_mode():
+                self.prefixes.keep(sequence.sampler.context, sequence.cache)
 
     def decode(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
         """The pipeline of a step, for sequences whose prompts are prefilled: the new tokens of each.
