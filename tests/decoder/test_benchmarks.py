@@ -30,7 +30,7 @@ SMALL = {
     "length": ["--lengths", "64", "128", "--steps=3", "--output", "{output}"],
     "linear": ["--passes=1"],
     "long_run": ["--tiny", "--prompt-tokens=32", "--new-tokens=40", "--output", "{output}"],
-    "node_budget": [*REFERENCE, "--prompts={prompts}", "--prompt-tokens=32", "--new-tokens=8", "--books=1"],
+    "node_budget": [*REFERENCE, "--prompts={prompts}", "--prompt-tokens=32", "--new-tokens=16", "--books=1"],
     "policies": ["--length=32", "--rounds=1", "--new-tokens=16"],
     "serving": ["--model", "{chatting}", "--max-tokens=4"],
 }

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 
-from decoder import Decoder, SamplingParams
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.model.target import Target
 from decoder.sampling import noise
 from decoder.sampling.noise import _GOLDEN, NoiseRows, gumbel, mix, random_bits
 
-from .conftest import random_heads, tiny_llama
+from .conftest import VOCAB, random_heads, tiny_llama
 from .scipy_free import chi_square_tail
+
+CPU = torch.device("cpu")
 
 
 def test_known_answers_of_splitmix64():
@@ -78,25 +80,37 @@ def test_noise_is_the_same_however_few_positions_are_made_at_a_time(monkeypatch)
 
 def test_rows_do_not_depend_on_what_was_asked_before():
     fresh = torch.cat([gumbel(3, torch.tensor([position]), torch.arange(50)) for position in range(40, 45)])
-    used = NoiseRows(3, torch.arange(50), block=4)
+    used = NoiseRows(3, 50, CPU, block=4)
     for first, count, skip in ((0, 1, 0), (1, 9, 0), (39, 2, 3), (38, 6, 0)):
         used.rows(first, count, skip)
     assert torch.equal(used.rows(40, 5), fresh)
     assert torch.equal(used.rows(38, 1, skip=4)[0], fresh[2])
-    assert not torch.equal(NoiseRows(4, torch.arange(50)).rows(40, 5), fresh)
+    assert not torch.equal(NoiseRows(4, 50, CPU).rows(40, 5), fresh)
 
 
 @pytest.mark.parametrize("size", [500, noise._LARGE])
 def test_noise_of_some_tokens_is_that_of_all(size, monkeypatch):
-    """Of a large vocabulary it is made for these alone, once for many positions."""
-    rows, some, other = NoiseRows(3, torch.arange(size)), torch.arange(0, size, 7), torch.arange(9)
+    """Of a large vocabulary it is made for these alone, once for many positions, unless that of all is there."""
+    rows, some, other = NoiseRows(3, size, CPU), torch.arange(0, size, 7), torch.arange(9)
     expected = gumbel(3, torch.arange(40, 60), torch.arange(size))
     made = []
     monkeypatch.setattr(noise, "gumbel", lambda *args: made.append(len(args[2])) or gumbel(*args))
-    for first in (42, 44):
-        assert torch.equal(rows.rows(first, 5, 2, some), expected[first - 38 : first - 33, some])
-        assert torch.equal(rows.rows(first, 1, 0, other), expected[first - 40 : first - 39, other])
+    for ids, first in ((some, 42), (some, 44), (other, 42)):
+        assert torch.equal(rows.rows(first, 5, 2, ids), expected[first - 38 : first - 33, ids])
     assert made == ([len(some), len(other)] if size == noise._LARGE else [size])
+    rows.rows(42, 8)
+    made.clear()
+    assert torch.equal(rows.rows(42, 5, 2, some), expected[4:9, some])
+    assert not made
+
+
+def test_tokens_with_noise_above_the_bound_are_all_found():
+    size, key = 151_936, noise._key(17, 5)
+    drawn = gumbel(17, torch.tensor([5]), torch.arange(size))[0]
+    above = (drawn > noise._NEAR + noise._LEAST).nonzero().flatten().tolist()
+    found = [token for part in noise._lucky(key, size) for token in part.tolist()]
+    assert set(above) <= set(found)
+    assert len(above) <= len(found) <= len(above) + 2
 
 
 @pytest.mark.parametrize("size", [500, noise._LARGE])
@@ -104,24 +118,24 @@ def test_the_highest_is_found_with_and_without_rows(size):
     """Where a draft had the noise made, and where not; NaN and infinity are found as well."""
     generator = torch.Generator().manual_seed(6)
     for position in range(70, 90):
-        scores, rows = torch.randn(size, generator=generator).double(), NoiseRows(4, torch.arange(size))
+        scores, rows = torch.randn(size, generator=generator).double(), NoiseRows(4, size, CPU)
         alone = rows.highest(scores, position)
         rows.rows(position - 3, 9)
         assert alone == rows.highest(scores, position)
         sums = scores + gumbel(4, torch.tensor([position]), torch.arange(size))[0]
         assert alone == (int(sums.argmax()), float(sums.max()))
     for value in (math.nan, math.inf):
-        token, score = NoiseRows(4, torch.arange(size)).highest(scores.index_fill(0, torch.tensor([7]), value), 70)
+        token, score = NoiseRows(4, size, CPU).highest(scores.index_fill(0, torch.tensor([7]), value), 70)
         assert token == 7
         assert not math.isfinite(score)
-    assert NoiseRows(4, torch.arange(size)).highest(torch.full((size,), -torch.inf).double(), 70)[1] == -math.inf
+    assert NoiseRows(4, size, CPU).highest(torch.full((size,), -torch.inf).double(), 70)[1] == -math.inf
 
 
 def spread(kind: str, generator: torch.Generator) -> torch.Tensor:
     """Scores of a vocabulary, float64 [30,000]."""
     scores = torch.randn(30_000, generator=generator, dtype=torch.float64)
     if kind == "far":
-        # All but one are so far below it that each alone is hopeless, and one in a thousand of all of them wins.
+        # All but one are so far below it that each alone is hopeless; at one position in some 15 one of them wins.
         scores = torch.full_like(scores, -13).index_fill(0, torch.tensor([9]), 0)
     elif kind == "filtered":
         scores = scores.masked_fill(scores < 2.5, -torch.inf)
@@ -159,6 +173,30 @@ def test_noise_is_finite_and_above_its_bound():
     assert math.isfinite(most)
     # One in so many tokens far below the best is looked at.
     assert pytest.approx(math.exp(noise._NEAR + noise._LEAST), rel=1e-3) == 2**64 / noise._LUCKY
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_texts_are_the_same_with_noise_for_few_tokens(model, prompt, monkeypatch, whole):
+    """As for a large vocabulary: token for token, and draft for draft."""
+    monkeypatch.setattr(Target, "draws_whole_trees", whole)
+    heads = {kind: random_heads(model, kind=kind) for kind in ("chained", "gated")}
+    for each in heads.values():
+        each.draft_to_target = torch.arange(0, VOCAB, 2)
+
+    def runs():
+        for kind, each in heads.items():
+            for sampling in (SamplingParams(seed=3), SamplingParams(seed=4, min_p=0.1, repetition_penalty=1.2)):
+                for method in ("ar", "medusa") if kind == "gated" else ("tokenswift",):
+                    options = TokenSwiftOptions(tree=(1, 2, 2))
+                    out = Decoder(model, heads=each).generate(prompt, 60, method, sampling, options)
+                    yield out.token_ids, out.stats.accepted_by_depth
+
+    expected, taken = list(runs()), []
+    monkeypatch.setattr(noise, "_LARGE", 8)
+    found = noise.highest_with_noise
+    monkeypatch.setattr(noise, "highest_with_noise", lambda *args: taken.append(args[2]) or found(*args))
+    assert list(runs()) == expected
+    assert bool(taken) == (not whole)
 
 
 @pytest.mark.parametrize("method", ["ar", "tokenswift", "medusa", "magicdec", "triforce", "auto"])

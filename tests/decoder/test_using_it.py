@@ -64,7 +64,7 @@ def test_a_stream_is_the_generation_in_pieces(speaking):
 
 
 def test_a_program_may_end_while_a_stream_is_open(folders):
-    """Nothing is said then, although the interpreter closes the stream when half of it is gone."""
+    """No traceback then, although the interpreter closes the stream when PyTorch's modules are already gone."""
     program = f"""
 import decoder
 dec = decoder.load({str(folders / "model")!r}, prefix_cache_bytes=10**6)

@@ -307,7 +307,7 @@ def test_margin_is_the_gap_of_the_scores():
     assert checks.divergence_margin(model, [3], 1, 0, greedy) == pytest.approx(0.75, rel=1e-4)
 
     params = decoder.SamplingParams(seed=11)
-    noise = NoiseRows(11, torch.arange(4)).rows(1, 1)[0]
+    noise = NoiseRows(11, 4, torch.device("cpu")).rows(1, 1)[0]
     ranked = (model.logits + noise).sort(descending=True)
     first, second = ranked.indices[:2].tolist()
     gap = float(ranked.values[0] - ranked.values[1])
@@ -318,7 +318,7 @@ def test_margin_at_the_edge_of_a_filter_is_the_distance_to_the_edge():
     # Token 1 stands 1e-5 below the min-p threshold; the noise of some seed prefers it clearly.
     logits = [0.0, torch.log(torch.tensor(0.5)).item() - 1e-5]
     for seed in range(50):
-        noise = NoiseRows(seed, torch.arange(2)).rows(1, 1)[0]
+        noise = NoiseRows(seed, 2, torch.device("cpu")).rows(1, 1)[0]
         if noise[1] - noise[0] > 2:
             break
     params = decoder.SamplingParams(min_p=0.5, seed=seed)

@@ -101,7 +101,8 @@ class _Near(NamedTuple):
         first: the first of these keys. Those before it are the prefix, which counts as one more key.
         middle: the number of keys between ``first`` and the tail.
         per_head: rows per token: the query heads that share a KV head.
-        mask: what is added to the scores of the tail's last columns, as in the group, [1, rows, COLUMNS or fewer].
+        mask: what is added to the scores of the tail's last columns, as in the group, [1, rows, COLUMNS or fewer],
+            or one row for all of a single token's.
         columns: for a tree, those of the group, [G, rows, COLUMNS - still].
         dtype: the dtype of scores, weights and sums.
         keys: per layer, the keys from ``first`` on, [G, D, middle + width].
@@ -246,7 +247,8 @@ class BitwiseText:
         if near.dtype != rows.dtype:
             wide_rows, near_key = rows.to(near.dtype), near_key.to(near.dtype)
             near_value = near_value[0].to(near.dtype), near_value[1].to(near.dtype)
-        # Scaled in all products like this one: a product that scales its own operands rounds otherwise.
+        # Scaled in the product itself: scaled queries would round otherwise. With beta of 0 the numbers
+        # of the first argument are not read.
         scores = torch.baddbmm(near.mask.narrow(2, 0, 1), wide_rows, near_key, beta=0, alpha=scaling)
         if near.columns is None:
             scores.narrow(2, near.middle, COLUMNS).add_(near.mask)
@@ -300,15 +302,12 @@ class BitwiseText:
             group = self.groups[group_index]
             wide, first = wide_dtype(rows.dtype), 0 if in_one_softmax(group, rows.dtype) else group.start
             middle = group.start - first
-            columns = None
-            if group.columns is None:
-                mask = _causal_rows(
-                    self.length + group.nodes[0] - group.start, group.count, per_head, self.rule.multiple, wide
-                )
-            else:
-                mask = padded(group.mask.to(wide).repeat(per_head, 1)[None], self.rule.multiple)
-                columns = padded(group.columns.repeat(per_head, 1)[None], self.rule.multiple)
-                columns = columns.expand(len(rows), -1, -1)
+            mask, columns = group.mask.to(wide)[None], group.columns
+            # All rows of a single token see the same.
+            if group.count > 1:
+                mask = padded(mask.repeat(1, per_head, 1), self.rule.multiple)
+            if columns is not None:
+                columns = padded(columns.repeat(per_head, 1)[None], self.rule.multiple).expand(len(rows), -1, -1)
             self._made[kind] = _Near(group, first, middle, per_head, mask, columns, wide, *self._views(group, first))
         return self._made[kind]
 
@@ -339,9 +338,3 @@ def _causal_mask(first: int, count: int) -> torch.Tensor:
     """What tokens in the columns from ``first`` on see of the tail: 0 or minus infinity [count, COLUMNS]."""
     own = torch.arange(first, first + count)[:, None]
     return torch.zeros(count, COLUMNS).masked_fill_(torch.arange(COLUMNS) > own, -torch.inf)
-
-
-@lru_cache(maxsize=4 * COLUMNS)
-def _causal_rows(first: int, count: int, per_head: int, multiple: int, dtype: torch.dtype) -> torch.Tensor:
-    """`_causal_mask` for the padded rows of a product, [1, rows, COLUMNS]."""
-    return padded(_causal_mask(first, count).to(dtype).repeat(per_head, 1)[None], multiple)

@@ -84,7 +84,8 @@ class DraftContext:
     def noise(self, count: int, skip: int = 0, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind the next position.
 
-        If ``token_ids`` [v] are given, it is that of these tokens alone, [count, v].
+        If ``token_ids`` [v] are given, it is that of these tokens alone, [count, v]; the same tensor in all calls of a
+        text makes noise that is computed once serve many.
         """
         start = len(self._tokens) + skip
         # Noise is made for many positions at once, from the end of the text on, so that the next step finds its own.

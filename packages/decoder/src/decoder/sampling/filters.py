@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 from decoder.sampling.params import SamplingParams
@@ -81,6 +82,13 @@ def first_argmax(scores: torch.Tensor, best: torch.Tensor | None = None) -> torc
     ids = torch.arange(scores.shape[-1], device=scores.device)
     best = scores.amax(-1, keepdim=True) if best is None else best
     return torch.where(scores == best, ids, ids[-1]).amin(-1)
+
+
+def highest_of(scores: np.ndarray) -> tuple[int, float]:
+    """The index of the highest score [V] on the host, the first of equal ones, and the score; NaN is the highest."""
+    # NumPy promises the first one, at a tenth of what `first_argmax` costs.
+    best = int(scores.argmax())
+    return best, float(scores[best])
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:

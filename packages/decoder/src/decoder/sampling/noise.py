@@ -12,9 +12,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-_CACHED = 2**16  # numbers
-_TOGETHER = 2**13  # tokens
-_LARGE = 2**15  # tokens
+from decoder.sampling.filters import highest_of
+
+_CACHED = 2**16  # numbers of noise that are computed together, so that they stay in a processor's caches
+_TOGETHER = 2**13  # tokens whose upper bits are computed together, for the same reason
+_LARGE = 2**15  # tokens; below, computing all the noise takes less time than finding out who needs it
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -22,6 +24,8 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 _WORD = 2**64 - 1
 
 _LEAST = -math.log(53 * math.log(2))  # the least noise there is, of the greatest uniform, 1 - 2**-53
+# Scores within so many nats of the best one are taken with their noise. With fewer nats there are fewer of these, and
+# more tokens whose noise is high enough to make up for it.
 _NEAR = 11.0
 # Words below this one may have noise of more than _NEAR + _LEAST. The last step of `mix` leaves their upper 31 bits as
 # they are, so it can be left out; two units of these bits are given away to roundings.
@@ -75,46 +79,44 @@ def _gumbel(odd: torch.Tensor) -> torch.Tensor:
 def highest_with_noise(scores: np.ndarray, seed: int, position: int) -> tuple[int, float]:
     """The token whose score plus noise is the highest at a position, the first of equal ones, and that sum.
 
-    The same as the argmax of ``scores + gumbel(...)``, in a fourth of the time for a large vocabulary. Noise is never
-    below `_LEAST`, so a token whose score is more than `_NEAR` below the best one needs noise above ``_NEAR + _LEAST``.
-    One in 1,600 has it, as its upper bits tell. Logarithms are taken for these alone and for those that are near.
+    The same as the argmax of ``scores + gumbel(...)``; for a large vocabulary in a fourth of the time, unless most
+    scores are nearly equal. Noise is never below `_LEAST`, so a token whose score is more than `_NEAR` below the best
+    one needs noise above ``_NEAR + _LEAST``. One in 1,600 has it, as its upper bits tell. Logarithms are taken for
+    these alone and for those that are near.
 
     Args:
-        scores: float64 [V], on the host; -inf for tokens that cannot be drawn. The best one is finite.
+        scores: float64 [V], on the host; -inf for tokens that cannot be drawn. The best one is finite, and so small
+            that 1e-6 is not lost in it.
     """
     key = _key(seed, position)
     candidates = np.flatnonzero(scores >= scores.max() - _NEAR)
     if len(candidates) < np.count_nonzero(scores > -math.inf):
         candidates = np.concatenate([candidates, *_lucky(key, len(scores))])
     words = _counters(candidates)
-    words += np.uint64(key)
-    _mix_unfinished(words)
-    words ^= words >> np.uint64(31)
+    words += key
+    _mix_words(words)
     noise = _gumbel(torch.from_numpy(((words >> np.uint64(11)) | np.uint64(1)).astype(np.float64)))
     sums = scores[candidates] + noise.numpy()
     best = sums.max()
     return int(candidates[sums == best].min()), float(best)
 
 
-def _lucky(key: int, vocab_size: int) -> Iterator[np.ndarray]:
+def _lucky(key: np.uint64, vocab_size: int) -> Iterator[np.ndarray]:
     """The tokens with noise above ``_NEAR + _LEAST``, and perhaps a few more."""
     base = _first_counters()
-    # Some tokens at a time, so that nothing leaves the processor's caches.
     for start in range(0, vocab_size, len(base)):
-        words = base[: vocab_size - start] + np.uint64(key + start * _GOLDEN & _WORD)
-        _mix_unfinished(words)
+        words = base[: vocab_size - start] + np.uint64(int(key) + start * _GOLDEN & _WORD)
+        _mix_upper_bits(words)
         yield start + np.flatnonzero(words < np.uint64(_LUCKY))
 
 
-def _key(seed: int, position: int) -> int:
-    """The mixed key (seed, position), of 64 bits."""
-
-    def mixed(word: int) -> int:
-        word = (word ^ word >> 30) * _MIX_1 & _WORD
-        word = (word ^ word >> 27) * _MIX_2 & _WORD
-        return word ^ word >> 31
-
-    return mixed(mixed(seed + _GOLDEN & _WORD) + (position + 1) * _GOLDEN & _WORD)
+def _key(seed: int, position: int) -> np.uint64:
+    """The mixed key (seed, position)."""
+    words = np.array([seed + _GOLDEN & _WORD], dtype=np.uint64)
+    _mix_words(words)
+    words += np.uint64((position + 1) * _GOLDEN & _WORD)
+    _mix_words(words)
+    return words[0]
 
 
 def _counters(token_ids: np.ndarray) -> np.ndarray:
@@ -127,8 +129,14 @@ def _first_counters() -> np.ndarray:
     return _counters(np.arange(_TOGETHER))
 
 
-def _mix_unfinished(words: np.ndarray) -> None:
-    """`mix` in place on uint64, but for its last step; NumPy shifts words without signs, at half of what it costs."""
+def _mix_words(words: np.ndarray) -> None:
+    """`mix` in place on uint64 on the host, where NumPy takes half the time: its words have no sign to shift around."""
+    _mix_upper_bits(words)
+    words ^= words >> np.uint64(31)
+
+
+def _mix_upper_bits(words: np.ndarray) -> None:
+    """`_mix_words` but for its last step, which changes the lower 33 bits alone."""
     shifted = words >> np.uint64(30)
     words ^= shifted
     words *= np.uint64(_MIX_1 & _WORD)
@@ -137,18 +145,37 @@ def _mix_unfinished(words: np.ndarray) -> None:
     words *= np.uint64(_MIX_2 & _WORD)
 
 
-class NoiseRows:
-    """The noise of consecutive positions, for drafts and verifications alike; computed some ``block`` at a time.
+class _Rows:
+    """The noise of some tokens at consecutive positions, computed some ``block`` at a time."""
 
-    Args:
-        token_ids: of which tokens, int64 [V].
-    """
-
-    def __init__(self, seed: int, token_ids: torch.Tensor, block: int = 16):
+    def __init__(self, seed: int, token_ids: torch.Tensor, block: int):
         self.seed, self.block, self.token_ids = seed, block, token_ids
         self._first = 0
         self._rows = torch.empty(0, len(token_ids), dtype=torch.float64, device=token_ids.device)
-        self._parts: list[NoiseRows] = []
+
+    def has(self, first: int, end: int) -> bool:
+        """Whether the noise of these positions has been computed."""
+        return self._first <= first and end <= self._first + len(self._rows)
+
+    def of(self, first: int, count: int, skip: int) -> torch.Tensor:
+        """As `NoiseRows.rows`."""
+        end = first + skip + count
+        if not self.has(first, end):
+            positions = torch.arange(first, end + self.block, device=self.token_ids.device)
+            self._first, self._rows = first, gumbel(self.seed, positions, self.token_ids)
+        return self._rows[first + skip - self._first : end - self._first]
+
+
+class NoiseRows:
+    """The noise of consecutive positions, for drafts and verifications alike; computed some ``block`` at a time.
+
+    On a CPU, noise of a large vocabulary is computed only for those tokens that need it.
+    """
+
+    def __init__(self, seed: int, vocab_size: int, device: torch.device, block: int = 16):
+        self._all = _Rows(seed, torch.arange(vocab_size, device=device), block)
+        self._some: _Rows | None = None  # of the tokens that were asked for last
+        self._sparing = device.type == "cpu" and vocab_size >= _LARGE
 
     def rows(self, first: int, count: int, skip: int = 0, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind ``first``.
@@ -156,44 +183,20 @@ class NoiseRows:
         New noise is computed from ``first`` on, so that it also serves requests for the positions that are skipped.
 
         Args:
-            token_ids: where given, of which tokens alone, int64 [v]; the same tensor in all calls of a text.
+            token_ids: where given, of which tokens alone, int64 [v]. What was computed for them serves the next call
+                with the same tensor.
         """
-        if token_ids is not None:
-            if self._large:
-                return self._of(token_ids).rows(first, count, skip)
-            return self.rows(first, count, skip).index_select(1, token_ids)
-        end = first + skip + count
-        if first < self._first or end > self._first + len(self._rows):
-            positions = torch.arange(first, end + self.block, device=self.token_ids.device)
-            self._first, self._rows = first, gumbel(self.seed, positions, self.token_ids)
-        return self._rows[first + skip - self._first : end - self._first]
+        if token_ids is None:
+            return self._all.of(first, count, skip)
+        if not self._sparing or self._all.has(first + skip, first + skip + count):
+            return self._all.of(first, count, skip).index_select(1, token_ids)
+        if self._some is None or self._some.token_ids is not token_ids:
+            self._some = _Rows(self._all.seed, token_ids, self._all.block)
+        return self._some.of(first, count, skip)
 
     def highest(self, scores: torch.Tensor, position: int) -> tuple[int, float]:
         """The token whose score [V] plus noise is the highest, the first of equal ones, and that sum; on the host."""
         values = scores.numpy(force=True)
-        there = self._first <= position < self._first + len(self._rows)
-        if self._large and not there and math.isfinite(values.max()):
-            return highest_with_noise(values, self.seed, position)
+        if self._sparing and not self._all.has(position, position + 1) and math.isfinite(values.max()):
+            return highest_with_noise(values, self._all.seed, position)
         return highest_of((scores + self.rows(position, 1)[0]).numpy(force=True))
-
-    @property
-    def _large(self) -> bool:
-        """Whether noise of all tokens is so much that it is made only for those that need it.
-
-        With fewer it is less than the calls that tell which these are.
-        """
-        return len(self.token_ids) >= _LARGE
-
-    def _of(self, token_ids: torch.Tensor) -> "NoiseRows":
-        for part in self._parts:
-            if part.token_ids is token_ids:
-                return part
-        self._parts.append(NoiseRows(self.seed, token_ids, self.block))
-        return self._parts[-1]
-
-
-def highest_of(scores: np.ndarray) -> tuple[int, float]:
-    """The index of the highest score [V], the first of equal ones, and the score; NaN counts as the highest."""
-    # NumPy promises the first one, at a tenth of what `first_argmax` costs.
-    best = int(scores.argmax())
-    return best, float(scores[best])

@@ -11,8 +11,8 @@ import torch
 
 from decoder.kernels.transfers import download, on_host, upload
 from decoder.sampling.draft_context import DraftContext
-from decoder.sampling.filters import first_argmax, highest, process_logits
-from decoder.sampling.noise import NoiseRows, highest_of
+from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
+from decoder.sampling.noise import NoiseRows
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.penalty_window import PenaltyWindow
 from decoder.sampling.token_tree import TokenTree
@@ -73,7 +73,7 @@ class Sampler:
         self.logprobs: list[float] | None = [] if collect_logprobs else None
         self.top_logprobs: list[list[tuple[int, float]]] | None = [] if collect_top_logprobs else None
         self._most_likely = collect_top_logprobs
-        self.noise = NoiseRows(params.seed, torch.arange(vocab_size, device=device))
+        self.noise = NoiseRows(params.seed, vocab_size, device)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")

@@ -14,7 +14,7 @@ from decoder.sampling.token_tree import TokenTree
 WIDEST = 64
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _RECORDING = 2  # passes of a width before it is replayed: one runs as it is, one is recorded
-_TURNS = 4  # in which widths are timed, of which the best counts
+_TURNS = 3  # in which widths are timed, of which the best counts
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
