@@ -133,8 +133,8 @@ class Sampler:
         filtered = self.filtered(logits)
         if on_host(filtered):
             greedy, position = self.params.greedy, len(self.context)
-            best = highest_of(filtered.numpy(force=True)) if greedy else self.noise.highest(filtered, position)
-            return self.chosen(filtered, *best)
+            found = highest_of(filtered.numpy(force=True)) if greedy else self.noise.highest(filtered, position)
+            return self.chosen(filtered, *found)
         scores = self._perturbed(filtered)
         best = scores.amax(-1, keepdim=True)
         chosen = first_argmax(scores, best)[None]
