@@ -12,18 +12,11 @@ Kind = tuple[Any, ...]
 
 
 class AcceptanceEstimate:
-    """Running acceptance rates by kind of draft; each starts from a prior and forgets slowly, since texts change.
-
-    Attributes:
-        kept: how many drafts of verified trees were accepted, as a share of what these rates had let expect. It is
-            mostly below 1, since the nodes that look best are verified, some of which only look so.
-    """
+    """Running acceptance rates by kind of draft; each starts from a prior and forgets slowly, since texts change."""
 
     def __init__(self) -> None:
         self._decay = 0.5 ** (1 / _HALF_LIFE)
         self._seen: dict[Kind, tuple[float, float]] = {}  # accepted drafts and all drafts
-        self._trees = 0.0, 0.0  # accepted drafts, and expected ones
-        self.kept = 1.0
 
     def rate(self, kind: Kind, prior: float) -> float:
         """How likely a draft of this kind is right; ``prior`` is what is assumed before any was seen."""
@@ -34,12 +27,6 @@ class AcceptanceEstimate:
         """A draft of this kind stood where the text has gone on, and was ``right`` or not."""
         accepted, seen = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = accepted * self._decay + right, seen * self._decay + 1
-
-    def observe_tree(self, expected: float, accepted: int) -> None:
-        """Of a verified tree ``accepted`` drafts were right, where ``expected`` is the sum of their chances."""
-        right, thought = (old * self._decay + new for old, new in zip(self._trees, (accepted, expected), strict=True))
-        self._trees = right, thought
-        self.kept = (right + _PRIOR_WEIGHT) / (thought + _PRIOR_WEIGHT)
 
 
 class CandidateTree:

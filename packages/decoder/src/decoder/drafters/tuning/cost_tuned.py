@@ -143,7 +143,7 @@ class CostTuned:
         """How many of the candidates to verify behind so many levels, and what this brings and costs."""
         overhead, tokens, rate, best = self._policy.overhead(levels), 0.0, 0.0, (1, Expected(1.0, self._costs[1]))
         for nodes, node in enumerate(self._candidates.likeliest()[:WIDEST], start=1):
-            tokens += self._candidates.chances[node] * (self._estimate.kept if node else 1.0)
+            tokens += self._candidates.chances[node]
             if (found := tokens / step_seconds(self._costs[nodes], overhead)) > rate:
                 rate, best = found, (nodes, Expected(tokens, self._costs[nodes]))
         return best
@@ -196,8 +196,6 @@ class CostTuned:
             return
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
-        expected = sum(self._candidates.chances[node] for node in self._chosen[1:])
-        self._estimate.observe_tree(expected, len(path) - 1)
         self._learn(tokens)
         if self.heads is not None:
             self.heads.follow(verification, path, tokens)
