@@ -30,10 +30,7 @@ SMALL = {
     "length": ["--lengths", "64", "128", "--steps=3", "--output", "{output}"],
     "linear": ["--passes=1"],
     "long_run": ["--tiny", "--prompt-tokens=32", "--new-tokens=40", "--output", "{output}"],
-<<<<<<< HEAD
     "node_budget": [*REFERENCE, "--prompts={prompts}", "--prompt-tokens=32", "--new-tokens=16", "--books=1"],
-=======
->>>>>>> parent of 770d6a6 (auto: the tokens that a tree is thought to bring are weighed by what such thoughts came to)
     "policies": ["--length=32", "--rounds=1", "--new-tokens=16"],
     "serving": ["--model", "{chatting}", "--max-tokens=4"],
 }
@@ -57,7 +54,9 @@ def chatting(tmp_path_factory):
 @pytest.mark.parametrize("name", SMALL)
 def test_the_script_runs_to_its_end(name, tmp_path, chatting):
     script, *command = name.split()
-    arguments = [one.format(output=tmp_path, chatting=chatting) for one in SMALL[name]]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "Call me Ishmael."}\n')
+    arguments = [one.format(output=tmp_path, chatting=chatting, prompts=prompts) for one in SMALL[name]]
     run = [sys.executable, str(SCRIPTS / f"{script}.py"), *command, *arguments]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-2000:]
