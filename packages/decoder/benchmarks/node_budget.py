@@ -4,9 +4,9 @@
 
 All levels are drafted in every step, and the likeliest candidates are verified until the pass has as many nodes as
 ``--nodes`` say, the text's last token included: the clock decides nothing. ``own`` are the texts that the model writes
-behind the prompts, ``books`` the first prompts' worth of the shipped test books, which it is made to write by a
-`logits_hook`. Candidates for these are ranked by the drafter's own probabilities, since noise has no say in them. How
-often candidates are accepted is learnt from text to text of a checkpoint, as in use.
+behind the prompts, ``books`` given texts: what follows the first ``--prompt-tokens`` of shipped test books, which a
+`logits_hook` makes it write. Candidates for these are ranked by the drafter's own probabilities, since noise has no say
+in them. How often candidates are accepted is learnt from text to text of a checkpoint, as in use.
 """
 
 import argparse

@@ -152,7 +152,7 @@ class Measurement:
         chooser, scorer = (self._sampler(self.prompt) for _ in range(2))
         width, coupled = max(self._widths(), default=1), self.options_for_all.coupled
 
-        # Many positions in a row, as in a text: where noise is made for all tokens, it is for some of them at once.
+        # Many positions in a row, as in a text, since noise may be made for several positions at once.
         def choose() -> None:
             for _ in range(POSITIONS):
                 chooser.take(chooser.draw(logits))

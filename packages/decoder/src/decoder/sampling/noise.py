@@ -85,8 +85,8 @@ def highest_with_noise(scores: np.ndarray, seed: int, position: int) -> tuple[in
     these alone and for those that are near.
 
     Args:
-        scores: float64 [V], on the host; -inf for tokens that cannot be drawn. The best one is finite, and so small
-            that 1e-6 is not lost in it.
+        scores: float64 [V], on the host; -inf for tokens that cannot be drawn. The best one is finite and
+            below 1e9, so that rounding a sum changes it by far less than what `_LUCKY` gives away.
     """
     key = _key(seed, position)
     candidates = np.flatnonzero(scores >= scores.max() - _NEAR)
