@@ -98,12 +98,26 @@ def test_texts_of_a_few_steps_find_the_best_number_together():
     assert sum(counts.get(0, 0) for counts in taken) > 0.8 * 200
 
 
-def test_a_step_with_another_number_says_nothing():
-    """It is another text's, or one that began without a state for heads."""
-    policy = LevelPolicy(1)
-    for _ in range(500):
-        policy.observe([Expected(9.0, 1.0)], 1.0, 0.1)
-    assert policy.levels == 1 and policy.added(0, 0) == Expected(1.0, 0.0)
+def test_a_machine_that_is_slow_for_a_while_speaks_for_no_number():
+    """Trials stand among the other steps, so that a slow while of 40 steps falls on all numbers alike."""
+    shares = []
+    for seed in range(10):
+        policy, luck = LevelPolicy(1), random.Random(seed)
+        pace = [1.4 if luck.random() < 0.3 else 1.0 for _ in range(100)]
+        taken, _ = run(policy, 4000, (0.5,), 0.3, luck, slower=lambda step, pace=pace: pace[step // 40])
+        shares.append(taken[1] / 4000)
+    assert min(shares) > 0.85
+
+
+def test_texts_that_take_a_step_together_count_it_once():
+    """Of eight texts each tells its share; a number is tried as rarely as for one text."""
+    policy, luck, tried = LevelPolicy(1), random.Random(9), 0
+    for _ in range(640):
+        levels = policy.levels
+        tried += levels != 1
+        for _ in range(8):
+            policy.observe(likely(levels, (0.9,), luck), COSTS[1 + 3 * levels], 0.2 + 0.1 * levels, 1 / 8)
+    assert 0.8 * 640 / 49 <= tried <= 1.2 * 640 / 49
 
 
 def test_without_heads_there_is_nothing_to_try():

@@ -56,7 +56,7 @@ class CostTuned:
         self._candidates: CandidateTree | None = None
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
         self._expected: list[Expected] = []  # of this step without levels, with one, and so on
-        self._typical = True  # whether levels pay in this step if they pay at all
+        self._typical = True  # whether this step could run levels, and they pay in it if they pay at all
         self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -81,10 +81,12 @@ class CostTuned:
         self._offer_before_levels()
         wanted = None
         # What is drafted ahead is there in any case.
-        self._typical = self.context.target.draws_whole_trees or self._levels_pay()
-        if depth and self._ahead is None and self._policy.levels and self._typical:
+        self._typical = depth > 0 and (self.context.target.draws_whole_trees or self._levels_pay())
+        if self._typical and self._ahead is None and self._policy.levels:
             state = self._state(cache, sampler)
-            if state is not None:
+            if state is None:
+                self._typical = False
+            else:
                 most = self._policy.levels
                 wanted = LevelsWanted(self.heads, state, sampler, most, self._own_level, self._take_levels)
         self._drafting = time.perf_counter() - self._start
@@ -200,11 +202,12 @@ class CostTuned:
         if self.heads is not None:
             self.heads.follow(verification, path, tokens)
         cost, overhead = self._costs[len(self._tree)], self._drafting
-        if self.context.running() == 1:  # else the rest of the step is other texts', too
+        texts = self.context.running()
+        if texts == 1:  # else the rest of the step is other texts', too
             overhead = time.perf_counter() - self._start - cost
         overhead = self.context.target.ranks.agree(overhead)
         if self._typical:  # numbers of levels are compared on steps that would have run them
-            self._policy.observe(self._expected, cost, overhead)
+            self._policy.observe(self._expected, cost, overhead, 1 / texts)
 
     def _learn(self, tokens: list[int]) -> None:
         """Take in the newest tokens of the text."""

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_PERIOD = 16  # steps between two choices, and for which another number of levels is tried
-_STALE = 512  # steps after which one of these numbers is tried again
+_FIRST = 4  # steps for which a number of levels is run when it is tried first
+_TRIAL = 48  # steps after which a number of levels is run for one step, to see whether it has become the best
 _LEARN = 0.02  # weight of the newest observation in an average
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -20,7 +20,10 @@ class Expected(NamedTuple):
 class LevelPolicy:
     """Chooses the number of levels that gives most tokens per second.
 
-    It tries those next to the best one again now and then, and plain steps.
+    Every so often a single step tries one of the numbers next to the best one, or none; a number that is new is tried
+    for a few steps, so that something is known of how often its drafts are accepted. Trials are single steps, since a
+    machine that others share is slower or faster for many steps in a row: a number that ran for as long would be judged
+    by the machine's hour.
 
     A step with some levels also tells what fewer would have brought: the best tree without the candidates of the
     others. So what is kept is what each level adds to the tokens and to the cost of verification, on average of the
@@ -35,7 +38,7 @@ class LevelPolicy:
         self._overhead = [0.0] * (most + 1)  # by numbers of levels
         self._steps = [0] * (most + 1)  # that ran this number
         self._last = [-math.inf] * (most + 1)  # when this number was run last
-        self._now = 0  # steps so far
+        self._now = 0.0  # steps so far
 
     def overhead(self, levels: int) -> float:
         """Seconds of a step with so many levels beyond its verification; where not tried yet, as with the nearest.
@@ -64,16 +67,14 @@ class LevelPolicy:
         """Of usual steps with so many levels."""
         return step_seconds(self.added(0, levels).cost, self.overhead(levels))
 
-    def observe(self, expected: Sequence[Expected], cost: float, overhead: float) -> None:
+    def observe(self, expected: Sequence[Expected], cost: float, overhead: float, share: float = 1.0) -> None:
         """A step whose verification costs ``cost`` took ``overhead`` seconds beyond it.
 
-        ``expected`` says what it would have been with no levels, with one, and so on up to those that it ran. A number
-        of levels that is not to be run now says nothing: another text that is decoded at the same time has made the
-        next choice, or there was no state for heads to begin with.
+        Args:
+            expected: what the step would have been with no levels, with one, and so on up to those that it ran.
+            share: of the step, where several texts take it together and each tells of itself.
         """
         levels = len(expected) - 1
-        if levels != self.levels:
-            return
         before = Expected(0.0, 0.0)
         for level, now in enumerate(expected):
             self._seen[level] += 1
@@ -84,9 +85,8 @@ class LevelPolicy:
             before = now
         self._take_overhead(levels, min(overhead, _DISTURBED * (cost + max(0.0, self.overhead(levels))) - cost))
         self._last[levels] = self._now
-        self._now += 1
-        if self._now % _PERIOD == 0:
-            self._choose()
+        self._now += share
+        self._choose()
 
     def _take_overhead(self, levels: int, overhead: float) -> None:
         self._steps[levels] += 1
@@ -101,10 +101,12 @@ class LevelPolicy:
                 self._overhead[number] += slower * self.seconds(number)
 
     def _choose(self) -> None:
+        if self._steps[self.levels] < _FIRST:
+            return
         best = self.best
-        beside = [number for number in (best + 1, best - 1, 0) if 0 <= number < len(self._steps)]
-        stale = min(beside, key=self._last.__getitem__, default=best)
-        self.levels = stale if self._now - self._last[stale] > _STALE else best
+        others = [number for number in {best + 1, best - 1, 0} - {best} if 0 <= number < len(self._steps)]
+        stale = min(others, key=self._last.__getitem__, default=best)
+        self.levels = stale if self._now - self._last[stale] > _TRIAL else best
 
 
 def step_seconds(cost: float, overhead: float) -> float:
