@@ -204,6 +204,14 @@ def test_wrong_input_is_one_sentence(data, arguments, culprit):
     assert culprit in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_a_text_beyond_the_models_positions_is_said_to_be_refused():
+    """QwQ-32B as published ends at 40,960 positions, Llama-3.1 at 131,072."""
+    for name, ends in (("qwq-32b", True), ("llama-3.1-8b", False)):
+        output = " ".join(run("--model", name, "--max-new-tokens", "102400").output.split())
+        assert ("ends at 40,960 positions: a text of this length is refused" in output) == ends
+    assert "refused" not in run("--model", "qwq-32b", "--max-new-tokens", "40960").output
+
+
 def test_a_file_that_is_no_configuration_is_refused(tmp_path):
     for name, text in (("story.txt", "It was a dark night."), ("list.json", "[1]"), ("other.json", '{"a": 1}')):
         (tmp_path / name).write_text(text)

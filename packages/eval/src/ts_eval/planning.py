@@ -85,17 +85,17 @@ def plan_from(
         bandwidths=bandwidths,
         acceptances=acceptance or ACCEPTANCES,
     )
+    positions = read_config(model).get_text_config().max_position_embeddings
     return {
         "model": model,
+        "positions": positions,
         "tensor_parallel_size": tensor_parallel_size,
         "tree": tree_in_words(options.fixed_tree),
         "ngrams": options.retrieved_ngrams,
         "offload": offload,
         "kv_dtype": kv_dtype,
         **made,
-        "longest_text": longest_texts(
-            shape, read_config(model).get_text_config().max_position_embeddings, prompt_tokens, options, num_heads
-        ),
+        "longest_text": longest_texts(shape, positions, prompt_tokens, options, num_heads),
     }
 
 
@@ -196,6 +196,8 @@ def table(made: dict) -> list[RenderableType]:
         f"Longest text: the tokens of prompt and output for which tokenswift takes {SHARE:.0%} of the memory, up to "
         "the model's positions."
     )
+    if made["prompt_tokens"] + made["max_new_tokens"] > made["positions"]:
+        note = f"The model ends at {made['positions']:,} positions: a text of this length is refused. {note}"
     copied = ["copied"] if made["offload"] else []
     header = [
         "read",
