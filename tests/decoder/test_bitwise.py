@@ -12,13 +12,13 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.blocks import Blocks
 from decoder.cache.full import FullCache
 from decoder.kernels import attention, packed_weight
-from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SPARE, STRIDE, BitwiseText, Rule, tail_start
+from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SHORT, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.kernels.bitwise_batch import BatchedTexts
 from decoder.kernels.bitwise_pass import attend_text, attend_texts
 from decoder.kernels.packed_linear import product_of
 from decoder.kernels.self_test import AttentionShape
-from decoder.model import bitwise, bitwise_test, target
-from decoder.model.bitwise_test import OneLayer
+from decoder.model import bitwise, bitwise_attention_test, bitwise_test, target
+from decoder.model.bitwise_attention_test import OneLayer
 from decoder.model.model_pass import ModelPass
 from decoder.sampling.token_tree import TokenTree
 
@@ -79,9 +79,9 @@ BORDERS = [
     128,
     129,
     300,
-    4159,
-    4160,
-    4200,
+    SHORT + DEPTH - 1,
+    SHORT + DEPTH,
+    SHORT + DEPTH + STRIDE + 8,
 ]
 
 
@@ -141,7 +141,7 @@ def texts_beside_each_other(rule, lengths, nodes):
 @pytest.mark.parametrize("nodes", [(1, 1, 1, 1), (5, 1, 12, 2)], ids=["plain", "trees"])
 def test_texts_that_share_products_have_the_bits_they_have_alone(lengths, nodes):
     """Also where the cache of an ended text stands between theirs, and whatever it holds."""
-    rule = bitwise_test.attention_rule(SHAPE)[0]
+    rule = bitwise_attention_test.attention_rule(SHAPE)[0]
     if not rule.batched:
         pytest.skip("on this machine sums over columns do not keep their order")
     texts = texts_beside_each_other(rule, lengths, nodes)
@@ -340,7 +340,7 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
     elif part == "head":
         model.lm_head.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[-2] > 1)))
     else:
-        monkeypatch.setattr(bitwise_test, "_rules", {})
+        monkeypatch.setattr(bitwise_attention_test, "_rules", {})
         attend = BitwiseText.attend_rows
         monkeypatch.setattr(
             BitwiseText,
@@ -404,8 +404,10 @@ def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch):
     auto.generate(prompt, 3, "ar")
     assert auto.bitwise
     tested = []
-    rule = bitwise_test.attention_rule
-    monkeypatch.setattr(bitwise_test, "attention_rule", lambda shape: (tested.append(shape.dtype), rule(shape))[1])
+    rule = bitwise_attention_test.attention_rule
+    monkeypatch.setattr(
+        bitwise_attention_test, "attention_rule", lambda shape: (tested.append(shape.dtype), rule(shape))[1]
+    )
     model.bfloat16()
     plain = auto.generate(prompt, 20, "ar", SAMPLINGS[0], return_logprobs=True)
     drafted = auto.generate(prompt, 20, "suffix", SAMPLINGS[0], return_logprobs=True)

@@ -10,7 +10,7 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.kernels import bitwise_split_kv
 from decoder.kernels.norms import FusedNorm
-from decoder.model import bitwise, bitwise_test
+from decoder.model import bitwise, bitwise_attention_test, bitwise_test
 from decoder.model.bitwise import FREE, PassRule
 from decoder.model.target import Target
 from decoder.sampling import filters
@@ -251,7 +251,7 @@ def test_the_kernels_themselves_in_a_generation(as_on_cuda, prompt, monkeypatch)
     repair_emulation()
     monkeypatch.setattr(bitwise, "_WIDTH_ON_CUDA", 4)
     monkeypatch.setattr(bitwise, "_CHUNKS_ON_CUDA", ())
-    monkeypatch.setattr(bitwise_test, "kernel_fault", lambda shape, device: None)
+    monkeypatch.setattr(bitwise_attention_test, "kernel_fault", lambda shape, device: None)
     monkeypatch.setattr(bitwise_test, "model_fault", lambda target: None)
     model = tiny_llama(torch.float32, num_hidden_layers=1)
     expected = generated(Decoder(model, bitwise=False), prompt[:6], new=3)

@@ -11,7 +11,7 @@ from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, STRIDE, tail_slots
 from decoder.kernels.bitwise_split_kv import bitwise_split_kv_attention
 from decoder.kernels.rotary import rotate
 from decoder.kernels.self_test import AttentionShape
-from decoder.model import bitwise_test
+from decoder.model import bitwise_attention_test
 from decoder.sampling.token_tree import TokenTree
 from tests.decoder.triton_emulation import repair_emulation
 
@@ -168,11 +168,11 @@ SHAPE = AttentionShape(2, 1, 16, 16, torch.float32)
 def short_test(monkeypatch):
     """The test at load, of as much as an emulation does in a second."""
     for name, value in dict(_LENGTHS_ON_DEVICE=(SPLIT + DEPTH + 1, 150), _NODES_ON_DEVICE=(9, 3), _CHAIN=5).items():
-        monkeypatch.setattr(bitwise_test, name, value)
+        monkeypatch.setattr(bitwise_attention_test, name, value)
 
 
 def test_the_test_at_load_passes(short_test):
-    assert bitwise_test.kernel_fault(SHAPE, DEVICE) is None
+    assert bitwise_attention_test.kernel_fault(SHAPE, DEVICE) is None
 
 
 def test_splits_that_follow_from_the_number_of_rows_are_caught(short_test, monkeypatch):
@@ -183,7 +183,7 @@ def test_splits_that_follow_from_the_number_of_rows_are_caught(short_test, monke
         return attention(query, key, value, tails, scaling)
 
     monkeypatch.setattr(bitwise_split_kv, "bitwise_split_kv_attention", leaning)
-    assert "other bits alone" in bitwise_test.kernel_fault(SHAPE, DEVICE)
+    assert "other bits alone" in bitwise_attention_test.kernel_fault(SHAPE, DEVICE)
 
 
 def test_wrong_numbers_are_caught(short_test, monkeypatch):
@@ -192,7 +192,7 @@ def test_wrong_numbers_are_caught(short_test, monkeypatch):
     monkeypatch.setattr(
         bitwise_split_kv, "bitwise_split_kv_attention", lambda q, k, v, tails, s: attention(q, k, v.flip(2), tails, s)
     )
-    assert "differ from the plain function's" in bitwise_test.kernel_fault(SHAPE, DEVICE)
+    assert "differ from the plain function's" in bitwise_attention_test.kernel_fault(SHAPE, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -212,7 +212,7 @@ def test_a_token_is_rotated_as_it_is_alone(dtype):
 @pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 2, 256)])
 def test_passes_its_own_test_on_a_gpu(monkeypatch, heads, kv_heads, dim, dtype):
     monkeypatch.undo()
-    assert bitwise_test.kernel_fault(AttentionShape(heads, kv_heads, dim, dim, dtype), DEVICE) is None
+    assert bitwise_attention_test.kernel_fault(AttentionShape(heads, kv_heads, dim, dim, dtype), DEVICE) is None
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from decoder.cache.full import FullCache
 from decoder.kernels import bitwise_pass
 from decoder.kernels.bitwise_batch import BatchedTexts
 from decoder.kernels.self_test import AttentionShape
-from decoder.model import bitwise_test
+from decoder.model import bitwise_attention_test
 
 from .conftest import VOCAB, tiny_llama
 
@@ -175,7 +175,7 @@ def batched(monkeypatch):
             made[len(texts)] += 1
             super().__init__(texts, per_head)
 
-    monkeypatch.setattr(bitwise_test, "_rules", {})
+    monkeypatch.setattr(bitwise_attention_test, "_rules", {})
     model = tiny_llama(torch.float32)
     dec = Decoder(model, bitwise=True)
     if not dec.target.bitwise.rule.attention.batched:
@@ -209,7 +209,7 @@ def test_texts_are_attended_to_one_by_one_where_products_for_several_fail_their_
         return output * (1 + 2**-22 * len(rows))
 
     monkeypatch.setattr(BatchedTexts, "attend", other_order)
-    bitwise_test._rules.clear()
+    bitwise_attention_test._rules.clear()
     made.clear()
     other = Decoder(tiny_llama(torch.float32, seed=1), bitwise=True)
     rule = other.target.bitwise.rule

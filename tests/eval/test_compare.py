@@ -242,7 +242,9 @@ def test_the_check_compares_log_probabilities_to_the_last_bit(data, tmp_path, mo
 
 
 def test_demanding_bits_where_they_cannot_be_had_is_one_sentence(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("decoder.model.bitwise_test.attention_rule", lambda shape: (None, "its sums are shuffled"))
+    monkeypatch.setattr(
+        "decoder.model.bitwise_attention_test.attention_rule", lambda shape: (None, "its sums are shuffled")
+    )
     result = compare(data, tmp_path / "demanded", "--bitwise")
     assert result.exit_code == 2
     assert result.stderr.strip() == (

@@ -8,6 +8,7 @@ from transformers import Cache
 
 from decoder.cache.blocks import Block, Blocks
 from decoder.cache.pool import BufferPool, Buffers
+from decoder.kernels.bitwise_attention import empty_transposed, ends_in_one_softmax
 from decoder.kernels.cuda_graphs import FixedPass
 from decoder.kernels.packed_linear import under_autocast
 
@@ -31,6 +32,8 @@ class LayeredCache(Cache, ABC):
         pool: where buffers come from and go back to when the cache goes; None where no passes over it are recorded, so
             that buffers are freed with the cache.
         lender: the pool that other caches of the text may have buffers from.
+        transposed: whether new buffers for keys have the slots of each number beside each other, where one softmax
+            covers a text of that length; see `kernels.bitwise_attention.Rule`.
         beside: where the buffers are a part of larger ones, beside those of other texts; see `cache.blocks`.
         block, place: these larger buffers, and which part of them; None and 0 where there are none.
 
@@ -44,6 +47,7 @@ class LayeredCache(Cache, ABC):
     pool: BufferPool | None = None
     lender: BufferPool | None = None
     pool_generation = 0
+    transposed = False
     beside: Blocks | None = None
     block: Block | None = None
     place = 0
@@ -69,15 +73,16 @@ class LayeredCache(Cache, ABC):
             self.pool.give_back(self)
         self._leave_block()
 
-    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0) -> None:
+    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0, transposed: bool = False) -> None:
         """Tell the cache how many layers it is to hold, and whose buffers it may have where passes have fixed shapes.
 
         Under autocast it gets none: it makes its own, of the dtype that autocast chooses.
 
         Args:
             spare: slots behind the last one that passes may look at.
+            transposed: as the attribute.
         """
-        self._layers, self.lender = layers, pool
+        self._layers, self.lender, self.transposed = layers, pool, transposed
         if spare > self.spare:
             self.spare = spare
             if len(self.keys):
@@ -177,7 +182,8 @@ class LayeredCache(Cache, ABC):
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not len(self.keys):
             if not self._enter_block(key, value, self._layers):
-                self.keys, self.values = (self._buffer(like, self._layers) for like in (key, value))
+                self.keys = self._buffer(key, self._layers, self.transposed)
+                self.values = self._buffer(value, self._layers)
             self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def _enter_block(self, key: torch.Tensor, value: torch.Tensor, layers: int) -> bool:
@@ -205,19 +211,22 @@ class LayeredCache(Cache, ABC):
         self.passes.clear()
         self._of_layer.clear()
         self._slots, self._span = [], None
-        for name in ("keys", "values"):
+        for name, transposed in (("keys", self.transposed), ("values", False)):
             old = getattr(self, name)
             if len(old):
-                new = self._buffer(old[0], len(old))
+                new = self._buffer(old[0], len(old), transposed)
                 new[:, :, :, :filled] = old[:, :, :, :filled]
                 setattr(self, name, new)
         # The larger buffers are its own.
         self._leave_block()
         self._of_layer = list(zip(self.keys, self.values, strict=True))
 
-    def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:
+    def _buffer(self, like: torch.Tensor, layers: int, transposed: bool = False) -> torch.Tensor:
         batch, groups, _, dim = like.shape
-        return like.new_empty(layers, batch, groups, self.capacity + self.spare, dim)
+        sizes = layers, batch, groups, self.capacity + self.spare, dim
+        if transposed and ends_in_one_softmax(self.capacity, like.dtype):
+            return empty_transposed(like, *sizes)
+        return like.new_empty(sizes)
 
     @abstractmethod
     def _make_room(self, count: int) -> None:

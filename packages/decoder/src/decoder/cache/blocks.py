@@ -4,11 +4,10 @@ from weakref import WeakSet
 
 import torch
 
-from decoder.kernels.bitwise_attention import SHORT, SPARE, wide_dtype
+from decoder.kernels.bitwise_attention import SPARE, empty_transposed, wide_dtype
 
 _CACHES = 8  # in a block
-_SMALLEST, _LARGEST = 512, SHORT  # slots
-_CACHE_LINE = 16  # numbers
+_SMALLEST, _LARGEST = 512, 4096  # slots
 
 
 class Block:
@@ -28,9 +27,7 @@ class Block:
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, layers: int, slots: int):
-        # Rows whose distance is a power of two would share few lines of a processor's caches.
-        rows = key.new_empty(layers, _CACHES, key.shape[1], key.shape[3], slots + _CACHE_LINE)
-        self.keys = rows.mT[:, :, :, :slots]
+        self.keys = empty_transposed(key, layers, _CACHES, key.shape[1], slots, key.shape[3])
         self.values = value.new_empty(layers, _CACHES, value.shape[1], slots, value.shape[3])
         self.free = set(range(_CACHES))
         self.left: set[int] = set()

@@ -60,7 +60,7 @@ class StoredCache(FullCache):
     def _buffers(self) -> int:
         return self.form.working_layers(self.keys.device)
 
-    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0) -> None:
+    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0, transposed: bool = False) -> None:
         super().prepare(layers, None, spare)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):

@@ -10,7 +10,7 @@ token at position p sees are cut at T(p) = STRIDE * floor(max(0, p - DEPTH) / ST
 
 What remains is that a row of a matrix product may depend on the rows beside it. PyTorch's kernels for a CPU were
 measured to depend on it only where the number of rows is no multiple of a small one, to which rows are padded. Which
-one, and whether that is enough, is found out by a test (`model.bitwise_test`) on each machine and for each model.
+one, and whether that is enough, is found out by `model.bitwise_attention_test` on each machine and for each model.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,13 @@ STRIDE = 32
 COLUMNS = DEPTH + STRIDE
 """The number of keys in a tail. Those behind the token count too, although it does not see them."""
 
-SHORT = 4096
-"""Keys up to which one softmax over all scores is faster on a CPU than blocks and their merging."""
+SHORT = 8192
+"""Keys up to which one softmax over all scores is faster on a CPU than blocks and their merging, or as fast."""
 
 SPARE = COLUMNS + STRIDE
 """A tail may reach so many slots beyond the last token of a text, so its cache has that many more."""
+
+_CACHE_LINE = 16  # numbers
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -46,12 +48,16 @@ class Rule(NamedTuple):
             its sums as they are.
         uneven: numbers of columns, from the first to below the second, whose sums have an order of their own. Products
             over so many are not shared; (0, 0) if there are none.
+        transposed: whether scores are the same where each number of a key has the slots of a cache beside each other.
+            Products of few rows are faster so: with three query heads to a KV head, padded to four rows, scores over
+            512 keys took half the time on a CPU, and over 4,096 two thirds.
     """
 
     multiple: int
     in_order: int
     batched: bool = False
     uneven: tuple[int, int] = (0, 0)
+    transposed: bool = False
 
 
 class TailGroup(NamedTuple):
@@ -174,6 +180,18 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_one_softmax(group: TailGroup, dtype: torch.dtype) -> bool:
     """Whether one softmax covers the scores of a group's prefix, too."""
     return group.start <= SHORT and dtype == wide_dtype(dtype)
+
+
+def empty_transposed(like: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """A buffer for keys [..., slots, D] of these sizes, with the slots of each number of a key beside each other."""
+    *several, slots, dim = sizes
+    # Rows whose distance is a power of two would share few lines of a processor's caches.
+    return like.new_empty(*several, dim, slots + _CACHE_LINE).mT[..., :slots, :]
+
+
+def ends_in_one_softmax(capacity: int, dtype: torch.dtype) -> bool:
+    """Whether one softmax covers all keys of every token of a text with so many positions."""
+    return tail_start(capacity) <= SHORT and dtype == wide_dtype(dtype)
 
 
 def _groups(length: int, depths: Sequence[int], mask: torch.Tensor | None) -> list[TailGroup]:

@@ -18,7 +18,7 @@ from decoder.kernels.bitwise_attention import SPARE, Rule
 from decoder.kernels.cublas import rounds_to_tf32
 from decoder.kernels.fast_paths import BITWISE, RECORDED, fault_of
 from decoder.kernels.packed_linear import product_of, under_autocast
-from decoder.model import bitwise_test
+from decoder.model import bitwise_attention_test, bitwise_test
 
 if TYPE_CHECKING:
     from decoder.model.target import Target
@@ -55,6 +55,11 @@ class PassRule(NamedTuple):
     def batched(self) -> bool:
         """Whether the attention of several texts can share products, if their caches stand in blocks."""
         return self.attention is not None and self.attention.batched
+
+    @property
+    def transposed(self) -> bool:
+        """As for `kernels.bitwise_attention.Rule`."""
+        return self.attention is not None and self.attention.transposed
 
     def padding(self, count: int) -> int:
         """How many tokens are added to a pass of ``count``."""
@@ -168,7 +173,7 @@ class Bitwise:
             return None, "float64 is left as it is: its roundings are too small to meet a tie"
         if target.recorder is not None:
             return self._find_on_cuda()
-        attention, fault = bitwise_test.attention_rule(
+        attention, fault = bitwise_attention_test.attention_rule(
             target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
         )
         if attention is None:
@@ -200,7 +205,7 @@ class Bitwise:
             return None, f"keys of {shape.dim} numbers and values of {shape.value_dim} do not fill pieces of 16 bytes"
         rule = PassRule(None, _WIDTH_ON_CUDA, _WIDTH_ON_CUDA, most=_WIDTH_ON_CUDA)
         try:
-            fault = fault_of(partial(bitwise_test.kernel_fault, shape, target.device))
+            fault = fault_of(partial(bitwise_attention_test.kernel_fault, shape, target.device))
             fault = fault or fault_of(partial(bitwise_test.products_fault, target, rule))
             fault = fault or self._fault_under(rule, bitwise_test.model_fault)
             if fault is not None:

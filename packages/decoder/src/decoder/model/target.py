@@ -247,8 +247,8 @@ class Target:
         return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, rule))
 
     def _begin(self, cache: LayeredCache, count: int) -> None:
-        pool = None if self.recorder is None else self.pool
-        cache.prepare(self.layers, pool, self.spare if cache.purpose == "text" else 0)
+        rule = (self._rule or FREE) if cache.purpose == "text" else FREE
+        cache.prepare(self.layers, None if self.recorder is None else self.pool, rule.spare, rule.transposed)
         cache.begin(count)
 
     def begin_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
