@@ -232,8 +232,10 @@ def attention_fault(
                 # Write the token's own path over the tree for a while, which saves a copy of the cache.
                 end = length + depths[node] + 1
                 others = [states[:, :, length:end].clone() for states in (*keys, value)]
-                for states in (*keys, value) if mask is not None else ():
-                    states[:, :, length:end] = states[:, :, (length + mask[node].nonzero()[:, 0]).to(device)]
+                if mask is not None:
+                    path = (length + mask[node].nonzero()[:, 0]).to(device)
+                    for states in (*keys, value):
+                        states[:, :, length:end] = states[:, :, path]
                 own = [attend(query[:, :, node : node + 1], one, value, end - 1, [0], None) for one in keys]
                 for states, other in zip((*keys, value), others, strict=True):
                     states[:, :, length:end] = other
