@@ -219,6 +219,25 @@ def test_steps_that_need_no_heads_are_left_out_of_what_numbers_of_levels_are_com
         typical.clear()
 
 
+def test_a_step_that_can_run_no_levels_speaks_for_no_number(model, monkeypatch):
+    """The first step has no state for heads to begin with, and behind the last token nothing is drafted."""
+    clocked(monkeypatch, 0.01)
+    monkeypatch.setattr(LevelPolicy, "levels", property(lambda policy: 1, lambda *_: None), False)
+    monkeypatch.setattr(CostTuned, "_levels_pay", lambda drafter: True)
+    told, wanted = [], []
+    monkeypatch.setattr(LevelPolicy, "observe", lambda policy, expected, *rest: told.append((len(expected), rest[-1])))
+    watched(monkeypatch, "wants_levels", lambda drafter, args, levels: wanted.append((args[-1], levels)))
+    dec = Decoder(model, heads=random_heads(model))
+    prompts = [[1, 2, 3], [4, 5]]
+    outs = dec.generate_batch(prompts, 40, "auto", [SamplingParams(seed=seed) for seed in (1, 2)])
+    assert {count for count, _ in told} == {2}
+    assert len(told) < sum(out.stats.steps for out in outs)
+    # Each text tells of itself.
+    assert len({text for _, text in told}) == 2
+    assert any(not depth for depth, _ in wanted)
+    assert all(levels is None for depth, levels in wanted if not depth)
+
+
 def test_what_one_text_teaches_serves_the_next_with_the_same_sampling(model, prompt):
     dec = Decoder(model, heads=random_heads(model))
     sampling = SamplingParams(seed=3)

@@ -110,13 +110,13 @@ def test_a_machine_that_is_slow_for_a_while_speaks_for_no_number():
 
 
 def test_texts_that_take_a_step_together_count_it_once():
-    """Of eight texts each tells its share; a number is tried as rarely as for one text."""
+    """Each of eight texts tells of every step; a number is tried as rarely as for one text."""
     policy, luck, tried = LevelPolicy(1), random.Random(9), 0
     for _ in range(640):
         levels = policy.levels
         tried += levels != 1
-        for _ in range(8):
-            policy.observe(likely(levels, (0.9,), luck), COSTS[1 + 3 * levels], 0.2 + 0.1 * levels, 1 / 8)
+        for text in range(8):
+            policy.observe(likely(levels, (0.9,), luck), COSTS[1 + 3 * levels], 0.2 + 0.1 * levels, text)
     assert 0.8 * 640 / 49 <= tried <= 1.2 * 640 / 49
 
 

@@ -103,5 +103,11 @@ def test_keys_stay_in_rows_where_their_products_fail_the_test(dec, monkeypatch):
     assert fault is None and not rule.transposed
     other = Decoder(tiny_llama(torch.float32, seed=1), bitwise=True)
     assert other.bitwise and not other.target.bitwise.rule.transposed
+    made = []
+    buffer = base.LayeredCache._buffer
+    monkeypatch.setattr(base.LayeredCache, "_buffer", lambda *args: (made.append(buffer(*args)), made[-1])[1])
     sampled = [other.generate([1, 2, 3] * 9, 40, method, SamplingParams(seed=1)) for method in ("ar", "suffix")]
     assert sampled[0].token_ids == sampled[1].token_ids
+    assert made and all(one.stride(-1) == 1 for one in made)
+    # Keys in the blocks of a batch are transposed, too, so that there are none.
+    assert not other.target.bitwise.rule.batched

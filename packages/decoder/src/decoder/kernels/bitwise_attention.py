@@ -27,7 +27,8 @@ COLUMNS = DEPTH + STRIDE
 """The number of keys in a tail. Those behind the token count too, although it does not see them."""
 
 SHORT = 8192
-"""Keys up to which one softmax over all scores is faster on a CPU than blocks and their merging, or as fast."""
+"""Keys up to which one softmax over all scores is used on a CPU, and not blocks and their merging: with transposed keys
+it is faster for a few rows, and about as fast for the rows of a prompt or a large tree."""
 
 SPARE = COLUMNS + STRIDE
 """A tail may reach so many slots beyond the last token of a text, so its cache has that many more."""
@@ -49,8 +50,8 @@ class Rule(NamedTuple):
         uneven: numbers of columns, from the first to below the second, whose sums have an order of their own. Products
             over so many are not shared; (0, 0) if there are none.
         transposed: whether scores are the same where each number of a key has the slots of a cache beside each other.
-            Products of few rows are faster so: with three query heads to a KV head, padded to four rows, scores over
-            512 keys took half the time on a CPU, and over 4,096 two thirds.
+            Products of few rows are faster so: for three KV heads of size 64 and four rows each, in one thread, scores
+            over 512 keys took half the time, and over 4,096 two thirds.
     """
 
     multiple: int

@@ -79,7 +79,7 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
                 by_blocks = partial(_by_blocks, rule)
                 fault = fault_of(partial(attention_fault, shape, by_blocks))
                 if fault is None:
-                    # The lengths of the test are on both sides of where prefixes are separated.
+                    # Only as far as one softmax reaches: the keys of longer texts are not transposed.
                     transposed = fault_of(partial(attention_fault, shape, by_blocks, transposed=True)) is None
                     rule = rule._replace(transposed=transposed and wide_dtype(shape.dtype) == shape.dtype)
                     _rules[key] = _batched_rule(shape, rule) or rule, None
@@ -90,8 +90,8 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
 
 def _batched_rule(shape: AttentionShape, rule: Rule) -> Rule | None:
     """The same rule for texts that share products; None if they cannot."""
-    if wide_dtype(shape.dtype) != shape.dtype or not rule.in_order:
-        return None
+    if not rule.transposed or not rule.in_order:
+        return None  # keys in blocks are transposed
     found: list[tuple[int, int]] = []
     if fault_of(partial(_find_uneven, shape, rule.multiple, found)) is not None:
         return None

@@ -114,7 +114,7 @@ class CostTuned:
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
         if not covered or self.heads is None:
             return True
-        levels = max(1, policy.levels)
+        levels = max(1, policy.best)  # and not one that is on trial
         tokens, cost = self._best(0)[1]
         without = tokens / step_seconds(cost, policy.overhead(0))
         gain = (1 - covered) * policy.added(1, levels).tokens
@@ -202,12 +202,11 @@ class CostTuned:
         if self.heads is not None:
             self.heads.follow(verification, path, tokens)
         cost, overhead = self._costs[len(self._tree)], self._drafting
-        texts = self.context.running()
-        if texts == 1:  # else the rest of the step is other texts', too
+        if self.context.running() == 1:  # else the rest of the step is other texts', too
             overhead = time.perf_counter() - self._start - cost
         overhead = self.context.target.ranks.agree(overhead)
         if self._typical:  # numbers of levels are compared on steps that would have run them
-            self._policy.observe(self._expected, cost, overhead, 1 / texts)
+            self._policy.observe(self._expected, cost, overhead, id(self))
 
     def _learn(self, tokens: list[int]) -> None:
         """Take in the newest tokens of the text."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_FIRST = 4  # steps for which a number of levels is run when it is tried first
+_FIRST = 4  # observations until which a number of levels is run when it is tried first
 _TRIAL = 48  # steps after which a number of levels is run for one step, to see whether it has become the best
 _LEARN = 0.02  # weight of the newest observation in an average
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
@@ -21,9 +21,9 @@ class LevelPolicy:
     """Chooses the number of levels that gives most tokens per second.
 
     Every so often a single step tries one of the numbers next to the best one, or none; a number that is new is tried
-    for a few steps, so that something is known of how often its drafts are accepted. Trials are single steps, since a
-    machine that others share is slower or faster for many steps in a row: a number that ran for as long would be judged
-    by the machine's hour.
+    for a few steps, so that something is known of how often its drafts are accepted. Trials are single steps (two where
+    heads draft ahead), since a machine that others share is slower or faster for many steps in a row: a number that ran
+    for as long would be judged by how busy the machine was then.
 
     A step with some levels also tells what fewer would have brought: the best tree without the candidates of the
     others. So what is kept is what each level adds to the tokens and to the cost of verification, on average of the
@@ -38,7 +38,8 @@ class LevelPolicy:
         self._overhead = [0.0] * (most + 1)  # by numbers of levels
         self._steps = [0] * (most + 1)  # that ran this number
         self._last = [-math.inf] * (most + 1)  # when this number was run last
-        self._now = 0.0  # steps so far
+        self._now = 0  # steps so far
+        self._told: set[int] = set()  # the texts that have told of this step
 
     def overhead(self, levels: int) -> float:
         """Seconds of a step with so many levels beyond its verification; where not tried yet, as with the nearest.
@@ -67,12 +68,13 @@ class LevelPolicy:
         """Of usual steps with so many levels."""
         return step_seconds(self.added(0, levels).cost, self.overhead(levels))
 
-    def observe(self, expected: Sequence[Expected], cost: float, overhead: float, share: float = 1.0) -> None:
+    def observe(self, expected: Sequence[Expected], cost: float, overhead: float, text: int = 0) -> None:
         """A step whose verification costs ``cost`` took ``overhead`` seconds beyond it.
 
         Args:
             expected: what the step would have been with no levels, with one, and so on up to those that it ran.
-            share: of the step, where several texts take it together and each tells of itself.
+            text: a number of the text that tells, where several take steps together. A step is over when one of them
+                tells again.
         """
         levels = len(expected) - 1
         before = Expected(0.0, 0.0)
@@ -84,8 +86,11 @@ class LevelPolicy:
             )
             before = now
         self._take_overhead(levels, min(overhead, _DISTURBED * (cost + max(0.0, self.overhead(levels))) - cost))
+        if text in self._told:
+            self._now += 1
+            self._told.clear()
+        self._told.add(text)
         self._last[levels] = self._now
-        self._now += share
         self._choose()
 
     def _take_overhead(self, levels: int, overhead: float) -> None:
