@@ -217,13 +217,13 @@ def touched() -> list:
 
 
 def test_timing_changes_neither_the_text_nor_the_decoder(data, monkeypatch):
-    before = touched()
+    before, tree = touched(), decoder.TokenSwiftOptions(tree=(2,))  # heads in every step, whatever the clock says
     dec = decoder.load(str(data / "reference-model"), heads=str(data / "heads-chained"))
-    plain = dec.generate(list(range(30)), 20, method="tokenswift", ignore_eos=True).token_ids
+    plain = dec.generate(list(range(30)), 20, method="tokenswift", options=tree, ignore_eos=True).token_ids
     watch = stopwatch.Stopwatch(dec.target.wait, parts=True)
     with watch.watching():
         assert touched() != before
-        timed = dec.generate(list(range(30)), 20, method="tokenswift", ignore_eos=True).token_ids
+        timed = dec.generate(list(range(30)), 20, method="tokenswift", options=tree, ignore_eos=True).token_ids
     assert timed == plain and touched() == before
     assert set(watch.seconds) == {"step", *stopwatch.PARTS} - {"rest"}
 
@@ -233,7 +233,7 @@ def test_timing_changes_neither_the_text_nor_the_decoder(data, monkeypatch):
     monkeypatch.setattr(DraftHeads, "advance", fail)
     failing = touched()
     with pytest.raises(RuntimeError, match="no"), watch.watching():
-        dec.generate(list(range(30)), 20, method="tokenswift", ignore_eos=True)
+        dec.generate(list(range(30)), 20, method="tokenswift", options=tree, ignore_eos=True)
     assert touched() == failing
 
 
