@@ -217,7 +217,7 @@ def touched() -> list:
 
 
 def test_timing_changes_neither_the_text_nor_the_decoder(data, monkeypatch):
-    before, tree = touched(), decoder.TokenSwiftOptions(tree=(2,))  # heads in every step, whatever the clock says
+    before, tree = touched(), decoder.TokenSwiftOptions(tree=(1, 1))  # heads in every step, whatever the clock says
     dec = decoder.load(str(data / "reference-model"), heads=str(data / "heads-chained"))
     plain = dec.generate(list(range(30)), 20, method="tokenswift", options=tree, ignore_eos=True).token_ids
     watch = stopwatch.Stopwatch(dec.target.wait, parts=True)
