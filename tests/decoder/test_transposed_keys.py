@@ -12,9 +12,7 @@ from decoder.model import bitwise_attention_test
 from decoder.model.bitwise_attention_test import attention_rule
 
 from .conftest import VOCAB, tiny_llama
-
-SHAPE = AttentionShape(4, 2, 8, 8, torch.float32)
-LAYERS = 3
+from .test_blocks import LAYERS, SHAPE, holds
 
 
 def filled(capacity, count, dtype=torch.float32, growable=False):
@@ -28,10 +26,6 @@ def filled(capacity, count, dtype=torch.float32, growable=False):
 
 def in_rows(cache):
     return cache.keys.stride(-1) == 1
-
-
-def holds(cache, pairs):
-    return all(torch.equal(*each) for each in zip(cache.copied(pairs[0].shape[3]), pairs, strict=True))
 
 
 def test_only_caches_that_one_softmax_covers_are_transposed():
@@ -73,14 +67,20 @@ def dec(monkeypatch):
     return dec
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """The buffers of caches that are made from now on."""
+    buffers, buffer = [], base.LayeredCache._buffer
+    monkeypatch.setattr(base.LayeredCache, "_buffer", lambda *args: (buffers.append(buffer(*args)), buffers[-1])[1])
+    return buffers
+
+
 @pytest.mark.parametrize("method", ["ar", "suffix", "magicdec"])
-def test_a_text_has_the_bits_that_it_has_with_keys_in_rows(dec, monkeypatch, method):
+def test_a_text_has_the_bits_that_it_has_with_keys_in_rows(dec, made, monkeypatch, method):
     """So a text does not depend on how long it may become, nor on whether its length is open."""
     prompt = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(2)).tolist()
     how = SamplingParams(seed=4, temperature=0.8)
-    made = []
-    buffer = base.LayeredCache._buffer
-    monkeypatch.setattr(base.LayeredCache, "_buffer", lambda *args: (made.append(buffer(*args)), made[-1])[1])
+    made.clear()
     found = dec.generate(prompt, 60, method, how, return_logprobs=True)
     assert any(one.stride(-1) != 1 for one in made)
     made.clear()
@@ -90,7 +90,7 @@ def test_a_text_has_the_bits_that_it_has_with_keys_in_rows(dec, monkeypatch, met
     assert (found.token_ids, found.logprobs) == (in_rows.token_ids, in_rows.logprobs)
 
 
-def test_keys_stay_in_rows_where_their_products_fail_the_test(dec, monkeypatch):
+def test_keys_stay_in_rows_where_their_products_fail_the_test(dec, made, monkeypatch):
     """One that sums transposed keys in another order must be seen at load."""
     honest = torch.baddbmm
 
@@ -103,9 +103,7 @@ def test_keys_stay_in_rows_where_their_products_fail_the_test(dec, monkeypatch):
     assert fault is None and not rule.transposed
     other = Decoder(tiny_llama(torch.float32, seed=1), bitwise=True)
     assert other.bitwise and not other.target.bitwise.rule.transposed
-    made = []
-    buffer = base.LayeredCache._buffer
-    monkeypatch.setattr(base.LayeredCache, "_buffer", lambda *args: (made.append(buffer(*args)), made[-1])[1])
+    made.clear()
     sampled = [other.generate([1, 2, 3] * 9, 40, method, SamplingParams(seed=1)) for method in ("ar", "suffix")]
     assert sampled[0].token_ids == sampled[1].token_ids
     assert made and all(one.stride(-1) == 1 for one in made)

@@ -79,9 +79,10 @@ def attention_rule(shape: AttentionShape) -> tuple[Rule | None, str | None]:
                 by_blocks = partial(_by_blocks, rule)
                 fault = fault_of(partial(attention_fault, shape, by_blocks))
                 if fault is None:
-                    # Only as far as one softmax reaches: the keys of longer texts are not transposed.
-                    transposed = fault_of(partial(attention_fault, shape, by_blocks, transposed=True)) is None
-                    rule = rule._replace(transposed=transposed and wide_dtype(shape.dtype) == shape.dtype)
+                    if wide_dtype(shape.dtype) == shape.dtype:
+                        # Only as far as one softmax reaches: the keys of longer texts are not transposed.
+                        other_bits = fault_of(partial(attention_fault, shape, by_blocks, transposed=True))
+                        rule = rule._replace(transposed=other_bits is None)
                     _rules[key] = _batched_rule(shape, rule) or rule, None
                     return _rules[key]
         _rules[key] = None, fault

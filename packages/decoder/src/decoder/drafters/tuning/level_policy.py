@@ -28,11 +28,12 @@ class LevelPolicy:
     A step with some levels also tells what fewer would have brought: the best tree without the candidates of the
     others. So what is kept is what each level adds to the tokens and to the cost of verification, on average of the
     steps that ran it, and for each number of levels the time that steps take beyond verification. There are ``most``
-    levels; ``levels`` of them are to be run now, ``first`` in the beginning.
+    levels; ``levels`` of them are to be run now, ``first`` in the beginning. ``best`` is the number that gives most by
+    all that was seen.
     """
 
     def __init__(self, most: int, first: int = 1):
-        self.levels = min(first, most)
+        self.levels = self.best = min(first, most)
         self._added = [Expected(1.0, 0.0)] + [Expected(0.0, 0.0)] * most  # by each level; entry 0: without levels
         self._seen = [0] * (most + 1)  # steps that are averaged in each of these
         self._overhead = [0.0] * (most + 1)  # by numbers of levels
@@ -54,11 +55,6 @@ class LevelPolicy:
         """What the levels from ``first`` to ``levels`` add to a step; level 0 stands for a step without any."""
         tokens, costs = zip(*self._added[first : levels + 1], strict=True)
         return Expected(sum(tokens), sum(costs))
-
-    @property
-    def best(self) -> int:
-        """The number of levels that gives most tokens per second by all that was seen."""
-        return max((number for number, steps in enumerate(self._seen) if steps or not number), key=self.rate)
 
     def rate(self, levels: int) -> float:
         """Tokens per second of usual steps with so many levels; 0 before any step was seen."""
@@ -108,7 +104,9 @@ class LevelPolicy:
     def _choose(self) -> None:
         if self._steps[self.levels] < _FIRST:
             return
-        best = self.best
+        self.best = best = max(
+            (number for number, steps in enumerate(self._seen) if steps or not number), key=self.rate
+        )
         others = [number for number in {best + 1, best - 1, 0} - {best} if 0 <= number < len(self._steps)]
         stale = min(others, key=self._last.__getitem__, default=best)
         self.levels = stale if self._now - self._last[stale] > _TRIAL else best
