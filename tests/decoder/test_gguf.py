@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import decoder
+from decoder.kernels.int4 import rounded
 from decoder.model import gguf as reading
 
 CHAT = "{% for m in messages %}<|a|>{{ m['content'] }}<|b|>{% endfor %}"
@@ -153,6 +154,19 @@ def test_a_text_is_the_folders_text(hf_model, plain_file, tmp_path):
 
 def test_bfloat16_where_it_is_asked_for(plain_file):
     assert decoder.load(plain_file, dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_four_bits_are_those_of_the_file(hf_model, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", hf_model, gguf.GGMLQuantizationType.Q4_1)
+    dec, short = (decoder.load(tmp_path / "tiny.gguf", dtype=dtype) for dtype in ("auto", "int4"))
+    codes, scales = rounded(dec.model.model.layers[1].mlp.up_proj.weight.detach())
+    layer = short.model.model.layers[1].mlp.up_proj
+    assert torch.equal(layer.scales, scales)
+    assert torch.equal(layer.weight, torch._convert_weight_to_int4pack_for_cpu(codes + 8, 1))
+    # Rounding is that of inputs, outputs and scales to bfloat16, as the codes are the file's.
+    ids = torch.randint(len(vocabulary()), (1, 40), generator=torch.Generator().manual_seed(1))
+    one, other = short.model(ids).logits, dec.model(ids).logits
+    assert 0 < (one - other).norm() < 0.03 * other.norm()
 
 
 def test_digits_stand_alone_before_the_rest_is_split(plain_file):

@@ -46,6 +46,21 @@ def test_rows_are_compared_with_ar_with_the_same_cache(data, tmp_path):
     assert texts["plain"][1] != texts["int8"][1]
 
 
+def test_rows_are_compared_with_ar_with_weights_of_four_bits(data, tmp_path):
+    greedy = ["--temperature", "0", "--min-p", "0", "--repetition-penalty", "1"]
+    methods = ("ar", "tokenswift", "auto", "hf")
+    results, _ = compared(data, tmp_path, *greedy, "--dtype", "int4", "--check-lossless", methods=methods)
+    assert results["settings"]["dtype"] == "int4" and results["settings"]["bitwise"]
+    assert all(row["identical_to_ar"] for row in results["methods"].values())
+    plain, _ = compared(data, tmp_path / "plain", *greedy, methods=("ar",))
+    texts = [made["methods"]["ar"]["runs"][0]["logprobs"] for made in (results, plain)]
+    assert texts[0] != texts[1]
+    # The plan counts the weights that are held: 5 bits of each of these, in place of 32.
+    short, whole = (made["methods"]["ar"]["planned_memory_bytes"] for made in (results, plain))
+    layers = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 64 * 32 * 3)
+    assert short == whole - layers * 4 + layers * 5 // 8
+
+
 def test_transformers_rows_are_not_said_to_be_the_same_model(data, tmp_path):
     greedy = ["--temperature", "0", "--min-p", "0", "--repetition-penalty", "1"]
     plain, _ = compared(data, tmp_path / "plain", *greedy, methods=("ar", "hf"))

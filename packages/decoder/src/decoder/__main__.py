@@ -30,6 +30,7 @@ from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Decoder, methods
 from decoder.drafters import METHODS
+from decoder.kernels.int4 import dtype_name
 from decoder.loader import device_named
 from decoder.model.loading import out_of_memory, read_config, read_tokenizer
 from decoder.options import TokenSwiftOptions
@@ -182,7 +183,7 @@ class _Run:
         self.ranks.first(lambda: self._check_request(request))
         self.decoder: Decoder = load_from_flags(args, args.tensor_parallel)
         model = self.decoder.model
-        request |= {"dtype": str(model.dtype).removeprefix("torch."), "model": {"sha256": fingerprint(model)}}
+        request |= {"dtype": dtype_name(model), "model": {"sha256": fingerprint(model)}}
         request["bitwise"] = self.decoder.bitwise
         if self.decoder.bitwise:
             # With another number of threads products may be summed in another order.

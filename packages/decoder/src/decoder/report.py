@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from decoder.kernels.fast_paths import FastPath
+from decoder.kernels.int4 import dtype_name
 from decoder.model.target import Target
 
 _DISTRIBUTIONS = ("tokenswift-decoder", "torch", "transformers", "triton", "safetensors")
@@ -25,9 +26,8 @@ def report(targets: Mapping[str, Target], heads: Iterable[str]) -> str:
     for role, target in targets.items():
         config, shape = target.model.config, target.attention_shape
         sizes = f"{config.num_hidden_layers} layers of {target.hidden_size}, {shape.heads} query and {shape.kv_heads}"
-        dtype = str(target.lm_head.weight.dtype).removeprefix("torch.")
         shared = f" in each of {target.ranks.size} processes" if target.ranks.size > 1 else ""
-        lines += ["", f"{role}: {target.name} in {dtype}, {sizes} KV heads of {shape.dim}{shared}"]
+        lines += ["", f"{role}: {target.name} in {dtype_name(target.model)}, {sizes} KV heads of {shape.dim}{shared}"]
         lines += [f"  {_line(path)}" for path in target.fast_paths()]
     kinds = ", ".join(heads)
     return "\n".join([*lines, "", f"draft heads: {kinds or 'none'}"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import decoder
 from decoder.drafters import METHODS
+from decoder.kernels.int4 import dtype_name
 from decoder.kernels.memory import available_memory
 from ts_eval import defaults, measurement
 from ts_eval.computed import Assumption, computed, read_assumptions
@@ -163,7 +164,7 @@ class Bench:
             "repeats": self.repeats,
             "seed": self.seed,
             "tokens_per_step": {text: asdict(assumption) for text, assumption in assumptions.items()},
-            "dtype": str(made.ar.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(made.ar.model),
             "sampling": {name: value for name, value in asdict(made.params).items() if name in defaults.SAMPLING},
             "options": {text: asdict(option) for text, option in made.options.items()},
             "options_for_all": asdict(made.options_for_all),

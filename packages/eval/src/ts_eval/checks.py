@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 import decoder
 from decoder.audit import audit_tokens, rounding
 from ts_eval.method_spec import MethodSpec
@@ -14,8 +12,8 @@ if TYPE_CHECKING:
 
 # How far apart two differently shaped matrix products may put two logits, where results do not say what was measured,
 # by the model's dtype: a few units in the last place of a logit of magnitude 16 to 32 in the short formats, and the
-# contract's 1e-4 in float32.
-TIE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
+# contract's 1e-4 in float32. Products with weights of four bits are rounded to bfloat16.
+TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5, "int4": 0.5}
 
 _MEASURED = 4  # prompts
 
@@ -80,7 +78,7 @@ def tie_tolerance(setup: "Setup") -> float:
 
 def is_tie(margin: float | None, settings: dict) -> bool:
     """Whether rounding alone can explain a difference of that margin: as measured, else by `TIE_TOLERANCE`."""
-    allowed = settings.get("tie_tolerance") or TIE_TOLERANCE[getattr(torch, settings["dtype"])]
+    allowed = settings.get("tie_tolerance") or TIE_TOLERANCE[settings["dtype"]]
     return margin is not None and margin <= allowed
 
 

@@ -178,7 +178,10 @@ model_options = together(
 device_options = together(
     click.option("--device", default="auto", show_default=True),
     click.option(
-        "--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, the checkpoint's on CUDA."
+        "--dtype",
+        default="auto",
+        show_default=True,
+        help="auto: float32 on a CPU, the checkpoint's on CUDA. int4: weights of four bits, on a CPU.",
     ),
 )
 bitwise_option = click.option(

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from tqdm import tqdm
 
 import decoder
+from decoder.kernels.int4 import dtype_name
 from decoder.text.prompts import chat_ids, text_ids
 from ts_eval import defaults
 from ts_eval.data_dir import find_data_dir
@@ -166,7 +167,7 @@ class Needle:
             "draft_model": sources.draft_model,
             "weights": sources.weights(),
             "prompts": books,
-            "dtype": str(plain.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(plain.model),
             "bitwise": plain.bitwise,
             "chat": bool(plain.tokenizer.chat_template),
             "pass_phrases": self._pass_phrases(),

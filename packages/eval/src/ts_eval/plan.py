@@ -45,7 +45,7 @@ class ModelShape:
     """What of a model decides its bytes.
 
     Attributes:
-        parameters: all of them, tied ones once.
+        parameters: all of them, tied ones once; what is held in fewer bytes counts as so many fewer numbers.
         read_parameters: those that one pass reads: all but an input embedding of its own, of which it takes a row.
         lm_head_parameters: the language-model head's.
         layers, kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
@@ -68,9 +68,10 @@ class ModelShape:
     def of(cls, model, dtype: torch.dtype | None = None) -> "ModelShape":
         """Of a loaded model, or of one on the meta device; ``dtype`` where it shall be held in another."""
         config = model.config.get_text_config()
-        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        parameters = sum(sizes.values())
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        value_bytes = (dtype or head.dtype).itemsize
+        sizes = {name: one.numel() if dtype else one.nbytes // value_bytes for name, one in model.named_parameters()}
+        parameters = sum(sizes.values())
         heads = config.num_attention_heads
         return cls(
             parameters=parameters,
@@ -81,7 +82,7 @@ class ModelShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             hidden_size=config.hidden_size,
             vocab_size=head.shape[0],
-            value_bytes=(dtype or head.dtype).itemsize,
+            value_bytes=value_bytes,
             shared_parameters=sum(sizes[name] for name in shared_parameters(sizes, model.tp_plan or {})),
         )
 

@@ -10,6 +10,7 @@ import torch
 
 import decoder
 from decoder.drafters import METHODS
+from decoder.kernels.int4 import dtype_name
 from decoder.text.stops import eos_ids
 from ts_eval import checkpoints, defaults, plan
 from ts_eval.data_dir import find_data_dir
@@ -170,7 +171,7 @@ def set_up(experiment: "Experiment") -> Setup:
         "batch": experiment.batch,
         "processes": experiment.processes,
         "endpoint": experiment.endpoint,
-        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "dtype": dtype_name(backbone),
         "bitwise": decoders[None].bitwise,
         "sampling": {name: value for name, value in asdict(params[0]).items() if name != "seed"},
         "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),

@@ -51,7 +51,12 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
     parser.add_argument("--device", default="auto", metavar="D", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--dtype", default="auto", metavar="T", help="default: float32 on a CPU, else the checkpoint's")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="T",
+        help="default: float32 on a CPU, else the checkpoint's; int4: weights of four bits, on a CPU",
+    )
     parser.add_argument(
         "--bitwise",
         action=argparse.BooleanOptionalAction,

@@ -13,9 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from decoder.draft_heads import DraftHead, RMSNorm
+from decoder.kernels.int4 import Int4Linear, Int4Weight, joinable
 from decoder.kernels.memory import available_memory
 from decoder.kernels.norms import FusedNorm
 from decoder.kernels.packed_weight import PackedWeight, onednn_dtype, pack
+
+Linear = nn.Linear | Int4Linear
 
 _SHARE = 0.5  # the share of available memory that packed copies may take
 _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where it is given none
@@ -32,14 +35,14 @@ class PackedLinears:
         sizes: the number of outputs of each layer.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]):
+    def __init__(self, layers: Sequence[Linear]):
         self._fingerprint: list[torch.Tensor] = []
         self._weight: PackedWeight | None = None
         self.pack(layers)
         self._input: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}  # outputs for this input that have not been returned yet
 
-    def pack(self, layers: Sequence[nn.Linear]) -> None:
+    def pack(self, layers: Sequence[Linear]) -> None:
         """Pack the layers' weights, unless they are those that were packed last."""
         fingerprint = _fingerprint(layers)
         if _same(fingerprint, self._fingerprint):
@@ -47,7 +50,10 @@ class PackedLinears:
         self._fingerprint = fingerprint
         self._weight = None  # frees the old copy before the new one is made
         self.inputs, self.sizes = layers[0].in_features, [layer.out_features for layer in layers]
-        self._weight = pack([layer.weight for layer in layers], [layer.bias for layer in layers])
+        short = [layer for layer in layers if isinstance(layer, Int4Linear)]
+        self._weight = (
+            Int4Weight(short) if short else pack([layer.weight for layer in layers], [layer.bias for layer in layers])
+        )
 
     @property
     def kind(self) -> type:
@@ -161,7 +167,7 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     modules = list(modules)
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
     within = {layer for head in heads for layer in _products(head)}
-    layers = [module for module in modules if isinstance(module, nn.Linear) and module not in within]
+    layers = [module for module in modules if isinstance(module, Linear) and module not in within]
     layers = [layer for layer in layers if _packable(layer)]
     memory = available_memory(torch.device("cpu"))
     new = sum(_nbytes(head) for head in heads if head not in _packed_heads)
@@ -186,21 +192,21 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     return found
 
 
-def _groups(modules: Iterable[nn.Module], layers: Iterable[nn.Linear]) -> list[list[nn.Linear]]:
+def _groups(modules: Iterable[nn.Module], layers: Iterable[Linear]) -> list[list[Linear]]:
     """All ``layers``: those with the same input, as their names in a module show, as one group, others alone."""
     alone, groups = dict.fromkeys(layers), []
     for module in modules:
         for names in _SAME_INPUT:
             group = [child for name in names if (child := module._modules.get(name)) in alone]
-            alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in group}
-            if len(group) == len(names) and len(set(group)) == len(names) and len(alike) == 1:
+            alike = {(type(layer), layer.in_features, layer.weight.dtype, layer.bias is None) for layer in group}
+            if len(group) == len(names) and len(set(group)) == len(names) and len(alike) == 1 and joinable(group):
                 groups.append(group)
                 for layer in group:
                     del alone[layer]
     return groups + [[layer] for layer in alone]
 
 
-def joined(layers: Sequence[nn.Linear]) -> PackedLinears | None:
+def joined(layers: Sequence[Linear]) -> PackedLinears | None:
     """The one packed product of exactly these layers, if `packed_layers` has made it."""
     packed = _packed.get(layers[0])
     whole = packed is not None and len(packed) == len(layers) and all(_packed.get(layer) is packed for layer in layers)
@@ -215,6 +221,8 @@ def product_of(forward: Callable) -> PackedLinears | None:
 
 
 def _packable(module: nn.Module) -> bool:
+    if type(module) is Int4Linear:
+        return module.weight.device.type == "cpu"
     if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
         return False
     weight = module.weight.data

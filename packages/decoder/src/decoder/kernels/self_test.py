@@ -155,7 +155,8 @@ def _inputs(module: nn.Module, rows: int) -> tuple:
         conditioned = module.linear.in_features == 2 * size
         return random(rows, size), random(rows, size) if conditioned else None
     weight = module.get_parameter("weight")
-    return (_random(weight.dtype, weight.device)(1, rows, weight.shape[1]),)
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    return (_random(dtype, weight.device)(1, rows, module.in_features),)
 
 
 def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from decoder.kernels.fast_paths import FUSED, MODEL, NORMS, PACKED, ROTARY, FastPaths, in_words
+from decoder.kernels.int4 import dtype_name
 from decoder.kernels.norms import fused_norms, looks_like_rms_norm
 from decoder.kernels.packed_linear import packed_layers
 from decoder.kernels.rotary import FusedRotary, fused_rotary
@@ -122,7 +123,7 @@ def tested_model(model_pass: "ModelPass", faster: FastLayers, paths: FastPaths) 
     if found is None:
         paths.leave_off(MODEL, "not all of its layers are fused, or the model around them is another one")
         return None
-    key = type(model_pass.model), model_pass.model.config.to_json_string(), model_pass.model.dtype
+    key = type(model_pass.model), model_pass.model.config.to_json_string(), dtype_name(model_pass.model)
     test = partial(fused_model_fault, found, model_pass, faster)
     return found if paths.passes_test(MODEL, key, test, "passes from embedding to head") else None
 

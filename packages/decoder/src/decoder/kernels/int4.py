@@ -1,0 +1,164 @@
+"""Linear layers with weights of four bits, for a CPU: what `decoder.load(..., dtype="int4")` makes of a model.
+
+A step of a small model takes as long as reading its weights, and these are a sixth of float32's. The kernel is
+PyTorch's. It rounds inputs to bfloat16, restores weights and sums in float32, and rounds outputs to bfloat16. The model
+around it stays in float32. The weights change, so this is another model than the one that was read, with a text of its
+own: plain decoding of it is what all methods reproduce.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+INT4 = "int4"
+"""The name of this dtype."""
+
+GROUP = 32
+"""Weights of a row that share a step and a centre, as in llama.cpp's formats."""
+
+_CODES = 16
+_OUTPUTS = 16  # the kernel takes multiples of this number of outputs,
+_BLOCK = 64  # and keeps the codes of so many behind each other
+# Shares of the range of a group at either end. A step that is too small for a few weights suits the others better.
+_SHRUNK = (1.0, 0.9, 0.8)
+_SAME = 0.01  # an error, as a share of the weights' norm, with which they have been on such a grid before
+_AT_ONCE = 2**22  # numbers, so that searching takes little memory
+
+
+class Int4Linear(nn.Module):
+    """A linear layer whose weights are ``step * code + centre``, with codes from -8 to 7.
+
+    Attributes:
+        weight: the codes, two in a byte, uint8 [out, in / 2], in the kernel's order.
+        scales: steps and centres in turn, bfloat16 [in / 32, 2 out].
+        bias: [out] or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape[0], 2 * weight.shape[1]
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> "Int4Linear":
+        """The layer with rounded weights."""
+        codes, scales = rounded(layer.weight.detach())
+        bias = None if layer.bias is None else layer.bias.detach().float()
+        return cls(torch._convert_weight_to_int4pack_for_cpu(codes + _CODES // 2, 1), scales, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., out] for inputs [..., in] of any floating dtype."""
+        return Int4Weight([self])(x.float()).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int4Weight:
+    """The product of one `Int4Linear`, or of several with the same input: one call for all of their outputs."""
+
+    dtype = torch.float32
+
+    def __init__(self, layers: Sequence[Int4Linear]):
+        one = len(layers) == 1
+        self._codes = layers[0].weight if one else torch.cat([layer.weight.data for layer in layers])
+        scales = layers[0].scales if one else torch.cat([layer.scales.data for layer in layers], 1)
+        # The dtype is another one if the user has cast the model.
+        self._scales = scales.to(torch.bfloat16).view(len(scales), -1, 2)
+        biases = [layer.bias.data for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).bfloat16()
+        outputs = torch._weight_int4pack_mm_for_cpu(rows, self._codes, GROUP, self._scales).float()
+        if self._bias is not None:
+            outputs += self._bias
+        return outputs.view(*x.shape[:-1], -1)
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """The dtype of a model by the name that `decoder.load` takes."""
+    short = any(isinstance(module, Int4Linear) for module in model.modules())
+    return INT4 if short else str(model.dtype).removeprefix("torch.")
+
+
+def joinable(layers: Sequence[nn.Module]) -> bool:
+    """Whether these can be one product. Codes are put behind each other, and no block of outputs may be cut."""
+    return not any(isinstance(layer, Int4Linear) and layer.out_features % _BLOCK for layer in layers[:-1])
+
+
+def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes from -8 to 7, int32 [out, in], and the bfloat16 steps and centres [in / 32, 2 out] of weights [out, in].
+
+    A group's ends become codes -8 and 7, or lie outside of them if the squared error is smaller so. Weights that have
+    been rounded so before, such as those of llama.cpp's formats with four bits, keep their codes.
+    """
+    outputs, inputs = weight.shape
+    parts = [_rounded(part.float()) for part in weight.reshape(-1, GROUP).split(_AT_ONCE // GROUP)]
+    codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes.view(outputs, inputs), scales.view(outputs, -1, 2).transpose(0, 1).flatten(1)
+
+
+def _rounded(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rounded` for groups [n, 32] -> codes [n, 32], scales [n, 2]."""
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    found = _on_grid(groups, low, high)
+    for below, above in product(_SHRUNK, _SHRUNK):
+        if bool((found[2] <= _SAME**2 * groups.square().sum(1, keepdim=True)).all()):
+            break
+        other = _on_grid(groups, low * below, high * above)
+        better = other[2] < found[2]
+        found = [torch.where(better, new, old) for new, old in zip(other, found, strict=True)]
+    codes, scales, _ = found
+    return codes.int(), scales.bfloat16()
+
+
+def _on_grid(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
+    """Codes [n, 32], scales [n, 2] and squared errors [n, 1] of groups whose codes reach from ``low`` to ``high``."""
+    step = ((high - low) / (_CODES - 1)).bfloat16().float()
+    centre = (low + _CODES // 2 * step).bfloat16().float()
+    # Equal weights have no step, and are their centre.
+    codes = ((groups - centre) / step.where(step > 0, 1.0)).round_().clamp_(-_CODES // 2, _CODES // 2 - 1)
+    error = (codes * step + centre - groups).square().sum(1, keepdim=True)
+    return [codes, torch.cat((step, centre), 1), error]
+
+
+def make_int4(model: PreTrainedModel) -> None:
+    """Replace the linear layers of a model by `Int4Linear` ones, and make all else float32.
+
+    Embeddings and the language-model head keep their numbers.
+
+    Raises:
+        ValueError: weights are not on a CPU; or something else than a linear layer holds a matrix of them, or one that
+            is no multiple of 32 inputs and 16 outputs.
+    """
+    head, found = model.get_output_embeddings(), []
+    for path, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type != "cpu":
+                raise ValueError("weights of four bits are for a CPU: use device 'cpu' or another dtype")
+            if parameter.ndim > 1 and not _fits(module):
+                shape = "x".join(map(str, parameter.shape))
+                raise ValueError(
+                    f"{path}.{name} ({shape}) cannot be held in four bits, which takes linear layers with multiples of "
+                    f"{GROUP} inputs and {_OUTPUTS} outputs: use another dtype"
+                )
+        if type(module) is nn.Linear:
+            found.append(path)
+    for path in found:
+        model.set_submodule(path, Int4Linear.of(model.get_submodule(path)))
+    for module in model.modules():
+        if not isinstance(module, Int4Linear):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
+
+
+def _fits(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not module.in_features % GROUP and not module.out_features % _OUTPUTS

@@ -1,0 +1,216 @@
+"""Weights of four bits: what is rounded, that the product is that of the rounded weights, and that texts are `ar`'s."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+import decoder
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.kernels.fast_paths import FUSED, PACKED
+from decoder.kernels.int4 import GROUP, Int4Linear, Int4Weight, dtype_name, joinable, make_int4, rounded
+from decoder.kernels.packed_linear import packed_layers, product_of
+
+from .conftest import VOCAB, all_heads, random_heads, tiny_llama
+from .test_using_it import byte_tokenizer
+
+gguf = pytest.importorskip("gguf")
+SHAPE = dict(hidden_size=64, intermediate_size=128)
+SAMPLINGS = [
+    SamplingParams(seed=3, min_p=0.05, repetition_penalty=1.1, penalty_window=20),
+    SamplingParams(temperature=0),
+]
+
+
+def restored(codes, scales):
+    """The weights [out, in] in float64."""
+    step, centre = scales.double().view(len(scales), -1, 2).permute(2, 1, 0).repeat_interleave(GROUP, 2)
+    return codes.double() * step + centre
+
+
+def linear(inputs, outputs, bias=False, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs, bias)
+
+
+def short(seed=0, **overrides):
+    model = tiny_llama(torch.float32, seed, **SHAPE | overrides)
+    make_int4(model)
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (64, 48), (576, 64), (1536, 576)])
+def test_a_product_is_that_of_the_rounded_weights(inputs, outputs, bias):
+    layer = linear(inputs, outputs, bias)
+    x = torch.randn(9, inputs)
+    expected = x.bfloat16().double() @ restored(*rounded(layer.weight.detach())).T
+    short = Int4Linear.of(layer)
+    if bias:
+        expected += layer.bias.double()
+    for rows in (1, 2, 4, 5, 9):
+        # The output, without the bias, is rounded to bfloat16.
+        assert ((short(x[:rows]) - expected[:rows]).abs() <= 2**-8 * expected.abs().max()).all()
+        assert torch.equal(short(x[:rows]), short(x)[:rows])
+
+
+def test_weights_that_are_on_a_grid_of_four_bits_keep_their_codes():
+    torch.manual_seed(1)
+    blocks = gguf.quantize(torch.randn(48, 96).numpy(), gguf.GGMLQuantizationType.Q4_1)
+    stored = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q4_1))
+    # A block: step and least weight in half precision, then the codes 0 to 15 of 16 weights and of the other 16.
+    raw = torch.from_numpy(blocks).view(-1, 4 + GROUP // 2)[:, 4:]
+    own = torch.cat((raw & 15, raw >> 4), 1).view(48, 96).int() - 8
+    codes, scales = rounded(stored)
+    assert torch.equal(codes, own)
+    # Only step and centre are rounded, to the eight bits of bfloat16.
+    assert (restored(codes, scales) - stored).norm() < 2**-7 * stored.norm()
+
+
+def test_the_error_of_a_group_is_at_most_that_of_its_whole_range():
+    torch.manual_seed(2)
+    weight = torch.randn(64, 320)
+    weight[:, 3] *= 6  # a weight that is far from the others in its group
+    codes, scales = rounded(weight)
+    error = (restored(codes, scales) - weight).view(-1, GROUP).square().sum(1)
+    groups = weight.view(-1, GROUP).double()
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    whole = ((groups - low) / (high - low) * 15).round() / 15 * (high - low) + low - groups
+    assert codes.min() == -8 and codes.max() == 7
+    # The whole range is tried with step and centre in bfloat16, which adds a little.
+    assert (error <= 1.1 * whole.square().sum(1)).all()
+    assert error.sum() < 0.95 * whole.square().sum()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.375])
+def test_a_group_of_equal_weights_is_exact(value):
+    weight = torch.full((16, 64), value)
+    weight[3, :GROUP] = torch.linspace(-1, 1, GROUP)
+    codes, scales = rounded(weight)
+    same = torch.ones(16, 64, dtype=torch.bool)
+    same[3, :GROUP] = False
+    assert torch.equal(restored(codes, scales)[same], weight.double()[same])
+
+
+@pytest.mark.parametrize(("sizes", "one"), [((64, 128, 16), True), ((64, 48, 64), False)])
+def test_layers_with_the_same_input_are_one_product_where_no_block_is_cut(sizes, one):
+    module = nn.Module()
+    for seed, (name, size) in enumerate(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)):
+        setattr(module, name, Int4Linear.of(linear(96, size, bias=True, seed=seed)))
+    layers = list(module.children())
+    assert joinable(layers) is one
+    faster = packed_layers(module.modules())
+    assert len({product_of(faster[layer]) for layer in layers}) == (1 if one else 3)
+    x = torch.randn(1, 5, 96)
+    for layer in layers:
+        assert torch.equal(faster[layer](x), layer(x))
+    if one:
+        assert torch.equal(Int4Weight(layers)(x), torch.cat([layer(x) for layer in layers], -1))
+
+
+def test_a_rounded_model_is_small_and_all_but_its_layers_is_as_it_was():
+    plain, model = tiny_llama(torch.bfloat16, **SHAPE), tiny_llama(torch.bfloat16, **SHAPE)
+    make_int4(model)
+    assert dtype_name(model) == "int4" and dtype_name(plain) == "bfloat16"
+    assert model.dtype == model.lm_head.weight.dtype == torch.float32
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight.float())
+    layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    assert len(layers) == 14 and not any(isinstance(module, nn.Linear) for module in model.model.modules())
+    numbers = sum(layer.in_features * layer.out_features for layer in layers)
+    assert sum(one.nbytes for layer in layers for one in layer.parameters()) == numbers * 5 // 8
+    for short, layer in zip(layers, [one for one in plain.model.modules() if isinstance(one, nn.Linear)], strict=True):
+        x = torch.randn(3, layer.in_features)
+        wide = layer.float()(x)
+        assert (short(x) - wide).norm() < 0.12 * wide.norm()
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["layers apart", "fused layers"])
+def exact(request):
+    model = short(num_key_value_heads=request.param)
+    small = tiny_llama(torch.float32, seed=2, num_hidden_layers=1)
+    dec = Decoder(model, heads=all_heads(model), draft_model=small, bitwise=True)
+    assert dec.target.paths[PACKED].on and dec.target.paths[FUSED].on is (request.param == 4)
+    return dec
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+@pytest.mark.parametrize("params", SAMPLINGS, ids=["sampled", "greedy"])
+@pytest.mark.parametrize("method", [method for method in methods() if method != "ar"])
+def test_every_method_gives_the_text_and_the_bits_of_plain_decoding(exact, prompt, method, params):
+    options = TokenSwiftOptions(tree=(1, 2, 2), ngrams=3, budget=20)
+    given = dict(sampling=params, ignore_eos=True, return_logprobs=True)
+    plain = exact.generate(prompt, 50, "ar", **given)
+    drafted = exact.generate(prompt, 50, method, options=options, **given)
+    assert drafted.token_ids == plain.token_ids and drafted.logprobs == plain.logprobs
+    # And with the text so far as the prompt.
+    resumed = exact.generate(prompt + plain.token_ids[:20], 30, method, options=options, **given)
+    assert resumed.token_ids == plain.token_ids[20:] and resumed.logprobs == plain.logprobs[20:]
+
+
+def test_texts_in_one_pass_are_each_what_they_are_alone(exact, prompt):
+    prompts = [prompt, prompt[:7], prompt[5:31]]
+    together = exact.generate_batch(prompts, 30, "auto", sampling=SAMPLINGS[0], ignore_eos=True)
+    alone = [exact.generate(one, 30, "ar", sampling=SAMPLINGS[0], ignore_eos=True) for one in prompts]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+def test_plain_decoding_is_what_transformers_generates_with_the_same_layers(exact, prompt):
+    own = exact.generate(prompt, 40, "ar", sampling=SamplingParams(temperature=0), ignore_eos=True)
+    theirs = exact.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    assert own.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_a_model_that_is_cast_keeps_its_scales(prompt):
+    model = short(num_key_value_heads=4)
+    given = dict(sampling=SAMPLINGS[0], ignore_eos=True)
+    before = Decoder(model).generate(prompt, 20, "ar", **given).token_ids
+    scales = model.model.layers[0].mlp.up_proj.scales.clone()
+    model.double().float()
+    assert Decoder(model).generate(prompt, 20, "ar", **given).token_ids == before
+    assert torch.equal(model.model.layers[0].mlp.up_proj.scales, scales.float())
+
+
+def test_other_weights_are_packed_anew(prompt):
+    model = short(num_key_value_heads=4)
+    given = dict(sampling=SamplingParams(temperature=0), ignore_eos=True)
+    dec = Decoder(model)
+    before = dec.generate(prompt, 20, "ar", **given).token_ids
+    model.load_state_dict(short(seed=9, num_key_value_heads=4).state_dict())
+    assert dec.generate(prompt, 20, "ar", **given).token_ids != before
+    assert (
+        dec.generate(prompt, 20, "ar", **given).token_ids
+        == Decoder(model).generate(prompt, 20, "ar", **given).token_ids
+    )
+
+
+def test_loading(tmp_path):
+    model = tiny_llama(torch.bfloat16, **SHAPE)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    random_heads(model).to(torch.float32).save_pretrained(tmp_path / "heads")
+    small = tiny_llama(torch.bfloat16, num_hidden_layers=1, hidden_size=32)
+    small.save_pretrained(tmp_path / "small")
+    dec = decoder.load(tmp_path / "model", tmp_path / "heads", draft_model=tmp_path / "small", dtype="int4")
+    assert "in int4" in dec.report() and dec.bitwise
+    assert dec.draft_model.dtype == torch.float32 and type(dec.draft_model) is LlamaForCausalLM
+    make_int4(model)
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, dec.model.state_dict()[name]), name
+    with pytest.raises(ValueError, match="one process on a CPU"):
+        decoder.load(tmp_path / "model", dtype="int4", tensor_parallel=True)
+    with pytest.raises(ValueError, match=r"use one of .*int4"):
+        decoder.load(tmp_path / "model", dtype="int5")
+
+
+def test_what_four_bits_cannot_hold_is_named_and_left_as_it_was():
+    narrow = tiny_llama(torch.float32, intermediate_size=48)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj\.weight \(32x48\) cannot be held"):
+        make_int4(narrow)
+    assert all(one.dtype == torch.float32 for one in narrow.parameters())
+    older = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64))
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.c_attn\.weight \(32x96\) cannot be held"):
+        make_int4(older)
