@@ -54,15 +54,21 @@ def test_a_product_is_that_of_the_rounded_weights(inputs, outputs, bias):
         assert torch.equal(short(x[:rows]), short(x)[:rows])
 
 
-def test_weights_that_are_on_a_grid_of_four_bits_keep_their_codes():
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_0"])
+def test_weights_that_are_on_a_grid_of_four_bits_keep_their_codes(kind):
     torch.manual_seed(1)
-    blocks = gguf.quantize(torch.randn(48, 96).numpy(), gguf.GGMLQuantizationType.Q4_1)
-    stored = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q4_1))
-    # A block: step and least weight in half precision, then the codes 0 to 15 of 16 weights and of the other 16.
-    raw = torch.from_numpy(blocks).view(-1, 4 + GROUP // 2)[:, 4:]
-    own = torch.cat((raw & 15, raw >> 4), 1).view(48, 96).int() - 8
+    kind = gguf.GGMLQuantizationType[kind]
+    blocks = gguf.quantize(torch.randn(48, 96).numpy(), kind)
+    stored = torch.from_numpy(gguf.dequantize(blocks, kind))
+    # A block: the step, in Q4_1 the least weight, then the codes 0 to 15 of 16 weights and of the other 16.
+    raw = torch.from_numpy(blocks).view(48 * 3, -1)
+    steps = raw[:, :2].contiguous().view(torch.half)
+    raw = raw[:, -GROUP // 2 :]
+    # Where Q4_0 has a negative step, its codes come in the other order.
+    own = torch.where(steps > 0, 1, -1) * (torch.cat((raw & 15, raw >> 4), 1).int() - 8)
     codes, scales = rounded(stored)
-    assert torch.equal(codes, own)
+    shift = codes.view(-1, GROUP) - own
+    assert (shift == shift[:, :1]).all() and set(shift[:, 0].tolist()) <= {-1, 0}
     # Only step and centre are rounded, to the eight bits of bfloat16.
     assert (restored(codes, scales) - stored).norm() < 2**-7 * stored.norm()
 

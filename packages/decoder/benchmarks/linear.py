@@ -3,8 +3,8 @@
     python packages/decoder/benchmarks/linear.py --model data/smollm2
 
 Milliseconds, medians of passes that take turns: PyTorch's own layer, its product with the weights on the left, weights
-packed by oneDNN, and weights packed as the decoder packs them. Layers with the same input are one product in the last
-two.
+packed by oneDNN, weights packed as the decoder packs them, and weights of four bits. Layers with the same input are one
+product in the last three, and the head is as in the one before.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from decoder.kernels import packed_linear
+from decoder.kernels.int4 import make_int4
 from decoder.kernels.packed_weight import OneDnnWeight, pack
 
 ROWS = (1, 2, 3, 4, 6, 8, 9, 16, 32, 64)
@@ -49,11 +50,16 @@ def main() -> None:
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     onednn = packed_products(model, lambda weights, biases: OneDnnWeight(torch.cat(weights), None))
     packed = packed_products(model, pack)
+    names = [name for name, module in model.named_modules() if module in layers]
+    make_int4(model)
+    short = packed_products(model, pack)
+    rounded = {layer: short[model.get_submodule(name)] for layer, name in zip(layers, names, strict=True)}
     products: dict[str, Product] = {
         "x W^T": lambda layer, x: F.linear(x, layer.weight),
         "W x^T": lambda layer, x: (layer.weight @ x[0].T).T.contiguous(),
         "oneDNN": lambda layer, x: onednn[layer](x),
         "packed": lambda layer, x: packed[layer](x),
+        "int4": lambda layer, x: rounded[layer](x),
     }
     print(f"{torch.get_num_threads()} threads{'rows':>8}" + "".join(f"{name:>10}" for name in products))
     for rows in ROWS:

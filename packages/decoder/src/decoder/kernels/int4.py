@@ -107,11 +107,14 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _rounded(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`rounded` for groups [n, 32] -> codes [n, 32], scales [n, 2]."""
     low, high = groups.aminmax(dim=1, keepdim=True)
+    # From the weight that is largest in magnitude to seven eighths of it on the other side of zero, as Q4_0 has it.
+    from_zero = torch.minimum(low, -7 / 8 * high), torch.maximum(high, -7 / 8 * low)
+    shrunk = [(low * below, high * above) for below, above in product(_SHRUNK, _SHRUNK)]
     found = _on_grid(groups, low, high)
-    for below, above in product(_SHRUNK, _SHRUNK):
+    for ends in (from_zero, *shrunk):
         if bool((found[2] <= _SAME**2 * groups.square().sum(1, keepdim=True)).all()):
             break
-        other = _on_grid(groups, low * below, high * above)
+        other = _on_grid(groups, *ends)
         better = other[2] < found[2]
         found = [torch.where(better, new, old) for new, old in zip(other, found, strict=True)]
     codes, scales, _ = found
