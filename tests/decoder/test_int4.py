@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.audit import rounding
 from decoder.kernels.fast_paths import FUSED, PACKED
 from decoder.kernels.int4 import GROUP, Int4Linear, Int4Weight, dtype_name, joinable, make_int4, rounded
 from decoder.kernels.packed_linear import packed_layers, product_of
@@ -214,9 +215,51 @@ def test_loading(tmp_path):
 
 def test_what_four_bits_cannot_hold_is_named_and_left_as_it_was():
     narrow = tiny_llama(torch.float32, intermediate_size=48)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj\.weight \(32x48\) cannot be held"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj\.weight \(Linear, 32x48\) cannot be held"):
         make_int4(narrow)
     assert all(one.dtype == torch.float32 for one in narrow.parameters())
     older = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64))
-    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.c_attn\.weight \(32x96\) cannot be held"):
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.c_attn\.weight \(Conv1D, 32x96\) cannot be held"):
         make_int4(older)
+    with pytest.raises(ValueError, match="four bits already"):
+        make_int4(short())
+
+
+def test_a_model_with_an_adapter_is_refused():
+    peft = pytest.importorskip("peft")
+    model = tiny_llama(torch.float32, **SHAPE)
+    peft.get_peft_model(model, peft.LoraConfig(r=32, target_modules=["q_proj"], init_lora_weights=False))
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj has an adapter.*merge it"):
+        make_int4(model)
+
+
+def test_an_audit_allows_for_products_that_are_rounded_to_bfloat16(prompt):
+    model = short()
+    dec = Decoder(model)
+    logits = model(torch.tensor([prompt])).logits[0, -16:].detach()
+    assert rounding(model, prompt) >= 4 * 2**-7 * float(logits.abs().max()) * 0.99
+    for seed in range(12):
+        out = dec.generate(prompt, 60, "ar", SamplingParams(temperature=1.5, seed=seed), ignore_eos=True)
+        assert dec.audit(out).fault is None
+
+
+def test_weights_that_change_during_a_stream_are_those_of_the_next_text(prompt):
+    given = dict(sampling=SAMPLINGS[0], ignore_eos=True)
+    model = short(num_key_value_heads=4)
+    dec = Decoder(model)
+    before = dec.generate(prompt, 20, "ar", **given).token_ids
+    found = []
+    for chunk in dec.stream(prompt, 20, "ar", **given):
+        found += chunk.token_ids
+        if len(found) == 4:
+            for layer in model.model.layers:
+                layer.mlp.down_proj.weight.data.copy_(layer.mlp.down_proj.weight.flip(0))
+    assert found == before
+    assert dec.generate(prompt, 20, "ar", **given).token_ids != before
+
+
+def test_inputs_of_any_layout():
+    layer = Int4Linear.of(linear(64, 48))
+    x = torch.randn(64, 5).T
+    assert torch.equal(layer(x), layer(x.contiguous()))
+    assert layer(x[None]).shape == (1, 5, 48)

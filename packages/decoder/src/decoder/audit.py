@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.cache.rounding import rounding_cache
+from decoder.kernels.int4 import INT4, dtype_name
 from decoder.sampling.filters import first_argmax
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook, Sampler
@@ -149,8 +150,9 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
 
     The logits behind the last 16 of ``token_ids`` (of 256 at most) are computed in one pass and token by token. What is
     returned is 16 times the standard deviation of their differences, of the token where it is largest; and no less than
-    four times the spacing of floating-point numbers at the largest logit. Logits that are infinite, or stand for that,
-    are left out. (A shift of all logits alike changes no choice.)
+    four times the spacing of floating-point numbers at the largest logit: of bfloat16's where weights have four bits,
+    as their products are rounded to it. Logits that are infinite, or stand for that, are left out. (A shift of all
+    logits alike changes no choice.)
     """
     ids = torch.tensor([list(token_ids[-_BEFORE - _MEASURED :])], device=model.device)
     count = min(_MEASURED, ids.shape[1])
@@ -172,7 +174,8 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
     if both.shape[-1] < 2:
         return 0.0
     deviation = (both[0] - both[1]).std(-1).amax()
-    spacing = torch.finfo(at_once.dtype).eps * both.abs().amax()
+    rounded_to = torch.bfloat16 if dtype_name(model) == INT4 else at_once.dtype
+    spacing = torch.finfo(rounded_to).eps * both.abs().amax()
     return _DEVIATIONS * float(torch.maximum(deviation, spacing / 4))
 
 

@@ -22,7 +22,7 @@ GROUP = 32
 _CODES = 16
 _OUTPUTS = 16  # the kernel takes multiples of this number of outputs,
 _BLOCK = 64  # and keeps the codes of so many behind each other
-# Shares of the range of a group at either end. A step that is too small for a few weights suits the others better.
+# What either end of a group is multiplied by. A step that is too small for a few weights suits the others better.
 _SHRUNK = (1.0, 0.9, 0.8)
 _SAME = 0.01  # an error, as a share of the weights' norm, with which they have been on such a grid before
 _AT_ONCE = 2**22  # numbers, so that searching takes little memory
@@ -53,32 +53,39 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs [..., out] for inputs [..., in] of any floating dtype."""
-        return Int4Weight([self])(x.float()).to(x.dtype)
+        return _product(x, self.weight, self.scales, self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class Int4Weight:
-    """The product of one `Int4Linear`, or of several with the same input: one call for all of their outputs."""
+    """The product of one `Int4Linear`, or of several with the same input: one call for all of their outputs.
+
+    It holds a copy of their weights, as those of other dtypes do.
+    """
 
     dtype = torch.float32
 
     def __init__(self, layers: Sequence[Int4Linear]):
-        one = len(layers) == 1
-        self._codes = layers[0].weight if one else torch.cat([layer.weight.data for layer in layers])
-        scales = layers[0].scales if one else torch.cat([layer.scales.data for layer in layers], 1)
-        # The dtype is another one if the user has cast the model.
-        self._scales = scales.to(torch.bfloat16).view(len(scales), -1, 2)
+        self._codes = torch.cat([layer.weight.data for layer in layers])
+        self._scales = torch.cat([layer.scales.data for layer in layers], 1).to(torch.bfloat16)
         biases = [layer.bias.data for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).bfloat16()
-        outputs = torch._weight_int4pack_mm_for_cpu(rows, self._codes, GROUP, self._scales).float()
-        if self._bias is not None:
-            outputs += self._bias
-        return outputs.view(*x.shape[:-1], -1)
+        return _product(x, self._codes, self._scales, self._bias)
+
+
+def _product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Outputs [..., out], float32, for inputs [..., in]."""
+    rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
+    # The scales are of another dtype if the user has cast the model.
+    steps = scales.to(torch.bfloat16).view(len(scales), -1, 2)
+    outputs = torch._weight_int4pack_mm_for_cpu(rows, codes, GROUP, steps).float()
+    if bias is not None:
+        outputs += bias
+    return outputs.view(*x.shape[:-1], outputs.shape[-1])
 
 
 def dtype_name(model: PreTrainedModel) -> str:
@@ -137,11 +144,15 @@ def make_int4(model: PreTrainedModel) -> None:
     Embeddings and the language-model head keep their numbers.
 
     Raises:
-        ValueError: weights are not on a CPU; or something else than a linear layer holds a matrix of them, or one that
-            is no multiple of 32 inputs and 16 outputs.
+        ValueError: weights are not on a CPU; the model has an adapter or is rounded already; or something else than a
+            linear layer holds a matrix, or one that is no multiple of 32 inputs and 16 outputs.
     """
     head, found = model.get_output_embeddings(), []
     for path, module in model.named_modules():
+        if "base_layer" in module._modules:
+            raise ValueError(f"{path} has an adapter, which four bits would spoil: merge it into the model first")
+        if isinstance(module, Int4Linear):
+            raise ValueError(f"{path} has weights of four bits already")
         if module is head or isinstance(module, nn.Embedding):
             continue
         for name, parameter in module.named_parameters(recurse=False):
@@ -150,8 +161,8 @@ def make_int4(model: PreTrainedModel) -> None:
             if parameter.ndim > 1 and not _fits(module):
                 shape = "x".join(map(str, parameter.shape))
                 raise ValueError(
-                    f"{path}.{name} ({shape}) cannot be held in four bits, which takes linear layers with multiples of "
-                    f"{GROUP} inputs and {_OUTPUTS} outputs: use another dtype"
+                    f"{path}.{name} ({type(module).__name__}, {shape}) cannot be held in four bits, which takes plain "
+                    f"Linear layers with multiples of {GROUP} inputs and {_OUTPUTS} outputs: use another dtype"
                 )
         if type(module) is nn.Linear:
             found.append(path)
@@ -161,6 +172,7 @@ def make_int4(model: PreTrainedModel) -> None:
         if not isinstance(module, Int4Linear):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
+    model.config.dtype = torch.float32
 
 
 def _fits(module: nn.Module) -> bool:

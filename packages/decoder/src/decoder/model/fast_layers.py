@@ -113,7 +113,7 @@ def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Modu
         if not paths.passes_test(FUSED, kind, test, f"{len(found)} layers"):
             return {}
     if not found:
-        paths.leave_off(FUSED, "the model's layers are of another kind")
+        paths.leave_off(FUSED, "the model's layers are of another kind, or of sizes whose products cannot be joined")
     return found
 
 
