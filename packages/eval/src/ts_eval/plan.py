@@ -369,9 +369,7 @@ def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     held = getattr(torch, dtype, None)
     if not isinstance(held, torch.dtype) or not held.is_floating_point:
-        raise ValueError(
-            f"unknown dtype {dtype!r} of a plan: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'"
-        )
+        raise ValueError(f"unknown dtype {dtype!r} here: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
     return held
 
 

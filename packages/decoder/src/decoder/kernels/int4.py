@@ -53,7 +53,7 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs [..., out] for inputs [..., in] of any floating dtype."""
-        return _product(x, self.weight, self.scales, self.bias).to(x.dtype)
+        return _product(x, self.weight, _for_kernel(self.scales), self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -69,7 +69,7 @@ class Int4Weight:
 
     def __init__(self, layers: Sequence[Int4Linear]):
         self._codes = torch.cat([layer.weight.data for layer in layers])
-        self._scales = torch.cat([layer.scales.data for layer in layers], 1).to(torch.bfloat16)
+        self._scales = _for_kernel(torch.cat([layer.scales.data for layer in layers], 1))
         biases = [layer.bias.data for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
 
@@ -78,14 +78,17 @@ class Int4Weight:
 
 
 def _product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Outputs [..., out], float32, for inputs [..., in]."""
+    """Outputs [..., out], float32, for inputs [..., in]; scales as `_for_kernel` returns them."""
     rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
-    # The scales are of another dtype if the user has cast the model.
-    steps = scales.to(torch.bfloat16).view(len(scales), -1, 2)
-    outputs = torch._weight_int4pack_mm_for_cpu(rows, codes, GROUP, steps).float()
+    outputs = torch._weight_int4pack_mm_for_cpu(rows, codes, GROUP, scales).float()
     if bias is not None:
         outputs += bias
     return outputs.view(*x.shape[:-1], outputs.shape[-1])
+
+
+def _for_kernel(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of a layer as [in / 32, out, 2] in bfloat16; they are of another dtype if the user has cast the model."""
+    return scales.to(torch.bfloat16).view(len(scales), -1, 2)
 
 
 def dtype_name(model: PreTrainedModel) -> str:
