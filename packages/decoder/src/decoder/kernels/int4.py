@@ -93,8 +93,12 @@ def _for_kernel(scales: torch.Tensor) -> torch.Tensor:
 
 def dtype_name(model: PreTrainedModel) -> str:
     """The dtype of a model by the name that `decoder.load` takes."""
-    short = any(isinstance(module, Int4Linear) for module in model.modules())
-    return INT4 if short else str(model.dtype).removeprefix("torch.")
+    return INT4 if has_int4(model) else str(model.dtype).removeprefix("torch.")
+
+
+def has_int4(model: nn.Module) -> bool:
+    """Whether a layer of the model has weights of four bits."""
+    return any(isinstance(module, Int4Linear) for module in model.modules())
 
 
 def joinable(layers: Sequence[nn.Module]) -> bool:
