@@ -225,6 +225,13 @@ def test_what_four_bits_cannot_hold_is_named_and_left_as_it_was():
         make_int4(short())
 
 
+def test_what_four_bits_cannot_hold_is_refused_before_weights_are_read(tmp_path):
+    tiny_llama(torch.float32, intermediate_size=48).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match=r"down_proj\.weight \(Linear, 32x48\) cannot be held in four bits"):
+        decoder.load(tmp_path, dtype="int4")
+
+
 def test_a_model_with_an_adapter_is_refused():
     peft = pytest.importorskip("peft")
     model = tiny_llama(torch.float32, **SHAPE)

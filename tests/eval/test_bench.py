@@ -18,7 +18,7 @@ from decoder.model.target import Target
 from decoder.sampling.sampler import Sampler
 from ts_eval import bench, bench_page, figures, measurement, stopwatch
 from ts_eval.cli import main
-from ts_eval.plan import ModelShape
+from ts_eval.model_shape import ModelShape
 from ts_eval.terminal import show
 
 LENGTHS, WIDTHS, REPEATS, NEW_TOKENS = (50, 200), (1, 3, 8), 2, 12

@@ -12,6 +12,7 @@ from decoder.cache.form import CacheForm
 from decoder.cache.stored import full_cache
 from ts_eval import plan, planning
 from ts_eval.cli import main
+from ts_eval.model_shape import ModelShape, read_shape
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "24", "--runs", "1"]
 
@@ -80,7 +81,7 @@ def test_a_row_cannot_have_another_cache_than_ar(data, tmp_path):
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_a_plan_holds_what_a_cache_holds(data, form, bitwise):
     dec = decoder.load(str(data / "reference-model"), bitwise=bitwise)
-    shape = plan.ModelShape.of(dec.model)
+    shape = ModelShape.of(dec.model)
     cache = full_cache(form, 120)
     with torch.inference_mode(), dec.target.patched():
         dec.target.prefill(list(range(20)), cache)
@@ -118,7 +119,7 @@ def test_an_offloaded_step_takes_as_long_as_its_copies():
 
 
 def test_the_longest_text_is_the_longest_that_fits():
-    shape = plan.read_shape("llama-3.1-8b")
+    shape = read_shape("llama-3.1-8b")
     options = decoder.TokenSwiftOptions(budget=4096)
     longest = planning.longest_texts(shape, 131072, 1000, options, heads=3)
     for name, form in planning.FORMS.items():
@@ -144,6 +145,6 @@ def test_the_plan_says_how_the_cache_is_kept():
 
 
 def test_forms_have_the_bytes_of_their_name():
-    shape = plan.read_shape("llama-3.1-8b")
+    shape = read_shape("llama-3.1-8b")
     assert shape.kept_bytes(10, CacheForm("int8")) == shape.kept_bytes(10, CacheForm("fp8"))
     assert shape.kept_bytes(10, CacheForm()) == shape.cache_bytes(10)

@@ -11,6 +11,7 @@ import decoder
 from decoder.drafters.tuning.verify_costs import WIDEST
 from ts_eval import floors, plan, planning
 from ts_eval.cli import main
+from ts_eval.model_shape import ModelShape, read_shape
 
 # The paper's review discussion: the full cache at 102,400 tokens in bf16, and head parameters of section 4.1.
 FULL_CACHE_GB = {
@@ -47,14 +48,27 @@ def test_full_caches_are_the_papers(name):
 
 @pytest.mark.parametrize("name", PARAMETERS_BILLIONS)
 def test_weights_and_heads_are_those_of_the_published_models(name):
-    shape = plan.read_shape(name)
+    shape = read_shape(name)
     assert round(shape.parameters / 1e9, 2) == PARAMETERS_BILLIONS[name]
     assert shape.weight_bytes == 2 * shape.parameters
     assert shape.heads_bytes(3) / 2e6 == pytest.approx(HEADS_MILLIONS[name], abs=0.1)
 
 
+def test_four_bits_are_held_in_layers_alone():
+    short, whole = read_shape("llama-3.1-8b", "int4"), read_shape("llama-3.1-8b", "float32")
+    layers = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    # Half a byte each, and two bfloat16 numbers per group of 32.
+    assert whole.weight_bytes - short.weight_bytes == 4 * layers - (layers // 2 + 4 * layers // 32)
+    assert short.cache_bytes(100) == whole.cache_bytes(100)
+    assert "8.6 GB" in run("--model", "llama-3.1-8b", "--dtype", "int4", "--bandwidth", "40").stdout
+    refused = run("--model", "llama-3.1-8b", "--dtype", "int4")
+    assert refused.exit_code == 2 and "give its --bandwidth" in refused.stderr
+    refused = run("--model", "llama-3.1-8b", "--dtype", "int5")
+    assert refused.exit_code == 2 and "use one of auto, float32, bfloat16, float16, float64, int4" in refused.stderr
+
+
 def test_a_pass_reads_a_tied_embedding_and_of_an_untied_one_only_the_head():
-    tied, untied = (plan.read_shape(name) for name in ("qwen2.5-1.5b", "llama-3.1-8b"))
+    tied, untied = (read_shape(name) for name in ("qwen2.5-1.5b", "llama-3.1-8b"))
     assert tied.read_parameters == tied.parameters
     assert untied.read_parameters == untied.parameters - 128256 * 4096
 
@@ -92,7 +106,7 @@ def test_caches_are_as_large_as_the_decoders_own(held, bitwise):
     options = decoder.TokenSwiftOptions(tree=(1, 2), ngrams=2, budget=70)
     dec, seen = held("tokenswift", "heads-chained", options, bitwise)
     assert dec.target.spare == 128 * bitwise
-    shape = plan.ModelShape.of(dec.model)
+    shape = ModelShape.of(dec.model)
     made = plan.plan_method("tokenswift", shape, 100, 20, options, spare=dec.target.spare)
     # 1 + (1 + 2) nodes of the tree, and 2 n-grams of 4 tokens.
     assert made.nodes == 4 + 8
@@ -100,7 +114,7 @@ def test_caches_are_as_large_as_the_decoders_own(held, bitwise):
     dec, seen = held("eagle3", "heads-eagle3", options)
     [module] = dec.heads.values()
     kept = plan.heads_cache(module, 120)
-    made = plan.plan_method("eagle3", plan.ModelShape.of(dec.model), 100, 20, options, heads_cache=kept)
+    made = plan.plan_method("eagle3", ModelShape.of(dec.model), 100, 20, options, heads_cache=kept)
     assert made.nodes == 4
     assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}
 
@@ -124,7 +138,7 @@ def test_methods_that_choose_their_trees_have_room_for_the_widest(held, method, 
     module = next(iter(dec.heads.values()), None)
     made = plan.plan_method(
         method,
-        plan.ModelShape.of(dec.model),
+        ModelShape.of(dec.model),
         100,
         20,
         options,
@@ -158,7 +172,7 @@ def test_floors_follow_from_bytes_and_bandwidth():
 
 def test_triforce_is_planned_with_its_small_model():
     made = plan_json("--model", "qwen2.5-7b", "--draft-model", "qwen2.5-1.5b")
-    small = plan.read_shape("qwen2.5-1.5b")
+    small = read_shape("qwen2.5-1.5b")
     assert made["methods"]["triforce"]["bytes"]["drafter"] == small.weight_bytes
 
 
@@ -222,7 +236,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path):
 
 def test_a_comparison_plans_its_rows_by_the_same_arithmetic(data):
     dec = decoder.load(str(data / "reference-model"))
-    shape = plan.ModelShape.of(dec.model)
+    shape = ModelShape.of(dec.model)
     model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
     assert shape.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
     with pytest.raises(ValueError, match="no plan is known"):
@@ -242,7 +256,7 @@ def test_a_32b_model_and_its_cache_fit_80_gb_where_two_devices_share_it(name):
     assert (half["drafter"], half["logits"]) == (whole["drafter"], whole["logits"])
     assert half["total"] < 80e9 < whole["total"]
     # An embedding of its own is read by the row.
-    read = (2 * plan.read_shape(name).read_parameters - norms) // 2 + norms
+    read = (2 * read_shape(name).read_parameters - norms) // 2 + norms
     assert two["methods"]["ar"]["bytes_read_per_step"]["end"] == read + half["full_cache"]
     assert "each of 2 processes" in " ".join(run("--model", name, "--tensor-parallel-size", "2").stdout.split())
 

@@ -8,10 +8,11 @@ import torch
 from click.testing import CliRunner
 
 import decoder
+from decoder.kernels.int4 import dtype_name
 from ts_eval import measurement, random_weights
 from ts_eval.cli import main
 from ts_eval.method_spec import MethodSpec
-from ts_eval.plan import CONFIGS, ModelShape, read_shape
+from ts_eval.model_shape import CONFIGS, ModelShape, read_shape
 from ts_eval.random_weights import RandomSources
 
 CONFIG = {
@@ -60,6 +61,8 @@ def test_the_model_is_the_configurations_in_the_dtype_asked_for(config):
     matrices = [parameter.float() for parameter in model.parameters() if parameter.ndim == 2]
     assert all(0.01 < matrix.std() < 0.04 for matrix in matrices)
     assert sources(config, "ar").load("cpu", "auto")[None].model.dtype == torch.float32
+    short = sources(config, "ar").load("cpu", "int4")[None].model
+    assert dtype_name(short) == "int4" and ModelShape.of(short) == read_shape(config, "int4")
 
 
 def test_tied_embeddings_stay_tied(tmp_path):

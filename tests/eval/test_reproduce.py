@@ -16,7 +16,7 @@ from ts_eval import reproduce as reproduction
 from ts_eval.cli import main
 from ts_eval.compare import compare
 from ts_eval.method_spec import MethodSpec
-from ts_eval.plan import read_shape
+from ts_eval.model_shape import read_shape
 from ts_eval.progress import Progress
 from ts_eval.report import read_results
 from ts_eval.reproduce import cell_of, method_of, reproduce

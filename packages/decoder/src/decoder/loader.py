@@ -8,10 +8,10 @@ import torch
 
 from decoder.decoder import Decoder
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
-from decoder.kernels.int4 import INT4, make_int4
+from decoder.kernels.int4 import INT4, layers_for_int4, make_int4
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.gguf import is_gguf
-from decoder.model.loading import HUB_ARGUMENTS, check_source, read_config, read_model, read_tokenizer
+from decoder.model.loading import HUB_ARGUMENTS, check_source, empty_model, read_config, read_model, read_tokenizer
 from decoder.parallel.ranks import ALONE, Ranks, join, linked
 from decoder.parallel.sharding import digest_of, refuse_unshareable, sharding
 
@@ -70,7 +70,7 @@ def load(
     with linked():
         # Refuse what can be refused before gigabytes of weights are read.
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
-        sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, ranks))
+        sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, short, ranks))
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
         tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
         # The checkpoint's own dtype takes the least memory until its weights are rounded. Those of a GGUF file may have
@@ -94,6 +94,7 @@ def _checked(
     heads: HeadsLike | Mapping[str, HeadsLike] | None,
     draft_model: str | os.PathLike | None,
     model_kwargs: Mapping[str, Any],
+    short: bool,
     ranks: Ranks,
 ) -> dict[str, str]:
     """Check what can be checked without reading weights; returns what tells the checkpoints from others."""
@@ -101,6 +102,8 @@ def _checked(
     if ranks.size > 1 and is_gguf(model):
         raise ValueError("a GGUF file cannot be shared among processes: give a model folder or hub id")
     config = read_config(model, **from_hub)
+    if short:
+        layers_for_int4(empty_model(config, **from_hub))
     if draft_model is not None:
         read_config(draft_model, **{name: value for name, value in from_hub.items() if name != "revision"})
     if ranks.size == 1:

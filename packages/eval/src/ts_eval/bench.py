@@ -15,7 +15,7 @@ from ts_eval.data_dir import find_data_dir
 from ts_eval.decoders import Sources, with_ar
 from ts_eval.measurement import Measurement
 from ts_eval.method_spec import MethodSpec
-from ts_eval.plan import ModelShape
+from ts_eval.model_shape import ModelShape
 from ts_eval.prompts import SHIPPED, Prompt, read_prompts, refuse_missing_prompts
 from ts_eval.random_weights import RandomSources
 from ts_eval.results import environment, read_results, write_json
@@ -47,8 +47,8 @@ class Bench:
         widths: nodes of the verifications timed.
         repeats: rounds; figures are their medians.
         seed: of the noise, and of random weights and prompt.
-        random_weights: a configuration as `plan.read_config` takes it: model and heads are made from it alone, and the
-            prompt is of random tokens; then without ``model``, ``heads``, ``draft_model`` and ``prompts``.
+        random_weights: a configuration as `model_shape.read_config` takes it: model and heads are made from it alone,
+            and the prompt is of random tokens; then without ``model``, ``heads``, ``draft_model`` and ``prompts``.
         tokens_per_step: as in `computed.read_assumptions`; the time of a whole text is computed from them.
         output: folder; figures in it that were measured with the same settings are taken over.
         overwrite: measure again, whatever the folder holds.

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from decoder.cache.form import CacheForm
+from ts_eval.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from ts_eval.plan import MethodPlan, ModelShape
+    from ts_eval.plan import MethodPlan
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class StepFloor:
         bandwidths: bytes per second of memories, by the name of the device.
     """
 
-    model: "ModelShape"
+    model: ModelShape
     form: CacheForm
     bandwidths: Mapping[str, float]
 

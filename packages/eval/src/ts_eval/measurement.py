@@ -35,7 +35,7 @@ from decoder.sampling.token_tree import TokenTree
 from ts_eval.device_trace import DeviceTrace
 from ts_eval.figures import milliseconds, ratio, statistic, summary
 from ts_eval.memory import short_of_memory
-from ts_eval.plan import ModelShape
+from ts_eval.model_shape import ModelShape
 from ts_eval.stopwatch import Stopwatch, replaced
 
 COPIED_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}

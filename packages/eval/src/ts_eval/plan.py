@@ -4,14 +4,11 @@ Decoding one text at a time is bound by memory: a pass cannot be faster than rea
 That floor is what `steps` gives; computing, launching and sampling come on top.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
 from decoder.cache.form import CacheForm
@@ -20,121 +17,16 @@ from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.eagle3.text_cache import Eagle3TextCache
 from decoder.heads import Heads
-from decoder.model import loading
-from decoder.model.gguf import is_gguf
-from decoder.parallel.sharding import refuse_unshareable, shared_parameters
 from decoder.sampling.token_tree import rank_paths
-from ts_eval.checkpoints import named, refuse_missing
 from ts_eval.floors import StepFloor
+from ts_eval.model_shape import CUDA, ModelShape
 
 METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
 """The methods whose passes are known beforehand, with a tree that is given or the paper's."""
 HELD = (*METHODS, "auto", "suffix", "eagle3")
 """The methods of which it is known what they hold."""
-CONFIGS = Path(__file__).parent / "configs"
-"""Configurations of published models as far as they decide shapes, by name: llama-3.1-8b and others."""
 CHAIN = 32
 """Tokens that tokenswift-fused copies from the text at most."""
-
-
-CUDA = torch.device("cuda")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a model decides its bytes.
-
-    Attributes:
-        parameters: all of them, tied ones once; what is held in fewer bytes counts as so many fewer numbers.
-        read_parameters: those that one pass reads: all but an input embedding of its own, of which it takes a row.
-        lm_head_parameters: the language-model head's.
-        layers, kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
-        value_bytes: of one number.
-        shared_parameters: those of which each of several processes would hold a part.
-    """
-
-    parameters: int
-    read_parameters: int
-    lm_head_parameters: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    value_bytes: int
-    shared_parameters: int = 0
-
-    @classmethod
-    def of(cls, model, dtype: torch.dtype | None = None) -> "ModelShape":
-        """Of a loaded model, or of one on the meta device; ``dtype`` where it shall be held in another."""
-        config = model.config.get_text_config()
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        value_bytes = (dtype or head.dtype).itemsize
-        sizes = {name: one.numel() if dtype else one.nbytes // value_bytes for name, one in model.named_parameters()}
-        parameters = sum(sizes.values())
-        heads = config.num_attention_heads
-        return cls(
-            parameters=parameters,
-            read_parameters=parameters - (0 if head is embedding else embedding.numel()),
-            lm_head_parameters=head.numel(),
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            hidden_size=config.hidden_size,
-            vocab_size=head.shape[0],
-            value_bytes=value_bytes,
-            shared_parameters=sum(sizes[name] for name in shared_parameters(sizes, model.tp_plan or {})),
-        )
-
-    def shared(self, size: int) -> "ModelShape":
-        """What one of ``size`` processes holds under transformers' plan; drafters and logits are whole in each."""
-
-        def share(numbers: int) -> int:
-            return -(-numbers // size)
-
-        parameters = self.parameters - self.shared_parameters + share(self.shared_parameters)
-        return replace(
-            self,
-            parameters=parameters,
-            read_parameters=parameters - share(self.parameters - self.read_parameters),
-            lm_head_parameters=share(self.lm_head_parameters),
-            kv_heads=share(self.kv_heads),
-            shared_parameters=share(self.shared_parameters),
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.parameters * self.value_bytes
-
-    @property
-    def pass_bytes(self) -> int:
-        """Weights that one pass reads."""
-        return self.read_parameters * self.value_bytes
-
-    def cache_bytes(self, tokens: int) -> int:
-        """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
-        return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.value_bytes
-
-    def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA, spare: int = 0) -> tuple[int, int]:
-        """Bytes of a full cache of that form, on the device and in host memory.
-
-        ``spare`` are slots behind the text in the buffers that passes look at.
-        """
-        kept, layers = self.kept_bytes(tokens + spare * form.plain, form), form.working_layers(device)
-        working = self.cache_bytes(tokens + spare) * layers // self.layers
-        if not form.offload:
-            return kept + working, 0
-        # Codes arrive on the device before they are restored there.
-        arriving = kept * layers // self.layers if form.kv_dtype and device.type != "cpu" else 0
-        return working + arriving, kept
-
-    def kept_bytes(self, tokens: int, form: CacheForm) -> int:
-        """Keys and values of ``tokens`` positions as a cache of that form keeps them."""
-        return 2 * self.layers * tokens * self.kv_heads * form.vector_bytes(self.head_dim, self.value_bytes)
-
-    def heads_bytes(self, heads: int) -> int:
-        """That many chained draft heads: one square matrix and two norms each."""
-        return heads * (self.hidden_size**2 + 2 * self.hidden_size) * self.value_bytes
 
 
 @dataclass(frozen=True)
@@ -343,57 +235,3 @@ def plan(
         "bandwidths": bandwidths,
         "methods": methods,
     }
-
-
-def read_shape(model: str, dtype: str = "auto", processes: int = 1) -> ModelShape:
-    """The shape of what `read_config` takes, without its weights, or the share of one of several processes.
-
-    Args:
-        dtype: "auto" is the configuration's, bfloat16 when it names none.
-
-    Raises:
-        OSError: there is no such configuration.
-        ValueError: the configuration cannot be read or is of no causal language model, or so many processes cannot
-            share the model.
-    """
-    config = read_config(model)
-    if processes > 1:
-        refuse_unshareable(config, processes)
-    with torch.device("meta"):
-        return ModelShape.of(AutoModelForCausalLM.from_config(config), held_dtype(config, dtype)).shared(processes)
-
-
-def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
-    """``dtype``, where "auto" is the configuration's, or bfloat16 when it names none. Raises ValueError."""
-    if dtype == "auto":
-        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    held = getattr(torch, dtype, None)
-    if not isinstance(held, torch.dtype) or not held.is_floating_point:
-        raise ValueError(f"unknown dtype {dtype!r} here: use 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
-    return held
-
-
-def read_config(model: str) -> PreTrainedConfig:
-    """The configuration of a model folder, GGUF file or hub id, in a file, or of one of `CONFIGS`.
-
-    Raises:
-        OSError: there is no such configuration.
-        ValueError: it cannot be read.
-    """
-    shipped = CONFIGS / f"{model}.json"
-    if not Path(model).exists() and shipped.parent == CONFIGS and shipped.is_file():
-        model = str(shipped)
-    if is_gguf(model):
-        return loading.read_config(model)
-    if not Path(model).is_file():
-        try:
-            refuse_missing("model", model)
-        except FileNotFoundError as error:
-            names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
-            raise FileNotFoundError(f"{error}; configurations known by name are {names}") from error
-        with named(model):
-            return AutoConfig.from_pretrained(model)
-    try:
-        return AutoConfig.for_model(**json.loads(Path(model).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{model} is no model configuration (a JSON object with a model_type)") from error

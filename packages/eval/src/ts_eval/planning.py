@@ -12,10 +12,12 @@ from rich.filesize import decimal
 
 import decoder
 from decoder.cache.form import CacheForm
+from decoder.kernels.int4 import INT4
 from decoder.options import PAPER_TREE
 from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.floors import GPUS
-from ts_eval.plan import ModelShape, plan, plan_method, read_config, read_shape
+from ts_eval.model_shape import ModelShape, read_config, read_shape
+from ts_eval.plan import plan, plan_method
 from ts_eval.table import NONE, number, times, tree_in_words
 from ts_eval.terminal import Columns
 
@@ -70,6 +72,8 @@ def plan_from(
         draft_model = draft_model or (str(data / DRAFT_MODEL) if (data / DRAFT_MODEL).is_dir() else None)
     other = bandwidth is not None or measure
     bandwidths = {name: GPUS[name].bandwidth for name in gpu or ([] if other else GPUS)}
+    if dtype == INT4 and (bandwidths or tensor_parallel_size > 1):
+        raise ValueError("dtype 'int4' is for one process on a CPU: give its --bandwidth, or measure it with --measure")
     if bandwidth is not None:
         bandwidths["given"] = bandwidth * 1e9
     if measure:
@@ -81,7 +85,7 @@ def plan_from(
         max_new_tokens,
         options,
         heads=num_heads,
-        draft_model=read_shape(draft_model, dtype) if draft_model else None,
+        draft_model=read_shape(draft_model, "float32" if dtype == INT4 else dtype) if draft_model else None,
         bandwidths=bandwidths,
         acceptances=acceptance or ACCEPTANCES,
     )

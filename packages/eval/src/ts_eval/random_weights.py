@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 import decoder
 from decoder.eagle3.config import Eagle3Config
 from decoder.heads import EAGLE3, Heads
+from decoder.kernels.int4 import INT4, make_int4
 from decoder.kernels.memory import available_memory
 from decoder.loader import device_named
 from decoder.model.architectures import refuse_unsupported
 from ts_eval.decoders import DEFAULT_KINDS, Sources
 from ts_eval.memory import short_of_memory
 from ts_eval.method_spec import MethodSpec
-from ts_eval.plan import held_dtype, read_config, read_shape
+from ts_eval.model_shape import held_dtype, read_config, read_shape
 from ts_eval.prompts import Prompt
 
 _STD = 0.02
@@ -70,15 +71,20 @@ class RandomSources(Sources):
         shape = read_shape(self.model, dtype)
         kinds = list(dict.fromkeys(self.heads.values()))
         heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
-        needed, free = shape.weight_bytes + heads_size, available_memory(where)
-        sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {str(held).removeprefix('torch.')}"
+        # Weights of four bits are rounded when all are there.
+        made_in = torch.bfloat16 if dtype == INT4 else held
+        needed = read_shape(self.model, str(made_in).removeprefix("torch.")).weight_bytes + heads_size
+        free = available_memory(where)
+        sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {made_in}".replace("torch.", "")
         if needed > free:
             raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")
         try:
             with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
                 torch.manual_seed(self.seed)
                 with torch.device(where):
-                    model = AutoModelForCausalLM.from_config(config, dtype=held).eval()
+                    model = AutoModelForCausalLM.from_config(config, dtype=made_in).eval()
+                if dtype == INT4:
+                    make_int4(model)
                 loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model, bitwise=wanted)}
                 for kind in kinds:
                     heads = _random_heads(kind, config, where, held)

@@ -18,6 +18,7 @@ from ts_eval.decoders import Sources, with_ar
 from ts_eval.endpoint import Endpoint
 from ts_eval.memory import resident_bytes
 from ts_eval.method_spec import ENDPOINT, NEED_DRAFT_MODEL, MethodSpec
+from ts_eval.model_shape import ModelShape
 from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
 from ts_eval.results import digest_of, environment
 
@@ -121,14 +122,14 @@ class Setup:
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
         made = plan.plan_method(
             spec.name,
-            plan.ModelShape.of(dec.model).shared(dec.target.ranks.size),
+            ModelShape.of(dec.model).shared(dec.target.ranks.size),
             longest,
             self.max_new_tokens,
             self.options[spec.text],
             heads=0 if heads is None else heads.num_heads,
             heads_bytes=0 if heads is None else sum(weight.nbytes for weight in heads.parameters()),
             heads_cache=plan.heads_cache(heads, longest + self.max_new_tokens),
-            draft_model=plan.ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
+            draft_model=ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
             device=dec.target.device,
             spare=dec.target.spare,
         )

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
@@ -78,6 +85,13 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
             config = AutoConfig.from_pretrained(source, **_NO_CODE | from_hub)
     refuse_unsupported(config)
     return config
+
+
+def empty_model(config: PreTrainedConfig, **from_hub: Any) -> PreTrainedModel:
+    """The model of a configuration on the meta device: shapes without weights. ``from_hub`` are `HUB_ARGUMENTS`."""
+    code = {"trust_remote_code": from_hub.get("trust_remote_code", False)}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **code)
 
 
 def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -> PreTrainedModel:

@@ -1,0 +1,185 @@
+"""What of a model decides its bytes, read from its configuration alone or from the loaded model."""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from decoder.cache.form import CacheForm
+from decoder.kernels.int4 import INT4, int4_bytes, layers_for_int4
+from decoder.model import loading
+from decoder.model.gguf import is_gguf
+from decoder.model.loading import empty_model
+from decoder.parallel.sharding import refuse_unshareable, shared_parameters
+from ts_eval.checkpoints import named, refuse_missing
+
+CONFIGS = Path(__file__).parent / "configs"
+"""Configurations of published models as far as they decide shapes, by name: llama-3.1-8b and others."""
+CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides its bytes.
+
+    Attributes:
+        parameters: all of them, tied ones once; what is held in fewer bytes counts as so many fewer numbers.
+        read_parameters: those that one pass reads: all but an input embedding of its own, of which it takes a row.
+        lm_head_parameters: the language-model head's.
+        layers, kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
+        value_bytes: of one number.
+        shared_parameters: those of which each of several processes would hold a part.
+    """
+
+    parameters: int
+    read_parameters: int
+    lm_head_parameters: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    value_bytes: int
+    shared_parameters: int = 0
+
+    @classmethod
+    def of(cls, model, dtype: torch.dtype | None = None, int4: Collection[str] = ()) -> "ModelShape":
+        """Of a loaded model, or of one on the meta device.
+
+        ``dtype`` is what it shall be held in if that is another, and ``int4`` are the layers that shall have weights
+        of four bits.
+        """
+        config = model.config.get_text_config()
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        value_bytes = (dtype or head.dtype).itemsize
+        sizes = {name: one.numel() if dtype else one.nbytes // value_bytes for name, one in model.named_parameters()}
+        for name in (f"{path}.weight" for path in int4):
+            sizes[name] = int4_bytes(sizes[name]) // value_bytes
+        parameters = sum(sizes.values())
+        heads = config.num_attention_heads
+        return cls(
+            parameters=parameters,
+            read_parameters=parameters - (0 if head is embedding else embedding.numel()),
+            lm_head_parameters=head.numel(),
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            hidden_size=config.hidden_size,
+            vocab_size=head.shape[0],
+            value_bytes=value_bytes,
+            shared_parameters=sum(sizes[name] for name in shared_parameters(sizes, model.tp_plan or {})),
+        )
+
+    def shared(self, size: int) -> "ModelShape":
+        """What one of ``size`` processes holds under transformers' plan; drafters and logits are whole in each."""
+
+        def share(numbers: int) -> int:
+            return -(-numbers // size)
+
+        parameters = self.parameters - self.shared_parameters + share(self.shared_parameters)
+        return replace(
+            self,
+            parameters=parameters,
+            read_parameters=parameters - share(self.parameters - self.read_parameters),
+            lm_head_parameters=share(self.lm_head_parameters),
+            kv_heads=share(self.kv_heads),
+            shared_parameters=share(self.shared_parameters),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.value_bytes
+
+    @property
+    def pass_bytes(self) -> int:
+        """Weights that one pass reads."""
+        return self.read_parameters * self.value_bytes
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
+        return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.value_bytes
+
+    def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA, spare: int = 0) -> tuple[int, int]:
+        """Bytes of a full cache of that form, on the device and in host memory.
+
+        ``spare`` are slots behind the text in the buffers that passes look at.
+        """
+        kept, layers = self.kept_bytes(tokens + spare * form.plain, form), form.working_layers(device)
+        working = self.cache_bytes(tokens + spare) * layers // self.layers
+        if not form.offload:
+            return kept + working, 0
+        # Codes arrive on the device before they are restored there.
+        arriving = kept * layers // self.layers if form.kv_dtype and device.type != "cpu" else 0
+        return working + arriving, kept
+
+    def kept_bytes(self, tokens: int, form: CacheForm) -> int:
+        """Keys and values of ``tokens`` positions as a cache of that form keeps them."""
+        return 2 * self.layers * tokens * self.kv_heads * form.vector_bytes(self.head_dim, self.value_bytes)
+
+    def heads_bytes(self, heads: int) -> int:
+        """That many chained draft heads: one square matrix and two norms each."""
+        return heads * (self.hidden_size**2 + 2 * self.hidden_size) * self.value_bytes
+
+
+def read_shape(model: str, dtype: str = "auto", processes: int = 1) -> ModelShape:
+    """The shape of what `read_config` takes, without its weights, or the share of one of several processes.
+
+    Args:
+        dtype: "auto" is the configuration's, bfloat16 when it names none.
+
+    Raises:
+        OSError: there is no such configuration.
+        ValueError: the configuration cannot be read or is of no causal language model, so many processes cannot share
+            the model, or four bits cannot hold it.
+    """
+    config = read_config(model)
+    if processes > 1:
+        refuse_unshareable(config, processes)
+    empty = empty_model(config)
+    int4 = layers_for_int4(empty) if dtype == INT4 else ()
+    return ModelShape.of(empty, held_dtype(config, dtype), int4).shared(processes)
+
+
+def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    """The dtype of caches and embeddings under ``dtype``; "auto" is the configuration's, bfloat16 when it names none.
+
+    Raises ValueError.
+    """
+    if dtype == "auto":
+        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    if dtype == INT4:
+        return torch.float32
+    held = getattr(torch, dtype, None)
+    if not isinstance(held, torch.dtype) or not held.is_floating_point:
+        names = ", ".join(("auto", "float32", "bfloat16", "float16", "float64", INT4))
+        raise ValueError(f"unknown dtype {dtype!r}: use one of {names}")
+    return held
+
+
+def read_config(model: str) -> PreTrainedConfig:
+    """The configuration of a model folder, GGUF file or hub id, in a file, or of one of `CONFIGS`.
+
+    Raises:
+        OSError: there is no such configuration.
+        ValueError: it cannot be read.
+    """
+    shipped = CONFIGS / f"{model}.json"
+    if not Path(model).exists() and shipped.parent == CONFIGS and shipped.is_file():
+        model = str(shipped)
+    if is_gguf(model):
+        return loading.read_config(model)
+    if not Path(model).is_file():
+        try:
+            refuse_missing("model", model)
+        except FileNotFoundError as error:
+            names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+            raise FileNotFoundError(f"{error}; configurations known by name are {names}") from error
+        with named(model):
+            return AutoConfig.from_pretrained(model)
+    try:
+        return AutoConfig.for_model(**json.loads(Path(model).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{model} is no model configuration (a JSON object with a model_type)") from error
