@@ -19,31 +19,44 @@ def with_seconds(model, monkeypatch, seconds):
 
 
 def test_powers_of_two_are_measured_and_others_lie_between(model, monkeypatch):
-    costs, measured = with_seconds(model, monkeypatch, lambda width: 1.0 + width**2)
+    costs, measured = with_seconds(model, monkeypatch, lambda width: 1e-3 + 1e-5 * width**2)
     table = costs.at(FullCache(1))
     assert measured == 3 * [1, 2, 4, 8, 16, 32, 64]
     assert len(table) == WIDEST + 1
-    assert all(table[width] == 1.0 + width**2 for width in measured)
+    assert all(table[width] == 1e-3 + 1e-5 * width**2 for width in measured)
     assert table[24] == pytest.approx((table[16] + table[32]) / 2)
 
 
 def test_costs_never_fall_with_the_number_of_nodes(model, monkeypatch):
     """Whatever disturbed a measurement."""
-    costs, _ = with_seconds(model, monkeypatch, lambda width: 5.0 if width == 4 else 1.0 + 0.1 * width)
+    costs, _ = with_seconds(model, monkeypatch, lambda width: 0.05 if width == 4 else 0.01 + 0.001 * width)
     table = costs.at(FullCache(1))
     assert table[1:] == sorted(table[1:])
-    assert table[4] == table[16] == 5.0
+    assert table[4] == table[16] == 0.05
 
 
 def test_the_best_of_all_times_counts(model, monkeypatch):
     """A moment in which the machine is slow spoils none of the widths."""
-    turns = iter([9.0] * 13 + [1.0] * 100)
+    turns = iter([0.09] * 13 + [0.01] * 100)
     costs, _ = with_seconds(model, monkeypatch, lambda width: next(turns))
-    assert costs.at(FullCache(1))[1:] == [1.0] * WIDEST
+    assert costs.at(FullCache(1))[1:] == [0.01] * WIDEST
+
+
+def test_a_large_models_wide_passes_are_not_waited_for(model, monkeypatch):
+    """Four nodes cost as much as one, and each beyond them the same: eight are enough to know the others."""
+    costs, measured = with_seconds(model, monkeypatch, lambda width: 0.3 + 0.1 * max(0, width - 4))
+    table = costs.at(FullCache(1))
+    assert measured == [1, 2, 4, 8]
+    assert table[1] == table[4] == pytest.approx(0.3)
+    assert table[6] == pytest.approx(0.5) and table[64] == pytest.approx(6.3)
+    # Where wide trees cost little, all are measured, each once.
+    costs, measured = with_seconds(model, monkeypatch, lambda width: 0.3 + 0.001 * width)
+    assert costs.at(FullCache(1))[64] == pytest.approx(0.364)
+    assert measured == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_they_are_measured_once_until_the_text_is_twice_as_long(model, monkeypatch):
-    costs, measured = with_seconds(model, monkeypatch, lambda width: 1.0)
+    costs, measured = with_seconds(model, monkeypatch, lambda width: 0.01)
     cache = FullCache(1)
     for length, times in ((0, 1), (1000, 1), (2000, 1), (2047, 2), (2048, 2), (4000, 2), (4100, 3), (1100, 3)):
         cache.length = length
@@ -53,12 +66,12 @@ def test_they_are_measured_once_until_the_text_is_twice_as_long(model, monkeypat
 
 def test_many_texts_share_a_pass(model, monkeypatch):
     """Each pays its share of a pass over all of their trees; beyond the widest one measured its slope goes on."""
-    costs, measured = with_seconds(model, monkeypatch, lambda width: 8.0 + width)
+    costs, measured = with_seconds(model, monkeypatch, lambda width: 0.008 + 0.001 * width)
     table = costs.at(FullCache(1), texts=8)
-    assert table[1] == pytest.approx(16 / 8)
-    assert table[4] == pytest.approx(40 / 8)
-    assert table[64] == pytest.approx((8 + 512) / 8)
-    assert costs.at(FullCache(1))[1] == 9.0
+    assert table[1] == pytest.approx(0.016 / 8)
+    assert table[4] == pytest.approx(0.04 / 8)
+    assert table[64] == pytest.approx(0.52 / 8)
+    assert costs.at(FullCache(1))[1] == pytest.approx(0.009)
     assert measured.count(64) == 3
     # Where each text has a pass of its own nothing is shared.
     costs.target.flattens = False

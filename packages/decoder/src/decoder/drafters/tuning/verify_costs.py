@@ -1,6 +1,5 @@
 """What a verification costs on this machine, by its number of nodes and the length of the text."""
 
-import math
 import time
 from itertools import accumulate
 
@@ -15,6 +14,8 @@ WIDEST = 64
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _RECORDING = 2  # passes of a width before it is replayed: one runs as it is, one is recorded
 _TURNS = 3  # in which widths are timed, of which the best counts
+_PATIENCE = 1.0  # seconds of measuring after which widths that cost too much are left out, and nothing is repeated
+_DEAR = 2.0  # in plain steps; from there on a node costs about as much as any other
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
@@ -47,21 +48,34 @@ class VerifyCosts:
         return tables[texts]
 
     def _measure(self, cache: FullCache) -> list[float]:
-        """The seconds of 1 to 64 nodes: powers of two are measured, others interpolated; more nodes never cost less."""
+        """The seconds of 1 to 64 nodes: powers of two are measured, others interpolated; more nodes never cost less.
+
+        Of a model whose passes take long, wide trees are not measured: their cost goes on with the last slope.
+        """
         target = self.target
         widths = [min(nodes, target.most_nodes or WIDEST) for nodes in _WIDTHS]
+        best: list[float] = []
         for width in widths:
             for _ in range(_RECORDING if target.recorder is not None and cache.recordable else 0):
                 self._seconds(width, cache)
-        best = [math.inf] * len(widths)
-        # In turn, since a machine that is slow for a moment would else be slow at one width.
-        for _ in range(_TURNS):
-            best = [min(least, self._seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
-        seconds = target.ranks.agree(best)
+            best.append(self._agreed_seconds(width, cache))
+            if sum(best) > _PATIENCE and best[-1] > _DEAR * best[0]:
+                break
+        del widths[len(best) :]
+        # In turn, since a machine that is slow for a moment would else be slow at one width. Long passes vary less.
+        for _ in range(0 if sum(best) > _PATIENCE else _TURNS - 1):
+            best = [min(least, self._agreed_seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
         # What a tree is padded with costs as much as its nodes.
         padded = [target.width(nodes) for nodes in range(1, WIDEST + 1)]
-        known = dict(zip((padded[nodes - 1] for nodes in _WIDTHS), accumulate(seconds, max), strict=True))
+        known = dict(zip((padded[width - 1] for width in widths), accumulate(best, max), strict=True))
+        if len(widths) < len(_WIDTHS) and len(known) > 1:
+            (near, less), (far, more) = list(known.items())[-2:]
+            known[padded[-1]] = more + (padded[-1] - far) * (more - less) / (far - near)
         return [0.0, *np.interp(padded, list(known), list(known.values())).tolist()]
+
+    def _agreed_seconds(self, width: int, cache: FullCache) -> float:
+        """`_seconds` as the first process of those that share the model has measured it."""
+        return self.target.ranks.agree(self._seconds(width, cache))
 
     def _seconds(self, width: int, cache: FullCache) -> float:
         """Of one verification of so many nodes; the first one of a width also prepares it."""
