@@ -162,7 +162,15 @@ def test_weights_are_packed_in_half_precision_only_where_it_holds_them(dtype):
     # Numbers so small that half precision rounds them, in a row in which that is less than a rounding of the others.
     layer.weight.data[2, :3] = 3.3e-7
     assert isinstance(pack([layer.weight], [None]), HalfWeight)
-    for row in (torch.full((64,), 3.3e-7), torch.full((64,), 1e5), torch.full((64,), torch.nan)):
+    # A large matrix of usual weights has some of them in each row.
+    layer.weight.data = 0.02 * torch.randn(20_000, 512)
+    layer.weight.data = layer.weight.data.bfloat16().to(dtype)
+    assert isinstance(pack([layer.weight], [None]), HalfWeight)
+    product, x = pack([layer.weight], [None]), torch.randn(4, 512)
+    held, given = (x.double() @ weight.double().T for weight in (layer.weight.data.half(), layer.weight.data))
+    sums = (product(x) - held).norm()
+    assert 0 < (held - given).norm() < 0.1 * sums, "rounding weights adds next to nothing to the rounding of sums"
+    for row in (torch.full((512,), 3.3e-7), torch.full((512,), 1e5), torch.full((512,), torch.nan)):
         changed = layer.weight.data.clone()
         changed[3] = row.to(dtype)
         assert isinstance(pack([changed], [None]), OneDnnWeight)
