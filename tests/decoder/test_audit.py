@@ -119,6 +119,17 @@ def test_rounding_is_what_two_passes_differ_by(dtype, prompt):
 
 
 @pytest.mark.parametrize("least", [-math.inf, torch.finfo(torch.float32).min])
+def test_a_model_that_is_not_transformers_can_be_audited():
+    class Fixed(torch.nn.Module):
+        device, config = torch.device("cpu"), tiny_llama(torch.float32).config
+
+        def forward(self, input_ids, logits_to_keep, **_):
+            return type("Output", (), {"logits": torch.tensor([3.0, 2.0, -8.0]).expand(1, logits_to_keep, -1)})
+
+    # Both passes give the same, so what is left is the spacing of numbers at the largest logit.
+    assert rounding(Fixed(), range(20)) == pytest.approx(4 * torch.finfo(torch.float32).eps * 8)
+
+
 def test_tokens_that_do_not_exist_hide_no_fault(prompt, least, monkeypatch):
     """Their logits are infinite, or stand for that, and say nothing about rounding."""
     model = tiny_llama(torch.float32)

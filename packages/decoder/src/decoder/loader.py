@@ -15,7 +15,8 @@ from decoder.model.loading import HUB_ARGUMENTS, check_source, empty_model, read
 from decoder.parallel.ranks import ALONE, Ranks, join, linked
 from decoder.parallel.sharding import digest_of, refuse_unshareable, sharding
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", INT4)
+"""The names of dtypes that `load` takes."""
 
 
 def load(
@@ -55,8 +56,8 @@ def load(
     device = device_named(device)
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
-    if dtype not in ("auto", *_DTYPES, INT4):
-        raise ValueError(f"unknown dtype {dtype!r}: use one of auto, {', '.join((*_DTYPES, INT4))}")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     short = dtype == INT4
     if short and (device.type != "cpu" or tensor_parallel):
         raise ValueError("dtype 'int4' is for one process on a CPU: use device 'cpu', or another dtype")
@@ -102,8 +103,9 @@ def _checked(
     if ranks.size > 1 and is_gguf(model):
         raise ValueError("a GGUF file cannot be shared among processes: give a model folder or hub id")
     config = read_config(model, **from_hub)
-    if short:
-        layers_for_int4(empty_model(config, **from_hub))
+    # Code of a model's own is fetched and run only once, with the weights.
+    if short and not getattr(config, "auto_map", None):
+        layers_for_int4(empty_model(config, model))
     if draft_model is not None:
         read_config(draft_model, **{name: value for name, value in from_hub.items() if name != "revision"})
     if ranks.size == 1:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from decoder.cache.form import CacheForm
 from decoder.kernels.int4 import INT4, int4_bytes, layers_for_int4
+from decoder.loader import DTYPES
 from decoder.model import loading
 from decoder.model.gguf import is_gguf
 from decoder.model.loading import empty_model
@@ -138,7 +139,7 @@ def read_shape(model: str, dtype: str = "auto", processes: int = 1) -> ModelShap
     config = read_config(model)
     if processes > 1:
         refuse_unshareable(config, processes)
-    empty = empty_model(config)
+    empty = empty_model(config, model)
     int4 = layers_for_int4(empty) if dtype == INT4 else ()
     return ModelShape.of(empty, held_dtype(config, dtype), int4).shared(processes)
 
@@ -150,13 +151,9 @@ def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     """
     if dtype == "auto":
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    if dtype == INT4:
-        return torch.float32
-    held = getattr(torch, dtype, None)
-    if not isinstance(held, torch.dtype) or not held.is_floating_point:
-        names = ", ".join(("auto", "float32", "bfloat16", "float16", "float64", INT4))
-        raise ValueError(f"unknown dtype {dtype!r}: use one of {names}")
-    return held
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
+    return torch.float32 if dtype == INT4 else getattr(torch, dtype)
 
 
 def read_config(model: str) -> PreTrainedConfig:

@@ -182,6 +182,7 @@ def plan(
     draft_model: ModelShape | None = None,
     bandwidths: dict[str, float],
     acceptances: Sequence[float],
+    device: torch.device = CUDA,
 ) -> dict:
     """Every method's `MethodPlan` with its floors, ready for JSON and tables.
 
@@ -199,7 +200,9 @@ def plan(
     for name in METHODS:
         if name == "triforce" and draft_model is None:
             continue
-        made = plan_method(name, model, prompt_tokens, max_new_tokens, options, heads=heads, draft_model=draft_model)
+        made = plan_method(
+            name, model, prompt_tokens, max_new_tokens, options, heads=heads, draft_model=draft_model, device=device
+        )
         ar = methods["ar"]["ms_per_step"][first]["mean"] if methods else 1000 * floor.seconds(made, half, first)
         methods[name] = {
             "nodes": made.nodes,

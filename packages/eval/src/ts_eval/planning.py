@@ -73,11 +73,15 @@ def plan_from(
     other = bandwidth is not None or measure
     bandwidths = {name: GPUS[name].bandwidth for name in gpu or ([] if other else GPUS)}
     if dtype == INT4 and (bandwidths or tensor_parallel_size > 1):
-        raise ValueError("dtype 'int4' is for one process on a CPU: give its --bandwidth, or measure it with --measure")
+        raise ValueError(
+            "dtype 'int4' is for one process on a CPU: give its --bandwidth or measure it with --measure, and leave "
+            "out --gpu and --tensor-parallel-size"
+        )
     if bandwidth is not None:
         bandwidths["given"] = bandwidth * 1e9
+    device = torch.device("cpu" if dtype == INT4 else "cuda")
     if measure:
-        bandwidths["measured"] = measured_bandwidth(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        bandwidths["measured"] = measured_bandwidth(device if torch.cuda.is_available() else torch.device("cpu"))
     shape = read_shape(model, dtype, tensor_parallel_size)
     made = plan(
         shape,
@@ -88,10 +92,12 @@ def plan_from(
         draft_model=read_shape(draft_model, "float32" if dtype == INT4 else dtype) if draft_model else None,
         bandwidths=bandwidths,
         acceptances=acceptance or ACCEPTANCES,
+        device=device,
     )
     positions = read_config(model).get_text_config().max_position_embeddings
     return {
         "model": model,
+        "dtype": dtype,
         "positions": positions,
         "tensor_parallel_size": tensor_parallel_size,
         "tree": tree_in_words(options.fixed_tree),
@@ -161,8 +167,9 @@ def table(made: dict) -> list[RenderableType]:
         "logits": "logits",
         "total": "total",
     }
+    fits = _fits if made["dtype"] != INT4 else lambda total: NONE
     held = [
-        [name, str(row["nodes"]), *(decimal(row["bytes"][part]) for part in names), _fits(row["bytes"]["total"])]
+        [name, str(row["nodes"]), *(decimal(row["bytes"][part]) for part in names), fits(row["bytes"]["total"])]
         for name, row in methods.items()
     ]
     places = made["bandwidths"]

@@ -58,6 +58,8 @@ class RandomSources(Sources):
     def load(self, device: str, dtype: str, bitwise: bool | None = None) -> "dict[str | None, decoder.Decoder]":
         """As `Sources.load`, made on the device in the dtype they are held in, without a tokenizer.
 
+        Weights of four bits are made in bfloat16 and then rounded.
+
         Raises:
             ValueError: an unknown device or dtype.
             MemoryError: they do not fit.
@@ -71,11 +73,15 @@ class RandomSources(Sources):
         shape = read_shape(self.model, dtype)
         kinds = list(dict.fromkeys(self.heads.values()))
         heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
-        # Weights of four bits are rounded when all are there.
-        made_in = torch.bfloat16 if dtype == INT4 else held
-        needed = read_shape(self.model, str(made_in).removeprefix("torch.")).weight_bytes + heads_size
-        free = available_memory(where)
-        sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {made_in}".replace("torch.", "")
+        needed, free, made_in = shape.weight_bytes + heads_size, available_memory(where), held
+        if dtype == INT4:
+            if where.type != "cpu":
+                raise ValueError("dtype 'int4' is for a CPU: use device 'cpu', or another dtype")
+            # They are made in bfloat16, and rounded when all are there.
+            made_in = torch.bfloat16
+            needed = max(needed, read_shape(self.model, "bfloat16").weight_bytes + heads_size)
+        name = str(made_in).removeprefix("torch.")
+        sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {name}"
         if needed > free:
             raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")
         try:

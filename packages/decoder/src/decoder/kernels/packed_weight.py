@@ -6,8 +6,9 @@ PyTorch's own product, and prefill is faster too.
 Two libraries that come with PyTorch do this. oneDNN packs weights in their own dtype. FBGEMM packs them in half
 precision and multiplies them in single precision, so they take half the memory, and a step's time is mostly that of
 reading them: with SmolLM2-135M and a processor without AVX-512, products of 1, 4 and 8 rows were measured to take 0.60,
-0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is used where half precision holds the weights as
-exactly as single precision does, which is so for most checkpoints that were saved in bfloat16.
+0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is used where half precision changes no row of the
+weights by more than 2**-22 of its norm, which is less than sums in single precision are off by. That is so for most
+checkpoints that were saved in bfloat16.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,9 @@ from typing import Protocol
 
 import torch
 
-# The share of its norm by which a row of weights may be off. A float32 number is off by up to 2**-24 of itself, and the
-# sum of some hundred products by more. Matrices saved in bfloat16 have a few numbers that half precision rounds (those
-# below 8e-6), and rows off by some 2**-24: with that as the limit, one row of a hundred thousand would decide.
+# The share of its norm by which a row of weights may be off. In large matrices saved in bfloat16 a few numbers (below
+# 8e-6) are rounded in half precision, and rows are off by up to some 2**-24. With that as the limit, which is as exact
+# as float32, one row of a hundred thousand would decide.
 _SAME = 2**-22
 # For weights that need not be exact, such as those of draft heads: the rounding of half precision, not its overflow.
 _CLOSE = 2**-10
@@ -68,7 +69,7 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     """One product for several weights [out_i, in] of float32 or bfloat16, with biases [out_i] for all or none of them.
 
     Args:
-        exact: whether the weights must be held as exactly as in float32.
+        exact: whether the weights must be held so exactly that sums in float32 are off by more.
     """
     weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     given = [bias.detach() for bias in biases if bias is not None]

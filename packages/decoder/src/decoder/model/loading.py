@@ -87,11 +87,13 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
     return config
 
 
-def empty_model(config: PreTrainedConfig, **from_hub: Any) -> PreTrainedModel:
-    """The model of a configuration on the meta device: shapes without weights. ``from_hub`` are `HUB_ARGUMENTS`."""
-    code = {"trust_remote_code": from_hub.get("trust_remote_code", False)}
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **code)
+def empty_model(config: PreTrainedConfig, source: str | os.PathLike) -> PreTrainedModel:
+    """The model of a configuration on the meta device: shapes without weights. ``source`` is where it was read.
+
+    Raises OSError if transformers cannot make it, or if it has code of its own.
+    """
+    with _readable("model", source), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **_NO_CODE)
 
 
 def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -> PreTrainedModel:

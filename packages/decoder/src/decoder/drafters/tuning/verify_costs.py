@@ -13,8 +13,7 @@ from decoder.sampling.token_tree import TokenTree
 WIDEST = 64
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _RECORDING = 2  # passes of a width before it is replayed: one runs as it is, one is recorded
-_TURNS = 3  # in which widths are timed, of which the best counts
-_PATIENCE = 1.0  # seconds of measuring after which widths that cost too much are left out, and nothing is repeated
+_PATIENCE = 0.5  # seconds of one pass of each width, after which wider ones are left out if they cost too much
 _DEAR = 2.0  # in plain steps; from there on a node costs about as much as any other
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
@@ -58,17 +57,18 @@ class VerifyCosts:
         for width in widths:
             for _ in range(_RECORDING if target.recorder is not None and cache.recordable else 0):
                 self._seconds(width, cache)
-            best.append(self._agreed_seconds(width, cache))
-            if sum(best) > _PATIENCE and best[-1] > _DEAR * best[0]:
+            # Two passes, since the first of a width also prepares it.
+            best.append(min(self._agreed_seconds(width, cache) for _ in range(2)))
+            wider = target.width(width) > target.width(1)
+            if wider and sum(best) > _PATIENCE and best[-1] > _DEAR * best[0]:
                 break
         del widths[len(best) :]
-        # In turn, since a machine that is slow for a moment would else be slow at one width. Long passes vary less.
-        for _ in range(0 if sum(best) > _PATIENCE else _TURNS - 1):
-            best = [min(least, self._agreed_seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
+        # Once more in turn, since a machine that is slow for a moment would else be slow at one width.
+        best = [min(least, self._agreed_seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
         # What a tree is padded with costs as much as its nodes.
         padded = [target.width(nodes) for nodes in range(1, WIDEST + 1)]
         known = dict(zip((padded[width - 1] for width in widths), accumulate(best, max), strict=True))
-        if len(widths) < len(_WIDTHS) and len(known) > 1:
+        if len(widths) < len(_WIDTHS):
             (near, less), (far, more) = list(known.items())[-2:]
             known[padded[-1]] = more + (padded[-1] - far) * (more - less) / (far - near)
         return [0.0, *np.interp(padded, list(known), list(known.values())).tolist()]
@@ -78,7 +78,7 @@ class VerifyCosts:
         return self.target.ranks.agree(self._seconds(width, cache))
 
     def _seconds(self, width: int, cache: FullCache) -> float:
-        """Of one verification of so many nodes; the first one of a width also prepares it."""
+        """Of one verification of so many nodes."""
         # All below the root: a deeper tree might look beyond the model's last position.
         tree = TokenTree(0)
         for token in range(width - 1):
