@@ -63,8 +63,9 @@ class VerifyCosts:
             if wider and sum(best) > _PATIENCE and best[-1] > _DEAR * best[0]:
                 break
         del widths[len(best) :]
-        # Once more in turn, since a machine that is slow for a moment would else be slow at one width.
-        best = [min(least, self._agreed_seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
+        # In turn, since a machine that is slow for a moment would else be slow at one width. Long passes vary less.
+        for _ in range(1 if sum(best) > _PATIENCE else 2):
+            best = [min(least, self._agreed_seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
         # What a tree is padded with costs as much as its nodes.
         padded = [target.width(nodes) for nodes in range(1, WIDEST + 1)]
         known = dict(zip((padded[width - 1] for width in widths), accumulate(best, max), strict=True))
