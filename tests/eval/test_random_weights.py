@@ -60,7 +60,10 @@ def test_the_model_is_the_configurations_in_the_dtype_asked_for(config):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     matrices = [parameter.float() for parameter in model.parameters() if parameter.ndim == 2]
     assert all(0.01 < matrix.std() < 0.04 for matrix in matrices)
-    assert sources(config, "ar").load("cpu", "auto")[None].model.dtype == torch.float32
+    whole = sources(config, "ar").load("cpu", "auto")[None].model
+    assert whole.dtype == torch.float32
+    # They are what a checkpoint of the configuration's dtype could hold.
+    assert all(torch.equal(one, one.bfloat16().float()) for one in whole.parameters())
     short = sources(config, "ar").load("cpu", "int4")[None].model
     assert dtype_name(short) == "int4" and ModelShape.of(short) == read_shape(config, "int4")
 

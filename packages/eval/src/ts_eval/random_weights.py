@@ -56,9 +56,9 @@ class RandomSources(Sources):
         return {}
 
     def load(self, device: str, dtype: str, bitwise: bool | None = None) -> "dict[str | None, decoder.Decoder]":
-        """As `Sources.load`, made on the device in the dtype they are held in, without a tokenizer.
+        """As `Sources.load`, without a tokenizer: made on the device in the configuration's dtype, held in ``dtype``.
 
-        Weights of four bits are made in bfloat16 and then rounded.
+        So they are numbers that a checkpoint could hold, which decides how a CPU packs them (`kernels.packed_weight`).
 
         Raises:
             ValueError: an unknown device or dtype.
@@ -73,14 +73,11 @@ class RandomSources(Sources):
         shape = read_shape(self.model, dtype)
         kinds = list(dict.fromkeys(self.heads.values()))
         heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
-        needed, free, made_in = shape.weight_bytes + heads_size, available_memory(where), held
-        if dtype == INT4:
-            if where.type != "cpu":
-                raise ValueError("dtype 'int4' is for a CPU: use device 'cpu', or another dtype")
-            # They are made in bfloat16, and rounded when all are there.
-            made_in = torch.bfloat16
-            needed = max(needed, read_shape(self.model, "bfloat16").weight_bytes + heads_size)
-        name = str(made_in).removeprefix("torch.")
+        if dtype == INT4 and where.type != "cpu":
+            raise ValueError("dtype 'int4' is for a CPU: use device 'cpu', or another dtype")
+        needed = max(shape.weight_bytes, read_shape(self.model).weight_bytes) + heads_size
+        free = available_memory(where)
+        name = INT4 if dtype == INT4 else str(held).removeprefix("torch.")
         sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {name}"
         if needed > free:
             raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")
@@ -88,9 +85,11 @@ class RandomSources(Sources):
             with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
                 torch.manual_seed(self.seed)
                 with torch.device(where):
-                    model = AutoModelForCausalLM.from_config(config, dtype=made_in).eval()
+                    model = AutoModelForCausalLM.from_config(config, dtype=held_dtype(config, "auto")).eval()
                 if dtype == INT4:
                     make_int4(model)
+                elif model.dtype != held:
+                    model.to(held)
                 loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model, bitwise=wanted)}
                 for kind in kinds:
                     heads = _random_heads(kind, config, where, held)
