@@ -118,7 +118,6 @@ def test_rounding_is_what_two_passes_differ_by(dtype, prompt):
     assert rounding(model, prompt[:1]) > 0
 
 
-@pytest.mark.parametrize("least", [-math.inf, torch.finfo(torch.float32).min])
 def test_a_model_that_is_not_transformers_can_be_audited():
     class Fixed(torch.nn.Module):
         device, config = torch.device("cpu"), tiny_llama(torch.float32).config
@@ -130,6 +129,7 @@ def test_a_model_that_is_not_transformers_can_be_audited():
     assert rounding(Fixed(), range(20)) == pytest.approx(4 * torch.finfo(torch.float32).eps * 8)
 
 
+@pytest.mark.parametrize("least", [-math.inf, torch.finfo(torch.float32).min])
 def test_tokens_that_do_not_exist_hide_no_fault(prompt, least, monkeypatch):
     """Their logits are infinite, or stand for that, and say nothing about rounding."""
     model = tiny_llama(torch.float32)
