@@ -128,7 +128,7 @@ def test_a_fused_model_gives_the_bits_that_transformers_forwards_give_around_the
     for name in FUSED_FAMILIES:
         model_type, overrides = FAMILIES[name]
         dec = Decoder(tiny(model_type, torch.float32, **overrides))
-        dec.target.read_features((0, 1, dec.target.layers))
+        dec.target.read_features((1, 0, dec.target.layers, 0))
         assert passes(dec) and dec.target.bitwise.rule is not None
         found = [*verified(dec.target, prompt, some_tree()), features(dec.target, prompt)]
         dec.target._faster = dec.target.replacements()._replace(model=None)

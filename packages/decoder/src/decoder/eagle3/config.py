@@ -19,8 +19,9 @@ class Eagle3Config:
         kv_heads: heads of keys and values.
         head_dim: size of a head.
         vocab_size: how many tokens the target has.
-        target_layers: the layers of the target whose inputs are the features, in order; the number of layers stands for
-            the input of the final norm. None takes `default_layers` of the model that it is used with.
+        target_layers: the layers of the target whose inputs are the features, which are joined in the order in which
+            layers run; the number of layers stands for the input of the final norm. None takes `default_layers` of the
+            model that it is used with.
         sliding_window: how many tokens of the text its attention sees; None sees all. What it costs and how well it
             drafts then hardly depends on the text's length.
         norm_eps: epsilon of its norms.
