@@ -1,10 +1,12 @@
 """Measured costs of verifications, by nodes, length and texts."""
 
 import pytest
+import torch
 
 from decoder import Decoder
 from decoder.cache.full import FullCache
 from decoder.drafters.tuning.verify_costs import WIDEST, VerifyCosts
+from decoder.kernels.bitwise_attention import tail_start
 
 
 def with_seconds(model, monkeypatch, seconds):
@@ -69,6 +71,27 @@ def test_they_are_measured_once_until_the_text_is_twice_as_long(model, monkeypat
         cache.length = length
         costs.at(cache)
         assert measured.count(64) == 4 * times
+
+
+def test_trees_are_measured_where_all_nodes_have_one_tail(model, monkeypatch):
+    """Else every tree would seem to cost what it does in one of 32 places only; prompts of 512 tokens end in one."""
+    dec = Decoder(model)
+    cache, lengths, forward = FullCache(400), [], dec.target.forward
+
+    def recorded(trees, caches):
+        lengths.append(caches[0].length)
+        return forward(trees, caches)
+
+    monkeypatch.setattr(dec.target, "forward", recorded)
+    with torch.inference_mode(), dec.target.patched():
+        dec.target.prefill([1, 2, 3, 4] * 23, cache)
+        for length in range(92, 129):
+            cache.length = length
+            lengths.clear()
+            VerifyCosts(dec.target).at(cache)
+            assert cache.length == length and set(lengths) <= {length, length + 1}
+            assert all(tail_start(found) == tail_start(found + 1) for found in lengths), length
+    assert tail_start(127) != tail_start(128)
 
 
 def test_many_texts_share_a_pass(model, monkeypatch):
