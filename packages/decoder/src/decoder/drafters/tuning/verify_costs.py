@@ -1,6 +1,8 @@
 """What a verification costs on this machine, by its number of nodes and the length of the text."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
@@ -39,7 +41,8 @@ class VerifyCosts:
         length = max(cache.length + 1, _SHORTEST)
         key = (length.bit_length(), weight.dtype, weight.device, torch.get_num_threads(), cache.form)
         if key not in self._tables:
-            self._tables[key] = {1: self._measure(cache)}
+            with self._beside_borders(cache):
+                self._tables[key] = {1: self._measure(cache)}
         tables = self._tables[key]
         if not self.target.flattens or self.target.most_nodes is not None:
             texts = 1  # each has a pass of its own
@@ -75,6 +78,21 @@ class VerifyCosts:
             known[padded[-1]] = more + (padded[-1] - far) * (more - less) / (far - near)
         return [0.0, *np.interp(padded, list(known), list(known.values())).tolist()]
 
+    @contextmanager
+    def _beside_borders(self, cache: FullCache) -> Iterator[None]:
+        """A block with one more token in the cache if a tail begins right below the root.
+
+        There attention takes two products for one, but only in one of `STRIDE` places.
+        """
+        length = cache.length
+        try:
+            if tail_start(length) != tail_start(length + 1):
+                self.target.forward([TokenTree(0)], [cache])
+                cache.keep([0])
+            yield
+        finally:
+            cache.length = length
+
     def _agreed_seconds(self, width: int, cache: FullCache) -> float:
         """`_seconds` as the first process of those that share the model has measured it."""
         return self.target.ranks.agree(self._seconds(width, cache))
@@ -86,15 +104,9 @@ class VerifyCosts:
         for token in range(width - 1):
             tree.add(0, token, "measure")
         tree.tokens = [0] * width
-        # Where a tail begins below the root, attention takes two products for one, in one of `STRIDE` places.
-        beside = int(tail_start(cache.length) != tail_start(cache.length + 1))
         self.target.wait()
         start = time.perf_counter()
-        cache.length += beside
-        try:
-            self.target.forward([tree], [cache])
-        finally:
-            cache.length -= beside
+        self.target.forward([tree], [cache])
         self.target.wait()
         return time.perf_counter() - start
 
