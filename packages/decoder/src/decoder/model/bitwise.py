@@ -184,9 +184,11 @@ class Bitwise:
             if fault is None:
                 if multiple > 1 and most is None:
                     rule = rule._replace(free=bitwise_test.free_counts(target, rule))
+                if most is None:
+                    rule = rule._replace(least=bitwise_test.cheaper_least(target, rule))
                 fault = self._fault_under(rule, bitwise_test.model_fault)
             if fault is None:
-                width = f"{most} tokens in each pass" if most else f"{least} tokens or more in a pass"
+                width = f"{most} tokens in each pass" if most else f"{rule.least} tokens or more in a pass"
                 if multiple > 1 and not most:
                     width = f"a multiple of {multiple} tokens in a pass, or one of {len(rule.free)} other numbers"
                 return rule, f"{width}, rows by {attention.multiple} in attention"

@@ -1,0 +1,73 @@
+"""To how many tokens a short pass is padded: as many as are multiplied in the least time."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams
+from decoder.model import bitwise_test
+from decoder.model.bitwise import PassRule
+
+from .conftest import all_heads, tiny_llama
+
+
+class Clock:
+    """A product whose time follows from its number of rows, and a clock that this moves."""
+
+    def __init__(self, seconds):
+        self.now, self._seconds = 0.0, seconds
+
+    def __call__(self, x):
+        self.now += self._seconds(x.shape[1])
+        return x.repeat(1, 1, 4)
+
+
+def least(monkeypatch, seconds, rule, layers=1, size=2**12):
+    clock = Clock(seconds)
+    products = [("layer", size, ("kind",), clock)] * layers
+    monkeypatch.setattr(bitwise_test, "_products", lambda target: products)
+    monkeypatch.setattr(bitwise_test, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return bitwise_test.cheaper_least(Decoder(tiny_llama()).target, rule)
+
+
+def test_four_tokens_are_taken_where_they_are_faster(monkeypatch):
+    assert least(monkeypatch, {1: 1.0, 4: 0.8}.__getitem__, PassRule()) == 4
+    assert least(monkeypatch, {2: 1.2, 4: 1.0}.__getitem__, PassRule(least=2)) == 4
+    # A difference that the clock may have made up is none.
+    assert least(monkeypatch, {1: 1.0, 4: 0.97}.__getitem__, PassRule()) == 1
+    assert least(monkeypatch, {1: 1.0, 4: 1.3}.__getitem__, PassRule()) == 1
+
+
+def test_a_number_that_the_rule_does_not_have_is_not_taken(monkeypatch):
+    assert least(monkeypatch, {3: 1.0, 6: 0.5}.__getitem__, PassRule(least=3, multiple=3)) == 6
+    assert least(monkeypatch, {3: 1.0, 4: 0.5}.__getitem__, PassRule(least=3, multiple=3, free=frozenset({4}))) == 4
+
+
+def test_weights_that_stay_in_the_caches_tell_nothing_and_large_models_are_not_timed_as_a_whole(monkeypatch):
+    calls = []
+
+    def seconds(rows):
+        calls.append(rows)
+        return 1.0 / rows
+
+    assert least(monkeypatch, seconds, PassRule(), size=2**10) == 1
+    calls.clear()
+    assert least(monkeypatch, seconds, PassRule(), layers=100, size=2**13) == 4
+    assert len(calls) < 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_text_is_the_same(monkeypatch, dtype):
+    prompt, sampling = list(range(1, 40)), SamplingParams(temperature=0.8, seed=2)
+    least, texts = [], []
+    for width in (None, 4):
+        monkeypatch.setattr(bitwise_test, "cheaper_least", lambda target, rule, width=width: width or rule.least)
+        model = tiny_llama(dtype)
+        dec = Decoder(model, heads=all_heads(model), bitwise=True)
+        outputs = [dec.generate(prompt, 40, method, sampling, return_logprobs=True) for method in ("ar", "auto")]
+        outputs += dec.generate_batch([prompt, prompt], 40, "ar", sampling, return_logprobs=True)
+        texts += [(output.token_ids, output.logprobs) for output in outputs]
+        least.append(dec.target.bitwise.rule.least)
+    assert least[0] < least[1] == 4
+    assert all(text == texts[0] for text in texts)
