@@ -201,12 +201,12 @@ class CostTuned:
         self._learn(tokens)
         if self.heads is not None:
             self.heads.follow(verification, path, tokens)
-        cost, overhead = self._costs[len(self._tree)], self._drafting
+        cost, rest = self._costs[len(self._tree)], 0.0
         if self.context.running() == 1:  # else the rest of the step is other texts', too
-            overhead = time.perf_counter() - self._start - cost
-        overhead = self.context.target.ranks.agree(overhead)
+            rest = time.perf_counter() - self._start - cost - self._drafting
+        drafting, rest = self.context.target.ranks.agree((self._drafting, rest))
         if self._typical:  # numbers of levels are compared on steps that would have run them
-            self._policy.observe(self._expected, cost, overhead, id(self))
+            self._policy.observe(self._expected, cost, drafting, rest, id(self))
 
     def _learn(self, tokens: list[int]) -> None:
         """Take in the newest tokens of the text."""

@@ -27,17 +27,19 @@ class LevelPolicy:
 
     A step with some levels also tells what fewer would have brought: the best tree without the candidates of the
     others. So what is kept is what each level adds to the tokens and to the cost of verification, on average of the
-    steps that ran it, and for each number of levels the time that steps take beyond verification. There are ``most``
-    levels; ``levels`` of them are to be run now, ``first`` in the beginning. ``best`` is the number that gives most by
-    all that was seen.
+    steps that ran it, and for each number of levels the time spent on drafts. The rest of a step's time, of which the
+    machine disturbs most, hardly depends on the number: it is averaged over all steps with levels, and over those
+    without any. There are ``most`` levels; ``levels`` of them are to be run now, ``first`` in the beginning. ``best``
+    is the number that gives most by all that was seen.
     """
 
     def __init__(self, most: int, first: int = 1):
         self.levels = self.best = min(first, most)
         self._added = [Expected(1.0, 0.0)] + [Expected(0.0, 0.0)] * most  # by each level; entry 0: without levels
         self._seen = [0] * (most + 1)  # steps that are averaged in each of these
-        self._overhead = [0.0] * (most + 1)  # by numbers of levels
+        self._drafting = [0.0] * (most + 1)  # seconds, by numbers of levels
         self._steps = [0] * (most + 1)  # that ran this number
+        self._rest = [0.0, 0.0]  # seconds beyond verification and drafts, of steps without levels and with some
         self._last = [-math.inf] * (most + 1)  # when this number was run last
         self._now = 0  # steps so far
         self._told: set[int] = set()  # the texts that have told of this step
@@ -49,7 +51,8 @@ class LevelPolicy:
         as they could pay.
         """
         tried = [number for number, steps in enumerate(self._steps) if steps or not number]
-        return self._overhead[min(tried, key=lambda number: abs(number - levels))]
+        nearest = min(tried, key=lambda number: abs(number - levels))
+        return self._drafting[nearest] + self._rest[nearest > 0]
 
     def added(self, first: int, levels: int) -> Expected:
         """What the levels from ``first`` to ``levels`` add to a step; level 0 stands for a step without any."""
@@ -64,11 +67,15 @@ class LevelPolicy:
         """Of usual steps with so many levels."""
         return step_seconds(self.added(0, levels).cost, self.overhead(levels))
 
-    def observe(self, expected: Sequence[Expected], cost: float, overhead: float, text: int = 0) -> None:
-        """A step whose verification costs ``cost`` took ``overhead`` seconds beyond it.
+    def observe(
+        self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0, text: int = 0
+    ) -> None:
+        """A step whose verification costs ``cost`` took ``drafting`` and ``rest`` seconds beyond it.
 
         Args:
             expected: what the step would have been with no levels, with one, and so on up to those that it ran.
+            drafting: seconds spent on drafts.
+            rest: all others; 0 where they are those of other texts, too.
             text: a number of the text that tells, where several take steps together. A step is over when one of them
                 tells again.
         """
@@ -81,7 +88,9 @@ class LevelPolicy:
                 *(mean + weight * (new - less - mean) for mean, new, less in zip(old, now, before, strict=True))
             )
             before = now
-        self._take_overhead(levels, min(overhead, _DISTURBED * (cost + max(0.0, self.overhead(levels))) - cost))
+        most = _DISTURBED * (cost + max(0.0, self.overhead(levels))) - cost
+        credible = min(1.0, most / max(drafting + rest, most))
+        self._take_time(levels, credible * drafting, credible * rest)
         if text in self._told:
             self._now += 1
             self._told.clear()
@@ -89,17 +98,19 @@ class LevelPolicy:
         self._last[levels] = self._now
         self._choose()
 
-    def _take_overhead(self, levels: int, overhead: float) -> None:
+    def _take_time(self, levels: int, drafting: float, rest: float) -> None:
+        some = levels > 0
+        alike = [number for number in range(len(self._steps)) if (number > 0) == some]
         self._steps[levels] += 1
-        weight = max(_LEARN, 1 / self._steps[levels])
-        change = weight * (overhead - self._overhead[levels])
-        # Once the average has settled, a change is the machine's or the text's: other numbers become as much slower.
+        self._drafting[levels] += max(_LEARN, 1 / self._steps[levels]) * (drafting - self._drafting[levels])
+        weight = max(_LEARN, 1 / sum(self._steps[number] for number in alike))
+        change = weight * (rest - self._rest[some])
+        # Once the average has settled, a change is the machine's or the text's: other steps become as much slower.
         slower = change / self.seconds(levels) if weight == _LEARN else 0.0
-        for number, steps in enumerate(self._steps):
-            if number == levels:
-                self._overhead[number] += change
-            elif steps:
-                self._overhead[number] += slower * self.seconds(number)
+        other = 0 if some else self.best or self.levels
+        if self._steps[other]:
+            self._rest[not some] += slower * self.seconds(other)
+        self._rest[some] += change
 
     def _choose(self) -> None:
         if self._steps[self.levels] < _FIRST:
