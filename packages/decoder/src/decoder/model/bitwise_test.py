@@ -1,4 +1,4 @@
-"""The tests for `model.bitwise`: rows alone and among others, through linear layers and whole passes.
+"""The tests for `model.bitwise`: rows alone and among others, through linear layers and whole passes, and their time.
 
 Those of attention are in `model.bitwise_attention_test`.
 """
@@ -60,8 +60,8 @@ def cheaper_least(target: "Target", rule: "PassRule") -> int:
     """The least number of tokens in passes of a rule that holds: its own, or more where these are multiplied faster.
 
     oneDNN's products of one to three rows were measured to take up to 1.3 times as long as those of four. A row has the
-    same bits in both, so this is a matter of time alone. Of a large model some layers tell it, of a small one none:
-    its weights are read from the processor's caches.
+    same bits in both, so this is a matter of time alone. A large model is judged by its first layers. For a small one,
+    whose weights stay in the processor's caches, nothing is timed and the rule's own number is taken.
     """
     widths, like = (rule.least, _WIDER + rule.padding(_WIDER)), target.lm_head.weight
     with replaced(target.replacements().layers):

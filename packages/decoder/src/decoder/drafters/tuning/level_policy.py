@@ -89,7 +89,7 @@ class LevelPolicy:
             )
             before = now
         most = _DISTURBED * (cost + max(0.0, self.overhead(levels))) - cost
-        credible = min(1.0, most / max(drafting + rest, most))
+        credible = most / (drafting + rest) if drafting + rest > most else 1.0
         self._take_time(levels, credible * drafting, credible * rest)
         if text in self._told:
             self._now += 1
@@ -99,17 +99,16 @@ class LevelPolicy:
         self._choose()
 
     def _take_time(self, levels: int, drafting: float, rest: float) -> None:
-        some = levels > 0
-        alike = [number for number in range(len(self._steps)) if (number > 0) == some]
         self._steps[levels] += 1
+        some, tried = levels > 0, [number for number, steps in enumerate(self._steps) if steps]
+        alike, others = ([number for number in tried if (number > 0) is kind] for kind in (some, not some))
         self._drafting[levels] += max(_LEARN, 1 / self._steps[levels]) * (drafting - self._drafting[levels])
         weight = max(_LEARN, 1 / sum(self._steps[number] for number in alike))
         change = weight * (rest - self._rest[some])
         # Once the average has settled, a change is the machine's or the text's: other steps become as much slower.
         slower = change / self.seconds(levels) if weight == _LEARN else 0.0
-        other = 0 if some else self.best or self.levels
-        if self._steps[other]:
-            self._rest[not some] += slower * self.seconds(other)
+        if others:
+            self._rest[not some] += slower * self.seconds(others[0])
         self._rest[some] += change
 
     def _choose(self) -> None:
