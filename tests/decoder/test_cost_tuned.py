@@ -11,7 +11,7 @@ from decoder.drafters.auto import Auto
 from decoder.drafters.levels import HeadLevels
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
+from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
@@ -174,7 +174,7 @@ def test_longer_suffixes_are_believed_more(model, monkeypatch):
 def test_heads_are_not_run_where_the_suffix_gives_enough(model, monkeypatch):
     """A token that is hard to draft is worth a level of heads, however fast the text goes elsewhere."""
     clocked(monkeypatch, 0.01)
-    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(0.5 * levels, 0.3 * levels))
+    monkeypatch.setattr(LevelPolicy, "tokens", lambda policy, first, levels: 0.5 * levels)
     monkeypatch.setattr(LevelPolicy, "seconds", lambda policy, levels: 1.0 + 0.3 * levels)
     monkeypatch.setattr(LevelPolicy, "observe", lambda *args: None)
     runs = []
@@ -200,7 +200,7 @@ def test_heads_are_not_run_where_the_suffix_gives_enough(model, monkeypatch):
 def test_steps_that_need_no_heads_are_left_out_of_what_numbers_of_levels_are_compared_by(model, monkeypatch):
     """Also while none is run: else a text's loops would speak against heads elsewhere."""
     clocked(monkeypatch, 0.01)
-    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(0.5 * levels, 0.3 * levels))
+    monkeypatch.setattr(LevelPolicy, "tokens", lambda policy, first, levels: 0.5 * levels)
     monkeypatch.setattr(LevelPolicy, "seconds", lambda policy, levels: 1.0 + 0.3 * levels)
     observed, typical = [], []
     monkeypatch.setattr(LevelPolicy, "observe", lambda policy, *args: observed.append(policy))
@@ -320,7 +320,7 @@ def test_acceptance_is_learnt_where_the_text_went(model, monkeypatch):
 def test_what_fewer_levels_would_have_brought_is_told_by_the_same_step(model, monkeypatch):
     """By the candidates that came without the others, the suffix's among them."""
     clocked(monkeypatch, 0.01)
-    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(99.0, 0.1))
+    monkeypatch.setattr(LevelPolicy, "tokens", lambda policy, first, levels: 99.0)
     numbers = []
 
     def checked(drafter, cache, sampler, depth, propose=CostTuned.propose):

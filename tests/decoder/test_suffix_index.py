@@ -43,7 +43,7 @@ def test_the_match_is_the_longest_suffix_that_stood_before(text, longest, places
 def test_continuations_are_what_followed_at_the_places_that_agree_so_far(text, longest):
     index = indexed(text)
     _, places = index.match()
-    chain, levels = [], list(index.continuations(longest))
+    chain, levels = [], list(index.continuations(places, longest))
     assert len(levels) == (longest if places else 0)
     for level in levels:
         copies = [[*text[place:], *chain][: len(chain) + 1] for place in places]
@@ -57,8 +57,9 @@ def test_continuations_are_what_followed_at_the_places_that_agree_so_far(text, l
 def test_counts_and_ties():
     """After 1 came 2 twice, then 3 and 4 once each: 2 first, then 4, seen last; shares by escape method C."""
     index = indexed([1, 2, 8, 1, 2, 7, 1, 3, 6, 1, 4, 5, 1])
-    assert index.match()[0] == 1
-    level = next(index.continuations(1))
+    length, places = index.match()
+    assert length == 1
+    level = next(index.continuations(places, 1))
     assert [(token, round(share, 9)) for token, share in level] == [
         (2, round(2 / 7, 9)),
         (4, round(1 / 7, 9)),

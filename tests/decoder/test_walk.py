@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.drafters.levels import HeadLevels, ranked_tokens
-from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
+from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
 from decoder.model.target import Target
 from decoder.sampling.acceptance import exact, walk
@@ -286,7 +286,7 @@ def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
     """Drafts of heads come with the tokens drawn in the step before them."""
     # By the machine's clock heads may not pay, and `auto` would not ask for them ahead.
     clocked(monkeypatch, 0.02)
-    monkeypatch.setattr(LevelPolicy, "added", lambda policy, first, levels: Expected(9.0**levels, 0.1))
+    monkeypatch.setattr(LevelPolicy, "tokens", lambda policy, first, levels: 9.0**levels)
     monkeypatch.setattr(LevelPolicy, "_choose", lambda policy: None)
     step, reads = Engine.step, []
 

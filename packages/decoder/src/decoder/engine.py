@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from decoder.cache.blocks import Blocks
-from decoder.drafters.base import DeferredRead, DraftsAhead, WantsLevels
+from decoder.drafters.base import DeferredRead, DraftsAhead
 from decoder.drafters.levels import fill_together
 from decoder.kernels.bitwise_attention import DEPTH
 from decoder.kernels.transfers import download
@@ -197,9 +197,9 @@ class Engine:
         """Run the draft heads of all sequences as one, before these propose."""
         wanted = []
         for sequence, depth in depths.items():
-            if isinstance(sequence.drafter, WantsLevels):
+            if sequence.wants_levels is not None:
                 with _failure_of(sequence):
-                    wanted.append(sequence.drafter.wants_levels(sequence.cache, sequence.sampler, depth))
+                    wanted.append(sequence.wants_levels(sequence.cache, sequence.sampler, depth))
         fill_together([one for one in wanted if one is not None])
 
     def _launch(self, steps: list[tuple[Sequence, TokenTree, Verification]]) -> dict[Sequence, Walk]:

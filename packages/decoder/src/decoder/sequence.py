@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import TypeVar
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Drafter
+from decoder.drafters.base import Drafter, WantsLevels
 from decoder.outputs import Chunk, GenerationOutput, Request
 from decoder.sampling.acceptance import AcceptanceRule, exact
 from decoder.sampling.sampler import Sampler
@@ -33,6 +33,7 @@ class Sequence:
 
     Attributes:
         remaining: how many tokens may still be generated.
+        wants_levels: the drafter's method of `WantsLevels`; None if it has none.
         finish_reason: "length" or "stop" once the text has ended.
         error: the exception that ended the text, if one did.
     """
@@ -52,6 +53,8 @@ class Sequence:
         self.request, self.sampler, self.drafter, self.cache = request, sampler, drafter, cache
         self.remaining, self.stop_ids, self.text_stream = max_new_tokens, stop_ids, text_stream
         self.rule, self.draws_whole_trees = rule, draws_whole_trees
+        # Found once: to look for a protocol's members takes 4 to 7 microseconds.
+        self.wants_levels = drafter.wants_levels if isinstance(drafter, WantsLevels) else None
         self.statistics = Statistics()
         self.finish_reason: str | None = None if max_new_tokens else "length"
         self.error: Exception | None = None

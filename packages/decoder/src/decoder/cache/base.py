@@ -103,13 +103,13 @@ class LayeredCache(Cache, ABC):
         self.capacity, self.keys, self.values, self.kv_length, self.passes = buffers
         self._of_layer = list(zip(self.keys, self.values, strict=True))
 
-    def begin(self, count: int) -> None:
-        """A pass over ``count`` tokens is to come.
+    def begin(self, count: int, padding: int = 0) -> None:
+        """A pass over ``count`` tokens is to come, the last of which are ``padding``.
 
         Raises:
-            ValueError: there is no room for them.
+            ValueError: there is no room for the others.
         """
-        self._make_room(count)
+        self._make_room(count, padding)
         if self.kv_length is not None:
             # A number in the launch of a kernel: the host does not wait.
             self.kv_length.fill_(self.get_seq_length())
@@ -229,8 +229,8 @@ class LayeredCache(Cache, ABC):
         return like.new_empty(sizes)
 
     @abstractmethod
-    def _make_room(self, count: int) -> None:
-        """See that ``count`` more pairs find room behind those that stand, or raise ValueError."""
+    def _make_room(self, count: int, padding: int = 0) -> None:
+        """See that ``count`` more pairs, with ``padding``, find room behind those that stand, or raise ValueError."""
 
     @property
     def nbytes(self) -> int:

@@ -36,13 +36,17 @@ class FullCache(LayeredCache):
         self.growable = growable
         self.length = 0
 
-    def _make_room(self, count: int) -> None:
+    def _make_room(self, count: int, padding: int = 0) -> None:
         end = self.length + count
         if end <= self.capacity:
             return
-        if not self.growable:
+        if self.growable:
+            self.enlarge(max(end, self.capacity + max(_SMALLEST_GROWTH, self.capacity // 2)), self.length)
+        elif end - padding <= self.capacity:
+            # Passes may be padded more than when the cache was made, if the user has changed the model meanwhile.
+            self.enlarge(end, self.length)
+        else:
             raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
-        self.enlarge(max(end, self.capacity + max(_SMALLEST_GROWTH, self.capacity // 2)), self.length)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

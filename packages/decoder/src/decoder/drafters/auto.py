@@ -24,8 +24,8 @@ class Auto(CostTuned):
 
     def _offer_before_levels(self) -> None:
         """The chain that most often followed the longest suffix seen before, and what else followed on its way."""
-        node, (length, _) = 0, self.index.match()
-        for level in self.index.continuations(_LONGEST):
+        node, (length, occurrences) = 0, self.index.match()
+        for level in self.index.continuations(occurrences, _LONGEST):
             nodes = []
             for token, share in level:
                 kind = "suffix", min(length, _LONGEST).bit_length(), int(5 * share)

@@ -190,7 +190,8 @@ class Bitwise:
             if fault is None:
                 width = f"{most} tokens in each pass" if most else f"{rule.least} tokens or more in a pass"
                 if multiple > 1 and not most:
-                    width = f"a multiple of {multiple} tokens in a pass, or one of {len(rule.free)} other numbers"
+                    others = sum(count >= rule.least for count in rule.free)
+                    width += f", a multiple of {multiple} or one of {others} other numbers"
                 return rule, f"{width}, rows by {attention.multiple} in attention"
         return None, fault
 

@@ -65,8 +65,12 @@ def cheaper_least(target: "Target", rule: "PassRule") -> int:
     """
     widths, like = (rule.least, _WIDER + rule.padding(_WIDER)), target.lm_head.weight
     with replaced(target.replacements().layers):
-        products, numbers = [], 0
+        products, numbers, owners = [], 0, set()
         for _, size, _, product in _products(target):
+            owner = getattr(product, "__self__", product)
+            if owner in owners:
+                continue  # several layers that are joined to one product
+            owners.add(owner)
             inputs = [like.new_zeros(1, width, size) for width in widths]
             products.append((product, inputs))
             numbers += size * product(inputs[0]).shape[-1]

@@ -237,7 +237,7 @@ class Target:
 
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
         """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
-        self._begin(cache, count)
+        self._begin(cache, count, count - len(positions))
         if self._rule is None or cache.purpose != "text":
             return TextInPass(count, mask, cache.kv_length)
         length, rule = cache.get_seq_length(), self._rule.attention
@@ -246,10 +246,10 @@ class Target:
             return TextInPass(count, tails=tail_slots(length, depths, mask, count))
         return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, rule))
 
-    def _begin(self, cache: LayeredCache, count: int) -> None:
+    def _begin(self, cache: LayeredCache, count: int, padding: int = 0) -> None:
         rule = (self._rule or FREE) if cache.purpose == "text" else FREE
         cache.prepare(self.layers, None if self.recorder is None else self.pool, rule.spare, rule.transposed)
-        cache.begin(count)
+        cache.begin(count, padding)
 
     def begin_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         """`FullCache.begin_with` with pairs of ``dtype``, for a cache that no pass has prepared yet."""

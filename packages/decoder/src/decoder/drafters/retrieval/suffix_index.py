@@ -1,8 +1,8 @@
 """An index of a growing text that finds earlier occurrences of its end, and what followed them."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from operator import itemgetter
 
 _GRAM = 3  # tokens of the longest n-grams that are indexed; longer suffixes are found by comparing tokens from there
 
@@ -58,28 +58,31 @@ class SuffixIndex:
         longest = max(lengths)
         return longest, [position for position, length in zip(found, lengths, strict=True) if length == longest]
 
-    def continuations(self, longest: int) -> Iterator[list[tuple[int, float]]]:
-        """Level by level, the tokens that followed the occurrences of the match, as (token, share).
+    def continuations(self, positions: list[int], longest: int) -> Iterator[list[tuple[int, float]]]:
+        """Level by level, the tokens that followed the occurrences at ``positions``, as (token, share).
 
         The most frequent token comes first, of equals the one seen last, and the next level is about what followed that
         token. A share is the token's count divided by the sum of all counts and the number of distinct tokens (escape
         method C of prediction by partial matching). Where the continuation of an occurrence reaches the end of the text
         it goes on with the tokens found so far, so that a text in a loop is continued around the loop.
         """
-        _, positions = self.match()
         chain: list[int] = []
         end = len(self.text)
         for depth in range(longest if positions else 0):
             following = [self.text[at] if (at := position + depth) < end else chain[at - end] for position in positions]
-            counts = Counter(following)
+            counts: dict[int, int] = {}
+            for token in following:
+                counts[token] = counts.get(token, 0) + 1
             total = len(positions) + len(counts)
-            yield [(token, count / total) for token, count in counts.most_common()]
-            chain.append(counts.most_common(1)[0][0])
+            ranked = sorted(counts.items(), key=itemgetter(1), reverse=True)
+            yield [(token, count / total) for token, count in ranked]
+            chain.append(ranked[0][0])
             positions = [position for position, token in zip(positions, following, strict=True) if token == chain[-1]]
 
     def chain(self, longest: int) -> list[int]:
         """The ``longest`` tokens that most often followed the match; no token if there is no match."""
-        return [level[0][0] for level in self.continuations(longest)]
+        _, occurrences = self.match()
+        return [level[0][0] for level in self.continuations(occurrences, longest)]
 
     def _occurrences(self, n: int) -> Iterator[int]:
         """The earlier occurrences of the text's last n tokens, the newest first."""

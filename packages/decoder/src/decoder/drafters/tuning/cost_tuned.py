@@ -53,6 +53,7 @@ class CostTuned:
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._ahead: list[Level] | None = None  # of this step, as soon as they are drafted
         self._policy, self._costs = LevelPolicy(0), [0.0]
+        self._measured_at = 0, 0  # the number of bits of the text's length, and how many texts there were
         self._candidates: CandidateTree | None = None
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
         self._expected: list[Expected] = []  # of this step without levels, with one, and so on
@@ -73,7 +74,7 @@ class CostTuned:
         if self.context.max_new_tokens < _FEWEST:
             return None
         self._start, texts = time.perf_counter(), self.context.running()
-        self._costs = costs = self.context.costs.at(cache, texts)
+        costs = self._costs_at(cache, texts)
         self._policy = self._choose_policy(texts)
         # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
@@ -92,6 +93,13 @@ class CostTuned:
         self._drafting = time.perf_counter() - self._start
         return wanted
 
+    def _costs_at(self, cache: FullCache, texts: int) -> list[float]:
+        """What verifications cost, looked up whenever the text has become twice as long or others have come or gone."""
+        at = (cache.length + 1).bit_length(), texts
+        if at != self._measured_at:
+            self._measured_at, self._costs = at, self.context.costs.at(cache, texts)
+        return self._costs
+
     def _choose_policy(self, texts: int) -> LevelPolicy:
         """The policy that says how many levels a step runs in which so many texts are decoded."""
         return self._policy_of(self._own_level, texts)
@@ -103,7 +111,9 @@ class CostTuned:
         # Heads that pay for one text may not pay for many, whose verification is one pass.
         key = "levels", most, own_level, texts.bit_length()
         # A level of the model's own takes a pass, whether heads go on from it or not.
-        return self.context.tuning_state.setdefault(key, LevelPolicy(most, first=1 + own_level))
+        if key not in self.context.tuning_state:
+            self.context.tuning_state[key] = LevelPolicy(most, first=1 + own_level)
+        return self.context.tuning_state[key]
 
     def _levels_pay(self) -> bool:
         """Whether the policy's levels, one at least, are worth their time beside the candidates that are there already.
@@ -117,7 +127,7 @@ class CostTuned:
         levels = max(1, policy.best)  # and not one that is on trial
         tokens, cost = self._best(0)[1]
         without = tokens / step_seconds(cost, policy.overhead(0))
-        gain = (1 - covered) * policy.added(1, levels).tokens
+        gain = (1 - covered) * policy.tokens(1, levels)
         return gain >= without * (policy.seconds(levels) - policy.seconds(0))
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
@@ -137,7 +147,8 @@ class CostTuned:
             size, expected = self._best(number + 1)
             self._expected.append(expected)
         self._chosen = self._candidates.likeliest()[:size]
-        self._tree.select(self._chosen)
+        if len(self._tree) > 1:
+            self._tree.select(self._chosen)
         self._drafting += time.perf_counter() - start
         return self._tree
 
@@ -205,6 +216,9 @@ class CostTuned:
         if self.context.running() == 1:  # else the rest of the step is other texts', too
             rest = time.perf_counter() - self._start - cost - self._drafting
         drafting, rest = self.context.target.ranks.agree((self._drafting, rest))
+        if self.context.target.draws_whole_trees:
+            # Drafts are launched there and not waited for, so their time is a part of the rest.
+            drafting, rest = drafting + rest, 0.0
         if self._typical:  # numbers of levels are compared on steps that would have run them
             self._policy.observe(self._expected, cost, drafting, rest, id(self))
 

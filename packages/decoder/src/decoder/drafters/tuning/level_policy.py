@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 _FIRST = 4  # observations until which a number of levels is run when it is tried first
 _TRIAL = 48  # steps after which a number of levels is run for one step, to see whether it has become the best
+_CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -50,22 +51,22 @@ class LevelPolicy:
         Plain steps are thought to take no more than their verification until they are tried. So they are tried as soon
         as they could pay.
         """
-        tried = [number for number, steps in enumerate(self._steps) if steps or not number]
-        nearest = min(tried, key=lambda number: abs(number - levels))
-        return self._drafting[nearest] + self._rest[nearest > 0]
+        if levels and not self._steps[levels]:
+            tried = [number for number, steps in enumerate(self._steps) if steps or not number]
+            levels = min(tried, key=lambda number: abs(number - levels))
+        return self._drafting[levels] + self._rest[levels > 0]
 
-    def added(self, first: int, levels: int) -> Expected:
+    def tokens(self, first: int, levels: int) -> float:
         """What the levels from ``first`` to ``levels`` add to a step; level 0 stands for a step without any."""
-        tokens, costs = zip(*self._added[first : levels + 1], strict=True)
-        return Expected(sum(tokens), sum(costs))
+        return sum(level.tokens for level in self._added[first : levels + 1])
 
     def rate(self, levels: int) -> float:
         """Tokens per second of usual steps with so many levels; 0 before any step was seen."""
-        return self.added(0, levels).tokens / seconds if (seconds := self.seconds(levels)) else 0.0
+        return self.tokens(0, levels) / seconds if (seconds := self.seconds(levels)) else 0.0
 
     def seconds(self, levels: int) -> float:
         """Of usual steps with so many levels."""
-        return step_seconds(self.added(0, levels).cost, self.overhead(levels))
+        return step_seconds(sum(level.cost for level in self._added[: levels + 1]), self.overhead(levels))
 
     def observe(
         self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0, text: int = 0
@@ -83,9 +84,10 @@ class LevelPolicy:
         before = Expected(0.0, 0.0)
         for level, now in enumerate(expected):
             self._seen[level] += 1
-            weight, old = max(_LEARN, 1 / self._seen[level]), self._added[level]
+            weight, mean = max(_LEARN, 1 / self._seen[level]), self._added[level]
             self._added[level] = Expected(
-                *(mean + weight * (new - less - mean) for mean, new, less in zip(old, now, before, strict=True))
+                mean.tokens + weight * (now.tokens - before.tokens - mean.tokens),
+                mean.cost + weight * (now.cost - before.cost - mean.cost),
             )
             before = now
         most = _DISTURBED * (cost + max(0.0, self.overhead(levels))) - cost
@@ -100,19 +102,20 @@ class LevelPolicy:
 
     def _take_time(self, levels: int, drafting: float, rest: float) -> None:
         self._steps[levels] += 1
-        some, tried = levels > 0, [number for number, steps in enumerate(self._steps) if steps]
-        alike, others = ([number for number in tried if (number > 0) is kind] for kind in (some, not some))
+        some, seen = levels > 0, (self._steps[0], sum(self._steps[1:]))
         self._drafting[levels] += max(_LEARN, 1 / self._steps[levels]) * (drafting - self._drafting[levels])
-        weight = max(_LEARN, 1 / sum(self._steps[number] for number in alike))
+        weight = max(_LEARN, 1 / seen[some])
         change = weight * (rest - self._rest[some])
         # Once the average has settled, a change is the machine's or the text's: other steps become as much slower.
-        slower = change / self.seconds(levels) if weight == _LEARN else 0.0
-        if others:
-            self._rest[not some] += slower * self.seconds(others[0])
+        if weight == _LEARN and seen[not some]:
+            self._rest[not some] += change / self.seconds(levels) * self.seconds(0 if some else max(1, self.best))
         self._rest[some] += change
 
     def _choose(self) -> None:
         if self._steps[self.levels] < _FIRST:
+            return
+        if self._steps[self.levels] > _FIRST and self._now % _CHOOSE:
+            self.levels = self.best  # a trial is over
             return
         self.best = best = max(
             (number for number, steps in enumerate(self._seen) if steps or not number), key=self.rate

@@ -39,7 +39,8 @@ class VerifyCosts:
         weight = self.target.lm_head.weight
         # With the root, which is not committed: a prompt of 2,048 tokens is measured once, and not again a step later.
         length = max(cache.length + 1, _SHORTEST)
-        key = (length.bit_length(), weight.dtype, weight.device, torch.get_num_threads(), cache.form)
+        narrowest, threads = self.target.width(1), torch.get_num_threads()
+        key = (length.bit_length(), weight.dtype, weight.device, threads, narrowest, cache.form)
         if key not in self._tables:
             with self._beside_borders(cache):
                 self._tables[key] = {1: self._measure(cache)}
@@ -70,8 +71,9 @@ class VerifyCosts:
         # In turn, since a machine that is slow for a moment would else be slow at one width. Long passes vary less.
         for _ in range(1 if sum(best) > _PATIENCE else 2):
             best = [min(least, self._agreed_seconds(width, cache)) for least, width in zip(best, widths, strict=True)]
-        # What a tree is padded with costs as much as its nodes.
-        padded = [target.width(nodes) for nodes in range(1, WIDEST + 1)]
+        # What a tree is padded with costs as much as its nodes. Only in the narrowest pass, which plain steps have, the
+        # nodes count: of padding no attention is computed.
+        padded = [nodes if nodes < target.width(1) else target.width(nodes) for nodes in range(1, WIDEST + 1)]
         known = dict(zip((padded[width - 1] for width in widths), accumulate(best, max), strict=True))
         if len(widths) < len(_WIDTHS):
             (near, less), (far, more) = list(known.items())[-2:]
