@@ -355,6 +355,23 @@ def test_what_fewer_levels_would_have_brought_is_told_by_the_same_step(model, mo
     assert max(numbers) >= 2
 
 
+def test_the_time_that_costs_are_measured_in_counts_for_no_number_of_levels(model, monkeypatch):
+    """They are measured again, within a step, where the text has become twice as long."""
+    now, told = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def measured(costs, cache, texts=1):
+        now[0] += 100.0
+        return [0.0, *(1.0 + 0.01 * node for node in range(64))]
+
+    monkeypatch.setattr(VerifyCosts, "at", measured)
+    monkeypatch.setattr(LevelPolicy, "observe", lambda policy, expected, cost, drafting, *rest: told.append(drafting))
+    dec = Decoder(model, heads=random_heads(model))
+    dec.generate([1, 2, 3], 80, "auto", SamplingParams(seed=1))
+    assert now[0] >= 300.0  # at the start, and in steps
+    assert told and max(told) < 1.0
+
+
 def test_trees_shrink_beside_other_texts(model, monkeypatch):
     """Where a node costs a text alone little, it costs one of many most of a step: fewer pay."""
     clocked(monkeypatch, 0.05)

@@ -34,6 +34,16 @@ def test_powers_of_two_are_measured_and_others_lie_between(model, monkeypatch):
     assert table[24] == pytest.approx((table[16] + table[32]) / 2)
 
 
+@pytest.mark.parametrize("narrowest, as_much", [(3, (1, 2, 3)), (6, (4, 5, 6))])
+def test_nodes_in_rows_that_are_computed_anyway_cost_nothing(model, monkeypatch, narrowest, as_much):
+    """Passes of up to three or six nodes are one width, and neither number is measured."""
+    costs, _ = with_seconds(model, monkeypatch, lambda width: 1e-3 * max(narrowest, width))
+    monkeypatch.setattr(costs.target, "width", lambda nodes: max(narrowest, nodes))
+    table = costs.at(FullCache(1))
+    assert {table[nodes] for nodes in as_much} == {1e-3 * narrowest}
+    assert table[8] == pytest.approx(8e-3)
+
+
 def test_costs_never_fall_with_the_number_of_nodes(model, monkeypatch):
     """Whatever disturbed a measurement."""
     costs, _ = with_seconds(model, monkeypatch, lambda width: 0.05 if width == 4 else 0.01 + 0.001 * width)
@@ -85,18 +95,20 @@ def test_trees_are_measured_where_all_nodes_have_one_tail(model, monkeypatch, fo
     cache, measured, forward = full_cache(form, 400), [], dec.target.forward
 
     def recorded(trees, caches):
+        found = forward(trees, caches)
         if len(trees[0]) > 1:
             measured.append(caches[0].length)
-        return forward(trees, caches)
+            assert torch.isfinite(found[0].logits).all()
+        return found
 
     monkeypatch.setattr(dec.target, "forward", recorded)
     with torch.inference_mode(), dec.target.patched():
         dec.target.prefill([1, 2, 3, 4] * 23, cache)
-        for part in cache.parts:
-            if part.is_floating_point():  # what memory may hold that was never written to
-                part[:, :, :, cache.length :] = torch.nan
         for length in range(92, 129):
-            expected = forward([TokenTree(5)], [cache])[0].logits
+            expected = forward([TokenTree(5)], [cache])[0].logits.clone()
+            for part in cache.parts:
+                if part.is_floating_point():  # what memory may hold that was never written to
+                    part[:, :, :, length:] = torch.nan
             measured.clear()
             VerifyCosts(dec.target).at(cache)
             assert cache.length == length and set(measured) in ({length}, {length + 1})

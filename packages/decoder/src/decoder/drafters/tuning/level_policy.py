@@ -115,14 +115,16 @@ class LevelPolicy:
         if self._steps[self.levels] < _FIRST:
             return
         if self._steps[self.levels] > _FIRST and self._now % _CHOOSE:
-            self.levels = self.best  # a trial is over
+            # Where heads draft ahead, the step that follows a choice still runs the number before.
+            if self._last[self.levels] == self._now:
+                self.levels = self.best  # a trial is over
             return
         self.best = best = max(
             (number for number, steps in enumerate(self._seen) if steps or not number), key=self.rate
         )
         others = [number for number in {best + 1, best - 1, 0} - {best} if 0 <= number < len(self._steps)]
         stale = min(others, key=self._last.__getitem__, default=best)
-        self.levels = stale if self._now - self._last[stale] > _TRIAL else best
+        self.levels = stale if self._now - self._last[stale] >= _TRIAL else best
 
 
 def step_seconds(cost: float, overhead: float) -> float:

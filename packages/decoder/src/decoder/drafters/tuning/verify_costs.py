@@ -78,7 +78,11 @@ class VerifyCosts:
         if len(widths) < len(_WIDTHS):
             (near, less), (far, more) = list(known.items())[-2:]
             known[padded[-1]] = more + (padded[-1] - far) * (more - less) / (far - near)
-        return [0.0, *np.interp(padded, list(known), list(known.values())).tolist()]
+        # The last numbers of nodes in the narrowest pass, where none of them was measured, cost what those before do.
+        narrowest = target.width(1)
+        known.setdefault(narrowest, max(cost for width, cost in known.items() if width <= narrowest))
+        widths, costs = zip(*sorted(known.items()), strict=True)
+        return [0.0, *np.interp(padded, widths, costs).tolist()]
 
     @contextmanager
     def _beside_borders(self, cache: FullCache) -> Iterator[None]:
