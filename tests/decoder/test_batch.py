@@ -6,15 +6,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from decoder import BatchError, Decoder, SamplingParams, methods
+from decoder import BatchError, Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.arguments import check_arguments
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, Medusa
 from decoder.engine import Engine
 from decoder.model.target import Target
 from decoder.prefix_reuse import prefix_reuse
+from decoder.sequence import Sequence
 
-from .conftest import VOCAB
+from .conftest import VOCAB, all_heads, tiny_llama
 
 LENGTHS = (1, 40, 7, 13, 33, 22, 5, 2)
 NEW = (30, 20, 30, 40, 50, 60, 70, 0)
@@ -331,6 +332,139 @@ def test_memory_bounds_how_many_run_together_and_tells_what_cannot_run_at_all(de
     monkeypatch.setattr("decoder.admission.available_memory", lambda device: room / 4)
     with pytest.raises(ValueError, match=r"prompt 0: its cache of [\d,]+ bytes does not fit the memory"):
         joined(dec, texts, "ar")
+
+
+POSITIONS = 300
+
+
+@pytest.fixture(scope="module")
+def open_ended():
+    """The decoder of a model with few positions."""
+    model = tiny_llama(max_position_embeddings=POSITIONS)
+    small = tiny_llama(seed=2, num_hidden_layers=1, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
+    return Decoder(model, heads=all_heads(model), draft_model=small)
+
+
+@pytest.fixture
+def preempted(monkeypatch):
+    """The texts that were sent back to wait, and how many ran together in each step; caches grow by 16 positions."""
+    found, preempt, step = ([], []), Sequence.preempt, Engine.step
+
+    def noted(sequence):
+        found[0].append(sequence)
+        preempt(sequence)
+
+    def watched(engine):
+        stepped = step(engine)
+        found[1].append(len(stepped))
+        return stepped
+
+    monkeypatch.setattr(Sequence, "preempt", noted)
+    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    return found
+
+
+def room_for(monkeypatch, dec, tokens):
+    """Memory for the caches of so many tokens, the draft cache of 64 of each text included."""
+    room = dec.target.kv_bytes * tokens / 0.6
+    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
+
+
+@pytest.fixture(scope="module")
+def whole(open_ended, texts):
+    """Plain decoding of three texts up to the model's last position."""
+    return [open_ended.generate(text, None, "ar", params(index)).token_ids for index, text in enumerate(texts[1:4])]
+
+
+@pytest.mark.parametrize(
+    ("method", "whole_trees"), [*((method, False) for method in methods()), ("auto", True), ("medusa", True)]
+)
+def test_texts_of_open_length_wait_again_where_they_outgrow_memory(
+    open_ended, texts, whole, method, whole_trees, monkeypatch, preempted
+):
+    """There is room for two of the caches at their end; three begin together, and each text is as it is alone."""
+    monkeypatch.setattr(Target, "draws_whole_trees", whole_trees)
+    asked = texts[1:4]
+    room_for(monkeypatch, open_ended, 2 * (POSITIONS + 64) + 10)
+    outs = open_ended.generate_batch(asked, None, method, list(map(params, range(3))), return_logprobs=True)
+    assert [out.token_ids for out in outs] == whole
+    assert [len(out.logprobs) for out in outs] == [out.stats.generated for out in outs] == list(map(len, whole))
+    assert max(preempted[1]) == 3
+    # The last one waits, once: nobody goes back and forth.
+    assert [sequence.request.prompt_ids for sequence in preempted[0]] == asked[2:]
+
+
+def test_a_text_of_open_length_that_fits_alone_runs_however_long_it_might_become(
+    open_ended, texts, monkeypatch, preempted
+):
+    """What is planned is its next growth, and not the model's last position, which most texts never come to."""
+    room_for(monkeypatch, open_ended, 3 * (40 + 64))
+    stop = open_ended.generate(texts[2], 30, "ar", params(1)).token_ids[4]
+    [out] = open_ended.generate_batch([texts[2]], None, "ar", params(1), stop=[stop])
+    assert out.finish_reason == "stop" and len(out.token_ids) <= 5
+    with pytest.raises(ValueError, match=r"prompt 0: its cache of [\d,]+ bytes does not fit the memory"):
+        room_for(monkeypatch, open_ended, 30)
+        open_ended.generate_batch([texts[2]], None, "ar", params(1), stop=[stop])
+
+
+def test_a_preempted_text_can_be_cancelled_and_a_prompt_can_be_preempted(open_ended, texts, small_chunks, preempted):
+    dec, full = open_ended, [False]
+    engine = Engine(dec.target, fits=lambda running, candidate: not (full[0] and running))
+    sequences = []
+    for index in (3, 5, 1):
+        one = check_arguments(dec, texts[index], None, "tokenswift", params(index), None, None, False, False, None)
+        sequences.append(dec.sequence(engine, one))
+        engine.add(sequences[-1])
+    while not sequences[2].cache.length:
+        engine.step()
+    assert not sequences[2].token_ids and sequences[1].token_ids  # the last one's prompt is not whole yet
+    full[0] = True
+    engine.step()
+    assert preempted[0] == [sequences[2], sequences[1]]
+    assert engine.running == sequences[:1] and list(engine.waiting) == sequences[1:]
+    assert engine.decoding == 1
+    engine.cancel(sequences[2])
+    while engine.running or engine.waiting:
+        engine.step()
+    for sequence, index in zip(sequences[:2], (3, 5), strict=True):
+        assert sequence.token_ids == dec.generate(texts[index], None, "ar", params(index)).token_ids
+
+
+def test_a_text_whose_drafts_decide_it_is_never_preempted(open_ended, texts, monkeypatch, preempted):
+    """A new drafter would draft something else, and so choose another text; room is kept for all of it."""
+    room_for(monkeypatch, open_ended, 2 * (POSITIONS + 64) + 10)
+    options, samplings = TokenSwiftOptions(tree=(1, 1), verification="independent"), list(map(params, range(3)))
+    outs = open_ended.generate_batch(texts[1:4], None, "medusa", samplings, options)
+    assert max(preempted[1]) == 2 and not preempted[0]
+    assert [len(out.token_ids) for out in outs] == [POSITIONS - len(text) for text in texts[1:4]]
+    # Nor by an engine that plans otherwise.
+    engine = Engine(open_ended.target, fits=lambda running, candidate: engine.decoding < 2)
+    for text in texts[1:3]:
+        one = check_arguments(open_ended, text, None, "medusa", GREEDY, options, None, False, False, None)
+        engine.add(open_ended.sequence(engine, one))
+    for _ in range(5):
+        engine.step()
+    assert engine.decoding == 2 and not preempted[0]
+
+
+def test_what_is_planned_for_a_text_of_open_length_is_its_next_growth(open_ended, texts, monkeypatch):
+    dec = open_ended
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    one = check_arguments(dec, texts[1], None, "ar", GREEDY, None, None, False, False, None)
+    # A partial cache of 64 pairs is planned for every method.
+    assert dec.cache_bytes(one).device == dec.target.kv_bytes * (40 + 20 + 64)
+    sequence = dec.sequence(engine := dec.engine(), one)
+    capacity = sequence.cache.capacity
+    assert dec.cache_bytes(one, sequence).device == dec.target.kv_bytes * (capacity + capacity // 2 + 64)
+    engine.add(sequence)
+    while sequence.cache.capacity == capacity:
+        assert engine.step()
+    assert sequence.cache.capacity == capacity + capacity // 2
+    # Never more than the text may need.
+    while not sequence.done:
+        engine.step()
+    assert dec.cache_bytes(one, sequence).device == dec.target.kv_bytes * (POSITIONS + 64)
 
 
 def test_texts_of_a_batch_share_the_model_with_single_ones(dec, texts, alone):

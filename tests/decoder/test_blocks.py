@@ -156,7 +156,7 @@ def test_admission_counts_what_ended_texts_have_left_behind():
     running, same, other = (Text(cache) for cache in (staying, FullCache(700), FullCache(3000)))
     for one in (running, same, other):
         one.cache.beside = blocks
-        admission.plan(one, CacheBytes(2_900_000))
+        admission.plan(one, lambda one: CacheBytes(2_900_000))
     assert admission([running], other)
     del leaving
     gc.collect()
@@ -259,7 +259,7 @@ def test_what_is_planned_for_a_text_is_its_place(batched, method, new):
     engine = dec.engine(Admission(4, CacheBytes(10**9)))
     arguments = check_arguments(dec, [1] * 100, new, method, None, None, None, True, False, None, 0)
     sequence = dec.sequence(engine, arguments)
-    without_draft = dec.cache_bytes(arguments, sequence.cache).device - dec.target.kv_bytes * 100
+    without_draft = dec.cache_bytes(arguments, sequence).device - dec.target.kv_bytes * 100
     sequence.cache.prepare(dec.target.layers, None, dec.target.spare)
     shape = dec.target.attention_shape
     sequence.cache._allocate(*torch.zeros(2, 1, shape.kv_heads, 1, shape.dim))

@@ -112,6 +112,21 @@ def test_a_chat_without_a_length_goes_as_far_as_the_server_allows(dec):
         assert got.choices[0].message.content == dec.generate(CHAT, 70, sampling=seeded(1)).text
 
 
+def test_chats_without_a_length_wait_again_where_they_outgrow_memory(dec, monkeypatch):
+    """One request asks for three texts; there is room for two of them at their end."""
+    preempt, preempted = Sequence.preempt, []
+    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (preempted.append(sequence), preempt(sequence)))
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    prompt = len(dec.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False))
+    room = dec.target.kv_bytes * 2.2 * (prompt + 300 + 64) / 0.6
+    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
+    with served(dec, max_tokens=300, method="ar") as server:
+        got = server.openai.chat.completions.create(model="tiny", messages=CHAT, seed=1, n=3)
+    texts = [dec.generate(CHAT, 300, "ar", seeded(seed)).text for seed in (1, 2, 3)]
+    assert [choice.message.content for choice in got.choices] == texts
+    assert len(preempted) == 1
+
+
 def test_no_seed_is_another_text_each_time(server):
     asked = dict(model="tiny", prompt="Call me", max_tokens=20)
     assert len({server.openai.completions.create(**asked).choices[0].text for _ in range(3)}) == 3

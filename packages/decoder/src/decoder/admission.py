@@ -1,5 +1,6 @@
 """Which texts may be decoded together: as many as memory has room for, up to a number."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ class Admission:
     def __init__(self, max_batch: int, memory: CacheBytes):
         self.max_batch = max_batch
         self.budget = CacheBytes(*(int(_CACHE_SHARE * available) for available in memory))
-        self._planned: WeakKeyDictionary[Sequence, CacheBytes] = WeakKeyDictionary()
+        self._needed: WeakKeyDictionary[Sequence, Callable[[Sequence], CacheBytes]] = WeakKeyDictionary()
 
     def check(self, needed: CacheBytes) -> None:
         """Raise ValueError if a cache of ``needed`` bytes could not even run alone."""
@@ -49,9 +50,12 @@ class Admission:
             return
         raise ValueError(f"{words}: shorten it or max_new_tokens")
 
-    def plan(self, sequence: Sequence, needed: CacheBytes) -> None:
-        """Count on ``needed`` bytes for the caches of a sequence, for as long as it exists."""
-        self._planned[sequence] = needed
+    def plan(self, sequence: Sequence, needed: Callable[[Sequence], CacheBytes]) -> None:
+        """Count on the bytes that ``needed`` tells for the caches of a sequence, for as long as it exists.
+
+        It is asked again and again, since a text of open length needs more as it grows.
+        """
+        self._needed[sequence] = needed
 
     def __call__(self, running: list[Sequence], candidate: Sequence) -> bool:
         """Whether ``candidate`` may join those that are running."""
@@ -59,5 +63,5 @@ class Admission:
             return False
         blocks = {one.cache.beside for one in [*running, candidate] if one.cache.beside is not None}
         left = CacheBytes(sum(each.idle_bytes(candidate.cache.capacity) for each in blocks))
-        planned = zip(left, *(self._planned[one] for one in [*running, candidate]), strict=True)
+        planned = zip(left, *(self._needed[one](one) for one in [*running, candidate]), strict=True)
         return all(sum(needed) <= most for needed, most in zip(planned, self.budget, strict=True))

@@ -4,6 +4,7 @@ from collections import abc
 from collections.abc import Generator, Hashable, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from decoder.audit import Audit, audit
 from decoder.cache import blocks
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
-from decoder.cache.stored import full_cache
-from decoder.drafters import METHODS, DrafterContext, drafter_class
+from decoder.drafters import METHODS
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
@@ -24,17 +24,16 @@ from decoder.engine import Engine, Fits
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
+from decoder.new_sequence import new_sequence
 from decoder.options import TokenSwiftOptions
-from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
+from decoder.outputs import BatchError, Chunk, GenerationOutput
 from decoder.prefix_reuse import PrefixReuse, prefix_reuse
 from decoder.report import report
-from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.params import SamplingParams
-from decoder.sampling.sampler import LogitsHook, Sampler
+from decoder.sampling.sampler import LogitsHook
 from decoder.sequence import Sequence
 from decoder.text.prompts import Prompt, is_chat
 from decoder.text.stops import Stop
-from decoder.text.stream import TextStream
 
 _MOST_TUNING_STATES = 32  # tuning states that are remembered, one for each combination of settings
 _MOST_TEXTS = 256  # texts that are decoded together at most; memory may set a lower bound
@@ -296,7 +295,7 @@ class Decoder:
                     errors[index] = error
                     continue
                 index_of[sequence] = index
-                admission.plan(sequence, self.cache_bytes(one, sequence.cache))
+                admission.plan(sequence, partial(self.cache_bytes, one))
                 engine.add(sequence)
             for sequence, tokens in engine.step():
                 index = index_of[sequence]
@@ -334,60 +333,26 @@ class Decoder:
 
     def sequence(self, engine: Engine, arguments: Arguments) -> Sequence:
         """The sequence, to be decoded by ``engine``, that the arguments ask for."""
-        target, options, hook = self.target, arguments.options, arguments.logits_hook
-        target.ranks.refuse_unequal(arguments.by_name())
-        sampler = Sampler(
-            arguments.sampling,
-            target.vocab_size,
-            target.device,
-            arguments.context,
-            hook,
-            collect_logprobs=arguments.return_logprobs,
-            collect_top_logprobs=arguments.top_logprobs,
-        )
-        drafter = drafter_class(arguments.method, options)(
-            DrafterContext(
-                target,
-                arguments.heads,
-                self.draft_target,
-                arguments.sampling,
-                options,
-                arguments.context,
-                self.verify_costs,
-                arguments.limit,
-                self._tuning_state(arguments),
-                running=lambda: max(1, engine.decoding),
-            )
-        )
-        exactly = options.verification == "exact"
-        smallest = len(arguments.context) + target.slots(drafter.max_nodes)
-        limit, open_ended = arguments.limit, arguments.open_ended
-        cache = full_cache(CacheForm.of(options), smallest + limit * (not open_ended), growable=open_ended)
-        if cache.form.plain:
-            cache.beside = engine.blocks
-        return Sequence(
-            Request(self.model, arguments.context, arguments.sampling, options.verification, hook, options.kv_dtype),
-            sampler,
-            drafter,
-            cache,
-            limit,
-            arguments.stop_ids,
-            None if self.tokenizer is None else TextStream(self.tokenizer, arguments.stop_strings),
-            exact if exactly else Independent(arguments.sampling.seed, target.device),
-            # Reading from a GPU takes long, so all is read at once; but a hook needs each logits vector on the host.
-            draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
-        )
+        return new_sequence(self, engine, arguments)
 
-    def cache_bytes(self, arguments: Arguments, cache: FullCache | None = None) -> CacheBytes:
-        """Bytes of the full cache at its longest, ``cache`` if it is made, plus a draft cache of the default budget."""
+    def cache_bytes(self, arguments: Arguments, sequence: Sequence | None = None) -> CacheBytes:
+        """Bytes of the full cache at its longest, plus a draft cache of the default budget.
+
+        Of a text of open length that can be preempted, it is the full cache when it has grown once more. ``sequence``
+        is that of the arguments, if it is made.
+        """
         target, options, prompt = self.target, arguments.options, len(arguments.context)
         form, sizes = CacheForm.of(options), (target.attention_shape, target.layers, target.device)
-        whole = None if cache is None or cache.beside is None else blocks.rounded(cache.capacity + target.spare)
-        tokens = whole or prompt + arguments.limit
+        cache = FullCache(prompt, growable=True) if sequence is None else sequence.cache
+        tokens = prompt + arguments.limit
+        if arguments.open_ended and options.verification == "exact":
+            tokens = min(tokens, cache.next_capacity)
+        if cache.beside is not None:
+            tokens = max(tokens, blocks.rounded(cache.capacity + target.spare) or 0)
         on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))
         return CacheBytes(on_device + target.kv_bytes * options.budget_for(prompt), on_host)
 
-    def _tuning_state(self, arguments: Arguments) -> dict[Hashable, Any]:
+    def tuning_state(self, arguments: Arguments) -> dict[Hashable, Any]:
         """The state that a method's tuning has collected from earlier texts with these settings, empty at first.
 
         The states of the settings that were used last are remembered.

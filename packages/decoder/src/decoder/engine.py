@@ -44,7 +44,8 @@ class Engine:
     Args:
         target: the model.
         fits: tells whether a waiting sequence may join. It is not asked while nothing runs, so that any text can run
-            alone. None lets every sequence join at once.
+            alone. Where texts have grown so that the last one would not be let in any more, that one waits again
+            (preemption). None lets every sequence join at once.
         prefixes: where texts begin and what becomes of their caches; None to prefill every prompt as a whole.
 
     Attributes:
@@ -92,6 +93,7 @@ class Engine:
             Each sequence that was decoded in this step with its new tokens, the finished ones included.
         """
         with linked():
+            self._preempt()
             self._admit()
             self._prefill()
             stepped = [sequence for sequence in self.running if sequence not in self._prefills]
@@ -101,6 +103,20 @@ class Engine:
             if sequence.done:
                 self._keep_prefix(sequence)
         return [(sequence, tokens.get(sequence, [])) for sequence in stepped]
+
+    def _preempt(self) -> None:
+        """Let those that joined last wait again while all together would outgrow the memory.
+
+        Only caches of texts of open length grow. What such a text had in its cache is prefilled when it joins again, so
+        it loses time and no token.
+        """
+        if self.fits is None or not any(sequence.cache.growable for sequence in self.running):
+            return
+        while len(self.running) > 1 and self.running[-1].renew and not self.fits(self.running[:-1], self.running[-1]):
+            sequence = self.running.pop()
+            self._prefills.pop(sequence, None)
+            sequence.preempt()
+            self.waiting.appendleft(sequence)
 
     def _admit(self) -> None:
         """Let waiting sequences join as long as there is room."""

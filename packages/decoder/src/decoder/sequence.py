@@ -1,6 +1,6 @@
 """A sequence: everything that belongs to one text while it is generated."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from decoder.cache.full import FullCache
@@ -12,6 +12,9 @@ from decoder.stats import Statistics
 from decoder.text.stream import TextStream
 
 T = TypeVar("T")
+
+Renew = Callable[[list[int], int], tuple[Drafter, FullCache]]
+"""Makes the drafter and the empty cache of a text: its tokens so far, and how many may yet be generated."""
 
 
 class Sequence:
@@ -30,6 +33,7 @@ class Sequence:
         rule: chooses the accepted path of a verified tree.
         draws_whole_trees: whether the tokens of all nodes are drawn on the device at once. Otherwise ``rule`` draws
             them one by one, at the nodes that the walk visits.
+        renew: for a text that may be preempted; see `preempt`.
 
     Attributes:
         remaining: how many tokens may still be generated.
@@ -49,15 +53,26 @@ class Sequence:
         text_stream: TextStream | None = None,
         rule: AcceptanceRule = exact,
         draws_whole_trees: bool = False,
+        renew: Renew | None = None,
     ):
-        self.request, self.sampler, self.drafter, self.cache = request, sampler, drafter, cache
+        self.request, self.sampler, self.renew = request, sampler, renew
         self.remaining, self.stop_ids, self.text_stream = max_new_tokens, stop_ids, text_stream
         self.rule, self.draws_whole_trees = rule, draws_whole_trees
-        # Found once: to look for a protocol's members takes 4 to 7 microseconds.
-        self.wants_levels = drafter.wants_levels if isinstance(drafter, WantsLevels) else None
+        self._take(drafter, cache)
         self.statistics = Statistics()
         self.finish_reason: str | None = None if max_new_tokens else "length"
         self.error: Exception | None = None
+
+    def _take(self, drafter: Drafter, cache: FullCache) -> None:
+        self.drafter, self.cache = drafter, cache
+        # Found once: to look for a protocol's members takes 4 to 7 microseconds.
+        self.wants_levels = drafter.wants_levels if isinstance(drafter, WantsLevels) else None
+
+    def preempt(self) -> None:
+        """Give up the cache and the drafter, so that the tokens so far are prefilled when the text goes on."""
+        assert self.renew is not None
+        self.drafter.finish(self.statistics)
+        self._take(*self.renew(list(self.sampler.context), self.remaining))
 
     @property
     def token_ids(self) -> list[int]:

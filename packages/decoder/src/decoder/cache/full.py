@@ -41,12 +41,17 @@ class FullCache(LayeredCache):
         if end <= self.capacity:
             return
         if self.growable:
-            self.enlarge(max(end, self.capacity + max(_SMALLEST_GROWTH, self.capacity // 2)), self.length)
+            self.enlarge(max(end, self.next_capacity), self.length)
         elif end - padding <= self.capacity:
             # Passes may be padded more than when the cache was made, if the user has changed the model meanwhile.
             self.enlarge(end, self.length)
         else:
             raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
+
+    @property
+    def next_capacity(self) -> int:
+        """How many positions it holds when it has grown once more, if it may grow."""
+        return self.capacity + self.growable * max(_SMALLEST_GROWTH, self.capacity // 2)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

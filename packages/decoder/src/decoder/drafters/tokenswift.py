@@ -113,7 +113,7 @@ class TokenSwift:
         self.draft_pass.commit(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:
-        statistics.cache_rebuilds = self.draft_pass.rebuilds
+        statistics.cache_rebuilds += self.draft_pass.rebuilds
 
 
 class TunedTokenSwift(CostTuned):
@@ -168,4 +168,4 @@ class TunedTokenSwift(CostTuned):
         self.draft_pass.commit(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:
-        statistics.cache_rebuilds = self.draft_pass.rebuilds
+        statistics.cache_rebuilds += self.draft_pass.rebuilds

@@ -7,6 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -170,7 +171,7 @@ class Worker:
             # What a method lacks, for instance a draft model, shows only now.
             job.fail(ApiError(400, str(error)) if isinstance(error, ValueError) else _told(error))
             return
-        self.admission.plan(sequence, self.dec.cache_bytes(arguments, sequence.cache))
+        self.admission.plan(sequence, partial(self.dec.cache_bytes, arguments))
         with self._changed:
             self._running[sequence] = job, choice
         self._engine.add(sequence)

@@ -81,8 +81,8 @@ class VerifyCosts:
         # The last numbers of nodes in the narrowest pass, where none of them was measured, cost what those before do.
         narrowest = target.width(1)
         known.setdefault(narrowest, max(cost for width, cost in known.items() if width <= narrowest))
-        widths, costs = zip(*sorted(known.items()), strict=True)
-        return [0.0, *np.interp(padded, widths, costs).tolist()]
+        at, seconds = zip(*sorted(known.items()), strict=True)
+        return [0.0, *np.interp(padded, at, seconds).tolist()]
 
     @contextmanager
     def _beside_borders(self, cache: FullCache) -> Iterator[None]:

@@ -1,0 +1,73 @@
+"""Makes the sequence that checked arguments ask for: its sampler, its drafter and its cache."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from decoder.arguments import Arguments
+from decoder.cache.form import CacheForm
+from decoder.cache.full import FullCache
+from decoder.cache.stored import full_cache
+from decoder.drafters import Drafter, DrafterContext, drafter_class
+from decoder.engine import Engine
+from decoder.outputs import Request
+from decoder.sampling.acceptance import Independent, exact
+from decoder.sampling.sampler import Sampler
+from decoder.sequence import Sequence
+from decoder.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from decoder.decoder import Decoder
+
+
+def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequence:
+    """A sequence of a decoder's model, to be decoded by ``engine``."""
+    target, sampling, hook = dec.target, arguments.sampling, arguments.logits_hook
+    target.ranks.refuse_unequal(arguments.by_name())
+    # A preempted text has a longer prompt the next time, and the same draft cache.
+    options = replace(arguments.options, budget=arguments.options.budget_for(len(arguments.context)))
+    exactly = options.verification == "exact"
+
+    def begun(context: list[int], remaining: int) -> tuple[Drafter, FullCache]:
+        """The drafter and the empty cache of a text of which ``context`` is known."""
+        drafter = drafter_class(arguments.method, options)(
+            DrafterContext(
+                target,
+                arguments.heads,
+                dec.draft_target,
+                sampling,
+                options,
+                context,
+                dec.verify_costs,
+                remaining,
+                dec.tuning_state(arguments),
+                running=lambda: max(1, engine.decoding),
+            )
+        )
+        smallest, growable = len(context) + target.slots(drafter.max_nodes), arguments.open_ended
+        cache = full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
+        if cache.form.plain:
+            cache.beside = engine.blocks
+        return drafter, cache
+
+    sampler = Sampler(
+        sampling,
+        target.vocab_size,
+        target.device,
+        arguments.context,
+        hook,
+        collect_logprobs=arguments.return_logprobs,
+        collect_top_logprobs=arguments.top_logprobs,
+    )
+    return Sequence(
+        Request(dec.model, arguments.context, sampling, options.verification, hook, options.kv_dtype),
+        sampler,
+        *begun(arguments.context, arguments.limit),
+        arguments.limit,
+        arguments.stop_ids,
+        None if dec.tokenizer is None else TextStream(dec.tokenizer, arguments.stop_strings),
+        exact if exactly else Independent(sampling.seed, target.device),
+        # Reading from a GPU takes long, so all is read at once; but a hook needs each logits vector on the host.
+        draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
+        # Other verifications choose the text by the drafts, which a new drafter would not make again.
+        renew=begun if exactly else None,
+    )
