@@ -61,7 +61,8 @@ def _device(device: torch.device) -> list[str]:
         "AMX": torch.cpu._is_amx_tile_supported(),
     }
     capabilities = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in can.items())
+    threads = torch.get_num_threads()
     return [
-        f"device: {device}, {torch.get_num_threads()} threads",
+        f"device: {device}, {threads} thread{'' if threads == 1 else 's'}",
         f"instructions: {torch.backends.cpu.get_cpu_capability()}, {capabilities}",
     ]

@@ -188,7 +188,8 @@ class Bitwise:
                     rule = rule._replace(least=bitwise_test.cheaper_least(target, rule))
                 fault = self._fault_under(rule, bitwise_test.model_fault)
             if fault is None:
-                width = f"{most} tokens in each pass" if most else f"{rule.least} tokens or more in a pass"
+                open_width = f"{rule.least} token{'' if rule.least == 1 else 's'} or more in a pass"
+                width = f"{most} tokens in each pass" if most else open_width
                 if multiple > 1 and not most:
                     others = sum(count >= rule.least for count in rule.free)
                     width += f", a multiple of {multiple} or one of {others} other numbers"
