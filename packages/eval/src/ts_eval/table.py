@@ -241,8 +241,8 @@ def remarks(results: dict) -> list[str]:
     sentences = [
         f"{how}, {count_of(settings['runs'], 'run')} of {count_of(settings['num_prompts'], 'prompt')}; prefill is not "
         "counted. Speed-up: ar's time per token over the method's, its range over the generations beside it. alpha: "
-        "share of drafted tokens accepted; beta: the part of alpha that n-grams reached; identical: to ar, token for "
-        "token; Dist-n: unique n-grams over all n-grams.",
+        "accepted tokens over the depths of the trees; beta: the part of alpha that n-grams reached; identical: to ar, "
+        "token for token; Dist-n: unique n-grams over all n-grams.",
     ]
     if methods["ar"]["speedup_interval"] is not None:
         sentences.append(
