@@ -85,6 +85,7 @@ def write_gguf(path, model, kind=gguf.GGMLQuantizationType.F32, pre="smollm", ar
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    writer.add_bos_token_id(1)
     writer.add_eos_token_id(1)
     writer.add_eot_token_id(2)
     writer.add_chat_template(CHAT)

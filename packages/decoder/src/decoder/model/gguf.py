@@ -187,7 +187,9 @@ def mend_config(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
 
 
 def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, header: Header) -> PreTrainedTokenizerBase:
-    """Give a byte-level tokenizer the pre-tokenizer that the file names; transformers uses GPT-2's for unknown names.
+    """Give a byte-level tokenizer the pre-tokenizer that the file names.
+
+    transformers uses GPT-2's where it does not know the name, and before some version after 5.17 whatever the name is.
 
     Raises:
         ValueError: the name is unknown here, too.
@@ -197,7 +199,7 @@ def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, header: Header) -> PreTra
         return tokenizer
     if name in PRE_TOKENIZERS:
         tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[name]()
-    elif str(tokenizer.backend_tokenizer.pre_tokenizer) == str(_gpt2()):
+    elif isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         raise ValueError(f"{header.path} names the pre-tokenizer {name!r}, which is unknown here: {_ELSE}")
     return tokenizer
 
