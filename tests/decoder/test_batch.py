@@ -1,12 +1,15 @@
 """Many texts in one pass: each is the one it would be alone, whoever joins, leaves or fails beside it."""
 
 import gc
+import weakref
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from decoder import BatchError, Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.admission import Admission, CacheBytes
 from decoder.arguments import check_arguments
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, Medusa
@@ -14,6 +17,7 @@ from decoder.engine import Engine
 from decoder.model.target import Target
 from decoder.prefix_reuse import prefix_reuse
 from decoder.sequence import Sequence
+from decoder.stats import Statistics
 
 from .conftest import VOCAB, all_heads, tiny_llama
 
@@ -353,6 +357,7 @@ def preempted(monkeypatch):
     def noted(sequence):
         found[0].append(sequence)
         preempt(sequence)
+        sequence.counted = sequence.statistics.cache_rebuilds
 
     def watched(engine):
         stepped = step(engine)
@@ -368,6 +373,8 @@ def preempted(monkeypatch):
 def room_for(monkeypatch, dec, tokens):
     """Memory for the caches of so many tokens, the draft cache of 64 of each text included."""
     room = dec.target.kv_bytes * tokens / 0.6
+    if dec.prefixes is not None:  # and for what is kept of ended texts
+        room += dec.prefixes.max_bytes - dec.prefixes.nbytes
     monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
 
 
@@ -392,7 +399,100 @@ def test_texts_of_open_length_wait_again_where_they_outgrow_memory(
     assert [len(out.logprobs) for out in outs] == [out.stats.generated for out in outs] == list(map(len, whole))
     assert max(preempted[1]) == 3
     # The last one waits, once: nobody goes back and forth.
-    assert [sequence.request.prompt_ids for sequence in preempted[0]] == asked[2:]
+    [waited] = preempted[0]
+    assert waited.request.prompt_ids == asked[2]
+    waited.drafter.finish(second := Statistics())
+    assert outs[2].stats.cache_rebuilds == waited.counted + second.cache_rebuilds
+
+
+@pytest.mark.parametrize("share", [1.2, 1.4, 1.6, 1.8, 2.0, 2.2])
+@pytest.mark.parametrize("method", ["ar", "medusa"])
+def test_a_preempted_text_joins_again_only_where_it_can_stay(open_ended, texts, whole, method, share, preempted):
+    """It needs no less than before, although its new cache is smaller, and its tokens are prefilled few times."""
+    dec = open_ended
+    admission = Admission(4, CacheBytes(int(dec.target.kv_bytes * (share * POSITIONS + 128) / 0.6) + 1))
+    engine = dec.engine(admission)
+    sequences = []
+    for index in (1, 2):
+        one = check_arguments(dec, texts[index], None, method, params(index - 1), None, None, True, False, None)
+        sequences.append(dec.sequence(engine, one))
+        admission.plan(sequences[-1], partial(dec.cache_bytes, one))
+        engine.add(sequences[-1])
+    while engine.running or engine.waiting:
+        engine.step()
+    assert [sequence.token_ids for sequence in sequences] == whole[:2]
+    assert len(preempted[0]) <= (share < 2)
+
+
+def test_a_text_that_enters_a_block_is_planned_as_it_was_there(preempted):
+    """In float32 with bitwise on: its place has more positions than its cache asked for."""
+    dec = Decoder(tiny_llama(torch.float32), bitwise=True)
+    admission = Admission(4, CacheBytes(int(dec.target.kv_bytes * 2600 / 0.6) + 1))
+    engine = dec.engine(admission)
+    assert engine.blocks is not None
+    sequences = []
+    for tokens, new in ((100, 60), (1100, None)):
+        one = check_arguments(dec, [1] * tokens, new, "ar", GREEDY, None, None, True, False, None)
+        sequences.append(dec.sequence(engine, one))
+        admission.plan(sequences[-1], partial(dec.cache_bytes, one))
+        engine.add(sequences[-1])
+    while not sequences[0].done:
+        engine.step()
+    assert len(preempted[0]) <= 1
+    while len(sequences[1].token_ids) < 5:
+        engine.step()
+    assert len(preempted[0]) <= 1
+
+
+def test_the_prompt_alone_tells_how_many_tokens_were_reused(open_ended, texts, monkeypatch, preempted):
+    """What a preempted text has written itself is no part of it, though its prefix is kept like any other."""
+    dec = Decoder(open_ended.model, prefix_cache_bytes=10**7)
+    plain = [dec.generate(text, None, "ar", params(index)) for index, text in enumerate(texts[1:4])]
+    room_for(monkeypatch, dec, 2 * (POSITIONS + 64) + 10)
+    outs = dec.generate_batch(texts[1:4], None, "ar", list(map(params, range(3))))
+    assert preempted[0] and [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert [out.stats.reused_tokens for out in outs] == [len(texts[1]) - 2, 0, 0]
+
+
+def test_a_drafter_that_fails_when_it_is_preempted_fails_its_text_alone(open_ended, texts, whole, monkeypatch):
+    class Failing(METHODS["ar"]):
+        def finish(self, statistics):
+            if self.context.max_new_tokens and len(self.context.prompt) == len(texts[3]):
+                raise RuntimeError("the drafter's own fault")
+
+        def __init__(self, context):
+            super().__init__(context)
+            self.context = context
+
+    monkeypatch.setitem(METHODS, "failing", Failing)
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    room_for(monkeypatch, open_ended, 2 * (POSITIONS + 64) + 10)
+    with pytest.raises(BatchError, match="own fault") as caught:
+        open_ended.generate_batch(texts[1:4], None, "failing", list(map(params, range(3))))
+    assert [out and out.token_ids for out in caught.value.outputs] == [*whole[:2], None]
+
+
+def test_a_text_of_open_length_that_outgrows_the_memory_alone_ends_there(
+    open_ended, texts, whole, monkeypatch, preempted, caplog
+):
+    """Nothing that was generated is lost, of no text."""
+    room_for(monkeypatch, open_ended, 150 + 64)
+    outs = open_ended.generate_batch(texts[1:3], None, "ar", list(map(params, range(2))))
+    for out, text, expected in zip(outs, texts[1:3], whole[:2], strict=True):
+        assert out.finish_reason == "length"
+        assert 75 < len(text) + len(out.token_ids) <= 150
+        assert out.token_ids == expected[: len(out.token_ids)]
+    assert caplog.text.count("outgrow the memory") == 2
+    # What it needed beside others does not count.
+    admission = Admission(1, CacheBytes(int(open_ended.target.kv_bytes * (POSITIONS + 128) / 0.6)))
+    one = check_arguments(open_ended, texts[1], None, "ar", params(0), None, None, True, False, None)
+    engine = open_ended.engine(admission)
+    engine.add(sequence := open_ended.sequence(engine, one))
+    admission.plan(sequence, lambda sequence: CacheBytes(open_ended.target.kv_bytes * sequence.planned_positions))
+    sequence.planned_positions = 10 * POSITIONS
+    while not sequence.done:
+        engine.step()
+    assert sequence.token_ids == whole[0]
 
 
 def test_a_text_of_open_length_that_fits_alone_runs_however_long_it_might_become(
@@ -465,6 +565,27 @@ def test_what_is_planned_for_a_text_of_open_length_is_its_next_growth(open_ended
     while not sequence.done:
         engine.step()
     assert dec.cache_bytes(one, sequence).device == dec.target.kv_bytes * (POSITIONS + 64)
+
+
+@pytest.mark.parametrize("method", ["ar", "auto"])
+def test_caches_go_with_the_engine_whose_texts_run(dec, texts, method):
+    """At once, and not when Python collects cycles: whoever closes a batch may need the memory."""
+    caches = weakref.WeakSet()
+    engine = Engine(dec.target)
+    for text in texts[1:4]:
+        one = check_arguments(dec, text, 50, method, GREEDY, None, None, True, False, None)
+        engine.add(sequence := dec.sequence(engine, one))
+        caches.add(sequence.cache)
+    for _ in range(3):
+        engine.step()
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(caches) == 3
+        del engine, sequence
+        assert not len(caches)
+    finally:
+        gc.enable()
 
 
 def test_texts_of_a_batch_share_the_model_with_single_ones(dec, texts, alone):

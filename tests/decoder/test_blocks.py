@@ -163,6 +163,8 @@ def test_admission_counts_what_ended_texts_have_left_behind():
     assert blocks.idle_bytes(3000) == 1024 * PAIR_BYTES > 200_000
     assert not admission([running], other)
     assert admission([running], same)
+    # One that has its place takes no other.
+    assert not admission([same], running)
 
 
 @pytest.fixture

@@ -1,16 +1,20 @@
 """Fast paths are tested before they are used: whatever fails is left off, told once, and the text stays right."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 import decoder.__main__ as command
 from decoder import Decoder
+from decoder.admission import Admission, CacheBytes
+from decoder.arguments import check_arguments
 from decoder.kernels import fast_paths, norms, packed_linear, packed_weight, rotary, self_test, split_kv
 from decoder.kernels.fast_paths import FUSED, MODEL, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
 from decoder.kernels.self_test import AttentionShape
 from decoder.model import fused_layer, fused_model, recording_test
+from decoder.sequence import Sequence
 
 from .conftest import all_heads, random_heads, tiny_llama
 from .tape import TapeRecorder
@@ -309,3 +313,23 @@ def test_doctor_prints_the_report_and_refuses_in_a_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(["doctor"])
     assert ended.value.code == 2
+
+
+def test_a_preempted_text_leaves_its_buffers_to_nobody(on_cuda, monkeypatch):
+    """What it had is free for those that run on, and it takes more only once there is room for what it then had."""
+    dec = Decoder(single(max_position_embeddings=8000), bitwise=False)
+    preempt, kept = Sequence.preempt, []
+    admission = Admission(4, CacheBytes(int(dec.target.kv_bytes * 4100 / 0.6) + 1))
+    engine = dec.engine(admission)
+    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (preempt(sequence), kept.append(None)))
+    sequences = []
+    for tokens, new in ((100, 60), (1300, None)):
+        one = check_arguments(dec, [1] * tokens, new, "ar", None, None, None, True, False, None)
+        sequences.append(dec.sequence(engine, one))
+        admission.plan(sequences[-1], partial(dec.cache_bytes, one))
+        engine.add(sequences[-1])
+    while not sequences[0].done:
+        engine.step()
+        if kept == [None]:
+            kept.append(dec.target.pool.nbytes)
+    assert kept == [None, 0]

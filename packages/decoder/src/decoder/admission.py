@@ -62,6 +62,8 @@ class Admission:
         if len(running) >= self.max_batch:
             return False
         blocks = {one.cache.beside for one in [*running, candidate] if one.cache.beside is not None}
-        left = CacheBytes(sum(each.idle_bytes(candidate.cache.capacity) for each in blocks))
+        # A candidate that has its place, since it may have to leave, takes no other.
+        wanted = candidate.cache.capacity if candidate.cache.block is None else None
+        left = CacheBytes(sum(each.idle_bytes(wanted) for each in blocks))
         planned = zip(left, *(self._needed[one](one) for one in [*running, candidate]), strict=True)
         return all(sum(needed) <= most for needed, most in zip(planned, self.budget, strict=True))

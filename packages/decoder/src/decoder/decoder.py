@@ -130,7 +130,8 @@ class Decoder:
             prompt: text, token ids, a LongTensor [n] or [1, n], or chat messages ({"role": ..., "content": ...} each)
                 for the tokenizer's chat template.
             max_new_tokens: how many tokens to generate, exactly, unless a stop ends the text earlier. None goes on
-                until a stop or the model's last position, in a cache that grows with the text.
+                until a stop or the model's last position, in a cache that grows with the text; in a batch also no
+                further than memory reaches.
             method: one of `decoder.methods()`. None takes `auto`; with independent verification, where the text depends
                 on the method, it takes `tokenswift`, or `prompt-lookup` without heads.
             sampling: defaults to `SamplingParams()`.
@@ -346,7 +347,8 @@ class Decoder:
         cache = FullCache(prompt, growable=True) if sequence is None else sequence.cache
         tokens = prompt + arguments.limit
         if arguments.open_ended and options.verification == "exact":
-            tokens = min(tokens, cache.next_capacity)
+            before = 0 if sequence is None else sequence.planned_positions
+            tokens = min(tokens, max(before, cache.next_capacity))
         if cache.beside is not None:
             tokens = max(tokens, blocks.rounded(cache.capacity + target.spare) or 0)
         on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))

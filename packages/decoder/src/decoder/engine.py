@@ -3,6 +3,7 @@
 Callers run `Engine.step`. The pipeline itself is `Engine.decode`.
 """
 
+import logging
 import sys
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
 
+logger = logging.getLogger(__name__)
+
 _PROMPT_TOKENS = 512  # of prompts, after which a step takes no more where texts wait for tokens
 _CHUNKS_TO_OLDEST = 4  # after so many chunks of prompts one goes to the prompt that came first
 
@@ -43,9 +46,10 @@ class Engine:
 
     Args:
         target: the model.
-        fits: tells whether a waiting sequence may join. It is not asked while nothing runs, so that any text can run
-            alone. Where texts have grown so that the last one would not be let in any more, that one waits again
-            (preemption). None lets every sequence join at once.
+        fits: tells whether a waiting sequence may join, by its arguments alone. It is not asked while nothing runs, so
+            that any text can begin alone. Where texts have grown so that the last one would not be let in any more,
+            that one waits again (preemption), and a text of open length that would not even be let in alone ends. None
+            lets every sequence join at once.
         prefixes: where texts begin and what becomes of their caches; None to prefill every prompt as a whole.
 
     Attributes:
@@ -108,15 +112,34 @@ class Engine:
         """Let those that joined last wait again while all together would outgrow the memory.
 
         Only caches of texts of open length grow. What such a text had in its cache is prefilled when it joins again, so
-        it loses time and no token.
+        it loses time and no token. One that outgrows the memory alone ends.
         """
         if self.fits is None or not any(sequence.cache.growable for sequence in self.running):
             return
+        failed = []
         while len(self.running) > 1 and self.running[-1].renew and not self.fits(self.running[:-1], self.running[-1]):
             sequence = self.running.pop()
             self._prefills.pop(sequence, None)
-            sequence.preempt()
-            self.waiting.appendleft(sequence)
+            with _failure_of(sequence):
+                sequence.preempt()
+            if sequence.error is None:
+                self.waiting.appendleft(sequence)
+            else:
+                failed.append(sequence)
+            # Nobody else is to get the buffers that it had, and they are not counted.
+            self.target.pool.clear()
+        if len(self.running) == 1 and self._grows(alone := self.running[0]):
+            alone.planned_positions = 0  # what it needed beside others
+            if not self.fits([], alone):
+                logger.warning("a text of open length has ended where its cache would outgrow the memory")
+                with _failure_of(alone):
+                    alone.end()
+        self.running += failed
+
+    def _grows(self, sequence: Sequence) -> bool:
+        """Whether the cache must grow for the next step."""
+        room = sequence.cache.capacity - sequence.cache.length
+        return sequence.cache.growable and room < self.target.slots(sequence.drafter.max_nodes)
 
     def _admit(self) -> None:
         """Let waiting sequences join as long as there is room."""

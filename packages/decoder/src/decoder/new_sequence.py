@@ -1,5 +1,6 @@
 """Makes the sequence that checked arguments ask for: its sampler, its drafter and its cache."""
 
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
     # A preempted text has a longer prompt the next time, and the same draft cache.
     options = replace(arguments.options, budget=arguments.options.budget_for(len(arguments.context)))
     exactly = options.verification == "exact"
+    # The engine refers to the sequence: caches are to go with the last reference to it, and not wait for the collector
+    # of cycles.
+    engine = weakref.proxy(engine)
 
     def begun(context: list[int], remaining: int) -> tuple[Drafter, FullCache]:
         """The drafter and the empty cache of a text of which ``context`` is known."""

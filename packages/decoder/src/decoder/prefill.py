@@ -32,8 +32,9 @@ def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None) ->
         # Features of the whole prompt come from passes over the whole prompt.
         prefixes = None
     reused = None if prefixes is None else prefixes.take_over(prompt, cache, observed)
-    statistics.reused_tokens = 0 if reused is None else reused.count
-    first, queries = statistics.reused_tokens, {}
+    first, queries = 0 if reused is None else reused.count, {}
+    if not statistics.steps:  # of the prompt, and not of what a preempted text has written
+        statistics.reused_tokens = first
     chunks = list(pairwise(first + border for border in target.prefill_borders(len(prompt) - first)))
     for place, (begin, end) in enumerate(chunks, start=1):
         last = place == len(chunks)

@@ -37,6 +37,8 @@ class Sequence:
 
     Attributes:
         remaining: how many tokens may still be generated.
+        planned_positions: how many positions were planned for its cache when it was preempted. At least as many are
+            planned when it joins again, so that it does not join just to be preempted again.
         wants_levels: the drafter's method of `WantsLevels`; None if it has none.
         finish_reason: "length" or "stop" once the text has ended.
         error: the exception that ended the text, if one did.
@@ -59,6 +61,7 @@ class Sequence:
         self.remaining, self.stop_ids, self.text_stream = max_new_tokens, stop_ids, text_stream
         self.rule, self.draws_whole_trees = rule, draws_whole_trees
         self._take(drafter, cache)
+        self.planned_positions = 0
         self.statistics = Statistics()
         self.finish_reason: str | None = None if max_new_tokens else "length"
         self.error: Exception | None = None
@@ -71,8 +74,14 @@ class Sequence:
     def preempt(self) -> None:
         """Give up the cache and the drafter, so that the tokens so far are prefilled when the text goes on."""
         assert self.renew is not None
+        self.planned_positions = max(self.planned_positions, self.cache.next_capacity)
         self.drafter.finish(self.statistics)
         self._take(*self.renew(list(self.sampler.context), self.remaining))
+
+    def end(self) -> None:
+        """End the text here, as if no more tokens had been asked for."""
+        self.drafter.finish(self.statistics)
+        self.finish_reason = "length"
 
     @property
     def token_ids(self) -> list[int]:

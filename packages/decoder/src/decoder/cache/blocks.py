@@ -76,9 +76,9 @@ class Blocks:
         block.left.discard(place)
         return block, place
 
-    def idle_bytes(self, capacity: int) -> int:
-        """Bytes that ended texts have left in places which a cache of this capacity would not take."""
-        slots = rounded(capacity + SPARE)
+    def idle_bytes(self, capacity: int | None = None) -> int:
+        """Bytes that ended texts have left in places which a cache of this ``capacity``, if any, would not take."""
+        slots = None if capacity is None else rounded(capacity + SPARE)
         return sum(block.idle_bytes for block in self._blocks if block.slots != slots)
 
 

@@ -108,7 +108,10 @@ class Drafter(Protocol):
         """Called after each step: ``path`` (root first) is now in ``cache``, and ``tokens`` were added to the text."""
 
     def finish(self, statistics: Statistics) -> None:
-        """Called once, at the end of the text: add to the statistics what only the drafter has counted."""
+        """Called once, when the text ends or is preempted, which may be before `start`.
+
+        Add to the statistics what only the drafter has counted. A preempted text goes on with a new drafter.
+        """
 
 
 class DeferredRead(NamedTuple):

@@ -121,4 +121,4 @@ class TriForce:
         self.partial.append(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:
-        statistics.cache_rebuilds = self.partial.rebuilds
+        statistics.cache_rebuilds += self.partial.rebuilds
