@@ -165,6 +165,9 @@ def test_admission_counts_what_ended_texts_have_left_behind():
     assert admission([running], same)
     # One that has its place takes no other.
     assert not admission([same], running)
+    # Alone it grows out of its block, which goes then.
+    admission.plan(running, lambda one: CacheBytes(5_900_000))
+    assert admission([], running)
 
 
 @pytest.fixture

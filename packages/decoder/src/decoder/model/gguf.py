@@ -189,7 +189,7 @@ def mend_config(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
 def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, header: Header) -> PreTrainedTokenizerBase:
     """Give a byte-level tokenizer the pre-tokenizer that the file names.
 
-    transformers uses GPT-2's where it does not know the name, and before some version after 5.17 whatever the name is.
+    transformers uses GPT-2's where it does not know the name, and transformers 5.17 does so whatever the name is.
 
     Raises:
         ValueError: the name is unknown here, too.
