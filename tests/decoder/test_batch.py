@@ -405,6 +405,18 @@ def test_texts_of_open_length_wait_again_where_they_outgrow_memory(
     assert outs[2].stats.cache_rebuilds == waited.counted + second.cache_rebuilds
 
 
+def test_what_is_left_of_a_preempted_text_may_be_too_short_to_be_tuned(
+    open_ended, texts, whole, monkeypatch, preempted
+):
+    monkeypatch.setattr("decoder.drafters.FEWEST_TUNED", POSITIONS - len(texts[3]) - 1)
+    room_for(monkeypatch, open_ended, 2 * (POSITIONS + 64) + 10)
+    outs = open_ended.generate_batch(texts[1:4], None, "tokenswift", list(map(params, range(3))))
+    assert [out.token_ids for out in outs] == whole
+    [waited] = preempted[0]
+    assert type(waited.drafter).__name__ == "Autoregressive"
+    assert outs[2].stats.drafted
+
+
 @pytest.mark.parametrize("share", [1.2, 1.4, 1.6, 1.8, 2.0, 2.2])
 @pytest.mark.parametrize("method", ["ar", "medusa"])
 def test_a_preempted_text_joins_again_only_where_it_can_stay(open_ended, texts, whole, method, share, preempted):

@@ -23,7 +23,7 @@ from .test_graphs import Unrecorded
 SAMPLING = SamplingParams(seed=3, min_p=0.05, repetition_penalty=1.1, penalty_window=20)
 OPTIONS = TokenSwiftOptions(tree=(1, 2, 2), ngrams=2, budget=40)
 WIDTH = 16
-NEW = 14
+NEW = 16
 KERNELS = bitwise_split_kv.bitwise_split_kv_attention
 
 

@@ -20,6 +20,7 @@ import decoder.__main__ as command
 from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS
+from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.options import parse_tree
 from decoder.text.stream import TextStream
 
@@ -248,10 +249,24 @@ def test_without_a_method_it_is_auto_unless_the_text_would_follow_the_clock(mode
     for name, drafter in METHODS.items():
         monkeypatch.setitem(METHODS, name, type(name, (drafter,), {"start": lambda self, *_: taken.append(self)}))
     dec = Decoder(model, heads=DraftHeads(model.config.hidden_size) if with_heads else None)
-    next(dec.stream([1, 2, 3], 5))
-    next(dec.stream([1, 2, 3], 5, options=TokenSwiftOptions(verification="independent")))
+    next(dec.stream([1, 2, 3], 16))
+    next(dec.stream([1, 2, 3], 16, options=TokenSwiftOptions(verification="independent")))
     names = [type(drafter).__name__ for drafter in taken]
     assert names == ["auto", "tokenswift" if with_heads else "prompt-lookup"]
+
+
+def test_a_text_too_short_to_be_worth_tuning_is_decoded_plainly(model, prompt, monkeypatch):
+    """To measure what trees cost would take longer; so no method that does is begun, in a batch beside long ones."""
+    dec, measured = Decoder(model, heads=DraftHeads(model.config.hidden_size)), []
+    monkeypatch.setattr(VerifyCosts, "_measure", lambda costs, cache: measured.append(cache) or [1.0] * 65)
+    for method in ("auto", "suffix", "tokenswift", "medusa"):
+        out = dec.generate(prompt, 15, method, SamplingParams(seed=2))
+        assert (out.stats.steps, out.stats.drafted, out.stats.tokens_per_step) == (15, 0, 1.0)
+        assert not measured
+    dec.generate_batch([prompt, prompt], [15, 16], "auto")
+    assert len(measured) == 1
+    # A tree of the user's own is what the user gets.
+    assert dec.generate(prompt, 15, "tokenswift", options=TokenSwiftOptions(tree=(1,), ngrams=0)).stats.drafted
 
 
 def test_prompt_forms(speaking):

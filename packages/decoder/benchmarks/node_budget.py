@@ -56,7 +56,7 @@ class Budgeted(CostTuned):
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(replace(context, costs=Free()))
 
-    def _choose_policy(self, texts: int) -> LevelPolicy:
+    def _level_policy(self, texts: int, own_level: bool) -> LevelPolicy:
         heads = self.context.heads
         return AllLevels(cost_tuned._DEEPEST if heads.conditioned else heads.num_heads)
 
@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--books", type=int, default=4)
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16])
     arguments = parser.parse_args()
-    if arguments.new_tokens < cost_tuned._FEWEST:
-        parser.error(f"--new-tokens must be at least {cost_tuned._FEWEST}: shorter texts are decoded without drafts")
+    if arguments.new_tokens < drafters.FEWEST_TUNED:
+        parser.error(f"--new-tokens must be at least {drafters.FEWEST_TUNED}: shorter texts are decoded without drafts")
     drafters.METHODS["auto"] = Budgeted
     new = arguments.new_tokens
     for heads in arguments.heads:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from decoder.drafters import METHODS
+from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.heads import Heads
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
@@ -128,6 +129,11 @@ def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> t
         method = "tokenswift" if dec.heads else "prompt-lookup"
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
+    if issubclass(METHODS[method], CostTuned) and options.verification != "exact":
+        raise ValueError(
+            "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
+            f"{options.verification} verification: take another method, or exact verification"
+        )
     kinds = METHODS[method].heads_kinds
     if not kinds:
         return method, None

@@ -33,7 +33,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
 
     def begun(context: list[int], remaining: int) -> tuple[Drafter, FullCache]:
         """The drafter and the empty cache of a text of which ``context`` is known."""
-        drafter = drafter_class(arguments.method, options)(
+        drafter = drafter_class(arguments.method, options, remaining)(
             DrafterContext(
                 target,
                 arguments.heads,

@@ -12,7 +12,7 @@ import torch
 
 import decoder
 from decoder.cache.form import CacheForm
-from decoder.drafters import drafter_class, prompt_lookup
+from decoder.drafters import FEWEST_TUNED, drafter_class, prompt_lookup
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.eagle3.text_cache import Eagle3TextCache
@@ -108,7 +108,8 @@ def plan_method(
     nodes, depth, draft_cache, drafter, draft_reads = _drafting(
         method, model, prompt_tokens, max_new_tokens, options, heads, heads_bytes, draft_model
     )
-    if issubclass(tuned := drafter_class(method, options), CostTuned):
+    # A text too short to be tuned takes less, and is planned as any other.
+    if issubclass(tuned := drafter_class(method, options, max(max_new_tokens, FEWEST_TUNED)), CostTuned):
         nodes = tuned.max_nodes
     full_cache, host_cache = model.full_cache(prompt_tokens + max_new_tokens, CacheForm.of(options), device, spare)
     return MethodPlan(

@@ -1,16 +1,16 @@
 """The methods: every drafter by the name that users give as ``method``."""
 
 from decoder.drafters.ar import Autoregressive
-from decoder.drafters.auto import Auto
+from decoder.drafters.auto import Auto, Suffix
 from decoder.drafters.base import Drafter, DrafterContext, DraftsAhead
 from decoder.drafters.eagle3 import Eagle3, TunedEagle3
 from decoder.drafters.fused import Fused, TunedFused
 from decoder.drafters.magicdec import MagicDec
 from decoder.drafters.medusa import Medusa, TunedMedusa
 from decoder.drafters.prompt_lookup import PromptLookup
-from decoder.drafters.suffix import Suffix
 from decoder.drafters.tokenswift import TokenSwift, TunedTokenSwift
 from decoder.drafters.triforce import TriForce
+from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.options import TokenSwiftOptions
 
 METHODS: dict[str, type[Drafter]] = {
@@ -35,14 +35,24 @@ TUNED: dict[str, type[Drafter]] = {
 """The drafters that replace those with a fixed tree where the user gives no tree."""
 
 
-def drafter_class(method: str, options: TokenSwiftOptions) -> type[Drafter]:
-    """The drafter of a method: a tuned one where no tree is given, unless the text would follow the clock with it."""
+FEWEST_TUNED = 16
+"""New tokens from which on it pays to measure what trees cost."""
+
+
+def drafter_class(method: str, options: TokenSwiftOptions, max_new_tokens: int) -> type[Drafter]:
+    """The drafter of a method for a text of so many new tokens.
+
+    It is a tuned one where no tree is given, unless the text would follow the clock with it. A text that is too short
+    to be worth tuning is decoded plainly.
+    """
+    found = METHODS[method]
     if options.tree is None and options.verification == "exact":
-        return TUNED.get(method, METHODS[method])
-    return METHODS[method]
+        found = TUNED.get(method, found)
+    return Autoregressive if issubclass(found, CostTuned) and max_new_tokens < FEWEST_TUNED else found
 
 
 __all__ = [
+    "FEWEST_TUNED",
     "METHODS",
     "TUNED",
     "Auto",

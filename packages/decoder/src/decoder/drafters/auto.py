@@ -2,9 +2,11 @@
 
 from typing import ClassVar
 
+from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.model.verification import Verification
 
 _LONGEST = 32  # tokens of a suffix, and of a chain behind it
 
@@ -36,5 +38,12 @@ class Auto(CostTuned):
                 return
             length += 1
 
-    def _learn(self, tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        super().commit(cache, verification, path, tokens)
         self.index.extend(tokens)
+
+
+class Suffix(Auto):
+    """Cost-tuned trees from prompt and output alone; costs no pass over any weights."""
+
+    heads_kinds: ClassVar[tuple[str, ...]] = ()

@@ -12,13 +12,13 @@ from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.drafters.tuning.level_policy import LevelPolicy
-from decoder.drafters.tuning.policy_choice import PolicyChoice
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
 
+_TURN = 64  # steps in which drafting with or without a draft pass is tried, and finds its number of levels
+_TURNS = 16  # turns of so many steps, of which each of the two gets one to be tried
 _FIRST_GUESS = 0.3  # how likely the best of what a text has repeated is right, before any was seen
 
 
@@ -134,12 +134,14 @@ class TunedTokenSwift(CostTuned):
         super().start(cache, queries)
         self.draft_pass.commit(cache, queries)
 
-    def _choose_policy(self, texts: int) -> LevelPolicy:
-        policies = [self._policy_of(own_level, texts) for own_level in (True, False)]
-        choice = self.context.tuning_state.setdefault(("draft pass", texts.bit_length()), PolicyChoice(policies))
-        place = choice.choose()
-        self._own_level = not place
-        return policies[place]
+    def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        texts = self.context.running()
+        policies = [self._level_policy(texts, own_level) for own_level in (False, True)]
+        # With and without a draft pass are tried in turn at first, and again now and then; else the faster one is run.
+        turn = sum(policy.steps for policy in policies) // _TURN % _TURNS
+        without, with_pass = (policy.rate(policy.best) for policy in policies)
+        self._own_level = turn == 0 if turn < 2 else with_pass > without
+        return super().wants_levels(cache, sampler, depth)
 
     def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor | None:
         return self.draft_pass.hidden(cache, sampler) if self._own_level else super()._state(cache, sampler)
@@ -160,11 +162,9 @@ class TunedTokenSwift(CostTuned):
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> None:
         """Nothing: where the draft pass stands, the host must know."""
 
-    def _learn(self, tokens: list[int]) -> None:
-        self.grams.extend(tokens)
-
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         super().commit(cache, verification, path, tokens)
+        self.grams.extend(tokens)
         self.draft_pass.commit(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:

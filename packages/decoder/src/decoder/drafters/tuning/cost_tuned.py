@@ -9,16 +9,15 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
-from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, State
+from decoder.drafters.levels import Level, LevelsWanted, State
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
-from decoder.drafters.tuning.level_policy import Expected, LevelPolicy, step_seconds
+from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
-_FEWEST = 16  # new tokens from which on it pays to measure costs
 _DEEPEST = 8  # levels of conditioned heads at most
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
@@ -39,30 +38,20 @@ class CostTuned:
     observed_queries = 0
     max_nodes = WIDEST
 
-    def __init__(self, context: DrafterContext, own_level: bool = False) -> None:
-        """With ``own_level`` the first level is what the hidden state itself predicts, as for `HeadLevels.ask`."""
-        if context.options.verification != "exact":
-            raise ValueError(
-                "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
-                f"{context.options.verification} verification: take another method, or exact verification"
-            )
-        self.context, self._own_level = context, own_level
-        self.heads: HeadLevels | None = None
-        if context.heads is not None:
-            self.heads = make_levels(context, _WIDTH, _BEAM)
+    def __init__(self, context: DrafterContext) -> None:
+        self.context = context
+        self.heads = None if context.heads is None else make_levels(context, _WIDTH, _BEAM)
+        self._own_level = False  # whether the first level is what the state itself predicts, as for `HeadLevels.ask`
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
-        self._ahead: list[Level] | None = None  # of this step, as soon as they are drafted
-        self._policy, self._costs = LevelPolicy(0), [0.0]
-        self._measured_at = 0, 0  # the number of bits of the text's length, and how many texts there were
-        self._candidates: CandidateTree | None = None
+        self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
+        # Of this step:
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
-        self._expected: list[Expected] = []  # of this step without levels, with one, and so on
-        self._typical = True  # whether this step could run levels, and they pay in it if they pay at all
+        self._expected: list[Expected] = []  # what it would be without levels, with one, and so on
+        self._typical = True  # whether it could run levels, and they pay in it if they pay at all
         self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        if self.context.max_new_tokens >= _FEWEST:
-            self.context.costs.at(cache)
+        self.context.costs.at(cache)
 
     def read_features(self, features: torch.Tensor) -> None:
         if self.heads is not None:
@@ -70,23 +59,20 @@ class CostTuned:
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
-        self._tree = TokenTree(sampler.context[-1])
-        if self.context.max_new_tokens < _FEWEST:
-            return None
         texts = self.context.running()
-        costs = self._costs_at(cache, texts)
+        self._costs = costs = self.context.costs.at(cache, texts)
         self._start = time.perf_counter()  # what measuring costs takes is no part of a step
-        self._policy = self._choose_policy(texts)
+        self._policy = self._level_policy(texts, self._own_level)
         # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
+        self._tree = TokenTree(sampler.context[-1])
         self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
         self._offer_before_levels()
         wanted = None
         # What is drafted ahead is there in any case.
         self._typical = depth > 0 and (self.context.target.draws_whole_trees or self._levels_pay())
         if self._typical and self._ahead is None and self._policy.levels:
-            state = self._state(cache, sampler)
-            if state is None:
+            if (state := self._state(cache, sampler)) is None:
                 self._typical = False
             else:
                 most = self._policy.levels
@@ -94,27 +80,16 @@ class CostTuned:
         self._drafting = time.perf_counter() - self._start
         return wanted
 
-    def _costs_at(self, cache: FullCache, texts: int) -> list[float]:
-        """What verifications cost, looked up whenever the text has become twice as long or others have come or gone."""
-        at = (cache.length + 1).bit_length(), texts
-        if at != self._measured_at:
-            self._measured_at, self._costs = at, self.context.costs.at(cache, texts)
-        return self._costs
-
-    def _choose_policy(self, texts: int) -> LevelPolicy:
-        """The policy that says how many levels a step runs in which so many texts are decoded."""
-        return self._policy_of(self._own_level, texts)
-
-    def _policy_of(self, own_level: bool, texts: int) -> LevelPolicy:
-        """The policy with or without such a first level."""
+    def _level_policy(self, texts: int, own_level: bool) -> LevelPolicy:
+        """How many levels a step runs in which so many texts are decoded, with or without such a first level."""
         heads = self.context.heads
         most = 0 if heads is None else _DEEPEST if heads.conditioned else heads.num_heads + own_level
-        # Heads that pay for one text may not pay for many, whose verification is one pass.
-        key = "levels", most, own_level, texts.bit_length()
-        # A level of the model's own takes a pass, whether heads go on from it or not.
-        if key not in self.context.tuning_state:
-            self.context.tuning_state[key] = LevelPolicy(most, first=1 + own_level)
-        return self.context.tuning_state[key]
+        # Heads that pay for one text may not pay for many, whose verification is one pass. A level of the model's own
+        # takes a pass, whether heads go on from it or not: it is tried together with a head.
+        key, known = ("levels", most, own_level, texts.bit_length()), self.context.tuning_state
+        if key not in known:
+            known[key] = LevelPolicy(most, first=1 + own_level, texts=texts)
+        return known[key]
 
     def _levels_pay(self) -> bool:
         """Whether the policy's levels, one at least, are worth their time beside the candidates that are there already.
@@ -127,17 +102,14 @@ class CostTuned:
             return True
         levels = max(1, policy.best)  # and not one that is on trial
         tokens, cost = self._best(0)[1]
-        without = tokens / step_seconds(cost, policy.overhead(0))
-        gain = (1 - covered) * policy.tokens(1, levels)
-        return gain >= without * (policy.seconds(levels) - policy.seconds(0))
+        seconds = policy.seconds(levels) - policy.seconds(0)
+        return (1 - covered) * policy.tokens(1, levels) >= seconds * tokens / (cost + policy.overhead(0))
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
         self._ahead = levels
         self._drafting += seconds
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        if self._candidates is None:
-            return self._tree
         start = time.perf_counter()
         levels, self._ahead = self._ahead or [], None
         size, expected = self._best(0)
@@ -155,10 +127,11 @@ class CostTuned:
 
     def _best(self, levels: int) -> tuple[int, Expected]:
         """How many of the candidates to verify behind so many levels, and what this brings and costs."""
-        overhead, tokens, rate, best = self._policy.overhead(levels), 0.0, 0.0, (1, Expected(1.0, self._costs[1]))
-        for nodes, node in enumerate(self._candidates.likeliest()[:WIDEST], start=1):
+        overhead, widest = self._policy.overhead(levels), self.context.target.most_nodes or WIDEST
+        tokens, rate, best = 0.0, 0.0, (1, Expected(1.0, self._costs[1]))
+        for nodes, node in enumerate(self._candidates.likeliest()[:widest], start=1):
             tokens += self._candidates.chances[node]
-            if (found := tokens / step_seconds(self._costs[nodes], overhead)) > rate:
+            if (found := tokens / (self._costs[nodes] + overhead)) > rate:
                 rate, best = found, (nodes, Expected(tokens, self._costs[nodes]))
         return best
 
@@ -195,9 +168,9 @@ class CostTuned:
         return nodes + [None] * (len(row) - len(nodes))
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
-        if not self._policy.levels or not self.heads.drafts_ahead:
-            return None
-        if self.heads.state is not None and len(self._expected) == 1:
+        # Behind a step without levels it is asked when the next one begins, if they pay in it.
+        ask = self._policy.levels and self.heads.drafts_ahead and (self.heads.state is None or len(self._expected) > 1)
+        if not ask:
             return None
         start = time.perf_counter()
         hidden = verification.hidden.index_select(0, draws.last_node)
@@ -206,11 +179,8 @@ class CostTuned:
         return DeferredRead(numbers, lambda read: self._take_levels(self.heads.read(read), 0.0))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        if self._candidates is None:
-            return
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
-        self._learn(tokens)
         if self.heads is not None:
             self.heads.follow(verification, path, tokens)
         cost, rest = self._costs[len(self._tree)], 0.0
@@ -221,10 +191,9 @@ class CostTuned:
             # Drafts are launched there and not waited for, so their time is a part of the rest.
             drafting, rest = drafting + rest, 0.0
         if self._typical:  # numbers of levels are compared on steps that would have run them
-            self._policy.observe(self._expected, cost, drafting, rest, id(self))
-
-    def _learn(self, tokens: list[int]) -> None:
-        """Take in the newest tokens of the text."""
+            # Costs that were measured in a slow moment are too high; a step takes more than nothing all the same.
+            least = -0.9 * self._costs[1]
+            self._policy.observe(self._expected, cost, max(least, drafting), max(least, rest))
 
     def finish(self, statistics: Statistics) -> None:
         pass
