@@ -2,9 +2,8 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -63,25 +62,20 @@ def plan_from(
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, not {tensor_parallel_size}")
     _refuse_out_of_range(max_new_tokens, prompt_tokens, num_heads, bandwidth, acceptance, gpu)
-    given: dict[str, Any] = {"ngrams": ngrams, "budget": budget, "offload": offload, "kv_dtype": kv_dtype}
-    given["tree"] = PAPER_TREE if tree is None else tree
-    options = decoder.TokenSwiftOptions(**{name: value for name, value in given.items() if value is not None})
+    options = decoder.TokenSwiftOptions(
+        tree=PAPER_TREE if tree is None else tree, ngrams=ngrams, budget=budget, offload=offload, kv_dtype=kv_dtype
+    )
     if model is None:
         data = find_data_dir(data_dir)
         model = str(data / REFERENCE_MODEL)
         draft_model = draft_model or (str(data / DRAFT_MODEL) if (data / DRAFT_MODEL).is_dir() else None)
-    other = bandwidth is not None or measure
-    bandwidths = {name: GPUS[name].bandwidth for name in gpu or ([] if other else GPUS)}
-    if dtype == INT4 and (bandwidths or tensor_parallel_size > 1):
+    on_gpus = bool(gpu) or (bandwidth is None and not measure)
+    if dtype == INT4 and (on_gpus or tensor_parallel_size > 1):
         raise ValueError(
             "dtype 'int4' is for one process on a CPU: give its --bandwidth or measure it with --measure, and leave "
             "out --gpu and --tensor-parallel-size"
         )
-    if bandwidth is not None:
-        bandwidths["given"] = bandwidth * 1e9
     device = torch.device("cpu" if dtype == INT4 else "cuda")
-    if measure:
-        bandwidths["measured"] = measured_bandwidth(device if torch.cuda.is_available() else torch.device("cpu"))
     shape = read_shape(model, dtype, tensor_parallel_size)
     made = plan(
         shape,
@@ -90,7 +84,7 @@ def plan_from(
         options,
         heads=num_heads,
         draft_model=read_shape(draft_model, "float32" if dtype == INT4 else dtype) if draft_model else None,
-        bandwidths=bandwidths,
+        bandwidths=_bandwidths(gpu or (GPUS if on_gpus else ()), bandwidth, measure, device),
         acceptances=acceptance or ACCEPTANCES,
         device=device,
     )
@@ -107,6 +101,16 @@ def plan_from(
         **made,
         "longest_text": longest_texts(shape, positions, prompt_tokens, options, num_heads),
     }
+
+
+def _bandwidths(gpus: Iterable[str], given: float | None, measure: bool, device: torch.device) -> dict[str, float]:
+    """Bytes per second of each place, by its name: of GPUs, as ``given`` in GB/s, and as measured."""
+    bandwidths = {name: GPUS[name].bandwidth for name in gpus}
+    if given is not None:
+        bandwidths["given"] = given * 1e9
+    if measure:
+        bandwidths["measured"] = measured_bandwidth(device if torch.cuda.is_available() else torch.device("cpu"))
+    return bandwidths
 
 
 def longest_texts(
@@ -188,15 +192,6 @@ def table(made: dict) -> list[RenderableType]:
         for name, by_memory in made["longest_text"].items()
     ]
     alphas = [f"x at {alpha}" for alpha in methods["ar"]["speedup"]]
-    about = [
-        made["model"].rstrip("/").rpartition("/")[2],
-        f"{made['prompt_tokens']:,} prompt + {made['max_new_tokens']:,} new tokens",
-        f"tree {made['tree']}, k = {made['ngrams']}, partial cache of {made['partial_cache_slots']:,} slots",
-        *([f"cache in {made['kv_dtype']}"] if made["kv_dtype"] else []),
-        *(["cache in host memory"] if made["offload"] else []),
-        *([f"each of {processes} processes that share it"] if (processes := made["tensor_parallel_size"]) > 1 else []),
-        ", ".join(f"{place} {value / 1e9:,.0f} GB/s" for place, value in places.items()),
-    ]
     if made["offload"]:
         for line, row in zip(read, methods.values(), strict=True):
             line.insert(2, decimal(round(row["bytes_copied_per_step"]["mean"])))
@@ -218,12 +213,27 @@ def table(made: dict) -> list[RenderableType]:
         *alphas,
     ]
     return [
-        "; ".join(about),
+        _about(made),
         Columns(["held", "nodes", *names.values(), "fits"], held),
         Columns(["per step", *header], read),
         Columns(["longest text, cache", *(f"{memory} GB" for memory in MEMORIES)], fitting),
         note,
     ]
+
+
+def _about(made: dict) -> str:
+    """What the table is of."""
+    processes = made["tensor_parallel_size"]
+    about = [
+        made["model"].rstrip("/").rpartition("/")[2],
+        f"{made['prompt_tokens']:,} prompt + {made['max_new_tokens']:,} new tokens",
+        f"tree {made['tree']}, k = {made['ngrams']}, partial cache of {made['partial_cache_slots']:,} slots",
+        *([f"cache in {made['kv_dtype']}"] if made["kv_dtype"] else []),
+        *(["cache in host memory"] if made["offload"] else []),
+        *([f"each of {processes} processes that share it"] if processes > 1 else []),
+        ", ".join(f"{place} {value / 1e9:,.0f} GB/s" for place, value in made["bandwidths"].items()),
+    ]
+    return "; ".join(about)
 
 
 @torch.inference_mode()

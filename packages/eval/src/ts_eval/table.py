@@ -282,6 +282,12 @@ def remarks(results: dict) -> list[str]:
             f"Cut and resumed: a generation of {', '.join(resumed)}; its time is the sum of its parts, which other "
             "methods' turns do not surround."
         )
+    return sentences + _about_trees(results)
+
+
+def _about_trees(results: dict) -> list[str]:
+    settings, methods = results["settings"], results["methods"]
+    sentences: list[str] = []
     chosen = [
         name
         for name, options in settings["options"].items()
