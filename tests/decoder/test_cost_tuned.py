@@ -416,8 +416,8 @@ def test_heads_that_look_at_no_tokens_are_run_at_once_and_no_more_than_there_are
     assert set(counts) == {1, 2}
 
 
-def test_with_a_draft_pass_or_without_whichever_is_faster_is_run_and_the_other_tried_again(model, monkeypatch):
-    """Half way the draft pass becomes dear; without it steps are then the faster ones."""
+def tokenswift_clocked(monkeypatch, pass_seconds):
+    """Whether each step has made a draft pass, which takes ``pass_seconds`` of the number of steps so far."""
     now, forward, draft, made = [0.0], Target.forward, Target.draft, []
     table = [0.0, *(1.0 + 0.3 * nodes for nodes in range(64))]
 
@@ -427,19 +427,27 @@ def test_with_a_draft_pass_or_without_whichever_is_faster_is_run_and_the_other_t
         return forward(target, trees, *args, **named)
 
     def timed_draft(*args):
-        now[0] += 0.2 if len(made) < 600 else 5.0
-        made[-1] = True
+        now[0] += pass_seconds(len(made))
+        made[-1] = True  # of the step before: good enough to count by
         return draft(*args)
 
-    monkeypatch.setattr("decoder.drafters.tokenswift._TURNS", 4)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
     monkeypatch.setattr(Target, "forward", timed_forward)
     monkeypatch.setattr(Target, "draft", timed_draft)
-    sampling = SamplingParams(temperature=0.1, repetition_penalty=1.5, penalty_window=32)
+    return made
+
+
+CONFIDENT = SamplingParams(temperature=0.1, repetition_penalty=1.5, penalty_window=32)
+
+
+def test_with_a_draft_pass_or_without_whichever_is_faster_is_run_and_the_other_tried_again(model, monkeypatch):
+    """Half way the draft pass becomes dear; without it steps are then the faster ones."""
+    monkeypatch.setattr("decoder.drafters.tokenswift._TURNS", 4)
+    made = tokenswift_clocked(monkeypatch, lambda steps: 0.2 if steps < 600 else 5.0)
     dec = Decoder(model, heads=random_heads(model, num_heads=2))
     while len(made) < 1400:
-        dec.generate([1, 2, 3], 200, "tokenswift", sampling)
+        dec.generate([1, 2, 3], 200, "tokenswift", CONFIDENT)
     # The first turn is made with it, the second without; some steps tell nothing and are part of no turn.
     assert sum(made[:64]) > 48 and sum(made[72:120]) == 0
     assert sum(made[350:512]) > 0.6 * 162
@@ -449,27 +457,12 @@ def test_with_a_draft_pass_or_without_whichever_is_faster_is_run_and_the_other_t
 @pytest.mark.parametrize("pass_seconds, pays", [(0.2, True), (5.0, False)])
 def test_tokenswift_makes_its_draft_pass_only_where_it_pays(model, monkeypatch, pass_seconds, pays):
     """It drafts the model's own next token, nearly always the right one; random heads hardly ever are."""
-    now, passes, draft, forward = [0.0], [], Target.draft, Target.forward
-    table = [0.0, *(1.0 + 0.3 * nodes for nodes in range(64))]
-
-    def timed_forward(target, trees, *args, **named):
-        now[0] += table[sum(map(len, trees))]
-        return forward(target, trees, *args, **named)
-
-    def timed_draft(*args):
-        now[0] += pass_seconds
-        passes.append(now[0])
-        return draft(*args)
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
-    monkeypatch.setattr(Target, "forward", timed_forward)
-    monkeypatch.setattr(Target, "draft", timed_draft)
-    sampling = SamplingParams(temperature=0.1, repetition_penalty=1.5, penalty_window=32)
+    made = tokenswift_clocked(monkeypatch, lambda steps: pass_seconds)
     dec = Decoder(model, heads=random_heads(model, num_heads=2))
-    out = dec.generate([1, 2, 3], 500, "tokenswift", sampling)
-    assert out.token_ids == dec.generate([1, 2, 3], 500, "ar", sampling).token_ids
+    out = dec.generate([1, 2, 3], 500, "tokenswift", CONFIDENT)
+    passes = sum(made)
+    assert out.token_ids == dec.generate([1, 2, 3], 500, "ar", CONFIDENT).token_ids
     if pays:
-        assert len(passes) > 0.5 * out.stats.steps
+        assert passes > 0.5 * out.stats.steps
     else:
-        assert len(passes) < 0.2 * out.stats.steps
+        assert passes < 0.2 * out.stats.steps

@@ -65,7 +65,7 @@ class VerifyCosts:
         # A tree pays for what it is padded with; attention skips the padding of the narrowest pass.
         widths = [nodes if nodes < narrowest else target.width(nodes) for nodes in range(1, WIDEST + 1)]
         known = dict(zip((widths[nodes - 1] for nodes in seconds), accumulate(seconds.values(), max), strict=True))
-        (near, less), (far, cost) = list(known.items())[-2:] if len(known) > 1 else 2 * list(known.items())
+        (near, less), (far, cost) = list(known.items())[-2:]
         if far < widths[-1]:
             known[widths[-1]] = cost + (widths[-1] - far) * (cost - less) / (far - near)
         return [0.0, *np.interp(widths, list(known), list(known.values())).tolist()]
