@@ -13,7 +13,7 @@ from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.kernels import attention, bitwise_split_kv, fast_paths, rotary
+from decoder.kernels import attention, bitwise_split_kv, fast_paths, native, rotary
 from decoder.model import bitwise_attention_test, fast_layers, target
 
 from .tape import eager_attention, eager_attention_by_position, eager_rotation
@@ -92,6 +92,25 @@ def untested(monkeypatch):
     """What a stand-in has passed or failed is not what the next test finds."""
     monkeypatch.setattr(fast_paths, "_outcomes", {})
     monkeypatch.setattr(fast_paths, "_warned", set())
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    """A machine without a C compiler, where PyTorch's own operators do all."""
+    monkeypatch.setattr(native, "_loaded", lambda: "no C compiler (cc or gcc) is installed")
+
+
+@pytest.fixture
+def with_native():
+    if not native.available():
+        pytest.skip("there is no C compiler here")
+
+
+@pytest.fixture(params=["native", "PyTorch's"])
+def libraries(request):
+    """Both with the native library and without it."""
+    request.getfixturevalue("with_native" if request.param == "native" else "without_native")
+    return request.param
 
 
 @pytest.fixture

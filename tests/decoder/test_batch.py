@@ -436,7 +436,7 @@ def test_a_preempted_text_joins_again_only_where_it_can_stay(open_ended, texts, 
     assert len(preempted[0]) <= (share < 2)
 
 
-def test_a_text_that_enters_a_block_is_planned_as_it_was_there(preempted):
+def test_a_text_that_enters_a_block_is_planned_as_it_was_there(preempted, without_native):
     """In float32 with bitwise on: its place has more positions than its cache asked for."""
     dec = Decoder(tiny_llama(torch.float32), bitwise=True)
     admission = Admission(4, CacheBytes(int(dec.target.kv_bytes * 2600 / 0.6) + 1))

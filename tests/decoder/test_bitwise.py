@@ -11,7 +11,7 @@ from torch.nn import functional
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.cache.blocks import Blocks
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, packed_weight
+from decoder.kernels import attention, native, packed_weight
 from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, SHORT, SPARE, STRIDE, BitwiseText, Rule, tail_start
 from decoder.kernels.bitwise_batch import BatchedTexts
 from decoder.kernels.bitwise_pass import attend_text, attend_texts
@@ -20,6 +20,7 @@ from decoder.kernels.self_test import AttentionShape
 from decoder.model import bitwise, bitwise_attention_test, bitwise_test, target
 from decoder.model.bitwise_attention_test import OneLayer
 from decoder.model.model_pass import ModelPass
+from decoder.model.native_layer import NativeLayer
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, all_heads, tiny_llama
@@ -285,7 +286,7 @@ def test_padded_passes_give_the_same_text(prompt, monkeypatch, widths):
     assert all(count % multiple == 0 or count in (4, 7) for count in counts) and (multiple != 3 or 4 in counts)
 
 
-def test_the_numbers_of_rows_that_need_no_padding_are_found(monkeypatch):
+def test_the_numbers_of_rows_that_need_no_padding_are_found(monkeypatch, without_native):
     """On a machine whose products differ at 1, 2, 5 and 31 rows, and at other numbers beyond the small ones."""
     product = packed_weight.OneDnnWeight.__call__
 
@@ -327,8 +328,9 @@ def leaning(function):
     return row_dependent
 
 
-@pytest.mark.parametrize("part", ["norm", "activation", "linear", "head", "softmax"])
-def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
+@pytest.mark.parametrize("part", ["norm", "activation", "linear", "head", "softmax", "attention", "layer"])
+def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch, request):
+    request.getfixturevalue("without_native" if part == "softmax" else "with_native")
     model = tiny_llama(torch.float32)
     layer = model.model.layers[1]
     if part == "norm":
@@ -339,6 +341,18 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
         layer.mlp.down_proj.forward = leaning(layer.mlp.down_proj.forward)
     elif part == "head":
         model.lm_head.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[-2] > 1)))
+    elif part == "attention":
+        attend = attention.native_attention
+        monkeypatch.setattr(
+            attention, "native_attention", lambda heads, *given: attend(heads, *given) * (1 + 2**-8 * (len(heads) > 1))
+        )
+    elif part == "layer":
+        behind = NativeLayer.behind_attention
+        monkeypatch.setattr(
+            NativeLayer,
+            "behind_attention",
+            lambda self, attended, x: behind(self, attended, x) * (1 + 2**-16 * (x.shape[1] > 1)),
+        )
     else:
         monkeypatch.setattr(bitwise_attention_test, "_rules", {})
         attend = BitwiseText.attend_rows
@@ -357,13 +371,13 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
 
 def test_a_product_whose_difference_rounding_mostly_hides_is_caught(monkeypatch):
     """In bfloat16 it shows once in many rows, and a text meets it sooner or later."""
-    for kind in (packed_weight.HalfWeight, packed_weight.OneDnnWeight):
+    for kind in (packed_weight.HalfWeight, packed_weight.OneDnnWeight, packed_weight.NativeWeight):
         product = kind.__call__
         monkeypatch.setattr(
             kind, "__call__", lambda self, x, product=product: product(self, x) * (1 + 2**-20 * (x.shape[-2] == 1))
         )
     monkeypatch.setattr(bitwise, "_WIDTHS", ((1, 1, None),))
-    if packed_weight.onednn_dtype(torch.bfloat16) == torch.float32:
+    if packed_weight.onednn_dtype(torch.bfloat16) == torch.float32 and not native.multiplies(torch.bfloat16):
         assert not Decoder(tiny_llama(torch.bfloat16)).bitwise
     assert not Decoder(tiny_llama(torch.float32)).bitwise
 
@@ -377,7 +391,7 @@ def test_passes_of_one_width_make_up_for_such_an_operator(prompt):
     assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 
 
-def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch):
+def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch, libraries):
     model = tiny_llama(torch.float32)
     auto, demanded = Decoder(model), Decoder(model, bitwise=True)
     assert auto.bitwise and demanded.bitwise
@@ -404,10 +418,10 @@ def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch):
     auto.generate(prompt, 3, "ar")
     assert auto.bitwise
     tested = []
-    rule = bitwise_attention_test.attention_rule
-    monkeypatch.setattr(
-        bitwise_attention_test, "attention_rule", lambda shape: (tested.append(shape.dtype), rule(shape))[1]
-    )
+    rule, name = bitwise_attention_test.attention_rule, "attention_rule"
+    if auto.target.attends_natively:
+        rule, name = bitwise_attention_test.native_fault, "native_fault"
+    monkeypatch.setattr(bitwise_attention_test, name, lambda shape: (tested.append(shape.dtype), rule(shape))[1])
     model.bfloat16()
     plain = auto.generate(prompt, 20, "ar", SAMPLINGS[0], return_logprobs=True)
     drafted = auto.generate(prompt, 20, "suffix", SAMPLINGS[0], return_logprobs=True)

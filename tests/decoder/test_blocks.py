@@ -21,6 +21,8 @@ from decoder.model import bitwise_attention_test
 
 from .conftest import VOCAB, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("without_native")
+
 SHAPE = AttentionShape(4, 2, 8, 8, torch.float32)
 LAYERS = 3
 PAIR_BYTES = 2 * LAYERS * 2 * 8 * 4

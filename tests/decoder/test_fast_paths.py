@@ -168,8 +168,9 @@ def test_norms_that_fail_are_left_off(prompt, expected, monkeypatch, fault):
 
 
 @pytest.mark.parametrize("fault", SOME_FAULTS)
-@pytest.mark.parametrize("name", ["HalfWeight", "OneDnnWeight", "pack"])
-def test_products_that_fail_are_left_off(prompt, expected, monkeypatch, fault, name):
+@pytest.mark.parametrize("name", ["NativeWeight", "HalfWeight", "OneDnnWeight", "pack"])
+def test_products_that_fail_are_left_off(prompt, expected, monkeypatch, request, fault, name):
+    request.getfixturevalue("with_native" if name == "NativeWeight" else "without_native")
     make = single
     if name == "HalfWeight":
         # Rounded to weights that half precision holds, which makes another text.

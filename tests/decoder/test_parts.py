@@ -20,7 +20,7 @@ from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.kernels import packed_linear as linear
 from decoder.kernels.packed_linear import packed_layers, replaced
-from decoder.kernels.packed_weight import HalfWeight, OneDnnWeight, onednn_dtype, pack
+from decoder.kernels.packed_weight import HalfWeight, NativeWeight, OneDnnWeight, onednn_dtype, pack
 from decoder.sampling.token_tree import TokenTree, rank_paths
 
 
@@ -127,7 +127,7 @@ def test_prompt_lookup_equals_searching_the_text(text, longest, count):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, half, dtype, tolerance):
+def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(libraries, rows, bias, half, dtype, tolerance):
     """With weights that half precision holds, and others."""
     torch.manual_seed(0)
     module = torch.nn.Linear(12, 7, bias=bias).to(dtype)
@@ -138,11 +138,16 @@ def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, 
     x = torch.randn(1, rows, 12, dtype=dtype)
     expected = module(x)
     packed = packed_layers([module])
-    assert not half or dtype == torch.bfloat16 or isinstance(packed[module].__self__._weight, HalfWeight)
+    kind = packed[module].__self__.kind
+    if libraries != "native":
+        assert not half or dtype == torch.bfloat16 or kind is HalfWeight
+    else:
+        # One that FBGEMM holds and the native library only in full.
+        assert kind is (HalfWeight if half and dtype == torch.float32 else NativeWeight)
     with torch.inference_mode(), replaced(packed):
         actual = module(x)
         # FBGEMM sums one or two rows in another order, so there a row comes three times.
-        least = 3 if packed[module].__self__.kind is HalfWeight else 1
+        least = 3 if kind is HalfWeight else 1
         alone = [module(x[:, row : row + 1].expand(-1, least, -1))[:, :1] for row in range(rows)]
         together = module(torch.cat((x, x[:, :1].expand(-1, -rows % least, -1)), 1))
     assert "forward" not in module.__dict__
@@ -151,7 +156,7 @@ def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(rows, bias, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_packed_in_half_precision_only_where_it_holds_them(dtype):
+def test_weights_are_packed_in_half_precision_only_where_it_holds_them(without_native, dtype):
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 5, bias=False).to(dtype)
     layer.weight.data = torch.randn(5, 64).bfloat16().to(dtype)
@@ -179,7 +184,7 @@ def test_weights_are_packed_in_half_precision_only_where_it_holds_them(dtype):
         assert isinstance(pack([torch.randn(5, 64)], [None], exact=False), HalfWeight)
 
 
-def test_packing_leaves_the_users_choice_of_a_library_as_it_is():
+def test_packing_leaves_the_users_choice_of_a_library_as_it_is(without_native):
     engines = [one for one in torch.backends.quantized.supported_engines if one != "none"]
     before = torch.backends.quantized.engine
     try:
@@ -335,13 +340,13 @@ def test_the_copy_of_layers_that_are_one_product_goes_with_them():
 
 @pytest.mark.parametrize("kind", ["chained", "conditioned", "gated"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(kind, dtype, tolerance):
+def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(libraries, kind, dtype, tolerance):
     """Also where the states are wider than the weights."""
     heads = DraftHeads(32, num_heads=2, kind=kind)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    # Heads are packed in half precision, which holds these weights.
-    heads = heads.half().to(dtype)
+    # Heads are packed in 16 bits, which hold these weights.
+    heads = (heads.bfloat16() if libraries == "native" else heads.half()).to(dtype)
     hidden = torch.randn(4, 32)
     embedding = torch.randn(4, 32) if heads.conditioned else None
 

@@ -70,7 +70,7 @@ def test_a_product_that_serves_several_layers_is_timed_once(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_text_is_the_same(monkeypatch, dtype):
+def test_the_text_is_the_same(monkeypatch, without_native, dtype):
     prompt, sampling = list(range(1, 40)), SamplingParams(temperature=0.8, seed=2)
     least, texts = [], []
     for wider in (1, 4):
@@ -90,7 +90,7 @@ def test_the_text_is_the_same(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("method", ["ar", "auto"])
-def test_a_text_goes_on_when_another_rule_is_found_meanwhile(monkeypatch, method):
+def test_a_text_goes_on_when_another_rule_is_found_meanwhile(monkeypatch, without_native, method):
     """Its cache was made for passes of one token, and its last ones are padded."""
     prompt, sampling, wider = list(range(1, 40)), SamplingParams(temperature=0.8, seed=2), [0]
 

@@ -14,6 +14,8 @@ from decoder.model.bitwise_attention_test import attention_rule
 from .conftest import VOCAB, tiny_llama
 from .test_blocks import LAYERS, SHAPE, holds
 
+pytestmark = pytest.mark.usefixtures("without_native")
+
 
 def filled(capacity, count, dtype=torch.float32, growable=False):
     """A cache with so many random pairs, and copies of these."""

@@ -6,12 +6,16 @@ from triton.runtime import interpreter
 
 
 def repair_emulation() -> None:
-    """Run-time loop bounds with NumPy from 2.4 on, and products of bfloat16, which it multiplies as the integers of
-    their bits. Functions that kernels call are made ready once and not in every call, which is half of the time."""
+    """Run-time loop bounds with NumPy from 2.4 on, and products.
+
+    It multiplies bfloat16 as the integers of their bits; and on some processors the bits of a row of NumPy's products
+    follow from its place. Functions that kernels call are made ready once and not in every call, which is half of the
+    time.
+    """
     if not knobs.runtime.interpret or hasattr(interpreter, "_repaired"):
         return
     interpreter._repaired = True
-    patch_tensor, multiply = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
     call, ready = interpreter.InterpretedFunction.__call__, set()
 
     def patch_tensor_and_index(tensor, scope):
@@ -21,7 +25,10 @@ def repair_emulation() -> None:
     def multiply_wider(self, left, right, sums, *args):
         if left.dtype.scalar == tl.bfloat16:
             left, right = (self.cast_impl(factor, tl.float32) for factor in (left, right))
-        return multiply(self, left, right, sums, *args)
+        total = sums.data.copy()
+        for column in range(left.data.shape[-1]):
+            total += left.data[..., column, None] * right.data[..., column, None, :]
+        return interpreter.TensorHandle(total, sums.dtype.scalar)
 
     def call_ready(self, *args, **kwargs):
         # What is changed in its module's language stays so.

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from decoder.kernels import bitwise_split_kv, split_kv
 from decoder.kernels.bitwise_attention import BitwiseText
 from decoder.kernels.bitwise_pass import attend_texts
+from decoder.kernels.native_attention import NewTokens, native_attention
 
 NAME = "tokenswift"
 
@@ -44,6 +45,7 @@ class TextInPass(NamedTuple):
         bitwise: where given, attention is by position; it has mask and length, and the cache to look at.
         tails: where given, attention is by position on a device: `bitwise_attention.tail_slots` of the new tokens, in
             device memory; key and value may be whole buffers.
+        native: where given, the native library attends, for all texts of a pass: the cached tokens' number L.
     """
 
     tokens: int
@@ -51,6 +53,7 @@ class TextInPass(NamedTuple):
     kv_length: torch.Tensor | None = None
     bitwise: BitwiseText | None = None
     tails: torch.Tensor | None = None
+    native: int | None = None
 
 
 def tree_attention(
@@ -99,6 +102,10 @@ def tree_attention(
         # A view would keep a long chunk's queries alive.
         queries[module.layer_idx] = last if last.shape[2] == query.shape[2] else last.clone()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if texts and texts[0].native is not None:
+        rows = query[0].transpose(0, 1)
+        output = attend_natively(texts, rows, query.shape[1], key, value, scaling)
+        return output.view(1, *rows.shape[:2], -1), None
     bitwise = by_position(texts)
     if bitwise is not None:
         heads, tokens = query.shape[1:3]
@@ -114,6 +121,22 @@ def tree_attention(
     output = _attend(query, key, value, text, scaling)
     # Some models take a view of this, as they may of what transformers' own functions return.
     return output.transpose(1, 2).contiguous(), None
+
+
+def attend_natively(
+    texts: Sequence[TextInPass],
+    heads: torch.Tensor,
+    query_heads: int,
+    key: torch.Tensor | tuple[torch.Tensor, ...],
+    value: torch.Tensor | tuple[torch.Tensor, ...],
+    scaling: float,
+) -> torch.Tensor:
+    """`native_attention` of all texts of a pass; key and value as for `tree_attention`, queries [T, H or more, D]."""
+    keys, values = (one if isinstance(one, tuple) else (one,) for one in (key, value))
+    if heads.stride()[1:] != (heads.shape[2], 1):
+        heads = heads.contiguous()
+    new = [NewTokens(text.native or 0, text.tokens, text.mask) for text in texts]
+    return native_attention(heads, query_heads, keys, values, new, scaling)
 
 
 def _attend(

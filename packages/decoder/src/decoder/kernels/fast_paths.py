@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 SPLIT_KV = "split-KV attention"
+NATIVE = "native attention"
 ROTARY = "fused rotary embedding"
 NORMS = "fused norms"
 PACKED = "packed products"

@@ -24,15 +24,15 @@ class FusedNorm:
     """
 
     def __init__(self, weight: torch.Tensor, eps: float):
-        self._weight, self._eps = weight.detach(), eps
+        self.weight, self.eps = weight.detach(), eps
         size = weight.shape[-1]
         if weight.device.type == "cpu":
-            self._scaled = self._weight.float() * size**0.5
+            self._scaled = self.weight.float() * size**0.5
             self._offset = torch.tensor((size * eps) ** 0.5)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
-            return functional.rms_norm(x, self._weight.shape, self._weight.to(x.dtype), self._eps)
+            return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / norm.hypot_(self._offset)).mul_(self._scaled).to(x.dtype)
 

@@ -56,6 +56,12 @@ class PackedLinears:
         )
 
     @property
+    def weight(self) -> PackedWeight:
+        """The packed weights."""
+        assert self._weight is not None
+        return self._weight
+
+    @property
     def kind(self) -> type:
         """The library that computes the product."""
         return type(self._weight)

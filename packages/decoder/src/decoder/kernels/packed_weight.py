@@ -3,19 +3,24 @@
 A product with packed weights reads them once for all rows. With 16 rows it was measured to take a third of the time of
 PyTorch's own product, and prefill is faster too.
 
-Two libraries that come with PyTorch do this. oneDNN packs weights in their own dtype. FBGEMM packs them in half
-precision and multiplies them in single precision, so they take half the memory, and a step's time is mostly that of
-reading them: with SmolLM2-135M and a processor without AVX-512, products of 1, 4 and 8 rows were measured to take 0.60,
-0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is used where half precision changes no row of the
-weights by more than 2**-22 of its norm, which is less than sums in single precision are off by. That is so for most
-checkpoints that were saved in bfloat16.
+The native library keeps weights that are bfloat16 numbers in two bytes each, whatever the dtype of the inputs, and
+others in float32. Where it cannot be had, two libraries that come with PyTorch pack weights. oneDNN packs them in
+their own dtype. FBGEMM packs them in half precision and multiplies them in single precision, so they take half the
+memory, and a step's time is mostly that of reading them: with SmolLM2-135M and a processor without AVX-512, products
+of 1, 4 and 8 rows were measured to take 0.60, 0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is
+used where half precision changes no row of the weights by more than 2**-22 of its norm, which is less than sums in
+single precision are off by. That is so for most checkpoints that were saved in bfloat16 or in half precision.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import byref
 from typing import Protocol
 
 import torch
+
+from decoder.kernels import native
+from decoder.kernels.native import Product
 
 # The share of its norm by which a row of weights may be off. In large matrices saved in bfloat16 a few numbers (below
 # 8e-6) are rounded in half precision, and rows are off by up to some 2**-24. With that as the limit, which is as exact
@@ -32,6 +37,45 @@ class PackedWeight(Protocol):
     dtype: torch.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class NativeWeight:
+    """The native library's product, summed in float32: each row alone, input after input.
+
+    Attributes:
+        product: what the library reads.
+
+    Raises:
+        NativeUnavailable: there is no library.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.dtype = weight.dtype if native.multiplies(weight.dtype) else torch.float32
+        weight, lanes = weight.detach(), native.library().panel_width() // 2
+        outputs, inputs = weight.shape
+        panels = -(-outputs // (2 * lanes))
+        short = weight.dtype == torch.bfloat16 or _bf16_holds(weight)
+        # In panels of outputs, [panels, inputs, 2 x lanes]; bfloat16 in pairs of inputs, [panels, pairs, 2 x lanes, 2].
+        if short:
+            whole = torch.zeros(panels * 2 * lanes, inputs + inputs % 2, dtype=torch.bfloat16)
+            whole[:outputs, :inputs] = weight
+            self._packed = whole.view(panels, 2 * lanes, -1, 2).transpose(1, 2).contiguous()
+        else:
+            whole = torch.zeros(panels * 2 * lanes, inputs)
+            whole[:outputs] = weight
+            self._packed = whole.view(panels, 2 * lanes, inputs).transpose(1, 2).contiguous()
+        self._bias = None if bias is None else bias.float().contiguous()
+        bias_at = None if self._bias is None else self._bias.data_ptr()
+        self.product = Product(inputs, outputs, self._packed.data_ptr(), bias_at, short)
+        self._outputs, self._is_bf16, self._given = outputs, self.dtype == torch.bfloat16, byref(self.product)
+        self._multiply = native.library().linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self._outputs)
+        rows = out.numel() // self._outputs
+        self._multiply(self._given, x.data_ptr(), rows, self._is_bf16, out.data_ptr(), torch.get_num_threads())
+        return out
 
 
 class HalfWeight:
@@ -74,9 +118,15 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     given = [bias.detach() for bias in biases if bias is not None]
     bias = torch.cat(given) if given else None
+    if not exact and weight.dtype == torch.float32 and native.available():
+        weight = weight.bfloat16().float()
+    if native.available() and (weight.dtype == torch.bfloat16 or _bf16_holds(weight)):
+        return NativeWeight(weight, bias)
     half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
     half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
-    return HalfWeight(weight, bias) if half else OneDnnWeight(weight, bias)
+    if half:
+        return HalfWeight(weight, bias)
+    return NativeWeight(weight, bias) if native.available() else OneDnnWeight(weight, bias)
 
 
 def onednn_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -84,6 +134,12 @@ def onednn_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return dtype
+
+
+def _bf16_holds(weight: torch.Tensor) -> bool:
+    """Whether all numbers of a matrix are bfloat16 numbers."""
+    parts = weight.detach().split(max(1, _CHECKED_AT_ONCE // weight.shape[1]))
+    return all(torch.equal(part.bfloat16().float(), part) for part in parts)
 
 
 def _half_holds(weight: torch.Tensor, tolerance: float) -> bool:

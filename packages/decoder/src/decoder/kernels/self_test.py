@@ -13,6 +13,7 @@ from torch import nn
 
 from decoder.draft_heads import DraftHead
 from decoder.kernels import attention, norms, rotary, split_kv
+from decoder.kernels.native_attention import NewTokens, native_attention
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-5}
 """Largest allowed error, relative to the largest number of a result."""
@@ -67,6 +68,31 @@ def split_kv_fault(shape: AttentionShape, device: torch.device) -> str | None:
             seen = key[:, :, :end].double(), value[:, :, :end].double()
             expected = attention._one_softmax(query.double(), *seen, blocked, scaling)
             fault = difference(actual, expected, ALLOWED[shape.dtype])
+            if fault:
+                return f"{fault} at {new} tokens behind {length}"
+    return None
+
+
+@torch.inference_mode()
+def native_attention_fault(shape: AttentionShape) -> str | None:
+    """Test the native library's attention against one softmax in float64, for several widths and lengths."""
+    random, scaling = _random(shape.dtype, torch.device("cpu")), shape.dim**-0.5
+    slots = max(_LENGTHS) + max(new for new, _ in _PASSES) + _SPARE
+    whole = [random(1, shape.kv_heads, slots, size) for size in (shape.dim, shape.value_dim)]
+    for new, tree in _PASSES:
+        heads = random(new, shape.heads + shape.kv_heads, shape.dim)
+        mask = _tree_mask(new, heads.device) if tree else None
+        blocked = torch.ones(new, new, dtype=torch.bool).triu(1) if mask is None else ~mask
+        for length in _LENGTHS:
+            end = length + new
+            key, value = (buffer.clone() for buffer in whole)
+            key[:, :, end:] = value[:, :, end:] = torch.nan
+            given = [key], [value], [NewTokens(length, new, mask)], scaling
+            actual = native_attention(heads, shape.heads, *given).view(new, shape.heads, -1)
+            query = heads[:, : shape.heads].transpose(0, 1)[None].double()
+            seen = key[:, :, :end].double(), value[:, :, :end].double()
+            expected = attention._one_softmax(query, *seen, blocked, scaling)
+            fault = difference(actual, expected[0].transpose(0, 1), ALLOWED[shape.dtype])
             if fault:
                 return f"{fault} at {new} tokens behind {length}"
     return None

@@ -31,7 +31,7 @@ class PassRule(NamedTuple):
     """What every pass must obey so that the bits of its rows are independent of each other.
 
     Attributes:
-        attention: the rule for the products in attention on a CPU; None where kernels of a device need none.
+        attention: the rule for PyTorch's products in attention on a CPU; None where kernels need none.
         least: the least number of tokens in a pass; a shorter pass is padded.
         multiple: the number of tokens in a pass is padded to a multiple of this one,
         free: or to one of these numbers.
@@ -156,7 +156,7 @@ class Bitwise:
             return id(module), type(module), id(module.__dict__.get("forward")), hooks, type(weight), runs
 
         around = torch.get_num_threads(), under_autocast(), target.recorder is not None, rounds_to_tf32()
-        return *around, target.lm_head.weight.dtype, tuple(map(of, target.model.modules()))
+        return *around, target.attends_natively, target.lm_head.weight.dtype, tuple(map(of, target.model.modules()))
 
     def _find(self) -> tuple[PassRule | None, str]:
         """The cheapest rule that passes all tests, with a description; or None, with what was wrong."""
@@ -173,10 +173,13 @@ class Bitwise:
             return None, "float64 is left as it is: its roundings are too small to meet a tie"
         if target.recorder is not None:
             return self._find_on_cuda()
-        attention, fault = bitwise_attention_test.attention_rule(
-            target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
-        )
-        if attention is None:
+        shape = target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
+        attention, fault = None, None
+        if target.attends_natively:
+            fault = bitwise_attention_test.native_fault(shape)
+        else:
+            attention, fault = bitwise_attention_test.attention_rule(shape)
+        if fault is not None:
             return None, fault
         for least, multiple, most in _WIDTHS:
             rule = PassRule(attention, least, multiple, most=most)
@@ -184,7 +187,7 @@ class Bitwise:
             if fault is None:
                 if multiple > 1 and most is None:
                     rule = rule._replace(free=bitwise_test.free_counts(target, rule))
-                if most is None:
+                if most is None and attention is not None:
                     rule = rule._replace(least=bitwise_test.cheaper_least(target, rule))
                 fault = self._fault_under(rule, bitwise_test.model_fault)
             if fault is None:
@@ -193,7 +196,7 @@ class Bitwise:
                 if multiple > 1 and not most:
                     others = sum(count >= rule.least for count in rule.free)
                     width += f", a multiple of {multiple} or one of {others} other numbers"
-                return rule, f"{width}, rows by {attention.multiple} in attention"
+                return rule, width if attention is None else f"{width}, rows by {attention.multiple} in attention"
         return None, fault
 
     def _find_on_cuda(self) -> tuple[PassRule | None, str]:

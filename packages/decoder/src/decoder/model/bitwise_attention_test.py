@@ -25,6 +25,8 @@ from decoder.kernels.bitwise_batch import BatchedTexts
 from decoder.kernels.bitwise_pass import attend_text, attend_texts
 from decoder.kernels.bitwise_split_kv import SPLIT
 from decoder.kernels.fast_paths import fault_of
+from decoder.kernels.native_attention import SPLIT as NATIVE_SPLIT
+from decoder.kernels.native_attention import NewTokens, native_attention
 from decoder.kernels.self_test import ALLOWED, AttentionShape, difference
 from decoder.sampling.token_tree import TokenTree
 
@@ -46,6 +48,8 @@ _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
 # For a device's kernels: where tails begin to move, on both sides of a split, and more splits than are merged at once.
 _LENGTHS_ON_DEVICE = (1, DEPTH, COLUMNS, 700, SPLIT + DEPTH - 1, SPLIT + DEPTH + 1, 3000, 20 * SPLIT)
+# For the native library: around the borders between splits.
+_LENGTHS_NATIVE = (1, 250, NATIVE_SPLIT - 1, NATIVE_SPLIT, 700, 1500, 8 * NATIVE_SPLIT - 30, 5000)
 _NODES_ON_DEVICE = (60, 5, 16)
 _CPU = torch.device("cpu")
 
@@ -175,6 +179,18 @@ def _by_blocks(rule, query, key, value, length, depths, mask) -> torch.Tensor:
 def _by_kernel(query, key, value, length, depths, mask) -> torch.Tensor:
     tails = tail_slots(length, depths, mask, len(depths)).to(query.device)
     return bitwise_split_kv.bitwise_split_kv_attention(query, key, value, tails, query.shape[-1] ** -0.5)
+
+
+def _natively(query, key, value, length, depths, mask) -> torch.Tensor:
+    heads = query[0].transpose(0, 1).contiguous()
+    new = NewTokens(length, len(heads), mask)
+    output = native_attention(heads, heads.shape[1], [key], [value], [new], query.shape[-1] ** -0.5)
+    return output.view(*heads.shape[:2], -1).transpose(0, 1)[None]
+
+
+def native_fault(shape: AttentionShape) -> str | None:
+    """Test whether the native library gives tokens the same bits alone and with others."""
+    return attention_fault(shape, _natively, _LENGTHS_NATIVE, _NODES)
 
 
 @torch.inference_mode()

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from decoder.kernels.fast_paths import FUSED, MODEL, NORMS, PACKED, ROTARY, FastPaths, in_words
+from decoder.kernels import native_attention
+from decoder.kernels.fast_paths import FUSED, MODEL, NATIVE, NORMS, PACKED, ROTARY, FastPaths, in_words
 from decoder.kernels.int4 import dtype_name
 from decoder.kernels.norms import fused_norms, looks_like_rms_norm
 from decoder.kernels.packed_linear import packed_layers
 from decoder.kernels.rotary import FusedRotary, fused_rotary
 from decoder.kernels.self_test import (
     AttentionShape,
+    native_attention_fault,
     packed_fault,
     packed_kinds,
     packed_shapes,
@@ -115,6 +117,15 @@ def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Modu
     if not found:
         paths.leave_off(FUSED, "the model's layers are of another kind, or of sizes whose products cannot be joined")
     return found
+
+
+def tested_attention(shape: AttentionShape, paths: FastPaths) -> bool:
+    """Whether the native library attends with heads of this shape, where it passes its test."""
+    unavailable = native_attention.unavailable(shape, paths.device)
+    if unavailable is not None:
+        paths.leave_off(NATIVE, unavailable)
+        return False
+    return paths.passes_test(NATIVE, shape, lambda: native_attention_fault(shape), "in every layer")
 
 
 def tested_model(model_pass: "ModelPass", faster: FastLayers, paths: FastPaths) -> FusedModel | None:

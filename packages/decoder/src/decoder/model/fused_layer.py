@@ -16,11 +16,12 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.kernels import attention as attention_kernel
-from decoder.kernels.attention import TextInPass, by_position, more_than_causal, tree_attention
+from decoder.kernels.attention import TextInPass, attend_natively, by_position, more_than_causal, tree_attention
 from decoder.kernels.bitwise_pass import attend_texts
 from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
 from decoder.kernels.self_test import AttentionShape
+from decoder.model.native_layer import NativeLayer, NativeScratch, native_weights
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _LAYERS = {(f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in FAMILIES}
@@ -52,10 +53,10 @@ class FusedLayer:
 
     Args:
         layer: the layer, whose products are packed.
-        angles: shared by the layers of a model.
+        angles, scratch: shared by the layers of a model.
     """
 
-    def __init__(self, layer: Any, angles: Angles):
+    def __init__(self, layer: Any, angles: Angles, scratch: NativeScratch):
         attention = layer.self_attn
         self.attention, self._angles = attention, angles
         self._norm_in, self._norm_between = map(fused_norm, (layer.input_layernorm, layer.post_attention_layernorm))
@@ -76,6 +77,13 @@ class FusedLayer:
             ]
             self._head_norm = FusedNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
 
+        self._native: NativeLayer | None = None
+        native = native_weights(self.products, layer.input_layernorm.weight.dtype)
+        # An eps of its own for each norm would need another kernel.
+        if native is not None and self._norm_in.eps == self._norm_between.eps:
+            norms, sizes = (self._norm_in, self._norm_between), (self._heads, self._kv_heads, self._dim)
+            self._native = NativeLayer(native, norms, self._head_norm, *sizes, scratch)
+
     def __call__(
         self,
         hidden_states: torch.Tensor,
@@ -89,19 +97,27 @@ class FusedLayer:
         """As the layer's own forward: hidden states [1, T, d] of T tokens to those behind the layer."""
         assert position_embeddings is not None and past_key_values is not None and attention_mask is None
         tokens, layer = hidden_states.shape[1], self.attention.layer_idx
-        heads = self.products["qkv"].product(self._norm_in(hidden_states)).view(tokens, -1, self._dim)
-        turned = self._turned(heads.narrow(1, 0, self._rotated), *self._angles.of(*position_embeddings))
+        if self._native is not None:
+            turned = heads = self._native.before_attention(hidden_states, position_embeddings)
+        else:
+            heads = self.products["qkv"].product(self._norm_in(hidden_states)).view(tokens, -1, self._dim)
+            turned = self._turned(heads.narrow(1, 0, self._rotated), *self._angles.of(*position_embeddings))
         by_head = turned[None].transpose(1, 2)
         key = by_head.narrow(1, self._heads, self._kv_heads)
         value = heads[None].transpose(1, 2).narrow(1, self._rotated, self._kv_heads)
         keys, values = past_key_values.update(key, value, layer)
         texts = by_position(of_attention["texts"])
-        if texts is None or of_attention.get("queries") is not None:
+        if of_attention["texts"][0].native is not None and of_attention.get("queries") is None:
+            given = turned, self._heads, keys, values, self.attention.scaling
+            attended = attend_natively(of_attention["texts"], *given)
+        elif texts is None or of_attention.get("queries") is not None:
             query = by_head.narrow(1, 0, self._heads)
             scaling = self.attention.scaling
             attended = tree_attention(self.attention, query, keys, values, None, scaling, **of_attention)[0]
         else:
             attended = attend_texts(texts, turned, self._heads, layer, self.attention.scaling)
+        if self._native is not None:
+            return self._native.behind_attention(attended, hidden_states)
         hidden = self.products["o"].product(attended.view(1, tokens, -1)).add_(hidden_states)
         gate, up = self.products["gate_up"].product(self._norm_between(hidden)).chunk(2, -1)
         return self.products["down"].product(functional.silu(gate).mul_(up)).add_(hidden)
@@ -109,7 +125,8 @@ class FusedLayer:
     @property
     def kind(self) -> Hashable:
         """What tells fused layers apart besides the modules of the layer."""
-        return self.attention.scaling, tuple(product.kind for product in self.products.values())
+        kinds = tuple(product.kind for product in self.products.values())
+        return self.attention.scaling, self._native is not None, kinds
 
     def _turned(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Queries and keys [T, heads, D], rotated by their positions.
@@ -164,8 +181,8 @@ def fusible(layer: Any) -> bool:
 
 def fused_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, FusedLayer]:
     """Forwards for those ``modules`` that are `fusible`."""
-    angles = Angles()
-    return {module: FusedLayer(module, angles) for module in modules if fusible(module)}
+    angles, scratch = Angles(), NativeScratch()
+    return {module: FusedLayer(module, angles, scratch) for module in modules if fusible(module)}
 
 
 @torch.inference_mode()

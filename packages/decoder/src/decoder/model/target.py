@@ -26,7 +26,7 @@ from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
 from decoder.model.bitwise import FREE, Bitwise, BitwiseSetting, PassRule
-from decoder.model.fast_layers import FastLayers, tested_layers, tested_model, tested_rotary
+from decoder.model.fast_layers import FastLayers, tested_attention, tested_layers, tested_model, tested_rotary
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
@@ -80,10 +80,13 @@ class Target:
         self.pool = BufferPool(self.device)
         """Cache buffers of texts that have ended; used only if passes are recorded."""
         self.bitwise = Bitwise(self)
+        self.attends_natively = False
+        """Whether the native library attends; found out when the shape of heads is known."""
         self.recorder: Recorder | None = None  # set below, if the tests for recorded passes succeed
-        self.refresh_weights()
+        self._take_in()
         probed = probe(self)
         self.attention_shape: AttentionShape = probed.attention_shape
+        self._test_attention()
         self.kv_bytes: int = probed.kv_bytes
         """Bytes of a token's keys and values in all layers."""
         self._logit_scale = probed.logit_scale
@@ -113,12 +116,22 @@ class Target:
         """
         if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
-        self._modules = self._model_pass.modules = list(self.model.modules())
-        self.layers: int = self.model.config.num_hidden_layers
-        self._faster: FastLayers | None = None
+        self._take_in()
+        self._test_attention()
         if self.recorder is not None:
             self.pool.renew(RecordedState(self.model, self._modules, self.recorder))
         self.bitwise.refresh()
+
+    def _take_in(self) -> None:
+        """Look at the model's modules as they are now."""
+        self._modules = self._model_pass.modules = list(self.model.modules())
+        self.layers: int = self.model.config.num_hidden_layers
+        self._faster: FastLayers | None = None
+
+    def _test_attention(self) -> None:
+        """Find out whether the native library attends for the model as it is now."""
+        shape = self.attention_shape._replace(dtype=self.lm_head.weight.dtype)
+        self.attends_natively = self.recorder is None and tested_attention(shape, self.paths)
 
     def make_bitwise(self, wanted: BitwiseSetting) -> None:
         """Make the bits of a token's logits independent of what else is in their pass, if `model.bitwise` finds a way.
@@ -238,6 +251,12 @@ class Target:
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
         """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
         self._begin(cache, count, count - len(positions))
+        if self.attends_natively and not under_autocast():
+            if mask is not None and len(mask) < count:
+                # What pads the pass sees itself.
+                given, mask = mask, torch.eye(count, dtype=torch.bool)
+                mask[: len(given), : len(given)] = given
+            return TextInPass(count, mask, native=cache.get_seq_length())
         if self._rule is None or cache.purpose != "text":
             return TextInPass(count, mask, cache.kv_length)
         length, rule = cache.get_seq_length(), self._rule.attention

@@ -1,0 +1,732 @@
+// The parts of a decoder layer on a CPU: products of a few rows with packed weights, norms, rotations and attention.
+//
+// Every number here is a sum whose order follows from its own row alone: over the inputs of a product, over the keys of
+// a text by their positions. How many rows a call has, how threads share them and where tiles end changes no bit.
+//
+// Numbers are float32 or bfloat16 in memory and float32 in sums. `native.py` compiles this file and describes the calls.
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16, MOST_ROWS = 12, WIDE = 4 };  // 32 registers of 16 numbers
+#else
+enum { LANES = 8, MOST_ROWS = 4, WIDE = 2 };  // 16 registers of 8 numbers
+#endif
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+enum { PANEL = 2 * LANES };        // outputs of a product that stand beside each other
+enum { CHUNK = 8 * MOST_ROWS };    // rows that go through a layer together, so that they stay in a core's cache
+enum { SPLIT = 256, BLOCK = 64 };  // keys whose weights are summed together, and keys that are transposed together
+enum { TILE = 6 };                 // rows of attention that share a register tile
+enum { FEW = 48 };                 // rows of attention whose scores a core holds at a time
+enum { MOST_DIM = 256 };
+
+#define INLINE static inline __attribute__((always_inline))
+
+// ---------------------------------------------------------------------------------------------------------- numbers
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+
+INLINE float widened(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+// To the nearest bfloat16, ties to even; NaN stays NaN.
+INLINE halves rounded(vec x) {
+    uvec bits = (uvec)x, up = bits + 0x7fff + (bits >> 16 & 1);
+    uvec nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
+    return __builtin_convertvector(((up & ~nan) | ((bits | 0x400000) & nan)) >> 16, halves);
+}
+
+INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
+    if (is_bf16) {
+        halves x = {0};
+        memcpy(&x, (const uint16_t *)from + at, count >= LANES ? sizeof x : (size_t)count * 2);
+        return (vec)(__builtin_convertvector(x, uvec) << 16);
+    }
+    vec x = {0};
+    memcpy(&x, (const float *)from + at, count >= LANES ? sizeof x : (size_t)count * 4);
+    return x;
+}
+
+INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
+    if (is_bf16) {
+        halves y = rounded(x);
+        memcpy((uint16_t *)to + at, &y, count >= LANES ? sizeof y : (size_t)count * 2);
+    } else {
+        memcpy((float *)to + at, &x, count >= LANES ? sizeof x : (size_t)count * 4);
+    }
+}
+
+// Lanes in a fixed order.
+INLINE float sum(vec x) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += x[lane];
+    return total;
+}
+
+// e^x for x <= 0, within 2 units of the last place; 0 below -87.
+INLINE vec exponential(vec x) {
+    vec n = x * 1.44269504f;
+    n = (n + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to a whole number
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const ivec low = x < -87.f;
+    const ivec power = (__builtin_convertvector(choose(low, (vec){0}, n), ivec) + 127) << 23;
+    return choose(low, (vec){0}, p * (vec)power);
+}
+
+// --------------------------------------------------------------------------------------------------------- products
+
+// x W^T + b. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in pairs of inputs, of
+// which the lower half of a word is the first.
+typedef struct {
+    int64_t inputs, outputs;
+    const void *weight;
+    const float *bias;
+    int32_t weight_is_bf16;
+} Product;
+
+// Where a product goes: to `y` [rows, outputs], with `add` [rows, outputs] added if there is one.
+typedef struct {
+    void *y;
+    const void *add;
+    int32_t y_is_bf16, add_is_bf16;
+} Out;
+
+typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS } Kind;
+
+// Write the sums of a tile.
+static __attribute__((noinline)) void finish(
+    int rows, int panels, const vec *sums, const Product *p, int64_t row, int64_t panel, const Out *out) {
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < panels * 2; i++) {
+            const int64_t column = panel * PANEL + i * LANES, left = p->outputs - column;
+            if (left <= 0) break;
+            vec y = sums[r * panels * 2 + i];
+            const int64_t at = (row + r) * p->outputs + column;
+            if (p->bias) y += load(p->bias, column, 0, left);
+            if (out->add) y += load(out->add, at, out->add_is_bf16, left);
+            store(out->y, at, out->y_is_bf16, y, left);
+        }
+}
+
+// Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, otherwise float32.
+INLINE void tile(
+    const Kind kind, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
+    const Out *out) {
+    vec sums[MOST_ROWS * 2];
+    const int64_t inputs = p->inputs, words = kind == FLOAT_WEIGHTS ? inputs : (inputs + 1) / 2;
+    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
+    const float *wide = (const float *)x + row * inputs;
+    const uint16_t *narrow = (const uint16_t *)x + row * inputs;
+#pragma GCC unroll 24
+    for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
+    const int64_t whole = kind == FLOAT_WEIGHTS ? words : inputs / 2;
+    for (int64_t k = 0; k < whole; k++) {
+        uvec both[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < panels * 2; i++) {
+            const uint32_t *at = weight + ((i >> 1) * words + k) * PANEL + (i & 1) * LANES;
+            __builtin_prefetch(at + 64 * LANES);
+            memcpy(&both[i], at, sizeof(uvec));
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int i = 0; i < panels * 2; i++) {
+                vec *to = &sums[r * panels * 2 + i];
+                if (kind == FLOAT_WEIGHTS) {
+                    *to += wide[r * inputs + k] * (vec)both[i];
+                } else if (kind == BF16_WEIGHTS) {
+                    *to += wide[r * inputs + 2 * k] * (vec)(both[i] << 16);
+                    *to += wide[r * inputs + 2 * k + 1] * (vec)(both[i] & 0xffff0000u);
+                } else {
+#if defined(__AVX512BF16__)
+                    uint32_t pair;
+                    memcpy(&pair, narrow + r * inputs + 2 * k, 4);
+                    *to = (vec)_mm512_dpbf16_ps((__m512)*to, (__m512bh)both[i], (__m512bh)_mm512_set1_epi32((int)pair));
+#endif
+                }
+            }
+    }
+    if (kind != FLOAT_WEIGHTS && inputs & 1) {
+#pragma GCC unroll 8
+        for (int i = 0; i < panels * 2; i++) {
+            uvec both;
+            memcpy(&both, weight + ((i >> 1) * words + whole) * PANEL + (i & 1) * LANES, sizeof both);
+            const vec low = (vec)(both << 16);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++)
+                sums[r * panels * 2 + i] +=
+                    (kind == BF16_WEIGHTS ? wide[r * inputs + inputs - 1] : widened(narrow[r * inputs + inputs - 1])) * low;
+        }
+    }
+    vec done[MOST_ROWS * 2];
+#pragma GCC unroll 24
+    for (int i = 0; i < rows * panels * 2; i++) done[i] = sums[i];
+    finish(rows, panels, done, p, row, panel, out);
+}
+
+// Few rows take several panels at once, so that sums need not wait for each other.
+#define ROWS(count, together)                                                           \
+    case count:                                                                         \
+        for (; panel + together <= end; panel += together)                              \
+            tile(kind, count, together, p, x, row, panel, out);                         \
+        for (; panel < end; panel++) tile(kind, count, 1, p, x, row, panel, out);       \
+        break;
+
+INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t rows, const Out *out, int64_t first,
+                      int64_t last) {
+    const int64_t block = rows > MOST_ROWS ? 8 : last - first;  // panels that stay in a core's cache
+    for (int64_t begin = first; begin < last; begin += block) {
+        const int64_t end = begin + block < last ? begin + block : last;
+        for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+            int64_t panel = begin;
+            switch (rows - row < MOST_ROWS ? rows - row : MOST_ROWS) {
+#if defined(__AVX512F__)
+                ROWS(1, 4) ROWS(2, 4) ROWS(3, 2) ROWS(4, 2) ROWS(5, 2) ROWS(6, 2)
+                ROWS(7, 1) ROWS(8, 1) ROWS(9, 1) ROWS(10, 1) ROWS(11, 1) ROWS(12, 1)
+#else
+                ROWS(1, 4) ROWS(2, 2) ROWS(3, 1) ROWS(4, 1)
+#endif
+            }
+        }
+    }
+}
+
+// A thread's share of a product. x is bfloat16 only where bfloat16 numbers can be multiplied, see `multiplies_bf16`.
+static void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
+    const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
+    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+    if (!p->weight_is_bf16) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
+    else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
+    else panels_of(BF16_WEIGHTS, p, x, rows, out, first, last);
+}
+
+int multiplies_bf16(void) {
+#if defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+int panel_width(void) { return PANEL; }
+
+int rows_together(void) { return CHUNK; }
+
+int rows_held(void) { return FEW; }
+
+int most_dim(void) { return MOST_DIM; }
+
+void linear(const Product *p, const void *x, int64_t rows, int is_bf16, void *y, int threads) {
+    const Out out = {y, NULL, is_bf16, 0};
+#pragma omp parallel num_threads(threads)
+    share(p, x, is_bf16, rows, &out, omp_get_thread_num(), omp_get_num_threads());
+}
+
+// ------------------------------------------------------------------------------------------------------------ layers
+
+// x / sqrt(mean(x^2) + eps) * weight.
+static void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {
+    vec squares = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vec part = load(x, i, x_is_bf16, size - i);
+        squares += part * part;
+    }
+    const float scale = 1 / sqrtf(sum(squares) / size + eps);
+    for (int64_t i = 0; i < size; i += LANES)
+        store(y, i, y_is_bf16, load(x, i, x_is_bf16, size - i) * scale * load(weight, i, 0, size - i), size - i);
+}
+
+typedef struct {
+    Product qkv, o, gate_up, down;
+    const float *norm_in, *norm_between;
+    const float *head_norm;  // [heads + kv_heads, dim], NULL where queries and keys have no norm
+    int64_t size, heads, kv_heads, dim;
+    float eps, head_eps;
+} Layer;
+
+INLINE const void *row_of(const void *x, int64_t at, int is_bf16) {
+    return is_bf16 ? (const void *)((const uint16_t *)x + at) : (const void *)((const float *)x + at);
+}
+
+// Queries and keys are normalised, if they have a norm, and rotated; values are left as they are.
+static void turn(const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
+    const int64_t dim = l->dim, half = dim / 2, turned = l->heads + l->kv_heads, all = l->qkv.outputs / dim;
+    for (int64_t head = 0; head < all; head++, heads += dim, at += dim) {
+        if (head < turned) {
+            if (l->head_norm) norm(heads, 0, l->head_norm + head * dim, l->head_eps, dim, heads, 0);
+            for (int64_t i = 0; i < half; i += LANES) {
+                const int64_t left = half - i;
+                const vec a = load(heads, i, 0, left), b = load(heads, i + half, 0, left);
+                const vec first = a * load(cosines, i, 0, left) - b * load(sines, i, 0, left);
+                const vec second = b * load(cosines, i + half, 0, left) + a * load(sines, i + half, 0, left);
+                store(out, at + i, is_bf16, first, left);
+                store(out, at + half + i, is_bf16, second, left);
+            }
+        } else {
+            for (int64_t i = 0; i < dim; i += LANES) store(out, at + i, is_bf16, load(heads, i, 0, dim - i), dim - i);
+        }
+    }
+}
+
+// Rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim]. Angles are [rows, dim]; `scratch` has
+// room for CHUNK rows of the layer's input and of its queries, keys and values.
+void before_attention(
+    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
+    int is_bf16, int threads) {
+    float *normed = scratch, *heads = scratch + CHUNK * l->size;
+    const int64_t width = l->qkv.outputs;
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
+        for (int64_t first = 0; first < rows; first += CHUNK) {
+            const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
+            for (int64_t r = thread; r < count; r += all)
+                norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
+                     (void *)row_of(normed, r * l->size, is_bf16), is_bf16);
+#pragma omp barrier
+            const Out to = {heads, NULL, 0, 0};
+            share(&l->qkv, normed, is_bf16, count, &to, thread, all);
+#pragma omp barrier
+            for (int64_t r = thread; r < count; r += all)
+                turn(l, heads + r * width, cosines + (first + r) * l->dim, sines + (first + r) * l->dim, out,
+                     (first + r) * width, is_bf16);
+        }
+    }
+}
+
+// What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output. `scratch` has room
+// for CHUNK rows of twice the layer's size and of one and a half times the outputs of gate and up.
+void behind_attention(
+    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads) {
+    const int64_t width = l->down.inputs;
+    float *hidden = scratch, *normed = hidden + CHUNK * l->size, *gate_up = normed + CHUNK * l->size;
+    float *gated = gate_up + CHUNK * 2 * width;
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
+        for (int64_t first = 0; first < rows; first += CHUNK) {
+            const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
+            const Out to_hidden = {hidden, row_of(x, first * l->size, is_bf16), 0, is_bf16};
+            share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count, &to_hidden, thread, all);
+#pragma omp barrier
+            for (int64_t r = thread; r < count; r += all)
+                norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size,
+                     (void *)row_of(normed, r * l->size, is_bf16), is_bf16);
+#pragma omp barrier
+            const Out to_gate_up = {gate_up, NULL, 0, 0};
+            share(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
+#pragma omp barrier
+            const int64_t pieces = (width + LANES - 1) / LANES;
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t piece = pieces * thread / all; piece < pieces * (thread + 1) / all; piece++) {
+                    const int64_t i = piece * LANES, left = width - i;
+                    const vec gate = load(gate_up, r * 2 * width + i, 0, left);
+                    const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
+                    // gate / (1 + e^-gate), where the exponential never has a positive argument.
+                    const vec small = exponential(choose(gate > 0, -gate, gate));
+                    const vec silu = gate * choose(gate > 0, splat(1), small) / (1 + small);
+                    store(gated, r * width + i, is_bf16, silu * up, left);
+                }
+#pragma omp barrier
+            const Out to_y = {(void *)row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
+            share(&l->down, gated, is_bf16, count, &to_y, thread, all);
+#pragma omp barrier
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- attention
+
+// One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its first
+// `length` tokens; distances are in numbers.
+typedef struct {
+    const void *keys, *values;
+    int64_t key_head, key_slot, value_head, value_slot;
+    int64_t length, count;
+    const uint8_t *mask;  // [count, count], which new token sees which; NULL where each sees those before it
+} Text;
+
+typedef struct {
+    const Text *texts;
+    const void *queries;  // [tokens of all texts, .., dim], `query_token` numbers from one token to the next
+    void *out;            // [tokens of all texts, heads, value_dim]
+    int64_t query_token, heads, kv_heads, dim, value_dim;
+    float scaling;
+    int32_t is_bf16;
+} Attention;
+
+// Rows that look at the same keys: some query heads of tokens, all of one KV head.
+typedef struct {
+    const Attention *a;
+    const Text *text;
+    int64_t kv_head, first_token, tokens;  // of the text
+    int64_t token_in_pass;                 // the text's first one
+} Rows;
+
+// What a row has seen so far: its largest score, the sum of weights, and the weighted sum of values.
+typedef struct {
+    float largest, total;
+} State;
+
+INLINE void transpose(vec *rows) {
+#pragma GCC unroll 4
+    for (int step = LANES / 2; step; step /= 2) {
+        ivec low, high;
+        for (int lane = 0; lane < LANES; lane++) {
+            low[lane] = lane & step ? LANES + lane - step : lane;
+            high[lane] = lane & step ? LANES + lane : lane + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & step) continue;
+            const vec a = rows[i], b = rows[i + step];
+            rows[i] = __builtin_shuffle(a, b, low);
+            rows[i + step] = __builtin_shuffle(a, b, high);
+        }
+    }
+}
+
+// `keys` numbers of LANES keys each, to a column of `out` per key; both as many as there are lanes, unless `part`.
+INLINE void transposed_tile(
+    const int part, const int is_bf16, const void *from, const int32_t *slots, int64_t slot, int64_t at, int64_t keys,
+    int64_t numbers, float *out) {
+    vec rows[LANES];
+#pragma GCC unroll 16
+    for (int key = 0; key < LANES; key++) {
+        if (part && key >= keys) rows[key] = (vec){0};
+        else rows[key] = load(from, at + slots[key] * slot, is_bf16, part ? numbers : LANES);
+    }
+    transpose(rows);
+#pragma GCC unroll 16
+    for (int n = 0; n < LANES; n++)
+        if (!part || n < numbers) memcpy(out + n * BLOCK, &rows[n], sizeof(vec));
+}
+
+// The keys in some slots as [dim, BLOCK], zeros behind the last one.
+static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t count, float *out) {
+    const int64_t dim = rows->a->dim, slot = rows->text->key_slot, head = rows->kv_head * rows->text->key_head;
+    const void *from = rows->text->keys;
+    for (int64_t first = 0; first < BLOCK; first += LANES)
+        for (int64_t i = 0; i < dim; i += LANES) {
+            const int64_t keys = count - first, numbers = dim - i;
+            float *to = out + i * BLOCK + first;
+            if (keys >= LANES && numbers >= LANES) {
+                if (rows->a->is_bf16) transposed_tile(0, 1, from, slots + first, slot, head + i, keys, numbers, to);
+                else transposed_tile(0, 0, from, slots + first, slot, head + i, keys, numbers, to);
+            } else {
+                transposed_tile(1, rows->a->is_bf16, from, slots + first, slot, head + i, keys, numbers, to);
+            }
+        }
+}
+
+// scores [count, BLOCK] of queries [count, dim], with rows of SPLIT numbers.
+INLINE void score_tile(const int count, const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {
+    for (int first = 0; first < BLOCK; first += WIDE * LANES) {
+        vec sums[TILE * WIDE];
+#pragma GCC unroll 24
+        for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
+        for (int64_t k = 0; k < dim; k++) {
+            vec key[WIDE];
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; i++) key[i] = load(keys, k * BLOCK + first + i * LANES, 0, LANES);
+#pragma GCC unroll 6
+            for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+                for (int i = 0; i < WIDE; i++) sums[r * WIDE + i] += queries[r * dim + k] * key[i];
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; i++)
+                store(scores, r * SPLIT + first + i * LANES, 0, sums[r * WIDE + i] * scaling, LANES);
+    }
+}
+
+// Weighted sums [count, value_dim] of the values in some slots; weights have rows of SPLIT numbers.
+INLINE void value_tile(const int count, const Rows *rows, const int32_t *slots, int64_t keys, const float *weights, float *out) {
+    const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
+    const int64_t head = rows->kv_head * rows->text->value_head;
+    const int is_bf16 = rows->a->is_bf16;
+    for (int64_t first = 0; first < dim; first += WIDE * LANES) {
+        vec sums[TILE * WIDE];
+#pragma GCC unroll 24
+        for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
+        const int64_t left = dim - first;
+#define OVER_KEYS(number)                                                                         \
+    for (int64_t k = 0; k < keys; k++) {                                                          \
+        const int64_t at = head + slots[k] * slot + first;                                        \
+        vec value[WIDE];                                                                          \
+        _Pragma("GCC unroll 4") for (int i = 0; i < WIDE; i++) value[i] = number;                 \
+        _Pragma("GCC unroll 6") for (int r = 0; r < count; r++)                                   \
+            _Pragma("GCC unroll 4") for (int i = 0; i < WIDE; i++)                                \
+                sums[r * WIDE + i] += weights[r * SPLIT + k] * value[i];                          \
+    }
+        if (left >= WIDE * LANES) {
+            if (is_bf16) OVER_KEYS(load(rows->text->values, at + i * LANES, 1, LANES))
+            else OVER_KEYS(load(rows->text->values, at + i * LANES, 0, LANES))
+        } else {
+            OVER_KEYS(i * LANES < left ? load(rows->text->values, at + i * LANES, is_bf16, left - i * LANES) : (vec){0})
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; i++)
+                if (i * LANES < left) store(out, r * dim + first + i * LANES, 0, sums[r * WIDE + i], left - i * LANES);
+    }
+}
+
+#define BY_COUNT(count, call)       \
+    switch (count) {                \
+        case 1: { enum { N = 1 }; call; break; } \
+        case 2: { enum { N = 2 }; call; break; } \
+        case 3: { enum { N = 3 }; call; break; } \
+        case 4: { enum { N = 4 }; call; break; } \
+        case 5: { enum { N = 5 }; call; break; } \
+        default: { enum { N = 6 }; call; }       \
+    }
+
+// Fetch the vectors in some slots, of `dim` numbers each, to a core's cache.
+static void prefetch(const Attention *a, const void *from, int64_t head, int64_t slot, const int32_t *slots, int64_t count, int64_t dim) {
+    const int64_t size = a->is_bf16 ? 2 : 4, line = 64 / size;
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t i = 0; i < dim; i += line) __builtin_prefetch((const char *)from + (head + slots[k] * slot + i) * size);
+}
+
+// Rows over the keys of one split: `seen` of them each, in `slots` by position. Fills states and sums of values.
+static void over_split(
+    const Rows *rows, const float *queries, int64_t count, const int32_t *slots, const int32_t *seen, State *states,
+    float *sums) {
+    const Attention *a = rows->a;
+    float scores[FEW * SPLIT] __attribute__((aligned(64)));
+    float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
+    int64_t most = 0;
+    for (int64_t r = 0; r < count; r++) most = seen[r] > most ? seen[r] : most;
+    for (int64_t first = 0; first < most; first += BLOCK) {
+        const int64_t last = first + BLOCK < most ? first + BLOCK : most;
+        prefetch(a, rows->text->values, rows->kv_head * rows->text->value_head, rows->text->value_slot, slots + first,
+                 last - first, a->value_dim);
+        prefetch(a, rows->text->keys, rows->kv_head * rows->text->key_head, rows->text->key_slot, slots + last,
+                 last + BLOCK < most ? BLOCK : most - last, a->dim);
+        transposed_keys(rows, slots + first, most - first, keys);
+        for (int64_t r = 0; r < count; r += TILE)
+            BY_COUNT(count - r, score_tile(N, queries + r * a->dim, a->dim, keys, a->scaling, scores + r * SPLIT + first))
+    }
+    const int64_t end = (most + LANES - 1) / LANES * LANES;
+    for (int64_t r = 0; r < count; r++) {
+        float *own = scores + r * SPLIT;
+        for (int64_t k = seen[r]; k < end; k++) own[k] = -INFINITY;
+        vec top = splat(-INFINITY), total = {0};
+        for (int64_t k = 0; k < end; k += LANES) {
+            const vec score = load(own, k, 0, LANES);
+            top = choose(score > top, score, top);
+        }
+        float largest = -INFINITY;
+        for (int lane = 0; lane < LANES; lane++) largest = top[lane] > largest ? top[lane] : largest;
+        for (int64_t k = 0; k < end; k += LANES) {
+            const vec weight = exponential(load(own, k, 0, LANES) - largest);
+            total += weight;
+            store(own, k, 0, weight, LANES);
+        }
+        states[r] = (State){largest, sum(total)};
+    }
+    for (int64_t r = 0; r < count; r += TILE)
+        BY_COUNT(count - r, value_tile(N, rows, slots, most, scores + r * SPLIT, sums + r * a->value_dim))
+}
+
+// Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
+// are left out. Returns the first token that sees any of its keys.
+static int64_t attend_split(const Rows *rows, const float *queries, int64_t start, State *states, float *sums) {
+    const Text *t = rows->text;
+    const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->dim, value_dim = rows->a->value_dim;
+    int32_t slots[SPLIT], seen[FEW];
+    if (!t->mask || start + SPLIT <= t->length) {
+        // All rows look at the same slots.
+        int64_t first = 0;
+        if (!t->mask && start - t->length > rows->first_token) first = start - t->length - rows->first_token;
+        for (int64_t k = 0; k < SPLIT; k++) slots[k] = (int32_t)(start + k);
+        for (int64_t token = first; token < rows->tokens; token++) {
+            const int64_t all = t->mask ? SPLIT : t->length + rows->first_token + token + 1 - start;
+            for (int64_t h = 0; h < per_token; h++)
+                seen[(token - first) * per_token + h] = (int32_t)(all < SPLIT ? all : SPLIT);
+        }
+        const int64_t skipped = first * per_token;
+        over_split(rows, queries + skipped * dim, (rows->tokens - first) * per_token, slots, seen, states + skipped,
+                   sums + skipped * value_dim);
+        return first;
+    }
+    for (int64_t token = 0; token < rows->tokens; token++) {
+        // Each token has its own path behind the text.
+        const uint8_t *sees = t->mask + (rows->first_token + token) * t->count;
+        int64_t position = t->length, count = 0;
+        for (int64_t k = start; k < t->length; k++) slots[count++] = (int32_t)k;
+        for (int64_t node = 0; node < t->count && count < SPLIT; node++)
+            if (sees[node] && position++ >= start) slots[count++] = (int32_t)(t->length + node);
+        for (int64_t h = 0; h < per_token; h++) {
+            seen[h] = (int32_t)count;
+            if (!count) states[token * per_token + h] = (State){-INFINITY, 0};
+        }
+        if (count)
+            over_split(rows, queries + token * per_token * dim, per_token, slots, seen, states + token * per_token,
+                       sums + token * per_token * value_dim);
+    }
+    return 0;
+}
+
+// Add what a row saw in a later split.
+static void merge(State *to, float *sums, State other, const float *others, int64_t dim) {
+    if (other.largest == -INFINITY) return;
+    const float largest = other.largest > to->largest ? other.largest : to->largest;
+    const float kept = exponential(splat(to->largest - largest))[0], added = exponential(splat(other.largest - largest))[0];
+    to->largest = largest;
+    to->total = to->total * kept + other.total * added;
+    for (int64_t i = 0; i < dim; i += LANES)
+        store(sums, i, 0, load(sums, i, 0, dim - i) * kept + load(others, i, 0, dim - i) * added, dim - i);
+}
+
+static void gather_queries(const Rows *rows, float *queries) {
+    const Attention *a = rows->a;
+    const int64_t per_token = a->heads / a->kv_heads;
+    for (int64_t token = 0; token < rows->tokens; token++)
+        for (int64_t h = 0; h < per_token; h++) {
+            const int64_t at = (rows->token_in_pass + rows->first_token + token) * a->query_token +
+                               (rows->kv_head * per_token + h) * a->dim;
+            float *to = queries + (token * per_token + h) * a->dim;
+            for (int64_t i = 0; i < a->dim; i += LANES)
+                store(to, i, 0, load(a->queries, at + i, a->is_bf16, a->dim - i), a->dim - i);
+        }
+}
+
+static void write_outputs(const Rows *rows, const State *states, const float *sums) {
+    const Attention *a = rows->a;
+    const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
+    for (int64_t token = 0; token < rows->tokens; token++)
+        for (int64_t h = 0; h < per_token; h++) {
+            const int64_t row = token * per_token + h;
+            const int64_t at = ((rows->token_in_pass + rows->first_token + token) * a->heads + rows->kv_head * per_token + h) * dim;
+            for (int64_t i = 0; i < dim; i += LANES)
+                store(a->out, at + i, a->is_bf16, load(sums, row * dim + i, 0, dim - i) / states[row].total, dim - i);
+        }
+}
+
+// How the work on a text is cut: into tiles of tokens for each KV head, and where these are few, into splits, too.
+typedef struct {
+    int64_t tile, tiles, splits, units, rows;  // tokens of a tile; rows: of the text's partial results per split
+    int64_t first_unit, first_token;
+    int by_split;
+    State *states;
+    float *sums;
+} Work;
+
+// Returns 0, or 1 where there was no memory.
+int attend(const Attention *a, int64_t count, int threads) {
+    const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
+    Work *work = malloc(count * sizeof(Work));
+    if (!work) return 1;
+    int64_t units = 0, tokens = 0, partial = 0;
+    for (int64_t n = 0; n < count; n++) {
+        const Text *t = &a->texts[n];
+        Work *w = &work[n];
+        w->tile = FEW / per_token < t->count ? FEW / per_token : t->count;
+        w->tiles = (t->count + w->tile - 1) / w->tile;
+        w->splits = (t->length + t->count + SPLIT - 1) / SPLIT;
+        w->by_split = w->splits > 1 && w->tiles * a->kv_heads * count < 4 * threads;
+        w->rows = t->count * a->heads;
+        w->first_unit = units, w->first_token = tokens;
+        w->units = a->kv_heads * w->tiles * (w->by_split ? w->splits : 1);
+        units += w->units, tokens += t->count;
+        if (w->by_split) partial += w->splits * w->rows;
+    }
+    float *sums = NULL;
+    State *states = NULL;
+    if (partial) {
+        sums = malloc(partial * dim * sizeof(float));
+        states = malloc(partial * sizeof(State));
+        if (!sums || !states) {
+            free(work), free(sums), free(states);
+            return 1;
+        }
+        int64_t at = 0;
+        for (int64_t n = 0; n < count; n++) {
+            work[n].states = states + at, work[n].sums = sums + at * dim;
+            if (work[n].by_split) at += work[n].splits * work[n].rows;
+        }
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        float queries[FEW * MOST_DIM] __attribute__((aligned(64)));
+        float own[FEW * MOST_DIM], others[FEW * MOST_DIM];
+        State own_states[FEW], other_states[FEW];
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < units; unit++) {
+            int64_t n = 0;
+            while (n + 1 < count && work[n + 1].first_unit <= unit) n++;
+            const Work *w = &work[n];
+            const int64_t place = unit - w->first_unit, split = w->by_split ? place % w->splits : 0;
+            const int64_t tile = (w->by_split ? place / w->splits : place) % w->tiles;
+            Rows rows = {a, &a->texts[n], place / (w->by_split ? w->splits : 1) / w->tiles, tile * w->tile, w->tile, w->first_token};
+            if (rows.first_token + rows.tokens > rows.text->count) rows.tokens = rows.text->count - rows.first_token;
+            const int64_t all = rows.tokens * per_token;
+            gather_queries(&rows, queries);
+            if (w->by_split) {
+                // Partial results stand by split, KV head and token.
+                const int64_t at = split * w->rows + rows.kv_head * rows.text->count * per_token + rows.first_token * per_token;
+                for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
+                attend_split(&rows, queries, split * SPLIT, w->states + at, w->sums + at * dim);
+                continue;
+            }
+            const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
+            for (int64_t start = 0; start < end; start += SPLIT) {
+                State *to = start ? other_states : own_states;
+                for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
+                attend_split(&rows, queries, start, to, start ? others : own);
+                if (start)
+                    for (int64_t r = 0; r < all; r++) merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
+            }
+            write_outputs(&rows, own_states, own);
+        }
+        for (int64_t n = 0; n < count; n++) {
+            const Work *w = &work[n];
+            if (!w->by_split) continue;
+#pragma omp for schedule(static) nowait
+            for (int64_t place = 0; place < a->kv_heads * a->texts[n].count; place++) {
+                const int64_t kv_head = place / a->texts[n].count, token = place % a->texts[n].count;
+                const int64_t at = (kv_head * a->texts[n].count + token) * per_token;
+                for (int64_t split = 1; split < w->splits; split++)
+                    for (int64_t r = at; r < at + per_token; r++) {
+                        const int64_t other = split * w->rows + r;
+                        merge(&w->states[r], w->sums + r * dim, w->states[other], w->sums + other * dim, dim);
+                    }
+                const Rows rows = {a, &a->texts[n], kv_head, token, 1, w->first_token};
+                write_outputs(&rows, w->states + at, w->sums + at * dim);
+            }
+        }
+    }
+    free(work), free(sums), free(states);
+    return 0;
+}

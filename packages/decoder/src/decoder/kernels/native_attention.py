@@ -1,0 +1,101 @@
+"""Attention by the native library: all texts of a pass in one call, each token over the keys that it sees."""
+
+from collections.abc import Sequence
+from ctypes import byref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from decoder.kernels import native
+from decoder.kernels.native import Attention, Text
+
+if TYPE_CHECKING:
+    from decoder.kernels.self_test import AttentionShape
+
+SPLIT = 256
+"""Keys whose weights the library sums together."""
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NewTokens(NamedTuple):
+    """One text's new tokens.
+
+    Attributes:
+        length: the cached tokens' number.
+        tokens: how many they are, t.
+        mask: which of them sees which, bool [t, t], contiguous, parents before children; None is plain causal.
+    """
+
+    length: int
+    tokens: int
+    mask: torch.Tensor | None
+
+
+def unavailable(shape: "AttentionShape", device: torch.device) -> str | None:
+    """Why the library does not attend with heads of this shape; None if it does."""
+    if device.type != "cpu":
+        return "for a CPU only"
+    if shape.dtype not in _DTYPES:
+        return "for float32 and bfloat16"
+    try:
+        library = native.library()
+    except native.NativeUnavailable as error:
+        return str(error)
+    if max(shape.dim, shape.value_dim) > library.most_dim():
+        return f"for heads of at most {library.most_dim()} numbers"
+    most = library.rows_held()
+    return f"for at most {most} query heads to a KV head" if shape.heads > most * shape.kv_heads else None
+
+
+def native_attention(
+    heads: torch.Tensor,
+    query_heads: int,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    new: Sequence[NewTokens],
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of the new tokens of several texts, which stand behind each other, each over its own text.
+
+    A token's numbers depend on its query and on the keys and values that it sees, in the order of the text, and on
+    nothing else that is in the call.
+
+    Args:
+        heads: [T, H or more, D], the first H of each token its queries; rows of all heads stand side by side.
+        query_heads: H.
+        keys, values: by text [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones, the numbers
+            of each side by side.
+        new: by text its new tokens.
+
+    Returns:
+        [T, H x Dv], in the queries' dtype.
+
+    Raises:
+        MemoryError: there is no memory for partial results.
+    """
+    texts = (Text * len(keys))()
+    for text, key, value, own in zip(texts, keys, values, new, strict=True):
+        _, text.key_head, text.key_slot, _ = key.stride()
+        _, text.value_head, text.value_slot, _ = value.stride()
+        text.keys, text.values = key.data_ptr(), value.data_ptr()
+        text.length, text.count = own.length, own.tokens
+        text.mask = None if own.mask is None else own.mask.data_ptr()
+    tokens, _, dim = heads.shape
+    value_dim = values[0].shape[3]
+    out = heads.new_empty(tokens, query_heads * value_dim)
+    call = Attention(
+        texts,
+        heads.data_ptr(),
+        out.data_ptr(),
+        heads.stride(0),
+        query_heads,
+        keys[0].shape[1],
+        dim,
+        value_dim,
+        scaling,
+        heads.dtype == torch.bfloat16,
+    )
+    if native.library().attend(byref(call), len(keys), torch.get_num_threads()):
+        raise MemoryError("no memory for the partial results of attention")
+    return out

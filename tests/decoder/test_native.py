@@ -1,0 +1,236 @@
+"""The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
+
+import subprocess
+
+import pytest
+import torch
+from torch import nn
+
+from decoder import Decoder, SamplingParams
+from decoder.kernels import native, native_attention
+from decoder.kernels.attention import _one_softmax
+from decoder.kernels.fast_paths import NATIVE
+from decoder.kernels.native_attention import SPLIT, NewTokens
+from decoder.kernels.packed_weight import NativeWeight, pack
+from decoder.model import fused_layer
+
+from .conftest import all_heads, tiny_llama
+from .test_bitwise_split_kv import random_tree
+
+needs_native = pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SAMPLING = SamplingParams(temperature=0.9, seed=3)
+
+
+def case(length, new, dtype, heads=6, kv_heads=2, dim=16, value_dim=None, spare=3):
+    """Heads as layers make them, and a cache with nothing but NaN behind the new tokens."""
+    torch.manual_seed(length)
+    rows = torch.randn(new, heads + 2 * kv_heads, dim).to(dtype)
+    pairs = [torch.randn(1, kv_heads, length + new + spare, size).to(dtype) for size in (dim, value_dim or dim)]
+    for buffer in pairs:
+        buffer[:, :, length + new :] = torch.nan
+    return rows, *pairs
+
+
+def attend(rows, key, value, length, mask=None, heads=6):
+    return native_attention.native_attention(rows, heads, [key], [value], [NewTokens(length, len(rows), mask)], 0.3)
+
+
+def obvious(rows, key, value, length, mask=None, heads=6):
+    """One masked softmax in float64."""
+    new = len(rows)
+    seen = torch.ones(new, new, dtype=torch.bool).tril() if mask is None else mask
+    wide = (pairs[:, :, : length + new].double() for pairs in (key, value))
+    output = _one_softmax(rows[None, :, :heads].transpose(1, 2).double(), *wide, ~seen, 0.3)
+    return output[0].transpose(0, 1).flatten(1)
+
+
+def near(found, expected, dtype):
+    return float((found.double() - expected).abs().max()) <= TOLERANCE[dtype] * float(expected.abs().max())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [0, 1, 15, 63, 64, SPLIT - 9, SPLIT - 1, SPLIT, 2 * SPLIT + 7, 1500])
+def test_a_node_has_the_bits_it_has_alone_and_those_of_softmax(length, dtype):
+    tree = random_tree(length)
+    mask = tree.ancestor_mask()
+    rows, key, value = case(length, len(tree), dtype)
+    found = attend(rows, key, value, length, mask)
+    assert near(found, obvious(rows, key, value, length, mask), dtype)
+    for node in range(len(tree)):
+        path = tree.path(node)
+        own = [pairs[:, :, : length + len(path)].clone() for pairs in (key, value)]
+        for mine, theirs in zip(own, (key, value), strict=True):
+            mine[:, :, length:] = theirs[:, :, [length + at for at in path]]
+        assert torch.equal(attend(rows[node : node + 1], *own, length + len(path) - 1)[0], found[node]), node
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [0, 100, SPLIT - 5, 3000])
+def test_a_prompt_in_pieces_of_any_size_and_on_any_number_of_threads_has_the_same_bits(length, dtype):
+    new = 2 * SPLIT + 30
+    rows, key, value = case(length, new, dtype)
+    whole = attend(rows, key, value, length)
+    assert near(whole, obvious(rows, key, value, length), dtype)
+    for size in (1, 7, 100):
+        first = new - 2 * size
+        for start in (first, first + size):
+            part = attend(rows[start : start + size], key, value, length + start)
+            assert torch.equal(part, whole[start : start + size])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(attend(rows, key, value, length), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, value_dim", [(4, 4, 8, 8), (8, 1, 40, 24), (48, 1, 64, 64), (3, 3, 256, 96)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_all_shapes(heads, kv_heads, dim, value_dim, dtype):
+    tree = random_tree(5)
+    rows, key, value = case(300, len(tree), dtype, heads, kv_heads, dim, value_dim)
+    found = attend(rows, key, value, 300, tree.ancestor_mask(), heads)
+    assert near(found, obvious(rows, key, value, 300, tree.ancestor_mask(), heads), dtype)
+
+
+@needs_native
+def test_texts_of_one_call_have_the_bits_they_have_alone():
+    trees = [random_tree(seed, nodes) for seed, nodes in ((1, 1), (2, 9), (3, 16), (4, 2))]
+    lengths = (700, 0, 255, 40)
+    cases = [case(length, len(tree), torch.float32) for length, tree in zip(lengths, trees, strict=True)]
+    new = [NewTokens(length, len(tree), tree.ancestor_mask()) for length, tree in zip(lengths, trees, strict=True)]
+    rows, keys, values = zip(*cases, strict=True)
+    together = native_attention.native_attention(torch.cat(rows), 6, keys, values, new, 0.3)
+    for own, *given, found in zip(rows, keys, values, new, together.split([len(tree) for tree in trees]), strict=True):
+        key, value, tokens = given
+        assert torch.equal(attend(own, key, value, tokens.length, tokens.mask), found)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (7, 33), (64, 96), (129, 200)])
+def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs).to(torch.bfloat16 if short else torch.float32).to(dtype)
+    bias, x = torch.randn(outputs).to(dtype), torch.randn(113, inputs).to(dtype)
+    product = pack([weight], [bias])
+    if dtype == torch.bfloat16 or short:
+        assert isinstance(product, NativeWeight)
+    product = NativeWeight(weight, bias)
+    found = product(x.to(product.dtype))
+    assert near(found, x.double() @ weight.double().T + bias.double(), dtype)
+    for count in (1, 2, 3, 5, 8, 11, 12, 13, 25, 97):
+        assert torch.equal(product(x[-count:].to(product.dtype)), found[-count:])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_that_gives_wrong_numbers_is_left_off(dtype, monkeypatch):
+    if not native.multiplies(dtype):
+        pytest.skip("this processor does not multiply bfloat16")
+    model = tiny_llama(dtype)
+    layers = fused_layer.fused_layers(Decoder(model).target.replacements() and model.modules())
+    layer, fused = next(iter(layers.items()))
+    assert fused._native is not None and fused_layer.fused_layer_fault(layer, fused) is None
+    behind = type(fused._native).behind_attention
+    monkeypatch.setattr(
+        type(fused._native), "behind_attention", lambda self, attended, hidden: behind(self, attended, hidden) * 1.2
+    )
+    assert "hidden states" in fused_layer.fused_layer_fault(layer, fused)
+
+
+@needs_native
+def test_attention_that_gives_wrong_numbers_is_left_off_with_a_warning(prompt, monkeypatch):
+    expected = Decoder(tiny_llama(torch.float32), bitwise=False).generate(prompt, 30, "ar", SAMPLING).token_ids
+    right = native_attention.native_attention
+    for module in ("kernels.self_test", "kernels.attention"):
+        monkeypatch.setattr(f"decoder.{module}.native_attention", lambda *given: right(*given) * 1.1)
+    monkeypatch.setattr("decoder.kernels.fast_paths._outcomes", {})
+    with pytest.warns(UserWarning, match=f"{NATIVE} left off"):
+        dec = Decoder(tiny_llama(torch.float32))
+    assert dec.generate(prompt, 30, "ar", SAMPLING).token_ids == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch, dtype):
+    """In float32; in bfloat16 roundings differ, and what must be the same is each method's text."""
+    texts = []
+    for left_off in (False, True):
+        if left_off:
+            monkeypatch.setattr(native, "_loaded", lambda: "left off")
+        model = tiny_llama(dtype)
+        dec = Decoder(model, heads=all_heads(model))
+        own = [dec.generate(prompt, 60, method, SAMPLING).token_ids for method in ("ar", "auto", "tokenswift")]
+        assert own[0] == own[1] == own[2]
+        texts.append(own[0])
+    assert dtype == torch.bfloat16 or texts[0] == texts[1]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch, tmp_path):
+    """The library has not been asked for, and the user's cache folder is empty."""
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@needs_native
+def test_it_is_compiled_once(uncompiled, monkeypatch):
+    assert native.available()
+    [made] = (uncompiled / "tokenswift-decoder").iterdir()
+    run = subprocess.run
+
+    def only_version(command, **options):
+        assert command[1:] == ("--version",)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", only_version)
+    assert native.available()
+    assert [made] == list((uncompiled / "tokenswift-decoder").iterdir())
+
+
+@needs_native
+def test_a_folder_that_cannot_be_written_to_is_made_up_for(uncompiled, monkeypatch):
+    (uncompiled / "tokenswift-decoder").write_text("in the way")
+    assert native.available()
+
+
+@pytest.mark.parametrize(
+    "what, reason",
+    [
+        ("no compiler", "no C compiler (cc or gcc) is installed"),
+        ("another machine", "for Linux on x86-64, not linux on riscv64"),
+        ("old processor", "the processor has no AVX2"),
+        ("broken compiler", "failed: "),
+        ("broken library", "what the compiler made cannot be loaded: "),
+    ],
+)
+def test_where_it_cannot_be_had_pytorch_does_all_and_the_report_says_why(uncompiled, monkeypatch, prompt, what, reason):
+    if what == "no compiler":
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    elif what == "another machine":
+        monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
+    elif what == "old processor":
+        monkeypatch.setattr(native, "_processor", lambda: "sse2 fma")
+    elif what == "broken compiler":
+        monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
+    else:
+        file = uncompiled / "other.so"
+        file.write_text("not a library")
+        monkeypatch.setattr(native, "_compiled", lambda: file)
+    assert not native.available()
+    dec = Decoder(tiny_llama(torch.float32))
+    [line] = [line for line in dec.report().splitlines() if NATIVE in line]
+    assert " off " in line and reason in line
+    layer = nn.Linear(8, 4)
+    assert not isinstance(pack([layer.weight], [layer.bias]), NativeWeight)
+    plain = dec.generate(prompt, 20, "ar", SAMPLING)
+    assert dec.generate(prompt, 20, "suffix", SAMPLING).token_ids == plain.token_ids
