@@ -1,18 +1,22 @@
 """The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
 
+import multiprocessing
 import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from decoder import Decoder, SamplingParams
+from decoder.cache.full import FullCache
 from decoder.kernels import native, native_attention
 from decoder.kernels.attention import _one_softmax
 from decoder.kernels.fast_paths import NATIVE
-from decoder.kernels.native_attention import SPLIT, NewTokens
+from decoder.kernels.native_attention import NewTokens
 from decoder.kernels.packed_weight import NativeWeight, pack
 from decoder.model import fused_layer
+from decoder.sampling.token_tree import TokenTree
 
 from .conftest import all_heads, tiny_llama
 from .test_bitwise_split_kv import random_tree
@@ -20,6 +24,7 @@ from .test_bitwise_split_kv import random_tree
 needs_native = pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SPLIT = 256  # keys that are summed together
 SAMPLING = SamplingParams(temperature=0.9, seed=3)
 
 
@@ -234,3 +239,56 @@ def test_where_it_cannot_be_had_pytorch_does_all_and_the_report_says_why(uncompi
     assert not isinstance(pack([layer.weight], [layer.bias]), NativeWeight)
     plain = dec.generate(prompt, 20, "ar", SAMPLING)
     assert dec.generate(prompt, 20, "suffix", SAMPLING).token_ids == plain.token_ids
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_token_does_not_see_may_be_no_number(dtype):
+    """A later token of the same piece of a prompt, whose weight of zero would not hide it."""
+    rows, key, value = case(100, 9, dtype)
+    whole = attend(rows, key, value, 100)
+    for number in (torch.nan, torch.inf):
+        key[:, :, 105], value[:, :, 105] = number, number
+        found = attend(rows, key, value, 100)
+        assert torch.equal(found[:5], whole[:5]) and not found[5:].isfinite().any()
+
+
+@needs_native
+def test_a_forked_process_takes_one_thread_and_does_not_wait_for_others():
+    threads = torch.get_num_threads()
+    rows, key, value = case(700, 9, torch.float32)
+    try:
+        torch.set_num_threads(2)
+        whole = attend(rows, key, value, 700)
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: sys.exit(not torch.equal(attend(rows, key, value, 700), whole))
+        )
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_native
+@pytest.mark.parametrize("others", DTYPES, ids=["float32", "bfloat16"])
+def test_layers_whose_parts_have_several_dtypes(prompt, others):
+    """Norms in float32 beside products in bfloat16, or an embedding in another dtype than the layers."""
+    mixed = tiny_llama(torch.bfloat16)
+    if others == torch.float32:
+        for module in mixed.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.float()
+    else:
+        mixed = tiny_llama(torch.float32)
+        mixed.model.embed_tokens.bfloat16()
+    whole = tiny_llama(torch.float32)
+    dec, plain = Decoder(mixed, bitwise=False), Decoder(whole, bitwise=False)
+    caches = []
+    for one in (dec, plain):
+        caches.append(FullCache(len(prompt) + 1))
+        with torch.inference_mode(), one.target.patched():
+            one.target.prefill(prompt[:-1], caches[-1])
+            [seen] = one.target.forward([TokenTree(prompt[-1])], [caches[-1]])
+            caches[-1] = seen.logits.double()
+    assert (caches[0] - caches[1]).norm() <= 0.05 * caches[1].norm()

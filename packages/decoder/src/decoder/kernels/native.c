@@ -31,8 +31,11 @@ enum { SPLIT = 256, BLOCK = 64 };  // keys whose weights are summed together, an
 enum { TILE = 6 };                 // rows of attention that share a register tile
 enum { FEW = 48 };                 // rows of attention whose scores a core holds at a time
 enum { MOST_DIM = 256 };
+enum { MOST_PARTIAL = 1 << 24 };  // numbers of attention over splits that wait to be merged
 
 #define INLINE static inline __attribute__((always_inline))
+// What is added and multiplied in one place only has one order, whatever the compiler makes of it.
+#define ONCE static __attribute__((noinline))
 
 // ---------------------------------------------------------------------------------------------------------- numbers
 
@@ -100,7 +103,7 @@ INLINE vec exponential(vec x) {
 
 // --------------------------------------------------------------------------------------------------------- products
 
-// x W^T + b. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in pairs of inputs, of
+// x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in pairs of inputs, of
 // which the lower half of a word is the first.
 typedef struct {
     int64_t inputs, outputs;
@@ -119,7 +122,7 @@ typedef struct {
 typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS } Kind;
 
 // Write the sums of a tile.
-static __attribute__((noinline)) void finish(
+ONCE void finish(
     int rows, int panels, const vec *sums, const Product *p, int64_t row, int64_t panel, const Out *out) {
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < panels * 2; i++) {
@@ -184,7 +187,7 @@ INLINE void tile(
                     (kind == BF16_WEIGHTS ? wide[r * inputs + inputs - 1] : widened(narrow[r * inputs + inputs - 1])) * low;
         }
     }
-    vec done[MOST_ROWS * 2];
+    vec done[MOST_ROWS * 2];  // a copy, so that the sums themselves stay in registers
 #pragma GCC unroll 24
     for (int i = 0; i < rows * panels * 2; i++) done[i] = sums[i];
     finish(rows, panels, done, p, row, panel, out);
@@ -217,12 +220,14 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
     }
 }
 
-// A thread's share of a product. x is bfloat16 only where bfloat16 numbers can be multiplied, see `multiplies_bf16`.
-static void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
+// A thread's share of a product. x is bfloat16 only where `multiplies_bf16`.
+static void share(const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int thread, int threads) {
     const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
     const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
     if (!p->weight_is_bf16) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
+#if defined(__AVX512BF16__)
     else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
+#endif
     else panels_of(BF16_WEIGHTS, p, x, rows, out, first, last);
 }
 
@@ -240,6 +245,8 @@ int rows_together(void) { return CHUNK; }
 
 int rows_held(void) { return FEW; }
 
+int keys_together(void) { return SPLIT; }
+
 int most_dim(void) { return MOST_DIM; }
 
 void linear(const Product *p, const void *x, int64_t rows, int is_bf16, void *y, int threads) {
@@ -251,7 +258,7 @@ void linear(const Product *p, const void *x, int64_t rows, int is_bf16, void *y,
 // ------------------------------------------------------------------------------------------------------------ layers
 
 // x / sqrt(mean(x^2) + eps) * weight.
-static void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {
+ONCE void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {
     vec squares = {0};
     for (int64_t i = 0; i < size; i += LANES) {
         const vec part = load(x, i, x_is_bf16, size - i);
@@ -270,12 +277,10 @@ typedef struct {
     float eps, head_eps;
 } Layer;
 
-INLINE const void *row_of(const void *x, int64_t at, int is_bf16) {
-    return is_bf16 ? (const void *)((const uint16_t *)x + at) : (const void *)((const float *)x + at);
-}
+INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x + at * (is_bf16 ? 2 : 4); }
 
 // Queries and keys are normalised, if they have a norm, and rotated; values are left as they are.
-static void turn(const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
+ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
     const int64_t dim = l->dim, half = dim / 2, turned = l->heads + l->kv_heads, all = l->qkv.outputs / dim;
     for (int64_t head = 0; head < all; head++, heads += dim, at += dim) {
         if (head < turned) {
@@ -308,7 +313,7 @@ void before_attention(
             const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
             for (int64_t r = thread; r < count; r += all)
                 norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
-                     (void *)row_of(normed, r * l->size, is_bf16), is_bf16);
+                     row_of(normed, r * l->size, is_bf16), is_bf16);
 #pragma omp barrier
             const Out to = {heads, NULL, 0, 0};
             share(&l->qkv, normed, is_bf16, count, &to, thread, all);
@@ -337,7 +342,7 @@ void behind_attention(
 #pragma omp barrier
             for (int64_t r = thread; r < count; r += all)
                 norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size,
-                     (void *)row_of(normed, r * l->size, is_bf16), is_bf16);
+                     row_of(normed, r * l->size, is_bf16), is_bf16);
 #pragma omp barrier
             const Out to_gate_up = {gate_up, NULL, 0, 0};
             share(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
@@ -354,7 +359,7 @@ void behind_attention(
                     store(gated, r * width + i, is_bf16, silu * up, left);
                 }
 #pragma omp barrier
-            const Out to_y = {(void *)row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
+            const Out to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
             share(&l->down, gated, is_bf16, count, &to_y, thread, all);
 #pragma omp barrier
         }
@@ -468,8 +473,15 @@ INLINE void score_tile(const int count, const float *queries, int64_t dim, const
     }
 }
 
-// Weighted sums [count, value_dim] of the values in some slots; weights have rows of SPLIT numbers.
-INLINE void value_tile(const int count, const Rows *rows, const int32_t *slots, int64_t keys, const float *weights, float *out) {
+// Weighted sums [count, value_dim] of the values in some slots, `seen` of them for each row; weights have rows of SPLIT
+// numbers.
+INLINE void value_tile(
+    const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights, float *out) {
+    int64_t least = seen[0], most = seen[0];
+    for (int r = 1; r < count; r++) {
+        least = seen[r] < least ? seen[r] : least;
+        most = seen[r] > most ? seen[r] : most;
+    }
     const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
     const int64_t head = rows->kv_head * rows->text->value_head;
     const int is_bf16 = rows->a->is_bf16;
@@ -479,7 +491,7 @@ INLINE void value_tile(const int count, const Rows *rows, const int32_t *slots, 
         for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
         const int64_t left = dim - first;
 #define OVER_KEYS(number)                                                                         \
-    for (int64_t k = 0; k < keys; k++) {                                                          \
+    for (int64_t k = 0; k < least; k++) {                                                         \
         const int64_t at = head + slots[k] * slot + first;                                        \
         vec value[WIDE];                                                                          \
         _Pragma("GCC unroll 4") for (int i = 0; i < WIDE; i++) value[i] = number;                 \
@@ -493,6 +505,17 @@ INLINE void value_tile(const int count, const Rows *rows, const int32_t *slots, 
         } else {
             OVER_KEYS(i * LANES < left ? load(rows->text->values, at + i * LANES, is_bf16, left - i * LANES) : (vec){0})
         }
+        // What a row does not see may be no number, which a weight of zero would not hide.
+        for (int64_t k = least; k < most; k++)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; i++) {
+                if (i * LANES >= left) break;
+                const int64_t at = head + slots[k] * slot + first + i * LANES;
+                const vec value = load(rows->text->values, at, is_bf16, left - i * LANES);
+#pragma GCC unroll 6
+                for (int r = 0; r < count; r++)
+                    if (k < seen[r]) sums[r * WIDE + i] += weights[r * SPLIT + k] * value;
+            }
 #pragma GCC unroll 6
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 4
@@ -519,7 +542,7 @@ static void prefetch(const Attention *a, const void *from, int64_t head, int64_t
 }
 
 // Rows over the keys of one split: `seen` of them each, in `slots` by position. Fills states and sums of values.
-static void over_split(
+ONCE void over_split(
     const Rows *rows, const float *queries, int64_t count, const int32_t *slots, const int32_t *seen, State *states,
     float *sums) {
     const Attention *a = rows->a;
@@ -556,12 +579,12 @@ static void over_split(
         states[r] = (State){largest, sum(total)};
     }
     for (int64_t r = 0; r < count; r += TILE)
-        BY_COUNT(count - r, value_tile(N, rows, slots, most, scores + r * SPLIT, sums + r * a->value_dim))
+        BY_COUNT(count - r, value_tile(N, rows, slots, seen + r, scores + r * SPLIT, sums + r * a->value_dim))
 }
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
-// are left out. Returns the first token that sees any of its keys.
-static int64_t attend_split(const Rows *rows, const float *queries, int64_t start, State *states, float *sums) {
+// are left out.
+static void attend_split(const Rows *rows, const float *queries, int64_t start, State *states, float *sums) {
     const Text *t = rows->text;
     const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->dim, value_dim = rows->a->value_dim;
     int32_t slots[SPLIT], seen[FEW];
@@ -569,6 +592,7 @@ static int64_t attend_split(const Rows *rows, const float *queries, int64_t star
         // All rows look at the same slots.
         int64_t first = 0;
         if (!t->mask && start - t->length > rows->first_token) first = start - t->length - rows->first_token;
+        if (first >= rows->tokens) return;
         for (int64_t k = 0; k < SPLIT; k++) slots[k] = (int32_t)(start + k);
         for (int64_t token = first; token < rows->tokens; token++) {
             const int64_t all = t->mask ? SPLIT : t->length + rows->first_token + token + 1 - start;
@@ -578,7 +602,7 @@ static int64_t attend_split(const Rows *rows, const float *queries, int64_t star
         const int64_t skipped = first * per_token;
         over_split(rows, queries + skipped * dim, (rows->tokens - first) * per_token, slots, seen, states + skipped,
                    sums + skipped * value_dim);
-        return first;
+        return;
     }
     for (int64_t token = 0; token < rows->tokens; token++) {
         // Each token has its own path behind the text.
@@ -595,12 +619,11 @@ static int64_t attend_split(const Rows *rows, const float *queries, int64_t star
             over_split(rows, queries + token * per_token * dim, per_token, slots, seen, states + token * per_token,
                        sums + token * per_token * value_dim);
     }
-    return 0;
 }
 
 // Add what a row saw in a later split.
-static void merge(State *to, float *sums, State other, const float *others, int64_t dim) {
-    if (other.largest == -INFINITY) return;
+ONCE void merge(State *to, float *sums, State other, const float *others, int64_t dim) {
+    if (other.total == 0) return;  // it saw nothing there
     const float largest = other.largest > to->largest ? other.largest : to->largest;
     const float kept = exponential(splat(to->largest - largest))[0], added = exponential(splat(other.largest - largest))[0];
     to->largest = largest;
@@ -652,11 +675,12 @@ int attend(const Attention *a, int64_t count, int threads) {
     for (int64_t n = 0; n < count; n++) {
         const Text *t = &a->texts[n];
         Work *w = &work[n];
-        w->tile = FEW / per_token < t->count ? FEW / per_token : t->count;
+        w->tile = FEW / per_token < 1 ? 1 : FEW / per_token < t->count || !t->count ? FEW / per_token : t->count;
         w->tiles = (t->count + w->tile - 1) / w->tile;
         w->splits = (t->length + t->count + SPLIT - 1) / SPLIT;
-        w->by_split = w->splits > 1 && w->tiles * a->kv_heads * count < 4 * threads;
         w->rows = t->count * a->heads;
+        w->by_split = w->splits > 1 && w->tiles * a->kv_heads < 4 * threads &&
+                      (partial + w->splits * w->rows) * dim <= MOST_PARTIAL;
         w->first_unit = units, w->first_token = tokens;
         w->units = a->kv_heads * w->tiles * (w->by_split ? w->splits : 1);
         units += w->units, tokens += t->count;
@@ -687,9 +711,9 @@ int attend(const Attention *a, int64_t count, int threads) {
             int64_t n = 0;
             while (n + 1 < count && work[n + 1].first_unit <= unit) n++;
             const Work *w = &work[n];
-            const int64_t place = unit - w->first_unit, split = w->by_split ? place % w->splits : 0;
-            const int64_t tile = (w->by_split ? place / w->splits : place) % w->tiles;
-            Rows rows = {a, &a->texts[n], place / (w->by_split ? w->splits : 1) / w->tiles, tile * w->tile, w->tile, w->first_token};
+            const int64_t place = unit - w->first_unit, splits = w->by_split ? w->splits : 1;
+            const int64_t split = place % splits, tile = place / splits % w->tiles;
+            Rows rows = {a, &a->texts[n], place / splits / w->tiles, tile * w->tile, w->tile, w->first_token};
             if (rows.first_token + rows.tokens > rows.text->count) rows.tokens = rows.text->count - rows.first_token;
             const int64_t all = rows.tokens * per_token;
             gather_queries(&rows, queries);

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -100,7 +101,7 @@ _ARGUMENTS = {
     "before_attention": (POINTER(Layer), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
     "behind_attention": (POINTER(Layer), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
     "attend": (POINTER(Attention), c_int64, c_int),
-    **dict.fromkeys(("multiplies_bf16", "panel_width", "rows_together", "rows_held", "most_dim"), ()),
+    **dict.fromkeys(("multiplies_bf16", "panel_width", "rows_together", "rows_held", "keys_together", "most_dim"), ()),
 }
 
 
@@ -135,6 +136,23 @@ def available() -> bool:
     return not isinstance(_loaded(), str)
 
 
+def threads() -> int:
+    """How many threads a call takes: PyTorch's number, but one in a process that was forked from one that had called.
+
+    OpenMP's threads do not come along, and a call for several would wait for them for ever.
+    """
+    return 1 if _forked else torch.get_num_threads()
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _loaded.cache_info().currsize > 0
+
+
+_forked = False
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether products and layers of this dtype can be had here."""
     return available() and (dtype == torch.float32 or (dtype == torch.bfloat16 and bool(library().multiplies_bf16())))
@@ -147,9 +165,17 @@ def _compiled() -> Path:
     processor = _processor()
     if not {"avx2", "fma"} <= set(processor.split()):
         raise NativeUnavailable("the processor has no AVX2")
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
+    compilers = [found for name in _COMPILERS if (found := shutil.which(name))]
+    if not compilers:
         raise NativeUnavailable(f"no C compiler ({' or '.join(_COMPILERS)}) is installed")
+    for compiler in compilers[:-1]:
+        # The first may be another one under the usual name.
+        with suppress(NativeUnavailable):
+            return _made_by(compiler, processor)
+    return _made_by(compilers[-1], processor)
+
+
+def _made_by(compiler: str, processor: str) -> Path:
     version = _run(compiler, "--version")
     key = hashlib.sha256("\0".join((_SOURCE.read_text(), version, processor, *_FLAGS)).encode()).hexdigest()[:16]
     file = _folder() / f"native-{key}.so"
@@ -171,12 +197,12 @@ def _processor() -> str:
 def _folder() -> Path:
     """Where compiled libraries are kept: in the user's cache folder, or else in a new one that goes with the machine's
     temporary files."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenswift-decoder"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenswift-decoder"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home folder is the latter
         pass
     return Path(tempfile.mkdtemp(prefix="tokenswift-decoder-"))
 

@@ -12,9 +12,6 @@ from decoder.kernels.native import Attention, Text
 if TYPE_CHECKING:
     from decoder.kernels.self_test import AttentionShape
 
-SPLIT = 256
-"""Keys whose weights the library sums together."""
-
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -64,8 +61,7 @@ def native_attention(
     Args:
         heads: [T, H or more, D], the first H of each token its queries; rows of all heads stand side by side.
         query_heads: H.
-        keys, values: by text [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones, the numbers
-            of each side by side.
+        keys, values: by text [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones.
         new: by text its new tokens.
 
     Returns:
@@ -74,6 +70,10 @@ def native_attention(
     Raises:
         MemoryError: there is no memory for partial results.
     """
+    given = heads.dtype
+    dtype = given if given in _DTYPES else torch.float32
+    heads = heads.to(dtype)
+    keys, values = ([_in_rows(pairs.to(dtype)) for pairs in each] for each in (keys, values))
     texts = (Text * len(keys))()
     for text, key, value, own in zip(texts, keys, values, new, strict=True):
         _, text.key_head, text.key_slot, _ = key.stride()
@@ -96,6 +96,11 @@ def native_attention(
         scaling,
         heads.dtype == torch.bfloat16,
     )
-    if native.library().attend(byref(call), len(keys), torch.get_num_threads()):
+    if native.library().attend(byref(call), len(keys), native.threads()):
         raise MemoryError("no memory for the partial results of attention")
-    return out
+    return out.to(given)
+
+
+def _in_rows(pairs: torch.Tensor) -> torch.Tensor:
+    """Keys or values with the numbers of each side by side."""
+    return pairs if pairs.stride(3) == 1 else pairs.contiguous()

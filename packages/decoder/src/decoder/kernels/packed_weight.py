@@ -45,16 +45,19 @@ class NativeWeight:
     Attributes:
         product: what the library reads.
 
+    Args:
+        short: whether all weights are bfloat16 numbers; None if that is to be found out.
+
     Raises:
         NativeUnavailable: there is no library.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, short: bool | None = None):
         self.dtype = weight.dtype if native.multiplies(weight.dtype) else torch.float32
         weight, lanes = weight.detach(), native.library().panel_width() // 2
         outputs, inputs = weight.shape
         panels = -(-outputs // (2 * lanes))
-        short = weight.dtype == torch.bfloat16 or _bf16_holds(weight)
+        short = _bf16_holds(weight) if short is None else short
         # In panels of outputs, [panels, inputs, 2 x lanes]; bfloat16 in pairs of inputs, [panels, pairs, 2 x lanes, 2].
         if short:
             whole = torch.zeros(panels * 2 * lanes, inputs + inputs % 2, dtype=torch.bfloat16)
@@ -74,7 +77,7 @@ class NativeWeight:
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._outputs)
         rows = out.numel() // self._outputs
-        self._multiply(self._given, x.data_ptr(), rows, self._is_bf16, out.data_ptr(), torch.get_num_threads())
+        self._multiply(self._given, x.data_ptr(), rows, self._is_bf16, out.data_ptr(), native.threads())
         return out
 
 
@@ -120,13 +123,13 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     bias = torch.cat(given) if given else None
     if not exact and weight.dtype == torch.float32 and native.available():
         weight = weight.bfloat16().float()
-    if native.available() and (weight.dtype == torch.bfloat16 or _bf16_holds(weight)):
-        return NativeWeight(weight, bias)
+    if native.available() and _bf16_holds(weight):
+        return NativeWeight(weight, bias, short=True)
     half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
     half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
     if half:
         return HalfWeight(weight, bias)
-    return NativeWeight(weight, bias) if native.available() else OneDnnWeight(weight, bias)
+    return NativeWeight(weight, bias, short=False) if native.available() else OneDnnWeight(weight, bias)
 
 
 def onednn_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -138,6 +141,8 @@ def onednn_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _bf16_holds(weight: torch.Tensor) -> bool:
     """Whether all numbers of a matrix are bfloat16 numbers."""
+    if weight.dtype == torch.bfloat16:
+        return True
     parts = weight.detach().split(max(1, _CHECKED_AT_ONCE // weight.shape[1]))
     return all(torch.equal(part.bfloat16().float(), part) for part in parts)
 

@@ -7,7 +7,7 @@ import torch
 
 from decoder.cache.blocks import Blocks
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, bitwise_split_kv
+from decoder.kernels import attention, bitwise_split_kv, native
 from decoder.kernels.bitwise_attention import (
     COLUMNS,
     DEPTH,
@@ -25,7 +25,6 @@ from decoder.kernels.bitwise_batch import BatchedTexts
 from decoder.kernels.bitwise_pass import attend_text, attend_texts
 from decoder.kernels.bitwise_split_kv import SPLIT
 from decoder.kernels.fast_paths import fault_of
-from decoder.kernels.native_attention import SPLIT as NATIVE_SPLIT
 from decoder.kernels.native_attention import NewTokens, native_attention
 from decoder.kernels.self_test import ALLOWED, AttentionShape, difference
 from decoder.sampling.token_tree import TokenTree
@@ -48,8 +47,6 @@ _NODES = (5, 13, 60, 30, 90)  # the widest is gathered under every rule
 _CHAIN = 45
 # For a device's kernels: where tails begin to move, on both sides of a split, and more splits than are merged at once.
 _LENGTHS_ON_DEVICE = (1, DEPTH, COLUMNS, 700, SPLIT + DEPTH - 1, SPLIT + DEPTH + 1, 3000, 20 * SPLIT)
-# For the native library: around the borders between splits.
-_LENGTHS_NATIVE = (1, 250, NATIVE_SPLIT - 1, NATIVE_SPLIT, 700, 1500, 8 * NATIVE_SPLIT - 30, 5000)
 _NODES_ON_DEVICE = (60, 5, 16)
 _CPU = torch.device("cpu")
 
@@ -190,7 +187,9 @@ def _natively(query, key, value, length, depths, mask) -> torch.Tensor:
 
 def native_fault(shape: AttentionShape) -> str | None:
     """Test whether the native library gives tokens the same bits alone and with others."""
-    return attention_fault(shape, _natively, _LENGTHS_NATIVE, _NODES)
+    split = native.library().keys_together()
+    lengths = (1, split - 10, split - 1, split, 700, 1500, 8 * split - 30, 5000)
+    return attention_fault(shape, _natively, lengths, _NODES)
 
 
 @torch.inference_mode()

@@ -78,10 +78,12 @@ class FusedLayer:
             self._head_norm = FusedNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
 
         self._native: NativeLayer | None = None
+        self._native_dtype: torch.dtype | None = None
         native = native_weights(self.products, layer.input_layernorm.weight.dtype)
         # An eps of its own for each norm would need another kernel.
         if native is not None and self._norm_in.eps == self._norm_between.eps:
             norms, sizes = (self._norm_in, self._norm_between), (self._heads, self._kv_heads, self._dim)
+            self._native_dtype = layer.input_layernorm.weight.dtype
             self._native = NativeLayer(native, norms, self._head_norm, *sizes, scratch)
 
     def __call__(
@@ -97,8 +99,9 @@ class FusedLayer:
         """As the layer's own forward: hidden states [1, T, d] of T tokens to those behind the layer."""
         assert position_embeddings is not None and past_key_values is not None and attention_mask is None
         tokens, layer = hidden_states.shape[1], self.attention.layer_idx
-        if self._native is not None:
-            turned = heads = self._native.before_attention(hidden_states, position_embeddings)
+        native_layer = self._native if hidden_states.dtype == self._native_dtype else None
+        if native_layer is not None:
+            turned = heads = native_layer.before_attention(hidden_states, position_embeddings)
         else:
             heads = self.products["qkv"].product(self._norm_in(hidden_states)).view(tokens, -1, self._dim)
             turned = self._turned(heads.narrow(1, 0, self._rotated), *self._angles.of(*position_embeddings))
@@ -116,8 +119,8 @@ class FusedLayer:
             attended = tree_attention(self.attention, query, keys, values, None, scaling, **of_attention)[0]
         else:
             attended = attend_texts(texts, turned, self._heads, layer, self.attention.scaling)
-        if self._native is not None:
-            return self._native.behind_attention(attended, hidden_states)
+        if native_layer is not None:
+            return native_layer.behind_attention(attended, hidden_states)
         hidden = self.products["o"].product(attended.view(1, tokens, -1)).add_(hidden_states)
         gate, up = self.products["gate_up"].product(self._norm_between(hidden)).chunk(2, -1)
         return self.products["down"].product(functional.silu(gate).mul_(up)).add_(hidden)

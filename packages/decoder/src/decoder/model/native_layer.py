@@ -94,7 +94,7 @@ class NativeLayer:
             heads.data_ptr(),
             self._scratch.address,
             hidden.dtype == torch.bfloat16,
-            torch.get_num_threads(),
+            native.threads(),
         )
         return heads
 
@@ -110,7 +110,7 @@ class NativeLayer:
             out.data_ptr(),
             self._scratch.address,
             hidden.dtype == torch.bfloat16,
-            torch.get_num_threads(),
+            native.threads(),
         )
         return out
 
