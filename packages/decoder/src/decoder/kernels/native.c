@@ -187,6 +187,15 @@ INLINE void tile(
                     (kind == BF16_WEIGHTS ? wide[r * inputs + inputs - 1] : widened(narrow[r * inputs + inputs - 1])) * low;
         }
     }
+    if (!p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
+        float *y = (float *)out->y + row * p->outputs + panel * PANEL;
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int i = 0; i < panels * 2; i++)
+                memcpy(y + r * p->outputs + i * LANES, &sums[r * panels * 2 + i], sizeof(vec));
+        return;
+    }
     vec done[MOST_ROWS * 2];  // a copy, so that the sums themselves stay in registers
 #pragma GCC unroll 24
     for (int i = 0; i < rows * panels * 2; i++) done[i] = sums[i];
