@@ -65,7 +65,7 @@ def test_tokenizer_gives_any_text_back(prompt_text):
 @pytest.fixture(scope="module")
 def reference():
     """The reference model with heads of all kinds."""
-    return decoder.load(DATA / "reference-model", HEADS)
+    return decoder.load(DATA / "reference-model", HEADS, dtype="float32")
 
 
 def with_heads(reference, heads):

@@ -1,24 +1,24 @@
 """The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
 
 import multiprocessing
-import subprocess
 import sys
 
 import pytest
 import torch
 from torch import nn
 
+import decoder
 from decoder import Decoder, SamplingParams
 from decoder.cache.full import FullCache
 from decoder.kernels import native, native_attention
 from decoder.kernels.attention import _one_softmax
 from decoder.kernels.fast_paths import NATIVE
 from decoder.kernels.native_attention import NewTokens
-from decoder.kernels.packed_weight import NativeWeight, pack
+from decoder.kernels.packed_weight import NativeWeight, WideNativeWeight, pack
 from decoder.model import fused_layer
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import all_heads, tiny_llama
+from .conftest import all_heads, random_heads, tiny_llama
 from .test_bitwise_split_kv import random_tree
 
 needs_native = pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
@@ -127,9 +127,7 @@ def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dt
     weight = torch.randn(outputs, inputs).to(torch.bfloat16 if short else torch.float32).to(dtype)
     bias, x = torch.randn(outputs).to(dtype), torch.randn(113, inputs).to(dtype)
     product = pack([weight], [bias])
-    if dtype == torch.bfloat16 or short:
-        assert isinstance(product, NativeWeight)
-    product = NativeWeight(weight, bias)
+    assert type(product) is (NativeWeight if short or dtype == torch.bfloat16 else WideNativeWeight)
     found = product(x.to(product.dtype))
     assert near(found, x.double() @ weight.double().T + bias.double(), dtype)
     for count in (1, 2, 3, 5, 8, 11, 12, 13, 25, 97):
@@ -183,55 +181,88 @@ def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch, 
 def uncompiled(monkeypatch, tmp_path):
     """The library has not been asked for, and the user's cache folder is empty."""
     monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    monkeypatch.setattr(native, "_key", native._key.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+
+
 @needs_native
-def test_it_is_compiled_once(uncompiled, monkeypatch):
+def test_it_is_compiled_once_and_found_without_a_compiler(uncompiled, monkeypatch):
     assert native.available()
     [made] = (uncompiled / "tokenswift-decoder").iterdir()
-    run = subprocess.run
-
-    def only_version(command, **options):
-        assert command[1:] == ("--version",)
-        return run(command, **options)
-
-    monkeypatch.setattr(subprocess, "run", only_version)
+    no_compiler(monkeypatch)
     assert native.available()
+    start = made.read_bytes()[:1000]
+    made.unlink()  # it is in use
+    made.write_bytes(start)
+    assert not native.available(), "one that is cut short is none"
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(uncompiled))
+    assert native.available() and len(made.read_bytes()) > 1000
     assert [made] == list((uncompiled / "tokenswift-decoder").iterdir())
 
 
 @needs_native
-def test_a_folder_that_cannot_be_written_to_is_made_up_for(uncompiled, monkeypatch):
-    (uncompiled / "tokenswift-decoder").write_text("in the way")
+def test_where_there_is_no_place_to_keep_it_it_is_made_for_the_process(uncompiled, monkeypatch):
+    folder = uncompiled / "tokenswift-decoder"
+    folder.write_text("in the way")
     assert native.available()
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert native.available() and not list(folder.iterdir()), "anyone could put a library there"
+    monkeypatch.setattr(native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert native.available()
+
+
+@needs_native
+def test_the_second_compiler_is_tried_where_the_first_fails(uncompiled, monkeypatch):
+    broken, which = uncompiled / "broken-cc", native.shutil.which
+    broken.write_text("#!/bin/sh\necho 'error: \xe9 what is a vector' >&2\nexit 1\n", encoding="latin-1")
+    broken.chmod(0o755)
+    found = {"gcc": str(broken), "cc": which("cc") or which("gcc")}
+    monkeypatch.setattr(native.shutil, "which", found.get)
+    assert native.available()
+    found["cc"] = None
+    (native._folder() / f"native-{native._key()}.so").unlink()
+    assert "broken-cc failed: error: " in native._loaded()
 
 
 @pytest.mark.parametrize(
     "what, reason",
     [
-        ("no compiler", "no C compiler (cc or gcc) is installed"),
+        ("no compiler", "no C compiler (gcc or cc) is installed"),
         ("another machine", "for Linux on x86-64, not linux on riscv64"),
         ("old processor", "the processor has no AVX2"),
         ("broken compiler", "failed: "),
-        ("broken library", "what the compiler made cannot be loaded: "),
+        ("full disk", "it could not be made: OSError: no space left"),
     ],
 )
 def test_where_it_cannot_be_had_pytorch_does_all_and_the_report_says_why(uncompiled, monkeypatch, prompt, what, reason):
     if what == "no compiler":
-        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+        no_compiler(monkeypatch)
     elif what == "another machine":
         monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
     elif what == "old processor":
         monkeypatch.setattr(native, "_processor", lambda: "sse2 fma")
     elif what == "broken compiler":
+        if native.shutil.which("gcc") is None:
+            pytest.skip("there is no compiler")
         monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
     else:
-        file = uncompiled / "other.so"
-        file.write_text("not a library")
-        monkeypatch.setattr(native, "_compiled", lambda: file)
-    assert not native.available()
+
+        def full(**given):
+            raise OSError("no space left")
+
+        monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
+        monkeypatch.setattr(native.shutil, "which", lambda name: "/usr/bin/gcc")
+    assert not native.available() and native.library_name() is None
     dec = Decoder(tiny_llama(torch.float32))
     [line] = [line for line in dec.report().splitlines() if NATIVE in line]
     assert " off " in line and reason in line
@@ -239,6 +270,23 @@ def test_where_it_cannot_be_had_pytorch_does_all_and_the_report_says_why(uncompi
     assert not isinstance(pack([layer.weight], [layer.bias]), NativeWeight)
     plain = dec.generate(prompt, 20, "ar", SAMPLING)
     assert dec.generate(prompt, 20, "suffix", SAMPLING).token_ids == plain.token_ids
+
+
+def test_a_dtype_is_chosen_that_is_fast_and_lossless(tmp_path, monkeypatch):
+    """bfloat16 where the checkpoint has it and the library multiplies it, unless rounding could change the text."""
+    monkeypatch.setattr("decoder.loader.read_tokenizer", lambda *given, **others: None)
+    for dtype in DTYPES:
+        tiny_llama(dtype).save_pretrained(tmp_path / str(dtype))
+    short, wide = (str(tmp_path / str(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    own = torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
+    assert decoder.load(short).model.dtype == own
+    assert decoder.load(wide).model.dtype == torch.float32
+    assert decoder.load(short, bitwise=False).model.dtype == torch.float32
+    monkeypatch.setattr("decoder.model.bitwise_test.model_fault", lambda target: "its sums are shuffled")
+    dec = decoder.load(short, random_heads(tiny_llama(torch.float32)))
+    assert not dec.bitwise and dec.model.dtype == torch.float32
+    monkeypatch.setattr(native, "_loaded", lambda: "left off")
+    assert decoder.load(short).model.dtype == torch.float32
 
 
 @needs_native

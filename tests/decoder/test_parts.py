@@ -20,7 +20,7 @@ from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.kernels import packed_linear as linear
 from decoder.kernels.packed_linear import packed_layers, replaced
-from decoder.kernels.packed_weight import HalfWeight, NativeWeight, OneDnnWeight, onednn_dtype, pack
+from decoder.kernels.packed_weight import HalfWeight, NativeWeight, OneDnnWeight, WideNativeWeight, onednn_dtype, pack
 from decoder.sampling.token_tree import TokenTree, rank_paths
 
 
@@ -143,7 +143,8 @@ def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(libraries, r
         assert not half or dtype == torch.bfloat16 or kind is HalfWeight
     else:
         # One that FBGEMM holds and the native library only in full.
-        assert kind is (HalfWeight if half and dtype == torch.float32 else NativeWeight)
+        expected_kind = HalfWeight if half else WideNativeWeight
+        assert kind is (NativeWeight if dtype == torch.bfloat16 else expected_kind)
     with torch.inference_mode(), replaced(packed):
         actual = module(x)
         # FBGEMM sums one or two rows in another order, so there a row comes three times.
@@ -214,7 +215,7 @@ def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
     assert packed_layers([layer.float()]) == {}
 
 
-def test_a_cpu_without_products_of_bfloat16_packs_float32(monkeypatch):
+def test_a_cpu_without_products_of_bfloat16_packs_float32(monkeypatch, without_native):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     layer, x = torch.nn.Linear(12, 7).bfloat16(), torch.randn(3, 12).bfloat16()
     wide = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from decoder.decoder import Decoder
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
+from decoder.kernels import native
 from decoder.kernels.int4 import INT4, layers_for_int4, make_int4
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.gguf import is_gguf
@@ -37,9 +39,10 @@ def load(
         heads: a heads checkpoint folder or hub id, or {kind: checkpoint}.
         draft_model: folder or hub id of a small model with the same vocabulary.
         device: "auto" takes CUDA if there is a CUDA device.
-        dtype: a torch dtype or its name; "auto" is float32 on a CPU and the checkpoint's own on CUDA. "int4" rounds the
-            weights of the model's linear layers to four bits (`kernels.int4`), on a CPU: steps take less time, and the
-            text is that of the model with these weights. All else, and the draft model, is float32 then.
+        dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
+            checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32. "int4"
+            rounds the weights of the model's linear layers to four bits (`kernels.int4`), on a CPU: the text is that
+            of the model with these weights. All else, and the draft model, is float32 then.
         bitwise, prefix_cache_bytes: see `Decoder`.
         tensor_parallel: whether the processes that torchrun has started share the model: each holds a part of the
             weights and some of the KV heads, on a device of its own, and all run the same program.
@@ -61,8 +64,6 @@ def load(
     short = dtype == INT4
     if short and (device.type != "cpu" or tensor_parallel):
         raise ValueError("dtype 'int4' is for one process on a CPU: use device 'cpu', or another dtype")
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
     ranks = join(device) if tensor_parallel else ALONE
     if ranks.size > 1:
         device = _own_device(device)
@@ -71,7 +72,13 @@ def load(
     with linked():
         # Refuse what can be refused before gigabytes of weights are read.
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
-        sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, short, ranks))
+        config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, short, ranks))
+        narrow = False
+        if dtype == "auto" and device.type == "cpu":
+            # Its own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
+            own = getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model)
+            narrow = own and bitwise is not False and ranks.size == 1 and native.multiplies(torch.bfloat16)
+            dtype = "bfloat16" if narrow else "float32"
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
         tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
         # The checkpoint's own dtype takes the least memory until its weights are rounded. Those of a GGUF file may have
@@ -83,7 +90,12 @@ def load(
         small = None
         if draft_model is not None:
             small = read_model(draft_model, device, dtype="float32" if short else dtype, **of_draft)
-        return Decoder(target, tokenizer, own_heads, small, bitwise, prefix_cache_bytes)
+        made = Decoder(target, tokenizer, own_heads, small, bitwise, prefix_cache_bytes)
+        if narrow and not made.bitwise:
+            # Widening changes no weight.
+            small = None if small is None else small.float()
+            made = Decoder(target.float(), tokenizer, own_heads, small, bitwise, prefix_cache_bytes)
+        return made
 
 
 def _for_hub(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +109,8 @@ def _checked(
     model_kwargs: Mapping[str, Any],
     short: bool,
     ranks: Ranks,
-) -> dict[str, str]:
-    """Check what can be checked without reading weights; returns what tells the checkpoints from others."""
+) -> tuple[PreTrainedConfig, dict[str, str]]:
+    """Check what can be checked without reading weights; the configuration, and what tells checkpoints from others."""
     from_hub = _for_hub(model_kwargs)
     if ranks.size > 1 and is_gguf(model):
         raise ValueError("a GGUF file cannot be shared among processes: give a model folder or hub id")
@@ -109,10 +121,10 @@ def _checked(
     if draft_model is not None:
         read_config(draft_model, **{name: value for name, value in from_hub.items() if name != "revision"})
     if ranks.size == 1:
-        return {}
+        return config, {}
     refuse_unshareable(config, ranks.size)
     given = heads.values() if isinstance(heads, Mapping) else [heads]
-    return {
+    return config, {
         "model": digest_of(model, getattr(config, "_commit_hash", None)) + config.to_json_string(),
         "heads": ", ".join(map(digest_of, given)),
         "draft model": digest_of(draft_model),

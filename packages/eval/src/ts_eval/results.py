@@ -14,6 +14,7 @@ import torch
 
 import decoder
 from decoder.cli.journal import Journal, named, whole_lines
+from decoder.kernels import native
 
 SCHEMA_VERSION = 1
 LOG_VERSION = 2
@@ -41,7 +42,8 @@ def environment(device: torch.device, arguments: Sequence[str] | None = None) ->
     source = Path(decoder.__file__).parent
     return {
         "versions": versions,
-        "decoder_source": digest_files(source, "**/*.py", contents=True),
+        "decoder_source": "".join(digest_files(source, f"**/*.{kind}", contents=True) for kind in ("py", "c")),
+        "native_library": native.library_name(),
         "commit": _commit(source),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),

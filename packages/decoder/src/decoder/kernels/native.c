@@ -31,6 +31,7 @@ enum { SPLIT = 256, BLOCK = 64 };  // keys whose weights are summed together, an
 enum { TILE = 6 };                 // rows of attention that share a register tile
 enum { FEW = 48 };                 // rows of attention whose scores a core holds at a time
 enum { MOST_DIM = 256 };
+enum { PANELS_HELD = 1 << 19 };  // bytes of weights that a core holds
 enum { MOST_PARTIAL = 1 << 24 };  // numbers of attention over splits that wait to be merged
 
 #define INLINE static inline __attribute__((always_inline))
@@ -103,8 +104,8 @@ INLINE vec exponential(vec x) {
 
 // --------------------------------------------------------------------------------------------------------- products
 
-// x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in pairs of inputs, of
-// which the lower half of a word is the first.
+// x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
+// pairs of inputs, of which the lower half of a word is the first.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;
@@ -212,7 +213,9 @@ INLINE void tile(
 
 INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t rows, const Out *out, int64_t first,
                       int64_t last) {
-    const int64_t block = rows > MOST_ROWS ? 8 : last - first;  // panels that stay in a core's cache
+    const int64_t words = kind == FLOAT_WEIGHTS ? p->inputs : (p->inputs + 1) / 2, fit = PANELS_HELD / (words * PANEL * 4);
+    // For many rows as many panels as stay in a core's cache.
+    const int64_t block = rows <= MOST_ROWS ? last - first : fit > 1 ? fit : 1;
     for (int64_t begin = first; begin < last; begin += block) {
         const int64_t end = begin + block < last ? begin + block : last;
         for (int64_t row = 0; row < rows; row += MOST_ROWS) {

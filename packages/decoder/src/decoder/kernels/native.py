@@ -3,7 +3,7 @@
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
 as long as a small one of them. The library makes three calls of a layer, reads weights once for all rows of a step, and
 sums every row in an order of its own. It is kept in the user's cache folder, so it is compiled once, in some two
-seconds.
+seconds, and later found without a compiler.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,8 +22,10 @@ from pathlib import Path
 
 import torch
 
+from decoder.kernels.fast_paths import in_words
+
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fPIC", "-fopenmp", "-shared")
-_COMPILERS = ("cc", "gcc")
+_COMPILERS = ("gcc", "cc")
 _SOURCE = Path(__file__).with_name("native.c")
 _SECONDS = 120  # in which it must be compiled
 
@@ -109,14 +112,17 @@ _ARGUMENTS = {
 def _loaded() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
-        library = ctypes.CDLL(str(_compiled()))
-        for name, arguments in _ARGUMENTS.items():
-            getattr(library, name).argtypes = arguments
+        key = _key()
+        folder = _folder()
+        if folder is not None and _trusted(folder) and (file := folder / f"native-{key}.so").exists():
+            with suppress(OSError):  # cut short, say, when the machine went down
+                return _opened(file)
+        return _compiled(key)
     except NativeUnavailable as error:
         return str(error)
-    except (OSError, AttributeError) as error:
-        return f"what the compiler made cannot be loaded: {error}"
-    return library
+    except Exception as error:
+        # Compilers, loaders and file systems fail in many ways, and without the library all is right.
+        return f"it could not be made: {in_words(error)}"
 
 
 def library() -> ctypes.CDLL:
@@ -150,7 +156,8 @@ def _after_fork() -> None:
 
 
 _forked = False
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -158,61 +165,103 @@ def multiplies(dtype: torch.dtype) -> bool:
     return available() and (dtype == torch.float32 or (dtype == torch.bfloat16 and bool(library().multiplies_bf16())))
 
 
-def _compiled() -> Path:
-    """The file of the library."""
+def library_name() -> str | None:
+    """Tells two libraries with other bits apart; None where there is none."""
+    return _key() if available() else None
+
+
+@cache
+def _key() -> str:
+    """What the library depends on: its source, how it is compiled, and the processor.
+
+    Raises:
+        NativeUnavailable: it is not for this machine.
+    """
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         raise NativeUnavailable(f"for Linux on x86-64, not {sys.platform} on {platform.machine()}")
     processor = _processor()
     if not {"avx2", "fma"} <= set(processor.split()):
         raise NativeUnavailable("the processor has no AVX2")
-    compilers = [found for name in _COMPILERS if (found := shutil.which(name))]
-    if not compilers:
-        raise NativeUnavailable(f"no C compiler ({' or '.join(_COMPILERS)}) is installed")
-    for compiler in compilers[:-1]:
-        # The first may be another one under the usual name.
-        with suppress(NativeUnavailable):
-            return _made_by(compiler, processor)
-    return _made_by(compilers[-1], processor)
-
-
-def _made_by(compiler: str, processor: str) -> Path:
-    version = _run(compiler, "--version")
-    key = hashlib.sha256("\0".join((_SOURCE.read_text(), version, processor, *_FLAGS)).encode()).hexdigest()[:16]
-    file = _folder() / f"native-{key}.so"
-    if not file.exists():
-        with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
-            # Put in place whole, since several processes may make it at once.
-            made = Path(temporary) / file.name
-            _run(compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm")
-            made.replace(file)
-    return file
+    return hashlib.sha256("\0".join((_SOURCE.read_text(), processor, *_FLAGS)).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """What the processor can do, as Linux lists it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("flags")), "")
+    """Which processor it is and what it can do, as Linux lists it."""
+    names = ("cpu family", "model", "stepping", "flags")
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return " ".join(found.get(name, "") for name in names)
 
 
-def _folder() -> Path:
-    """Where compiled libraries are kept: in the user's cache folder, or else in a new one that goes with the machine's
-    temporary files."""
+def _folder() -> Path | None:
+    """Where compiled libraries are kept: in the user's cache folder, if there is one."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenswift-decoder"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # a user without a home folder is the latter
-        pass
-    return Path(tempfile.mkdtemp(prefix="tokenswift-decoder-"))
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenswift-decoder"
+    except RuntimeError:  # a user without a home
+        return None
 
 
-def _run(*command: str) -> str:
+def _trusted(folder: Path) -> bool:
+    """Whether nobody but this user can have put anything there."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        status = folder.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _compiled(key: str) -> ctypes.CDLL:
+    """The library, newly made, and kept for the next process where there is a place for it.
+
+    Raises:
+        NativeUnavailable: no compiler is installed, or none can compile it.
+    """
+    compilers = dict.fromkeys(os.path.realpath(found) for name in _COMPILERS if (found := shutil.which(name)))
+    if not compilers:
+        raise NativeUnavailable(f"no C compiler ({' or '.join(_COMPILERS)}) is installed")
+    with tempfile.TemporaryDirectory(prefix="tokenswift-decoder-") as temporary:
+        made = Path(temporary) / "native.so"
+        faults = []
+        for compiler in compilers:
+            fault = _fault_of_compiling(compiler, made)
+            if fault is None:
+                break
+            faults.append(f"{Path(compiler).name} failed: {fault}")
+        else:
+            raise NativeUnavailable("; ".join(faults))
+        with suppress(OSError):
+            _keep(made, key)
+        # It stays in memory when the file is gone.
+        return _opened(made)
+
+
+def _fault_of_compiling(compiler: str, made: Path) -> str | None:
+    """What the compiler says where it cannot compile the library to the file ``made``."""
+    command = (compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm")
+    plain = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=plain)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"{command[0]} failed: {error}") from error
-    if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-        raise NativeUnavailable(f"{command[0]} failed: {said}")
-    return done.stdout
+        return in_words(error)
+    if not done.returncode:
+        return None
+    return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+
+
+def _keep(made: Path, key: str) -> None:
+    """Put a copy of the library where the next process finds it, whole: several may do so at once."""
+    folder = _folder()
+    if folder is None:
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _trusted(folder):
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            copy = Path(shutil.copy(made, temporary))
+            copy.replace(folder / f"native-{key}.so")
+
+
+def _opened(file: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(file))
+    for name, arguments in _ARGUMENTS.items():
+        getattr(library, name).argtypes = arguments
+    return library

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from decoder.draft_heads import DraftHead, RMSNorm
+from decoder.kernels import native
 from decoder.kernels.int4 import Int4Linear, Int4Weight, joinable
 from decoder.kernels.memory import available_memory
 from decoder.kernels.norms import FusedNorm
@@ -256,7 +257,9 @@ def _products(head: DraftHead) -> list[nn.Module]:
 
 def _nbytes(layer: nn.Module) -> int:
     """How many bytes the packed copy takes at most."""
-    return sum(parameter.numel() * onednn_dtype(parameter.dtype).itemsize for parameter in layer.parameters())
+    # The native library keeps bfloat16 as it is.
+    dtypes = ((one.numel(), one.dtype if native.available() else onednn_dtype(one.dtype)) for one in layer.parameters())
+    return sum(numbers * dtype.itemsize for numbers, dtype in dtypes)
 
 
 def under_autocast() -> bool:

@@ -4,12 +4,13 @@ A product with packed weights reads them once for all rows. With 16 rows it was 
 PyTorch's own product, and prefill is faster too.
 
 The native library keeps weights that are bfloat16 numbers in two bytes each, whatever the dtype of the inputs, and
-others in float32. Where it cannot be had, two libraries that come with PyTorch pack weights. oneDNN packs them in
-their own dtype. FBGEMM packs them in half precision and multiplies them in single precision, so they take half the
-memory, and a step's time is mostly that of reading them: with SmolLM2-135M and a processor without AVX-512, products
-of 1, 4 and 8 rows were measured to take 0.60, 0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is
-used where half precision changes no row of the weights by more than 2**-22 of its norm, which is less than sums in
-single precision are off by. That is so for most checkpoints that were saved in bfloat16 or in half precision.
+others in float32. Weights that were saved in half precision, and all where it cannot be had, are packed by libraries
+that come with PyTorch. oneDNN packs them in their own dtype. FBGEMM packs them in half precision and multiplies them
+in single precision, so they take half the memory, and a step's time is mostly that of reading them: with SmolLM2-135M
+and a processor without AVX-512, products of 1, 4 and 8 rows were measured to take 0.60, 0.60 and 0.70 of oneDNN's
+time, and those of a prompt 0.9. FBGEMM is used where half precision changes no row of the weights by more than 2**-22
+of its norm, which is less than sums in single precision are off by. That is so for most checkpoints that were saved
+in bfloat16 or in half precision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,24 +43,24 @@ class PackedWeight(Protocol):
 class NativeWeight:
     """The native library's product, summed in float32: each row alone, input after input.
 
+    This one holds bfloat16 numbers.
+
     Attributes:
         product: what the library reads.
-
-    Args:
-        short: whether all weights are bfloat16 numbers; None if that is to be found out.
 
     Raises:
         NativeUnavailable: there is no library.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, short: bool | None = None):
+    short = True
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         self.dtype = weight.dtype if native.multiplies(weight.dtype) else torch.float32
         weight, lanes = weight.detach(), native.library().panel_width() // 2
         outputs, inputs = weight.shape
         panels = -(-outputs // (2 * lanes))
-        short = _bf16_holds(weight) if short is None else short
         # In panels of outputs, [panels, inputs, 2 x lanes]; bfloat16 in pairs of inputs, [panels, pairs, 2 x lanes, 2].
-        if short:
+        if self.short:
             whole = torch.zeros(panels * 2 * lanes, inputs + inputs % 2, dtype=torch.bfloat16)
             whole[:outputs, :inputs] = weight
             self._packed = whole.view(panels, 2 * lanes, -1, 2).transpose(1, 2).contiguous()
@@ -69,16 +70,24 @@ class NativeWeight:
             self._packed = whole.view(panels, 2 * lanes, inputs).transpose(1, 2).contiguous()
         self._bias = None if bias is None else bias.float().contiguous()
         bias_at = None if self._bias is None else self._bias.data_ptr()
-        self.product = Product(inputs, outputs, self._packed.data_ptr(), bias_at, short)
+        self.product = Product(inputs, outputs, self._packed.data_ptr(), bias_at, self.short)
         self._outputs, self._is_bf16, self._given = outputs, self.dtype == torch.bfloat16, byref(self.product)
         self._multiply = native.library().linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != self.product.inputs:
+            raise ValueError(f"inputs of {self.product.inputs} numbers are needed, not of {x.shape[-1]}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._outputs)
         rows = out.numel() // self._outputs
         self._multiply(self._given, x.data_ptr(), rows, self._is_bf16, out.data_ptr(), native.threads())
         return out
+
+
+class WideNativeWeight(NativeWeight):
+    """The same, of float32 weights."""
+
+    short = False
 
 
 class HalfWeight:
@@ -123,13 +132,15 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     bias = torch.cat(given) if given else None
     if not exact and weight.dtype == torch.float32 and native.available():
         weight = weight.bfloat16().float()
-    if native.available() and _bf16_holds(weight):
-        return NativeWeight(weight, bias, short=True)
+    # An old compiler may not know what multiplies bfloat16, where oneDNN does.
+    can = native.available() and (native.multiplies(weight.dtype) or onednn_dtype(weight.dtype) == torch.float32)
+    if can and _bf16_holds(weight):
+        return NativeWeight(weight, bias)
     half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
     half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
     if half:
         return HalfWeight(weight, bias)
-    return NativeWeight(weight, bias, short=False) if native.available() else OneDnnWeight(weight, bias)
+    return WideNativeWeight(weight, bias) if can else OneDnnWeight(weight, bias)
 
 
 def onednn_dtype(dtype: torch.dtype) -> torch.dtype:

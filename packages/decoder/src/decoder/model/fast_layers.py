@@ -99,7 +99,9 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
         paths.leave_off(PACKED, "no layer of a dtype that can be packed here, or no memory for a copy")
         return {}
     key = packed_kinds(found)
-    return found if paths.passes_test(PACKED, key, lambda: packed_fault(found), f"{len(found)} layers") else {}
+    libraries = sorted({kind.__name__.removesuffix("Weight") for _, kind in key})
+    covers = f"{len(found)} layers, by {', '.join(libraries)}"
+    return found if paths.passes_test(PACKED, key, lambda: packed_fault(found), covers) else {}
 
 
 def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, FusedLayer]:

@@ -59,7 +59,9 @@ class NativeLayer:
         scratch: NativeScratch,
     ):
         # The library reads their memory.
-        weights = [norm.weight.float().contiguous() for norm in (*norms, *([head_norm] if head_norm else []))]
+        all_norms = [*norms, head_norm] if head_norm else norms
+        # Copies, as those of products are: a later change takes effect with the next generation.
+        weights = [torch.empty(norm.weight.shape).copy_(norm.weight) for norm in all_norms]
         self._held = *products.values(), *weights
         norm_in, norm_between, *of_heads = (weight.data_ptr() for weight in weights)
         size, self._dim = len(weights[0]), dim

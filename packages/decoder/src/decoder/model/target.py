@@ -131,7 +131,9 @@ class Target:
     def _test_attention(self) -> None:
         """Find out whether the native library attends for the model as it is now."""
         shape = self.attention_shape._replace(dtype=self.lm_head.weight.dtype)
-        self.attends_natively = self.recorder is None and tested_attention(shape, self.paths)
+        # The user may have moved the model since the paths were tested.
+        on_cpu = self.recorder is None and self.device.type == "cpu"
+        self.attends_natively = on_cpu and tested_attention(shape, self.paths)
 
     def make_bitwise(self, wanted: BitwiseSetting) -> None:
         """Make the bits of a token's logits independent of what else is in their pass, if `model.bitwise` finds a way.
@@ -251,15 +253,15 @@ class Target:
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
         """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
         self._begin(cache, count, count - len(positions))
-        if self.attends_natively and not under_autocast():
+        length, rule = cache.get_seq_length(), None if self._rule is None else self._rule.attention
+        by_position = self._rule is not None and cache.purpose == "text"
+        if not by_position or (rule is None and self.recorder is None):
             if mask is not None and len(mask) < count:
                 # What pads the pass sees itself.
                 given, mask = mask, torch.eye(count, dtype=torch.bool)
                 mask[: len(given), : len(given)] = given
-            return TextInPass(count, mask, native=cache.get_seq_length())
-        if self._rule is None or cache.purpose != "text":
-            return TextInPass(count, mask, cache.kv_length)
-        length, rule = cache.get_seq_length(), self._rule.attention
+            natively = self.attends_natively and not under_autocast()
+            return TextInPass(count, mask, cache.kv_length, native=length if natively else None)
         depths = [position - length for position in positions]
         if rule is None:
             return TextInPass(count, tails=tail_slots(length, depths, mask, count))
