@@ -14,7 +14,7 @@ from decoder.kernels import native, native_attention
 from decoder.kernels.attention import _one_softmax
 from decoder.kernels.fast_paths import NATIVE
 from decoder.kernels.native_attention import NewTokens
-from decoder.kernels.packed_weight import NativeWeight, WideNativeWeight, pack
+from decoder.kernels.packed_weight import NativeWeight, WideNativeWeight, onednn_dtype, pack
 from decoder.model import fused_layer
 from decoder.sampling.token_tree import TokenTree
 
@@ -126,8 +126,11 @@ def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dt
     torch.manual_seed(0)
     weight = torch.randn(outputs, inputs).to(torch.bfloat16 if short else torch.float32).to(dtype)
     bias, x = torch.randn(outputs).to(dtype), torch.randn(113, inputs).to(dtype)
-    product = pack([weight], [bias])
-    assert type(product) is (NativeWeight if short or dtype == torch.bfloat16 else WideNativeWeight)
+    kind = NativeWeight if short or dtype == torch.bfloat16 else WideNativeWeight
+    # An old compiler may not know what multiplies bfloat16, where oneDNN does.
+    if native.multiplies(dtype) or onednn_dtype(dtype) == torch.float32:
+        assert type(pack([weight], [bias])) is kind
+    product = kind(weight, bias)
     found = product(x.to(product.dtype))
     assert near(found, x.double() @ weight.double().T + bias.double(), dtype)
     for count in (1, 2, 3, 5, 8, 11, 12, 13, 25, 97):
