@@ -143,16 +143,16 @@ def available() -> bool:
 
 
 def threads() -> int:
-    """How many threads a call takes: PyTorch's number, but one in a process that was forked from one that had called.
+    """How many threads a call takes: PyTorch's number, but one in a forked process.
 
-    OpenMP's threads do not come along, and a call for several would wait for them for ever.
+    OpenMP's threads, which PyTorch's operators share, do not come along, and a call for several would wait for ever.
     """
     return 1 if _forked else torch.get_num_threads()
 
 
 def _after_fork() -> None:
     global _forked
-    _forked = _loaded.cache_info().currsize > 0
+    _forked = True
 
 
 _forked = False

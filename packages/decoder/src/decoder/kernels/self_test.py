@@ -144,7 +144,7 @@ def packed_fault(packed: Mapping[nn.Module, Callable]) -> str | None:
             for module in modules:
                 # The class's forward and not the module, since the user's hooks must not see the test input.
                 expected = type(module).forward(module, *inputs)
-                # The weights of heads are packed in half precision.
+                # The weights of heads are packed in 16 bits.
                 allowed = max(ALLOWED[inputs[0].dtype], ALLOWED[torch.half] if isinstance(module, DraftHead) else 0)
                 fault = difference(packed[module](*inputs), expected, allowed)
                 if fault:

@@ -1,8 +1,9 @@
 """A decoder layer of the Llama family in few calls, on a CPU with packed products.
 
-transformers' layer makes many small calls besides its products, and passes a dozen modules. In a step of a small model
-that takes as long as the products. The fused layer computes the same in some twenty calls besides attention: norms,
-cache and attention are those of every pass, and keys and queries are rotated together.
+transformers' layer makes many small calls besides its products, and passes a dozen modules. In a step of a small
+model that takes as long as the products. The fused layer computes the same in two calls besides attention with the
+native library, else in some twenty: norms, cache and attention are those of every pass, and keys and queries are
+rotated together.
 """
 
 from collections.abc import Hashable, Iterable
