@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
+from decoder.drafters.native_levels import NativeLevels, native_levels
 from decoder.heads import Heads
+from decoder.model.fast_layers import FastLayers
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part, whole
 from decoder.sampling.draft_context import DraftContext
@@ -24,24 +26,29 @@ class DraftVocabulary:
 
     Attributes:
         size: v, the number of drafted tokens.
+        ids: their ids, int64 [v]; None if they are all.
+        rows: the layer with their rows of the language-model head; None if the heads have their own.
     """
 
     def __init__(self, target: Target, draft_to_target: torch.Tensor | None, own_head: nn.Linear | None = None):
-        self.target, self._ids, self._own_head = target, draft_to_target, own_head
+        self.target, self.ids, self._own_head = target, draft_to_target, own_head
         self.size = target.vocab_size if draft_to_target is None else len(draft_to_target)
-        self._rows: nn.Linear | None = None
+        self.rows = target.lm_head if own_head is None else None
+        self._rows: nn.Linear | None = None  # a copy of some
         self._copied: tuple[int, int] | None = None  # the `_state` of the weights that the rows were copied from
         if draft_to_target is not None and own_head is None:
             biased = getattr(target.lm_head, "bias", None) is not None
             self._rows = nn.Linear(target.hidden_size, self.size, biased, device="meta")
+            self.rows = self._rows
             self._copy()
             target.speed_up(self._rows)
+        self._native: tuple[FastLayers, NativeLevels | None] | None = None  # and for which packed weights
 
     @classmethod
     def of(cls, target: Target, heads: Heads) -> "DraftVocabulary":
         """The draft vocabulary of ``heads``, made when first asked for and brought up to date with the weights."""
         found = target.draft_vocabularies.get(heads)
-        if found is None or found._ids is not heads.draft_to_target:
+        if found is None or found.ids is not heads.draft_to_target:
             found = target.draft_vocabularies[heads] = cls(
                 target, heads.draft_to_target, getattr(heads, "lm_head", None)
             )
@@ -63,26 +70,33 @@ class DraftVocabulary:
     def _copy(self) -> None:
         weight, bias = self.target.lm_head.weight, getattr(self.target.lm_head, "bias", None)
         self._copied = self._state()
-        self._rows.weight = nn.Parameter(whole(weight)[self._ids], requires_grad=False)
+        self._rows.weight = nn.Parameter(whole(weight)[self.ids], requires_grad=False)
         if bias is not None:
-            self._rows.bias = nn.Parameter(whole(bias)[self._ids], requires_grad=False)
+            self._rows.bias = nn.Parameter(whole(bias)[self.ids], requires_grad=False)
 
     def logits(self, normalised: torch.Tensor) -> torch.Tensor:
         """Logits [..., v] of the drafted tokens, from normalised hidden states [..., d]."""
-        return self.target.head(normalised, self._rows) if self._own_head is None else self._own_head(normalised)
+        return self.target.head(normalised, self.rows) if self._own_head is None else self._own_head(normalised)
+
+    def native(self, heads: Heads) -> NativeLevels | None:
+        """The levels of the heads by the native library, if it can run them. The model must be patched."""
+        faster = self.target.replacements()
+        if self._native is None or self._native[0] is not faster:
+            self._native = faster, native_levels(self.target, heads, self)
+        return self._native[1]
 
     def scores(
         self, logits: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, skip: int = 0
     ) -> torch.Tensor:
         """`Sampler.draft_scores` of the tokens drafted, float64 [n, v], for their logits [n, v]."""
-        return sampler.draft_scores(logits, coupled, context, self._ids, skip)
+        return sampler.draft_scores(logits, coupled, context, self.ids, skip)
 
     def branch_scores(
         self, logits: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, drafted: torch.Tensor
     ) -> torch.Tensor:
         """`Sampler.branch_scores` of the tokens drafted, float32 [n, v]; ``drafted`` [n, length] are target ids."""
-        return sampler.branch_scores(logits, coupled, context, drafted, self._ids)
+        return sampler.branch_scores(logits, coupled, context, drafted, self.ids)
 
     def token_ids(self, indices: torch.Tensor) -> torch.Tensor:
         """The token ids, int64 of the same shape, of ``indices`` into the drafted tokens."""
-        return indices if self._ids is None else self._ids[indices]
+        return indices if self.ids is None else self.ids[indices]

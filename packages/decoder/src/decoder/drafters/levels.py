@@ -9,6 +9,7 @@ import torch
 
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
+from decoder.drafters.native_levels import NativeLevels
 from decoder.heads import Heads
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
@@ -229,6 +230,33 @@ def fill_together(wanted: Sequence[LevelsWanted]) -> None:
     if not wanted:
         return
     start = time.perf_counter()
+    numbers = _by_library(wanted)
+    others = [text for text in range(len(wanted)) if text not in numbers]
+    if others:
+        ranks = wanted[0].heads.target.ranks
+        parts = _by_operators([wanted[text] for text in others])
+        numbers |= zip(others, ranks.agree([download(_flat(one)) for one in parts]), strict=True)
+    levels = [one.heads.read(numbers[text]) for text, one in enumerate(wanted)]
+    seconds = time.perf_counter() - start
+    for one, own in zip(wanted, levels, strict=True):
+        one.receive(own, seconds / len(wanted))
+
+
+def _by_library(wanted: Sequence[LevelsWanted]) -> dict[int, list[float]]:
+    """What `HeadLevels.read` takes of those texts whose levels the native library can fill."""
+    groups: dict[tuple[NativeLevels, bool], list[int]] = {}
+    for text, one in enumerate(wanted):
+        found = one.heads.vocabulary.native(one.heads.heads) if one.sampler.native is not None else None
+        if found is not None:
+            groups.setdefault((found, one.own_level), []).append(text)
+    numbers: dict[int, list[float]] = {}
+    for (levels, _), texts in groups.items():
+        numbers |= zip(texts, levels.fill([wanted[text] for text in texts]), strict=True)
+    return numbers
+
+
+def _by_operators(wanted: Sequence[LevelsWanted]) -> list[list[torch.Tensor]]:
+    """The same by PyTorch's operators, as tensors."""
     running: dict[int, tuple[Filling, Product]] = {}
     parts: dict[int, list[torch.Tensor]] = {}
     for text, one in enumerate(wanted):
@@ -246,12 +274,7 @@ def fill_together(wanted: Sequence[LevelsWanted]) -> None:
                 except StopIteration as done:
                     parts[text] = done.value
                     del running[text]
-    ranks = wanted[0].heads.target.ranks
-    numbers = ranks.agree([download(_flat(parts[text])) for text in range(len(wanted))])
-    levels = [one.heads.read(own) for one, own in zip(wanted, numbers, strict=True)]
-    seconds = time.perf_counter() - start
-    for one, own in zip(wanted, levels, strict=True):
-        one.receive(own, seconds / len(wanted))
+    return [parts[text] for text in range(len(wanted))]
 
 
 def _run(products: Sequence[Product]) -> list[tuple[torch.Tensor, ...]]:

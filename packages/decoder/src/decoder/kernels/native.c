@@ -2,28 +2,8 @@
 //
 // Every number here is a sum whose order follows from its own row alone: over the inputs of a product, over the keys of
 // a text by their positions. How many rows a call has, how threads share them and where tiles end changes no bit.
-//
-// Numbers are float32 or bfloat16 in memory and float32 in sums. `native.py` compiles this file and describes the calls.
 
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__AVX512F__)
-enum { LANES = 16, MOST_ROWS = 12, WIDE = 4 };  // 32 registers of 16 numbers
-#else
-enum { LANES = 8, MOST_ROWS = 4, WIDE = 2 };  // 16 registers of 8 numbers
-#endif
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+#include "native.h"
 
 enum { PANEL = 2 * LANES };        // outputs of a product that stand beside each other
 enum { CHUNK = 8 * MOST_ROWS };    // rows that go through a layer together, so that they stay in a core's cache
@@ -34,91 +14,7 @@ enum { MOST_DIM = 256 };
 enum { PANELS_HELD = 1 << 19 };  // bytes of weights that a core holds
 enum { MOST_PARTIAL = 1 << 24 };  // numbers of attention over splits that wait to be merged
 
-#define INLINE static inline __attribute__((always_inline))
-// What is added and multiplied in one place only has one order, whatever the compiler makes of it.
-#define ONCE static __attribute__((noinline))
-
-// ---------------------------------------------------------------------------------------------------------- numbers
-
-INLINE vec splat(float x) { return x - (vec){0}; }
-
-INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
-
-INLINE float widened(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-// To the nearest bfloat16, ties to even; NaN stays NaN.
-INLINE halves rounded(vec x) {
-    uvec bits = (uvec)x, up = bits + 0x7fff + (bits >> 16 & 1);
-    uvec nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
-    return __builtin_convertvector(((up & ~nan) | ((bits | 0x400000) & nan)) >> 16, halves);
-}
-
-INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
-    if (is_bf16) {
-        halves x = {0};
-        memcpy(&x, (const uint16_t *)from + at, count >= LANES ? sizeof x : (size_t)count * 2);
-        return (vec)(__builtin_convertvector(x, uvec) << 16);
-    }
-    vec x = {0};
-    memcpy(&x, (const float *)from + at, count >= LANES ? sizeof x : (size_t)count * 4);
-    return x;
-}
-
-INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
-    if (is_bf16) {
-        halves y = rounded(x);
-        memcpy((uint16_t *)to + at, &y, count >= LANES ? sizeof y : (size_t)count * 2);
-    } else {
-        memcpy((float *)to + at, &x, count >= LANES ? sizeof x : (size_t)count * 4);
-    }
-}
-
-// Lanes in a fixed order.
-INLINE float sum(vec x) {
-    float total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += x[lane];
-    return total;
-}
-
-// e^x for x <= 0, within 2 units of the last place; 0 below -87.
-INLINE vec exponential(vec x) {
-    vec n = x * 1.44269504f;
-    n = (n + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to a whole number
-    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const ivec low = x < -87.f;
-    const ivec power = (__builtin_convertvector(choose(low, (vec){0}, n), ivec) + 127) << 23;
-    return choose(low, (vec){0}, p * (vec)power);
-}
-
 // --------------------------------------------------------------------------------------------------------- products
-
-// x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
-// pairs of inputs, of which the lower half of a word is the first.
-typedef struct {
-    int64_t inputs, outputs;
-    const void *weight;
-    const float *bias;
-    int32_t weight_is_bf16;
-} Product;
-
-// Where a product goes: to `y` [rows, outputs], with `add` [rows, outputs] added if there is one.
-typedef struct {
-    void *y;
-    const void *add;
-    int32_t y_is_bf16, add_is_bf16;
-} Out;
 
 typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS } Kind;
 
@@ -232,8 +128,8 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
     }
 }
 
-// A thread's share of a product. x is bfloat16 only where `multiplies_bf16`.
-static void share(const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int thread, int threads) {
+void share(
+    const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int thread, int threads) {
     const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
     const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
     if (!p->weight_is_bf16) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
@@ -269,8 +165,7 @@ void linear(const Product *p, const void *x, int64_t rows, int is_bf16, void *y,
 
 // ------------------------------------------------------------------------------------------------------------ layers
 
-// x / sqrt(mean(x^2) + eps) * weight.
-ONCE void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {
+__attribute__((noinline)) void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {
     vec squares = {0};
     for (int64_t i = 0; i < size; i += LANES) {
         const vec part = load(x, i, x_is_bf16, size - i);
@@ -288,8 +183,6 @@ typedef struct {
     int64_t size, heads, kv_heads, dim;
     float eps, head_eps;
 } Layer;
-
-INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x + at * (is_bf16 ? 2 : 4); }
 
 // Queries and keys are normalised, if they have a norm, and rotated; values are left as they are.
 ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
@@ -365,10 +258,7 @@ void behind_attention(
                     const int64_t i = piece * LANES, left = width - i;
                     const vec gate = load(gate_up, r * 2 * width + i, 0, left);
                     const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
-                    // gate / (1 + e^-gate), where the exponential never has a positive argument.
-                    const vec small = exponential(choose(gate > 0, -gate, gate));
-                    const vec silu = gate * choose(gate > 0, splat(1), small) / (1 + small);
-                    store(gated, r * width + i, is_bf16, silu * up, left);
+                    store(gated, r * width + i, is_bf16, silu(gate) * up, left);
                 }
 #pragma omp barrier
             const Out to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
@@ -445,11 +335,11 @@ INLINE void transposed_tile(
         if (!part || n < numbers) memcpy(out + n * BLOCK, &rows[n], sizeof(vec));
 }
 
-// The keys in some slots as [dim, BLOCK], zeros behind the last one.
+// The keys in some slots as [dim, BLOCK]; there are any numbers behind the last one.
 static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t count, float *out) {
     const int64_t dim = rows->a->dim, slot = rows->text->key_slot, head = rows->kv_head * rows->text->key_head;
     const void *from = rows->text->keys;
-    for (int64_t first = 0; first < BLOCK; first += LANES)
+    for (int64_t first = 0; first < BLOCK && first < count; first += LANES)
         for (int64_t i = 0; i < dim; i += LANES) {
             const int64_t keys = count - first, numbers = dim - i;
             float *to = out + i * BLOCK + first;
@@ -486,9 +376,10 @@ INLINE void score_tile(const int count, const float *queries, int64_t dim, const
 }
 
 // Weighted sums [count, value_dim] of the values in some slots, `seen` of them for each row; weights have rows of SPLIT
-// numbers.
+// numbers. They go on from what stands in `out`, if `go_on`.
 INLINE void value_tile(
-    const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights, float *out) {
+    const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights, int go_on,
+    float *out) {
     int64_t least = seen[0], most = seen[0];
     for (int r = 1; r < count; r++) {
         least = seen[r] < least ? seen[r] : least;
@@ -499,9 +390,15 @@ INLINE void value_tile(
     const int is_bf16 = rows->a->is_bf16;
     for (int64_t first = 0; first < dim; first += WIDE * LANES) {
         vec sums[TILE * WIDE];
-#pragma GCC unroll 24
-        for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
         const int64_t left = dim - first;
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; i++) {
+                sums[r * WIDE + i] = (vec){0};
+                if (go_on && i * LANES < left)
+                    sums[r * WIDE + i] = load(out, r * dim + first + i * LANES, 0, left - i * LANES);
+            }
 #define OVER_KEYS(number)                                                                         \
     for (int64_t k = 0; k < least; k++) {                                                         \
         const int64_t at = head + slots[k] * slot + first;                                        \
@@ -553,45 +450,71 @@ static void prefetch(const Attention *a, const void *from, int64_t head, int64_t
         for (int64_t i = 0; i < dim; i += line) __builtin_prefetch((const char *)from + (head + slots[k] * slot + i) * size);
 }
 
-// Rows over the keys of one split: `seen` of them each, in `slots` by position. Fills states and sums of values.
+// The keys of a split that some rows look at, by position: those in `slots` are `common` to all of them, and those in
+// `own`, SPLIT slots for each token, stand behind these on the way to that token. A row sees the first `seen` of both.
+typedef struct {
+    int32_t slots[SPLIT], own[FEW * SPLIT], seen[FEW];
+    int64_t common;
+} Keys;
+
+// Rows over the keys of a split. Fills states and sums of values.
 ONCE void over_split(
-    const Rows *rows, const float *queries, int64_t count, const int32_t *slots, const int32_t *seen, State *states,
-    float *sums) {
+    const Rows *rows, const float *queries, int64_t count, const Keys *k, State *states, float *sums) {
     const Attention *a = rows->a;
+    const int64_t per_token = a->heads / a->kv_heads;
+    const int32_t *slots = k->slots;
     float scores[FEW * SPLIT] __attribute__((aligned(64)));
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
-    int64_t most = 0;
-    for (int64_t r = 0; r < count; r++) most = seen[r] > most ? seen[r] : most;
-    for (int64_t first = 0; first < most; first += BLOCK) {
-        const int64_t last = first + BLOCK < most ? first + BLOCK : most;
+    for (int64_t first = 0; first < k->common; first += BLOCK) {
+        const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
         prefetch(a, rows->text->values, rows->kv_head * rows->text->value_head, rows->text->value_slot, slots + first,
                  last - first, a->value_dim);
         prefetch(a, rows->text->keys, rows->kv_head * rows->text->key_head, rows->text->key_slot, slots + last,
-                 last + BLOCK < most ? BLOCK : most - last, a->dim);
-        transposed_keys(rows, slots + first, most - first, keys);
+                 last + BLOCK < k->common ? BLOCK : k->common - last, a->dim);
+        transposed_keys(rows, slots + first, last - first, keys);
         for (int64_t r = 0; r < count; r += TILE)
             BY_COUNT(count - r, score_tile(N, queries + r * a->dim, a->dim, keys, a->scaling, scores + r * SPLIT + first))
     }
-    const int64_t end = (most + LANES - 1) / LANES * LANES;
+    for (int64_t r = 0; r < count; r += per_token)
+        for (int64_t first = k->common; first < k->seen[r]; first += BLOCK) {
+            const int64_t extra = k->seen[r] - first;
+            float few[TILE * SPLIT];
+            transposed_keys(rows, k->own + r / per_token * SPLIT + first - k->common, extra, keys);
+            for (int64_t h = r; h < r + per_token; h += TILE) {
+                BY_COUNT(r + per_token - h, score_tile(N, queries + h * a->dim, a->dim, keys, a->scaling, few))
+                for (int64_t n = 0; n < TILE && h + n < r + per_token; n++)
+                    memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT, (extra < BLOCK ? extra : BLOCK) * sizeof(float));
+            }
+        }
     for (int64_t r = 0; r < count; r++) {
+        const int64_t end = (k->seen[r] + LANES - 1) / LANES * LANES;
         float *own = scores + r * SPLIT;
-        for (int64_t k = seen[r]; k < end; k++) own[k] = -INFINITY;
+        states[r] = (State){-INFINITY, 0};
+        if (!end) continue;
+        for (int64_t n = k->seen[r]; n < end; n++) own[n] = -INFINITY;
         vec top = splat(-INFINITY), total = {0};
-        for (int64_t k = 0; k < end; k += LANES) {
-            const vec score = load(own, k, 0, LANES);
+        for (int64_t n = 0; n < end; n += LANES) {
+            const vec score = load(own, n, 0, LANES);
             top = choose(score > top, score, top);
         }
         float largest = -INFINITY;
         for (int lane = 0; lane < LANES; lane++) largest = top[lane] > largest ? top[lane] : largest;
-        for (int64_t k = 0; k < end; k += LANES) {
-            const vec weight = exponential(load(own, k, 0, LANES) - largest);
+        for (int64_t n = 0; n < end; n += LANES) {
+            const vec weight = exponential(load(own, n, 0, LANES) - largest);
             total += weight;
-            store(own, k, 0, weight, LANES);
+            store(own, n, 0, weight, LANES);
         }
         states[r] = (State){largest, sum(total)};
     }
+    int32_t seen[FEW];
+    for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common;
     for (int64_t r = 0; r < count; r += TILE)
-        BY_COUNT(count - r, value_tile(N, rows, slots, seen + r, scores + r * SPLIT, sums + r * a->value_dim))
+        BY_COUNT(count - r, value_tile(N, rows, slots, seen + r, scores + r * SPLIT, 0, sums + r * a->value_dim))
+    for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r];
+    for (int64_t r = 0; r < count; r += per_token)
+        for (int64_t h = r; k->seen[r] > k->common && h < r + per_token; h += TILE)
+            BY_COUNT(r + per_token - h, value_tile(N, rows, k->own + r / per_token * SPLIT, seen + h,
+                                                   scores + h * SPLIT + k->common, 1, sums + h * a->value_dim))
 }
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
@@ -599,38 +522,35 @@ ONCE void over_split(
 static void attend_split(const Rows *rows, const float *queries, int64_t start, State *states, float *sums) {
     const Text *t = rows->text;
     const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->dim, value_dim = rows->a->value_dim;
-    int32_t slots[SPLIT], seen[FEW];
-    if (!t->mask || start + SPLIT <= t->length) {
-        // All rows look at the same slots.
-        int64_t first = 0;
-        if (!t->mask && start - t->length > rows->first_token) first = start - t->length - rows->first_token;
+    const int64_t text = t->length - start < 0 ? 0 : t->length - start < SPLIT ? t->length - start : SPLIT;
+    Keys keys;
+    int64_t first = 0;
+    if (t->mask) {
+        keys.common = text;
+    } else {
+        // Each sees what is before it.
+        if (start - t->length > rows->first_token) first = start - t->length - rows->first_token;
         if (first >= rows->tokens) return;
-        for (int64_t k = 0; k < SPLIT; k++) slots[k] = (int32_t)(start + k);
-        for (int64_t token = first; token < rows->tokens; token++) {
-            const int64_t all = t->mask ? SPLIT : t->length + rows->first_token + token + 1 - start;
-            for (int64_t h = 0; h < per_token; h++)
-                seen[(token - first) * per_token + h] = (int32_t)(all < SPLIT ? all : SPLIT);
-        }
-        const int64_t skipped = first * per_token;
-        over_split(rows, queries + skipped * dim, (rows->tokens - first) * per_token, slots, seen, states + skipped,
-                   sums + skipped * value_dim);
-        return;
+        const int64_t all = t->length + rows->first_token + rows->tokens - start;
+        keys.common = all < SPLIT ? all : SPLIT;
     }
-    for (int64_t token = 0; token < rows->tokens; token++) {
-        // Each token has its own path behind the text.
-        const uint8_t *sees = t->mask + (rows->first_token + token) * t->count;
-        int64_t position = t->length, count = 0;
-        for (int64_t k = start; k < t->length; k++) slots[count++] = (int32_t)k;
-        for (int64_t node = 0; node < t->count && count < SPLIT; node++)
-            if (sees[node] && position++ >= start) slots[count++] = (int32_t)(t->length + node);
-        for (int64_t h = 0; h < per_token; h++) {
-            seen[h] = (int32_t)count;
-            if (!count) states[token * per_token + h] = (State){-INFINITY, 0};
+    for (int64_t n = 0; n < keys.common; n++) keys.slots[n] = (int32_t)(start + n);
+    for (int64_t token = first; token < rows->tokens; token++) {
+        int64_t count = t->length + rows->first_token + token + 1 - start;
+        if (t->mask) {
+            const uint8_t *sees = t->mask + (rows->first_token + token) * t->count;
+            int64_t position = t->length;
+            count = text;
+            for (int64_t node = 0; node < t->count && count < SPLIT; node++)
+                if (sees[node] && position++ >= start)
+                    keys.own[(token - first) * SPLIT + count++ - text] = (int32_t)(t->length + node);
         }
-        if (count)
-            over_split(rows, queries + token * per_token * dim, per_token, slots, seen, states + token * per_token,
-                       sums + token * per_token * value_dim);
+        for (int64_t h = 0; h < per_token; h++)
+            keys.seen[(token - first) * per_token + h] = (int32_t)(count < SPLIT ? count : SPLIT);
     }
+    const int64_t skipped = first * per_token;
+    over_split(rows, queries + skipped * dim, (rows->tokens - first) * per_token, &keys, states + skipped,
+               sums + skipped * value_dim);
 }
 
 // Add what a row saw in a later split.

@@ -1,9 +1,9 @@
-"""The library of `native.c`: compiled by the machine's C compiler for its own processor, when it is first needed.
+"""The native library: C files compiled by the machine's own compiler for its processor, when first needed.
 
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
-as long as a small one of them. The library makes three calls of a layer, reads weights once for all rows of a step, and
-sums every row in an order of its own. It is kept in the user's cache folder, so it is compiled once, in some two
-seconds, and later found without a compiler.
+as long as a small one of them. The library makes three calls of a layer (`native.c`), reads weights once for all rows of
+a step, and sums every row in an order of its own; it draws tokens (`tokens.c`) and runs draft heads (`levels.c`). It is
+kept in the user's cache folder, so it is compiled once, in some two seconds, and later found without a compiler.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from decoder.kernels.fast_paths import in_words
 
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fPIC", "-fopenmp", "-shared")
 _COMPILERS = ("gcc", "cc")
-_SOURCE = Path(__file__).with_name("native.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "tokens.h", "native.c", "tokens.c", "levels.c"))
 _SECONDS = 120  # in which it must be compiled
 
 
@@ -99,13 +99,82 @@ class Attention(ctypes.Structure):
     )
 
 
+class Choosing(ctypes.Structure):
+    """`Choosing` of tokens.h."""
+
+    _fields_ = (
+        ("penalised", c_void_p),
+        ("penalty", c_double),
+        ("temperature", c_double),
+        ("log_min_p", c_double),
+        ("seed", c_uint64),
+        ("noisy", c_int32),
+    )
+
+
+class Head(ctypes.Structure):
+    """`Head` of levels.c."""
+
+    _fields_ = (
+        ("readers", Product),
+        ("down", Product),
+        ("norm_in", c_void_p),
+        ("norm_out", c_void_p),
+        ("eps", c_float),
+    )
+
+
+class Drafter(ctypes.Structure):
+    """`Drafter` of levels.c."""
+
+    _fields_ = (
+        ("heads", POINTER(Head)),
+        ("count", c_int64),
+        ("size", c_int64),
+        ("conditioned", c_int32),
+        ("chained", c_int32),
+        ("is_bf16", c_int32),
+        ("vocabulary_is_bf16", c_int32),
+        ("embeddings_are_bf16", c_int32),
+        ("embeddings", c_void_p),
+        ("ones", c_void_p),
+        ("embedding_eps", c_float),
+        ("logit_scale", c_float),
+        ("vocabulary", Product),
+        ("ids", c_void_p),
+    )
+
+
+class Drafts(ctypes.Structure):
+    """`Drafts` of levels.c."""
+
+    _fields_ = (
+        ("choosing", Choosing),
+        ("position", c_int64),
+        ("state", c_void_p),
+        ("state_is_bf16", c_int32),
+        ("given", c_int32),
+        ("newest", c_int64),
+        ("levels", c_int64),
+        ("width", c_int64),
+        ("beam", c_int64),
+        ("out", c_void_p),
+    )
+
+
 _ARGUMENTS = {
     "linear": (POINTER(Product), c_void_p, c_int64, c_int, c_void_p, c_int),
     "before_attention": (POINTER(Layer), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
     "behind_attention": (POINTER(Layer), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
     "attend": (POINTER(Attention), c_int64, c_int),
+    "contenders": (POINTER(Choosing), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
+    "draft_numbers": (POINTER(Drafter), c_int64, c_int64),
+    "draft_levels": (POINTER(Drafter), POINTER(Drafts), c_int64, c_void_p, c_int),
     **dict.fromkeys(("multiplies_bf16", "panel_width", "rows_together", "rows_held", "keys_together", "most_dim"), ()),
 }
+
+
+_LONG = ("contenders", "draft_numbers")  # what they return
 
 
 @cache
@@ -160,6 +229,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def address(array: ctypes.Array) -> int:
+    """Where the numbers of an array stand."""
+    return ctypes.addressof(array)
+
+
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether products and layers of this dtype can be had here."""
     return available() and (dtype == torch.float32 or (dtype == torch.bfloat16 and bool(library().multiplies_bf16())))
@@ -182,7 +256,7 @@ def _key() -> str:
     processor = _processor()
     if not {"avx2", "fma"} <= set(processor.split()):
         raise NativeUnavailable("the processor has no AVX2")
-    return hashlib.sha256("\0".join((_SOURCE.read_text(), processor, *_FLAGS)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join((*(file.read_text() for file in SOURCES), processor, *_FLAGS)).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -237,7 +311,7 @@ def _compiled(key: str) -> ctypes.CDLL:
 
 def _fault_of_compiling(compiler: str, made: Path) -> str | None:
     """What the compiler says where it cannot compile the library to the file ``made``."""
-    command = (compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm")
+    command = (compiler, *_FLAGS, "-o", str(made), *(str(file) for file in SOURCES if file.suffix == ".c"), "-lm")
     plain = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=plain)
@@ -264,4 +338,6 @@ def _opened(file: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(file))
     for name, arguments in _ARGUMENTS.items():
         getattr(library, name).argtypes = arguments
+    for name in _LONG:
+        getattr(library, name).restype = c_int64
     return library

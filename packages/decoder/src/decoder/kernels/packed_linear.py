@@ -17,7 +17,7 @@ from decoder.kernels import native
 from decoder.kernels.int4 import Int4Linear, Int4Weight, joinable
 from decoder.kernels.memory import available_memory
 from decoder.kernels.norms import FusedNorm
-from decoder.kernels.packed_weight import PackedWeight, onednn_dtype, pack
+from decoder.kernels.packed_weight import NativeWeight, PackedWeight, onednn_dtype, pack
 
 Linear = nn.Linear | Int4Linear
 
@@ -103,6 +103,7 @@ class PackedHead:
     def __init__(self, head: DraftHead):
         self._fingerprint: list[torch.Tensor] = []
         self._readers: PackedWeight | None = None
+        self.down: PackedWeight | None = None
         self.pack(head)
 
     def pack(self, head: DraftHead) -> None:
@@ -111,29 +112,39 @@ class PackedHead:
         if _same(fingerprint, self._fingerprint):
             return
         self._fingerprint = fingerprint
-        self._readers = self._down = None
+        self._readers = self.down = None
         self._norm = FusedNorm(head.input_norm.weight, head.input_norm.eps)
         self._unit_norm = FusedNorm(torch.ones_like(head.input_norm.weight), _DEFAULT_EPS)
         readers = [head.linear, head.gate, head.up] if head.gated else [head.linear]
         self._sizes = [layer.out_features for layer in readers]
         self._readers = pack([layer.weight for layer in readers], [None], exact=False)
-        self._down = pack([head.down.weight], [None], exact=False) if head.gated else None
+        self.down = pack([head.down.weight], [None], exact=False) if head.gated else None
 
     @property
     def kind(self) -> type:
         """The library that computes the products."""
         return type(self._readers)
 
-    def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def readers(self) -> PackedWeight:
+        """The layers that read the features, as one product."""
         assert self._readers is not None
+        return self._readers
+
+    @property
+    def native(self) -> bool:
+        """Whether the native library computes the products."""
+        return all(isinstance(one, NativeWeight) for one in (self._readers, self.down) if one is not None)
+
+    def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         features = self._norm(hidden)
         if embedding is not None:
             features = torch.cat((features, self._unit_norm(embedding).to(features.dtype)), dim=-1)
-        change, *gated = self._readers(features.to(self._readers.dtype)).split(self._sizes, dim=-1)
+        change, *gated = self.readers(features.to(self.readers.dtype)).split(self._sizes, dim=-1)
         if gated:
-            assert self._down is not None
+            assert self.down is not None
             gate, up = gated
-            change = change + self._down((functional.silu(gate) * up).to(self._down.dtype))
+            change = change + self.down((functional.silu(gate) * up).to(self.down.dtype))
         return (change + hidden).to(hidden.dtype)
 
 
@@ -220,8 +231,8 @@ def joined(layers: Sequence[Linear]) -> PackedLinears | None:
     return packed if whole else None
 
 
-def product_of(forward: Callable) -> PackedLinears | None:
-    """The packed product behind a forward that `packed_layers` has made."""
+def product_of(forward: Callable | None) -> PackedLinears | None:
+    """The packed product behind a forward, if `packed_layers` has made it."""
     bound = getattr(forward, "func", forward)
     owner = getattr(bound, "__self__", None)
     return owner if isinstance(owner, PackedLinears) else None

@@ -89,7 +89,8 @@ class Target:
         self._test_attention()
         self.kv_bytes: int = probed.kv_bytes
         """Bytes of a token's keys and values in all layers."""
-        self._logit_scale = probed.logit_scale
+        self.logit_scale = probed.logit_scale
+        """What the model multiplies its logits by."""
         self.flattens = runs_flattened(self)
         flattened = "several texts are verified together", "the model gives something else then, or cannot run them"
         self.paths.enter(FLATTENED, self.flattens, flattened[not self.flattens])
@@ -418,4 +419,4 @@ class Target:
         logits are those of the corresponding tokens.
         """
         logits = (self.lm_head if rows is None else rows)(normalised)
-        return logits if self._logit_scale == 1 else logits * self._logit_scale
+        return logits if self.logit_scale == 1 else logits * self.logit_scale

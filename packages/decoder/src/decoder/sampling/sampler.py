@@ -12,6 +12,7 @@ import torch
 from decoder.kernels.transfers import download, on_host, upload
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
+from decoder.sampling.native_choice import native_choice
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.penalty_window import PenaltyWindow
@@ -25,7 +26,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         token: its id.
-        score: its log-probability plus noise; NaN or -inf if there was no token to draw.
+        score: its log-probability, with noise or without; NaN or -inf if there was no token to draw.
         logprob: its log-probability under the filtered distribution; None if these were not asked for.
         top_logprobs: the most likely tokens there, as (id, log-probability); None if these were not asked for.
     """
@@ -53,6 +54,7 @@ class Sampler:
         logprobs: the log-probabilities of the output's tokens, if they are collected.
         top_logprobs: the most likely tokens at the positions of the output, as in `GenerationOutput`, if they are
             collected.
+        native: chooses tokens where the native library can; else None.
 
     Raises:
         ValueError: suppressed tokens are outside the vocabulary, or they are all of it.
@@ -74,6 +76,7 @@ class Sampler:
         self.top_logprobs: list[list[tuple[int, float]]] | None = [] if collect_top_logprobs else None
         self._most_likely = collect_top_logprobs
         self.noise = NoiseRows(params.seed, vocab_size, device)
+        self.native = None if logits_hook is not None else native_choice(params, device)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")
@@ -130,6 +133,10 @@ class Sampler:
 
     def draw(self, logits: torch.Tensor) -> Drawn:
         """Choose the token of the next position from the target's logits [V]; the host waits for it."""
+        if self.native is not None and self.logprobs is None and self.top_logprobs is None:
+            found = self.native.highest(logits, len(self.context), self.window.penalised)
+            if found is not None:
+                return Drawn(*found)
         filtered = self.filtered(logits)
         if on_host(filtered):
             greedy, position = self.params.greedy, len(self.context)

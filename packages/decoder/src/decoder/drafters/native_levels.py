@@ -1,0 +1,149 @@
+"""All levels of draft heads in one call of the native library, for several texts together."""
+
+from collections.abc import Sequence
+from ctypes import byref, c_double
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from decoder.draft_heads import DraftHead, DraftHeads
+from decoder.kernels import native
+from decoder.kernels.native import Drafter, Drafts, Head, Product
+from decoder.kernels.packed_linear import PackedHead, product_of
+from decoder.kernels.packed_weight import NativeWeight
+
+if TYPE_CHECKING:
+    from decoder.drafters.draft_vocabulary import DraftVocabulary
+    from decoder.drafters.levels import LevelsWanted
+    from decoder.model.target import Target
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NativeLevels:
+    """Runs some heads; they hold the weights that were packed last.
+
+    Args:
+        packed: the heads in order, each with its module.
+        vocabulary: the packed rows of the language-model head.
+        ids: the tokens that these are for, int64 [v]; None is all.
+        embeddings: of the model, [V, d].
+        logit_scale: what logits are multiplied by.
+    """
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        packed: Sequence[tuple[DraftHead, PackedHead]],
+        vocabulary: NativeWeight,
+        ids: torch.Tensor | None,
+        embeddings: torch.Tensor,
+        logit_scale: float,
+    ):
+        self._conditioned = heads.conditioned
+        norms = [(head.input_norm.weight, head.output_norm.weight) for head, _ in packed]
+        # Copies, as those of products are: a later change takes effect with the next generation.
+        norms = [tuple(torch.empty(weight.shape).copy_(weight.detach()) for weight in pair) for pair in norms]
+        ones, dtype = torch.ones(heads.hidden_size), packed[0][1].readers.dtype
+        self._held = packed, norms, vocabulary, ids, embeddings, ones
+        structures = [
+            Head(
+                one.readers.product,
+                Product() if one.down is None else one.down.product,
+                norm_in.data_ptr(),
+                norm_out.data_ptr(),
+                heads.norm_eps,
+            )
+            for (_, one), (norm_in, norm_out) in zip(packed, norms, strict=True)
+        ]
+        self._drafter = Drafter(
+            heads=(Head * len(structures))(*structures),
+            count=len(structures),
+            size=heads.hidden_size,
+            conditioned=heads.conditioned,
+            chained=heads.kind != "independent",
+            is_bf16=dtype == torch.bfloat16,
+            vocabulary_is_bf16=vocabulary.dtype == torch.bfloat16,
+            embeddings_are_bf16=embeddings.dtype == torch.bfloat16,
+            embeddings=embeddings.data_ptr(),
+            ones=ones.data_ptr(),
+            embedding_eps=torch.finfo(torch.float32).eps,
+            logit_scale=logit_scale,
+            vocabulary=vocabulary.product,
+            ids=None if ids is None else ids.data_ptr(),
+        )
+        self._library, self._room = native.library(), torch.empty(0)
+
+    def fill(self, wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
+        """What `HeadLevels.read` takes of each; all of them have these heads, and an own level or none.
+
+        Raises:
+            MemoryError: there is no memory for it.
+        """
+        texts = (Drafts * len(wanted))()
+        held = []
+        own = _own_levels(wanted) if wanted[0].own_level else [None] * len(wanted)
+        for text, one, first in zip(texts, wanted, own, strict=True):
+            sampler, levels = one.sampler, one.heads
+            penalised = sampler.window.penalised
+            noisy = levels.coupled and not sampler.params.greedy
+            state = one.state if one.state.dtype in _DTYPES else one.state.float()
+            out = (c_double * self._numbers(one))(*(first or ()))
+            held.append((penalised, state := state.contiguous(), out))
+            text.choosing = sampler.native.choosing(noisy, penalised)
+            text.position, text.newest = len(sampler.context), sampler.context[-1]
+            text.state, text.state_is_bf16 = state.data_ptr(), state.dtype == torch.bfloat16
+            text.given, text.levels, text.width, text.beam = first is not None, one.count, levels.width, levels.beam
+            text.out = native.address(out)
+        branches, width = sum(one.heads.beam for one in wanted), max(one.heads.width for one in wanted)
+        numbers = self._library.draft_numbers(byref(self._drafter), branches, width)
+        if len(self._room) < numbers:
+            self._room = torch.empty(numbers)
+        given = byref(self._drafter), texts, len(wanted), self._room.data_ptr(), native.threads()
+        if self._library.draft_levels(*given):
+            raise MemoryError("no memory for the levels of draft heads")
+        return [list(out) for _, _, out in held]
+
+    def _numbers(self, wanted: "LevelsWanted") -> int:
+        """How many numbers the levels are."""
+        width, beam = wanted.heads.width, wanted.heads.beam
+        total, branches = 0, 1
+        for level in range(wanted.count):
+            if level and self._conditioned and beam > 1:
+                branches = min(beam, branches * width)
+                total += branches
+            total += 2 * branches * width
+        return total
+
+
+def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
+    """What the states themselves predict: the best scores and tokens of each text, among all tokens."""
+    target = wanted[0].heads.target
+    logits = target.head(target.norm(torch.cat([one.state for one in wanted])))
+    best = []
+    for row, one in zip(logits.split(1), wanted, strict=True):
+        context = one.sampler.draft_context()
+        values, tokens = one.sampler.draft_scores(row, one.heads.coupled, context).topk(one.heads.width)
+        best.append([*values[0].tolist(), *tokens[0].tolist()])
+    return best
+
+
+def native_levels(target: "Target", heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
+    """The levels of these heads by the library; None where some of what they need is not packed for it."""
+    if type(heads) is not DraftHeads or not native.available() or target.ranks.size > 1 or vocabulary.rows is None:
+        return None
+    faster = target.replacements().called
+    modules = [heads._head(index) for index in range(heads.num_heads)]
+    packed = [faster.get(module) for module in modules]
+    if not all(isinstance(one, PackedHead) and one.native for one in packed):
+        return None
+    rows = product_of(faster.get(vocabulary.rows))
+    embeddings = target.model.get_input_embeddings()
+    plain = type(embeddings) is nn.Embedding and type(embeddings.weight.data) is torch.Tensor
+    plain = plain and embeddings.weight.dtype in _DTYPES and embeddings.weight.is_contiguous()
+    if rows is None or not isinstance(rows.weight, NativeWeight) or len(rows) > 1 or not plain:
+        return None
+    pairs = list(zip(modules, packed, strict=True))
+    table = embeddings.weight.detach()
+    return NativeLevels(heads, pairs, rows.weight, vocabulary.ids, table, target.logit_scale)

@@ -1,0 +1,128 @@
+// What the files of the library share: vectors of numbers, products with packed weights, and norms.
+//
+// Numbers are float32 or bfloat16 in memory and float32 in sums. `native.py` compiles the files and describes the calls.
+
+#ifndef NATIVE_H
+#define NATIVE_H
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16, MOST_ROWS = 12, WIDE = 4 };  // 32 registers of 16 numbers
+#else
+enum { LANES = 8, MOST_ROWS = 4, WIDE = 2 };  // 16 registers of 8 numbers
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
+// What is added and multiplied in one place only has one order, whatever the compiler makes of it.
+#define ONCE static __attribute__((noinline))
+// What the files call of each other, and nobody else.
+#define INNER __attribute__((visibility("hidden")))
+
+// ---------------------------------------------------------------------------------------------------------- numbers
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+
+INLINE float widened(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+// To the nearest bfloat16, ties to even; NaN stays NaN.
+INLINE halves rounded(vec x) {
+    uvec bits = (uvec)x, up = bits + 0x7fff + (bits >> 16 & 1);
+    uvec nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
+    return __builtin_convertvector(((up & ~nan) | ((bits | 0x400000) & nan)) >> 16, halves);
+}
+
+INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
+    if (is_bf16) {
+        halves x = {0};
+        memcpy(&x, (const uint16_t *)from + at, count >= LANES ? sizeof x : (size_t)count * 2);
+        return (vec)(__builtin_convertvector(x, uvec) << 16);
+    }
+    vec x = {0};
+    memcpy(&x, (const float *)from + at, count >= LANES ? sizeof x : (size_t)count * 4);
+    return x;
+}
+
+INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
+    if (is_bf16) {
+        halves y = rounded(x);
+        memcpy((uint16_t *)to + at, &y, count >= LANES ? sizeof y : (size_t)count * 2);
+    } else {
+        memcpy((float *)to + at, &x, count >= LANES ? sizeof x : (size_t)count * 4);
+    }
+}
+
+// Lanes in a fixed order.
+INLINE float sum(vec x) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += x[lane];
+    return total;
+}
+
+// e^x for x <= 0, within 2 units of the last place; 0 below -87.
+INLINE vec exponential(vec x) {
+    vec n = x * 1.44269504f;
+    n = (n + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to a whole number
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const ivec low = x < -87.f;
+    const ivec power = (__builtin_convertvector(choose(low, (vec){0}, n), ivec) + 127) << 23;
+    return choose(low, (vec){0}, p * (vec)power);
+}
+
+// x / (1 + e^-x), where the exponential never has a positive argument.
+INLINE vec silu(vec x) {
+    const vec small = exponential(choose(x > 0, -x, x));
+    return x * choose(x > 0, splat(1), small) / (1 + small);
+}
+
+INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x + at * (is_bf16 ? 2 : 4); }
+
+// --------------------------------------------------------------------------------------------------- products, norms
+
+// x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
+// pairs of inputs, of which the lower half of a word is the first.
+typedef struct {
+    int64_t inputs, outputs;
+    const void *weight;
+    const float *bias;
+    int32_t weight_is_bf16;
+} Product;
+
+// Where a product goes: to `y` [rows, outputs], with `add` [rows, outputs] added if there is one.
+typedef struct {
+    void *y;
+    const void *add;
+    int32_t y_is_bf16, add_is_bf16;
+} Out;
+
+// A thread's share of a product. x is bfloat16 only where `multiplies_bf16`.
+INNER void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
+
+// x / sqrt(mean(x^2) + eps) * weight.
+INNER void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16);
+
+#endif

@@ -1,0 +1,73 @@
+"""Tokens chosen by the native library: the same ones as `Sampler` defines, in a tenth of the time.
+
+The library rules out, by noise in single precision, all tokens that cannot be the highest; that leaves one almost
+always. Where it leaves several, the noise of these is computed as everywhere.
+"""
+
+import math
+from ctypes import byref, c_double, c_int64
+
+import torch
+
+from decoder.kernels import native
+from decoder.kernels.native import Choosing
+from decoder.sampling.noise import gumbel
+from decoder.sampling.params import SamplingParams
+
+_ROOM = 64  # tokens that may be left
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NativeChoice:
+    """Chooses tokens as ``params`` say; see `native_choice` for where it can be had."""
+
+    def __init__(self, params: SamplingParams):
+        self._params = params
+        self._own = self.choosing(not params.greedy)
+        self._ids, self._scores = (c_int64 * _ROOM)(), (c_double * _ROOM)()
+        self._contenders = native.library().contenders
+
+    def choosing(self, noisy: bool, penalised: torch.Tensor | None = None) -> Choosing:
+        """What the library must know, for tokens with noise or without; ``penalised`` as in `highest`."""
+        params = self._params
+        return Choosing(
+            None if penalised is None else penalised.data_ptr(),
+            params.repetition_penalty,
+            1.0 if params.greedy else params.temperature,
+            math.log(params.min_p) if params.min_p else -math.inf,
+            params.seed % 2**64,
+            noisy,
+        )
+
+    def highest(self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None) -> tuple[int, float] | None:
+        """The token drawn at a position, and its score, with noise or without.
+
+        Args:
+            logits: the target's [V].
+            penalised: the tokens of the penalty window, bool [V]; None stands for an empty one.
+
+        Returns:
+            None where the library leaves it to others: too many tokens are left, or some logits are no numbers.
+        """
+        if logits.dtype not in _DTYPES or not logits.is_contiguous():
+            return None
+        self._own.penalised = None if penalised is None else penalised.data_ptr()
+        is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
+        count = self._contenders(
+            byref(self._own), position, logits.data_ptr(), is_bf16, vocab_size, self._ids, self._scores, _ROOM
+        )
+        if count < 1:
+            return None
+        if count == 1:
+            return self._ids[0], self._scores[0]
+        ids = torch.tensor(self._ids[:count])
+        noise = gumbel(self._params.seed, torch.tensor([position]), ids)[0].tolist()
+        sums = [score + extra for score, extra in zip(self._scores, noise, strict=False)]
+        best = max(range(count), key=sums.__getitem__)  # the first of equal ones
+        return self._ids[best], sums[best]
+
+
+def native_choice(params: SamplingParams, device: torch.device) -> NativeChoice | None:
+    """A choice by the library; None without one, on other devices, and with filters that it does not know."""
+    plain = not (params.top_k or params.top_p < 1 or params.eta_cutoff or params.suppress_tokens)
+    return NativeChoice(params) if plain and device.type == "cpu" and native.available() else None
