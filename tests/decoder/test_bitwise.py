@@ -21,6 +21,8 @@ from decoder.model import bitwise, bitwise_attention_test, bitwise_test, target
 from decoder.model.bitwise_attention_test import OneLayer
 from decoder.model.model_pass import ModelPass
 from decoder.model.native_layer import NativeLayer
+from decoder.model.native_pass import NativePass
+from decoder.model.native_pass import NativePass
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, all_heads, tiny_llama
@@ -328,11 +330,13 @@ def leaning(function):
     return row_dependent
 
 
-@pytest.mark.parametrize("part", ["norm", "activation", "linear", "head", "softmax", "attention", "layer"])
+@pytest.mark.parametrize("part", ["norm", "activation", "linear", "head", "softmax", "attention", "layer", "pass"])
 def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch, request):
     request.getfixturevalue("without_native" if part == "softmax" else "with_native")
     model = tiny_llama(torch.float32)
     layer = model.model.layers[1]
+    if part in ("attention", "layer"):
+        monkeypatch.setattr(NativePass, "runs", lambda *given: False)
     if part == "norm":
         layer.input_layernorm.forward = leaning(layer.input_layernorm.forward)
     elif part == "activation":
@@ -352,6 +356,11 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch, reque
             NativeLayer,
             "behind_attention",
             lambda self, attended, x: behind(self, attended, x) * (1 + 2**-16 * (x.shape[1] > 1)),
+        )
+    elif part == "pass":
+        run = NativePass.__call__
+        monkeypatch.setattr(
+            NativePass, "__call__", lambda self, x, *given: run(self, x, *given) or x.mul_(1 + 2**-16 * (x.shape[1] > 1))
         )
     else:
         monkeypatch.setattr(bitwise_attention_test, "_rules", {})

@@ -145,10 +145,10 @@ def test_a_layer_that_gives_wrong_numbers_is_left_off(dtype, monkeypatch):
     model = tiny_llama(dtype)
     layers = fused_layer.fused_layers(Decoder(model).target.replacements() and model.modules())
     layer, fused = next(iter(layers.items()))
-    assert fused._native is not None and fused_layer.fused_layer_fault(layer, fused) is None
-    behind = type(fused._native).behind_attention
+    assert fused.native is not None and fused_layer.fused_layer_fault(layer, fused) is None
+    behind = type(fused.native).behind_attention
     monkeypatch.setattr(
-        type(fused._native), "behind_attention", lambda self, attended, hidden: behind(self, attended, hidden) * 1.2
+        type(fused.native), "behind_attention", lambda self, attended, hidden: behind(self, attended, hidden) * 1.2
     )
     assert "hidden states" in fused_layer.fused_layer_fault(layer, fused)
 

@@ -61,6 +61,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         hook,
         collect_logprobs=arguments.return_logprobs,
         collect_top_logprobs=arguments.top_logprobs,
+        native=target.draws_natively,
     )
     return Sequence(
         Request(dec.model, arguments.context, sampling, options.verification, hook, options.kv_dtype),

@@ -129,13 +129,17 @@ class LayeredCache(Cache, ABC):
                 slots.index_copy_(2, self._written, states.to(slots.dtype))
         return self.seen_by(count, layer_idx)
 
+    def make_ready(self, count: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See that there are buffers for pairs like these [B, G, any, D], with room for ``count`` more."""
+        self._make_room(count)
+        self._allocate(key, value)
+
     def slots_for(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a layer's new pairs go, for which room is made: [B, G, T, D], with fixed shapes whole buffers."""
         count = key_states.shape[2]
-        self._make_room(count)
-        self._allocate(key_states, value_states)
+        self.make_ready(count, key_states, value_states)
         if self.kv_length is not None:
             if not layer_idx:
                 self._written = self.kv_length + torch.arange(count, device=self.kv_length.device)

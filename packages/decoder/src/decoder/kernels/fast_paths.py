@@ -13,6 +13,7 @@ import torch
 
 SPLIT_KV = "split-KV attention"
 NATIVE = "native attention"
+DRAWS = "native drawing"
 ROTARY = "fused rotary embedding"
 NORMS = "fused norms"
 PACKED = "packed products"

@@ -95,8 +95,10 @@ static int64_t go_on(Level *l, int64_t text, int64_t first, int64_t branches, in
         Branch *to = &next[kept];
         *to = *from;
         to->parent = first + best / width, to->likely = likely[best];
-        to->tokens[to->depth++] = l->tokens[to->parent * l->most_width + best % width];
-        if (l->d->conditioned && t->beam > 1) *l->out[text]++ = (double)best;
+        if (l->d->conditioned) {
+            to->tokens[to->depth++] = l->tokens[to->parent * l->most_width + best % width];
+            if (t->beam > 1) *l->out[text]++ = (double)best;
+        }
         likely[best] = NAN;
     }
     return most;

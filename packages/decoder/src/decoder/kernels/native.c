@@ -204,68 +204,75 @@ ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *
     }
 }
 
-// Rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim]. Angles are [rows, dim]; `scratch` has
-// room for CHUNK rows of the layer's input and of its queries, keys and values.
-void before_attention(
+// Rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim], as one of the threads that share them.
+// Angles are [rows, dim]; `scratch` has room for CHUNK rows of the layer's input and of its queries, keys and values.
+static void share_before_attention(
     const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
-    int is_bf16, int threads) {
+    int is_bf16, int thread, int all) {
     float *normed = scratch, *heads = scratch + CHUNK * l->size;
     const int64_t width = l->qkv.outputs;
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
-        for (int64_t first = 0; first < rows; first += CHUNK) {
-            const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-            for (int64_t r = thread; r < count; r += all)
-                norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
-                     row_of(normed, r * l->size, is_bf16), is_bf16);
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
+        for (int64_t r = thread; r < count; r += all)
+            norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
+                 row_of(normed, r * l->size, is_bf16), is_bf16);
 #pragma omp barrier
-            const Out to = {heads, NULL, 0, 0};
-            share(&l->qkv, normed, is_bf16, count, &to, thread, all);
+        const Out to = {heads, NULL, 0, 0};
+        share(&l->qkv, normed, is_bf16, count, &to, thread, all);
 #pragma omp barrier
-            for (int64_t r = thread; r < count; r += all)
-                turn(l, heads + r * width, cosines + (first + r) * l->dim, sines + (first + r) * l->dim, out,
-                     (first + r) * width, is_bf16);
-        }
+        for (int64_t r = thread; r < count; r += all)
+            turn(l, heads + r * width, cosines + (first + r) * l->dim, sines + (first + r) * l->dim, out,
+                 (first + r) * width, is_bf16);
     }
 }
 
-// What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output. `scratch` has room
-// for CHUNK rows of twice the layer's size and of one and a half times the outputs of gate and up.
-void behind_attention(
-    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads) {
+void before_attention(
+    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
+    int is_bf16, int threads) {
+#pragma omp parallel num_threads(threads)
+    share_before_attention(l, x, rows, cosines, sines, out, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
+}
+
+// What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output, as one of the threads
+// that share them. `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs
+// of gate and up. The output may take the input's place.
+static void share_behind_attention(
+    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int thread,
+    int all) {
     const int64_t width = l->down.inputs;
     float *hidden = scratch, *normed = hidden + CHUNK * l->size, *gate_up = normed + CHUNK * l->size;
     float *gated = gate_up + CHUNK * 2 * width;
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
-        for (int64_t first = 0; first < rows; first += CHUNK) {
-            const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-            const Out to_hidden = {hidden, row_of(x, first * l->size, is_bf16), 0, is_bf16};
-            share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count, &to_hidden, thread, all);
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
+        const Out to_hidden = {hidden, row_of(x, first * l->size, is_bf16), 0, is_bf16};
+        share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count, &to_hidden, thread, all);
 #pragma omp barrier
-            for (int64_t r = thread; r < count; r += all)
-                norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size,
-                     row_of(normed, r * l->size, is_bf16), is_bf16);
+        for (int64_t r = thread; r < count; r += all)
+            norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size,
+                 row_of(normed, r * l->size, is_bf16), is_bf16);
 #pragma omp barrier
-            const Out to_gate_up = {gate_up, NULL, 0, 0};
-            share(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
+        const Out to_gate_up = {gate_up, NULL, 0, 0};
+        share(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
 #pragma omp barrier
-            const int64_t pieces = (width + LANES - 1) / LANES;
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t piece = pieces * thread / all; piece < pieces * (thread + 1) / all; piece++) {
-                    const int64_t i = piece * LANES, left = width - i;
-                    const vec gate = load(gate_up, r * 2 * width + i, 0, left);
-                    const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
-                    store(gated, r * width + i, is_bf16, silu(gate) * up, left);
-                }
+        const int64_t pieces = (width + LANES - 1) / LANES;
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t piece = pieces * thread / all; piece < pieces * (thread + 1) / all; piece++) {
+                const int64_t i = piece * LANES, left = width - i;
+                const vec gate = load(gate_up, r * 2 * width + i, 0, left);
+                const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
+                store(gated, r * width + i, is_bf16, silu(gate) * up, left);
+            }
 #pragma omp barrier
-            const Out to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
-            share(&l->down, gated, is_bf16, count, &to_y, thread, all);
+        const Out to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
+        share(&l->down, gated, is_bf16, count, &to_y, thread, all);
 #pragma omp barrier
-        }
     }
+}
+
+void behind_attention(
+    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads) {
+#pragma omp parallel num_threads(threads)
+    share_behind_attention(l, attended, x, rows, y, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
 }
 
 // --------------------------------------------------------------------------------------------------------- attention
@@ -274,7 +281,7 @@ void behind_attention(
 // `length` tokens; distances are in numbers.
 typedef struct {
     const void *keys, *values;
-    int64_t key_head, key_slot, value_head, value_slot;
+    int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;
     int64_t length, count;
     const uint8_t *mask;  // [count, count], which new token sees which; NULL where each sees those before it
 } Text;
@@ -444,10 +451,11 @@ INLINE void value_tile(
     }
 
 // Fetch the vectors in some slots, of `dim` numbers each, to a core's cache.
-static void prefetch(const Attention *a, const void *from, int64_t head, int64_t slot, const int32_t *slots, int64_t count, int64_t dim) {
-    const int64_t size = a->is_bf16 ? 2 : 4, line = 64 / size;
+INLINE void prefetch(const Attention *a, const void *from, int64_t head, int64_t slot, const int32_t *slots, int64_t count, int64_t dim) {
+    const int64_t size = a->is_bf16 ? 2 : 4, bytes = dim * size, step = slot * size;
+    const char *first = (const char *)from + head * size;
     for (int64_t k = 0; k < count; k++)
-        for (int64_t i = 0; i < dim; i += line) __builtin_prefetch((const char *)from + (head + slots[k] * slot + i) * size);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + slots[k] * step + i);
 }
 
 // The keys of a split that some rows look at, by position: those in `slots` are `common` to all of them, and those in
@@ -495,10 +503,9 @@ ONCE void over_split(
         vec top = splat(-INFINITY), total = {0};
         for (int64_t n = 0; n < end; n += LANES) {
             const vec score = load(own, n, 0, LANES);
-            top = choose(score > top, score, top);
+            top = larger(score, top);
         }
-        float largest = -INFINITY;
-        for (int lane = 0; lane < LANES; lane++) largest = top[lane] > largest ? top[lane] : largest;
+        const float largest = largest_of(top);
         for (int64_t n = 0; n < end; n += LANES) {
             const vec weight = exponential(load(own, n, 0, LANES) - largest);
             total += weight;
@@ -598,91 +605,180 @@ typedef struct {
     float *sums;
 } Work;
 
+// How the work on all texts is cut, and the memory for partial results.
+typedef struct {
+    Work *work;
+    int64_t count, units;
+    State *states;
+    float *sums;
+} Plan;
+
+static void drop(Plan *plan) { free(plan->work), free(plan->states), free(plan->sums); }
+
 // Returns 0, or 1 where there was no memory.
-int attend(const Attention *a, int64_t count, int threads) {
+static int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
     const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
-    Work *work = malloc(count * sizeof(Work));
-    if (!work) return 1;
-    int64_t units = 0, tokens = 0, partial = 0;
+    int64_t tokens = 0, partial = 0;
+    *plan = (Plan){.work = malloc(count * sizeof(Work)), .count = count};
+    if (!plan->work) return 1;
     for (int64_t n = 0; n < count; n++) {
         const Text *t = &a->texts[n];
-        Work *w = &work[n];
+        Work *w = &plan->work[n];
         w->tile = FEW / per_token < 1 ? 1 : FEW / per_token < t->count || !t->count ? FEW / per_token : t->count;
         w->tiles = (t->count + w->tile - 1) / w->tile;
         w->splits = (t->length + t->count + SPLIT - 1) / SPLIT;
         w->rows = t->count * a->heads;
         w->by_split = w->splits > 1 && w->tiles * a->kv_heads < 4 * threads &&
                       (partial + w->splits * w->rows) * dim <= MOST_PARTIAL;
-        w->first_unit = units, w->first_token = tokens;
+        w->first_unit = plan->units, w->first_token = tokens;
         w->units = a->kv_heads * w->tiles * (w->by_split ? w->splits : 1);
-        units += w->units, tokens += t->count;
+        plan->units += w->units, tokens += t->count;
         if (w->by_split) partial += w->splits * w->rows;
     }
-    float *sums = NULL;
-    State *states = NULL;
-    if (partial) {
-        sums = malloc(partial * dim * sizeof(float));
-        states = malloc(partial * sizeof(State));
-        if (!sums || !states) {
-            free(work), free(sums), free(states);
-            return 1;
+    if (!partial) return 0;
+    plan->sums = malloc(partial * dim * sizeof(float)), plan->states = malloc(partial * sizeof(State));
+    if (!plan->sums || !plan->states) {
+        drop(plan);
+        return 1;
+    }
+    int64_t at = 0;
+    for (int64_t n = 0; n < count; n++) {
+        Work *w = &plan->work[n];
+        w->states = plan->states + at, w->sums = plan->sums + at * dim;
+        if (w->by_split) at += w->splits * w->rows;
+    }
+    return 0;
+}
+
+// Attention as one of the threads that share it; all of them have finished only behind the next barrier.
+static void share_attention(const Attention *a, const Plan *plan) {
+    const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
+    float queries[FEW * MOST_DIM] __attribute__((aligned(64)));
+    float own[FEW * MOST_DIM], others[FEW * MOST_DIM];
+    State own_states[FEW], other_states[FEW];
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t unit = 0; unit < plan->units; unit++) {
+        int64_t n = 0;
+        while (n + 1 < plan->count && plan->work[n + 1].first_unit <= unit) n++;
+        const Work *w = &plan->work[n];
+        const int64_t place = unit - w->first_unit, splits = w->by_split ? w->splits : 1;
+        const int64_t split = place % splits, tile = place / splits % w->tiles;
+        Rows rows = {a, &a->texts[n], place / splits / w->tiles, tile * w->tile, w->tile, w->first_token};
+        if (rows.first_token + rows.tokens > rows.text->count) rows.tokens = rows.text->count - rows.first_token;
+        const int64_t all = rows.tokens * per_token;
+        gather_queries(&rows, queries);
+        if (w->by_split) {
+            // Partial results stand by split, KV head and token.
+            const int64_t at = split * w->rows + rows.kv_head * rows.text->count * per_token + rows.first_token * per_token;
+            for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
+            attend_split(&rows, queries, split * SPLIT, w->states + at, w->sums + at * dim);
+            continue;
         }
-        int64_t at = 0;
-        for (int64_t n = 0; n < count; n++) {
-            work[n].states = states + at, work[n].sums = sums + at * dim;
-            if (work[n].by_split) at += work[n].splits * work[n].rows;
+        const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
+        for (int64_t start = 0; start < end; start += SPLIT) {
+            State *to = start ? other_states : own_states;
+            for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
+            attend_split(&rows, queries, start, to, start ? others : own);
+            if (start)
+                for (int64_t r = 0; r < all; r++) merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
+        }
+        write_outputs(&rows, own_states, own);
+    }
+    for (int64_t n = 0; n < plan->count; n++) {
+        const Work *w = &plan->work[n];
+        if (!w->by_split) continue;
+#pragma omp for schedule(static) nowait
+        for (int64_t place = 0; place < a->kv_heads * a->texts[n].count; place++) {
+            const int64_t kv_head = place / a->texts[n].count, token = place % a->texts[n].count;
+            const int64_t at = (kv_head * a->texts[n].count + token) * per_token;
+            for (int64_t split = 1; split < w->splits; split++)
+                for (int64_t r = at; r < at + per_token; r++) {
+                    const int64_t other = split * w->rows + r;
+                    merge(&w->states[r], w->sums + r * dim, w->states[other], w->sums + other * dim, dim);
+                }
+            const Rows rows = {a, &a->texts[n], kv_head, token, 1, w->first_token};
+            write_outputs(&rows, w->states + at, w->sums + at * dim);
         }
     }
+}
+
+// Returns 0, or 1 where there was no memory.
+int attend(const Attention *a, int64_t count, int threads) {
+    Plan plan;
+    if (make_plan(a, count, threads, &plan)) return 1;
+#pragma omp parallel num_threads(threads)
+    share_attention(a, &plan);
+    drop(&plan);
+    return 0;
+}
+
+// ------------------------------------------------------------------------------------------------------------ passes
+
+// Write the keys and values of the new tokens, which stand behind their queries, to the texts' caches.
+static void write_pairs(const Attention *a, int64_t count, int thread, int threads) {
+    const int size = a->is_bf16 ? 2 : 4;
+    for (int64_t n = 0, row = 0; n < count; n++) {
+        const Text *t = &a->texts[n];
+        for (int64_t token = 0; token < t->count; token++, row++) {
+            if (row % threads != thread) continue;
+            const char *pairs = (const char *)a->queries + (row * a->query_token + a->heads * a->dim) * size;
+            for (int64_t g = 0; g < a->kv_heads; g++) {
+                const int64_t key = g * t->key_head + (t->length + token) * t->key_slot;
+                const int64_t value = g * t->value_head + (t->length + token) * t->value_slot;
+                memcpy((char *)t->keys + key * size, pairs + g * a->dim * size, a->dim * size);
+                memcpy((char *)t->values + value * size, pairs + (a->kv_heads + g) * a->dim * size, a->dim * size);
+            }
+        }
+    }
+}
+
+// Some layers of a pass over the new tokens of several texts.
+typedef struct {
+    const Layer *const *layers;
+    int64_t first, last;  // of the model's layers, those to run
+    int64_t rows;         // tokens of all texts
+    void *states;         // [rows, size], which the layers change
+    void *heads;          // [rows, heads + 2 kv_heads, dim] of one layer, `heads_layer` numbers behind those of the last
+    int64_t heads_layer;
+    const float *cosines, *sines;  // [rows, dim]
+    float *scratch;
+} Pass;
+
+// `a` describes the texts of layer 0. Returns 0, or 1 where there was no memory.
+int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
+    Plan plan;
+    Text *texts = malloc(count * sizeof(Text));
+    if (!texts) return 1;
+    if (make_plan(a, count, threads, &plan)) {
+        free(texts);
+        return 1;
+    }
+    Attention own = *a;
+    own.texts = texts;
+    const int is_bf16 = a->is_bf16;
 #pragma omp parallel num_threads(threads)
     {
-        float queries[FEW * MOST_DIM] __attribute__((aligned(64)));
-        float own[FEW * MOST_DIM], others[FEW * MOST_DIM];
-        State own_states[FEW], other_states[FEW];
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < units; unit++) {
-            int64_t n = 0;
-            while (n + 1 < count && work[n + 1].first_unit <= unit) n++;
-            const Work *w = &work[n];
-            const int64_t place = unit - w->first_unit, splits = w->by_split ? w->splits : 1;
-            const int64_t split = place % splits, tile = place / splits % w->tiles;
-            Rows rows = {a, &a->texts[n], place / splits / w->tiles, tile * w->tile, w->tile, w->first_token};
-            if (rows.first_token + rows.tokens > rows.text->count) rows.tokens = rows.text->count - rows.first_token;
-            const int64_t all = rows.tokens * per_token;
-            gather_queries(&rows, queries);
-            if (w->by_split) {
-                // Partial results stand by split, KV head and token.
-                const int64_t at = split * w->rows + rows.kv_head * rows.text->count * per_token + rows.first_token * per_token;
-                for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
-                attend_split(&rows, queries, split * SPLIT, w->states + at, w->sums + at * dim);
-                continue;
+        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
+        for (int64_t number = p->first; number < p->last; number++) {
+            const Layer *l = p->layers[number];
+            void *heads = row_of(p->heads, (number - p->first) * p->heads_layer, is_bf16);
+            share_before_attention(l, p->states, p->rows, p->cosines, p->sines, heads, p->scratch, is_bf16, thread, all);
+#pragma omp single
+            {
+                own.queries = heads;
+                for (int64_t n = 0; n < count; n++) {
+                    texts[n] = a->texts[n];
+                    texts[n].keys = row_of(texts[n].keys, number * texts[n].key_layer, is_bf16);
+                    texts[n].values = row_of(texts[n].values, number * texts[n].value_layer, is_bf16);
+                }
             }
-            const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
-            for (int64_t start = 0; start < end; start += SPLIT) {
-                State *to = start ? other_states : own_states;
-                for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
-                attend_split(&rows, queries, start, to, start ? others : own);
-                if (start)
-                    for (int64_t r = 0; r < all; r++) merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
-            }
-            write_outputs(&rows, own_states, own);
-        }
-        for (int64_t n = 0; n < count; n++) {
-            const Work *w = &work[n];
-            if (!w->by_split) continue;
-#pragma omp for schedule(static) nowait
-            for (int64_t place = 0; place < a->kv_heads * a->texts[n].count; place++) {
-                const int64_t kv_head = place / a->texts[n].count, token = place % a->texts[n].count;
-                const int64_t at = (kv_head * a->texts[n].count + token) * per_token;
-                for (int64_t split = 1; split < w->splits; split++)
-                    for (int64_t r = at; r < at + per_token; r++) {
-                        const int64_t other = split * w->rows + r;
-                        merge(&w->states[r], w->sums + r * dim, w->states[other], w->sums + other * dim, dim);
-                    }
-                const Rows rows = {a, &a->texts[n], kv_head, token, 1, w->first_token};
-                write_outputs(&rows, w->states + at, w->sums + at * dim);
-            }
+            write_pairs(&own, count, thread, all);
+#pragma omp barrier
+            share_attention(&own, &plan);
+#pragma omp barrier
+            share_behind_attention(l, own.out, p->states, p->rows, p->states, p->scratch, is_bf16, thread, all);
         }
     }
-    free(work), free(sums), free(states);
+    drop(&plan), free(texts);
     return 0;
 }

@@ -42,18 +42,32 @@ INLINE float widened(uint16_t x) {
     return wide;
 }
 
+// GCC's own conversion of vectors takes four instructions.
+INLINE vec all_widened(halves x) {
+#if defined(__AVX512F__)
+    return (vec)((uvec)_mm512_cvtepu16_epi32((__m256i)x) << 16);
+#else
+    return (vec)((uvec)_mm256_cvtepu16_epi32((__m128i)x) << 16);
+#endif
+}
+
 // To the nearest bfloat16, ties to even; NaN stays NaN.
 INLINE halves rounded(vec x) {
     uvec bits = (uvec)x, up = bits + 0x7fff + (bits >> 16 & 1);
     uvec nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
-    return __builtin_convertvector(((up & ~nan) | ((bits | 0x400000) & nan)) >> 16, halves);
+    const uvec kept = ((up & ~nan) | ((bits | 0x400000) & nan)) >> 16;
+#if defined(__AVX512F__)
+    return (halves)_mm512_cvtepi32_epi16((__m512i)kept);
+#else
+    return __builtin_convertvector(kept, halves);
+#endif
 }
 
 INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
     if (is_bf16) {
         halves x = {0};
         memcpy(&x, (const uint16_t *)from + at, count >= LANES ? sizeof x : (size_t)count * 2);
-        return (vec)(__builtin_convertvector(x, uvec) << 16);
+        return all_widened(x);
     }
     vec x = {0};
     memcpy(&x, (const float *)from + at, count >= LANES ? sizeof x : (size_t)count * 4);
@@ -69,15 +83,37 @@ INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
     }
 }
 
-// Lanes in a fixed order.
-INLINE float sum(vec x) {
-    float total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += x[lane];
-    return total;
+INLINE vec larger(vec x, vec y) {  // y where either is no number
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+    return (vec)_mm256_max_ps((__m256)x, (__m256)y);
+#endif
 }
 
-// e^x for x <= 0, within 2 units of the last place; 0 below -87.
+// The lanes that are `step` apart change places.
+INLINE vec swapped(vec x, int step) {
+    ivec order;
+    for (int lane = 0; lane < LANES; lane++) order[lane] = lane ^ step;
+    return __builtin_shuffle(x, order);
+}
+
+// Lanes in a fixed order.
+INLINE float sum(vec x) {
+#pragma GCC unroll 4
+    for (int step = LANES / 2; step; step /= 2) x += swapped(x, step);
+    return x[0];
+}
+
+INLINE float largest_of(vec x) {
+#pragma GCC unroll 4
+    for (int step = LANES / 2; step; step /= 2) x = larger(x, swapped(x, step));
+    return x[0];
+}
+
+// e^x for x <= 0, within 2 units of the last place; next to nothing below -87.
 INLINE vec exponential(vec x) {
+    x = larger(splat(-87), x);
     vec n = x * 1.44269504f;
     n = (n + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to a whole number
     vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -88,9 +124,7 @@ INLINE vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const ivec low = x < -87.f;
-    const ivec power = (__builtin_convertvector(choose(low, (vec){0}, n), ivec) + 127) << 23;
-    return choose(low, (vec){0}, p * (vec)power);
+    return p * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
 // x / (1 + e^-x), where the exponential never has a positive argument.

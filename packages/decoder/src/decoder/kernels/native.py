@@ -1,8 +1,8 @@
 """The native library: C files compiled by the machine's own compiler for its processor, when first needed.
 
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
-as long as a small one of them. The library makes three calls of a layer (`native.c`), reads weights once for all rows of
-a step, and sums every row in an order of its own; it draws tokens (`tokens.c`) and runs draft heads (`levels.c`). It is
+as long as a small one of them. The library runs all layers of a pass in one call (`native.c`), reads weights once for all
+rows of a step, and sums every row in an order of its own; it draws tokens (`tokens.c`) and runs draft heads (`levels.c`). It is
 kept in the user's cache folder, so it is compiled once, in some two seconds, and later found without a compiler.
 """
 
@@ -72,8 +72,10 @@ class Text(ctypes.Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_layer", c_int64),
         ("key_head", c_int64),
         ("key_slot", c_int64),
+        ("value_layer", c_int64),
         ("value_head", c_int64),
         ("value_slot", c_int64),
         ("length", c_int64),
@@ -96,6 +98,23 @@ class Attention(ctypes.Structure):
         ("value_dim", c_int64),
         ("scaling", c_float),
         ("is_bf16", c_int32),
+    )
+
+
+class Pass(ctypes.Structure):
+    """`Pass` of native.c."""
+
+    _fields_ = (
+        ("layers", POINTER(POINTER(Layer))),
+        ("first", c_int64),
+        ("last", c_int64),
+        ("rows", c_int64),
+        ("states", c_void_p),
+        ("heads", c_void_p),
+        ("heads_layer", c_int64),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("scratch", c_void_p),
     )
 
 
@@ -167,6 +186,7 @@ _ARGUMENTS = {
     "before_attention": (POINTER(Layer), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
     "behind_attention": (POINTER(Layer), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
     "attend": (POINTER(Attention), c_int64, c_int),
+    "run_layers": (POINTER(Pass), POINTER(Attention), c_int64, c_int),
     "contenders": (POINTER(Choosing), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
     "draft_numbers": (POINTER(Drafter), c_int64, c_int64),
     "draft_levels": (POINTER(Drafter), POINTER(Drafts), c_int64, c_void_p, c_int),

@@ -79,26 +79,12 @@ INLINE int any(const uint8_t *penalised, int64_t count) {
     return (two[0] | two[1]) != 0;
 }
 
-INLINE float largest(vec x) {
-    float most = x[0];
-    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
-    return most;
-}
-
 // Whether no lane is.
 INLINE int none(ivec where) {
 #if defined(__AVX512F__)
     return !_mm512_test_epi32_mask((__m512i)where, (__m512i)where);
 #else
     return _mm256_testz_si256((__m256i)where, (__m256i)where);
-#endif
-}
-
-INLINE vec larger(vec x, vec y) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_max_ps((__m512)x, (__m512)y);
-#else
-    return (vec)_mm256_max_ps((__m256)x, (__m256)y);
 #endif
 }
 
@@ -131,7 +117,7 @@ int64_t contenders(
             most = larger(x, most);
         }
     }
-    const float unpenalised = largest(most);
+    const float unpenalised = largest_of(most);
     if (processed(c, unpenalised, 0) > best) best = processed(c, unpenalised, 0);
     if (!none(wrong) || !(best < 1e9 && best > -1e9)) return -1;
     const double floor = c->noisy ? best + c->log_min_p : best;
@@ -204,7 +190,7 @@ void best_drafts(
     const int64_t whole = vocab / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) most = larger(load(logits, i, 0, LANES), most);
     for (int64_t i = whole; i < vocab; i++) best = logits[i] > best ? logits[i] : best;
-    best = largest(most) > best ? largest(most) : best;
+    best = largest_of(most) > best ? largest_of(most) : best;
     const float floor = c->noisy ? (float)(best * rate + c->log_min_p) : -INFINITY;
     const uint64_t key = key_of(c->seed, position);
     for (int64_t n = 0; n < width; n++) scores[n] = -INFINITY, tokens[n] = ids ? ids[0] : 0;

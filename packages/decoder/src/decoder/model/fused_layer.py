@@ -55,11 +55,14 @@ class FusedLayer:
     Args:
         layer: the layer, whose products are packed.
         angles, scratch: shared by the layers of a model.
+
+    Attributes:
+        native: the layer in two calls of the native library, for hidden states of ``native_dtype``; None without one.
     """
 
     def __init__(self, layer: Any, angles: Angles, scratch: NativeScratch):
         attention = layer.self_attn
-        self.attention, self._angles = attention, angles
+        self.attention, self._angles, self.scratch = attention, angles, scratch
         self._norm_in, self._norm_between = map(fused_norm, (layer.input_layernorm, layer.post_attention_layernorm))
         self.products: dict[str, PackedLinears] = {}
         for name, owner, parts in _products(layer):
@@ -78,14 +81,14 @@ class FusedLayer:
             ]
             self._head_norm = FusedNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
 
-        self._native: NativeLayer | None = None
-        self._native_dtype: torch.dtype | None = None
+        self.native: NativeLayer | None = None
+        self.native_dtype: torch.dtype | None = None
         native = native_weights(self.products, layer.input_layernorm.weight.dtype)
         # An eps of its own for each norm would need another kernel.
         if native is not None and self._norm_in.eps == self._norm_between.eps:
             norms, sizes = (self._norm_in, self._norm_between), (self._heads, self._kv_heads, self._dim)
-            self._native_dtype = layer.input_layernorm.weight.dtype
-            self._native = NativeLayer(native, norms, self._head_norm, *sizes, scratch)
+            self.native_dtype = layer.input_layernorm.weight.dtype
+            self.native = NativeLayer(native, norms, self._head_norm, *sizes, scratch)
 
     def __call__(
         self,
@@ -100,7 +103,7 @@ class FusedLayer:
         """As the layer's own forward: hidden states [1, T, d] of T tokens to those behind the layer."""
         assert position_embeddings is not None and past_key_values is not None and attention_mask is None
         tokens, layer = hidden_states.shape[1], self.attention.layer_idx
-        native_layer = self._native if hidden_states.dtype == self._native_dtype else None
+        native_layer = self.native if hidden_states.dtype == self.native_dtype else None
         if native_layer is not None:
             turned = heads = native_layer.before_attention(hidden_states, position_embeddings)
         else:
@@ -130,7 +133,7 @@ class FusedLayer:
     def kind(self) -> Hashable:
         """What tells fused layers apart besides the modules of the layer."""
         kinds = tuple(product.kind for product in self.products.values())
-        return self.attention.scaling, self._native is not None, kinds
+        return self.attention.scaling, self.native is not None, kinds
 
     def _turned(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Queries and keys [T, heads, D], rotated by their positions.

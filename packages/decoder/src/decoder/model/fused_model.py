@@ -5,6 +5,7 @@ In a step of the reference model that was a fifth of the time, in one of SmolLM2
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from decoder.kernels.attention import TextInPass
 from decoder.kernels.packed_linear import replaced
 from decoder.kernels.self_test import ALLOWED, difference
 from decoder.model.fused_layer import FAMILIES, FusedLayer
+from decoder.model.native_pass import NativePass
 
 if TYPE_CHECKING:
     from decoder.model.fast_layers import FastLayers
@@ -41,29 +43,65 @@ class FusedModel:
 
     def __init__(self, decoder: Any, layers: Sequence[FusedLayer]):
         self._decoder, self._layers = decoder, layers
+        self._native = _native_pass(layers)
 
     def __call__(
         self,
         ids: torch.Tensor,
         cache: LayeredCache | FlattenedCaches,
         texts: Sequence[TextInPass],
-        queries: dict[int, torch.Tensor] | None,
-        observed: int,
+        observed: int = 0,
         wanted: Sequence[int] = (),
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The hidden states before the final norm, and the inputs of the ``wanted`` layers, [1, T, d] all.
+    ) -> tuple[torch.Tensor, list[torch.Tensor], Mapping[int, torch.Tensor]]:
+        """The hidden states before the final norm, the inputs of the ``wanted`` layers, [1, T, d] all, and queries.
 
-        These come in the order in which layers run, one that is wanted twice two times. The number of layers stands for
-        the input of the norm. The other arguments are those of `ModelPass.run`.
+        The inputs come in the order in which layers run, one that is wanted twice two times. The number of layers
+        stands for the input of the norm. The queries are those of `PassOutput`, of the last ``observed`` tokens. The
+        other arguments are those of `ModelPass.run`.
         """
         states = self._decoder.embed_tokens(ids[:1])
         angles = self._decoder.rotary_emb(states, position_ids=ids[1:])
-        given = dict(past_key_values=cache, position_embeddings=angles, texts=texts, queries=queries, observed=observed)
+        if self._native is not None and self._native.runs(cache, texts, states.dtype):
+            kept_heads = self._native.room_for_queries(states.shape[1]) if observed else None
+            if not observed or kept_heads is not None:
+                kept = self._run_natively(states, angles, cache, texts, kept_heads, wanted)
+                return states, kept, self._native.queries(kept_heads, observed)
+        queries: dict[int, torch.Tensor] = {}
+        given = dict(past_key_values=cache, position_embeddings=angles, texts=texts)
+        given |= dict(queries=queries if observed else None, observed=observed)
         kept = []
         for number, layer in enumerate(self._layers):
             kept += [states] * wanted.count(number)
             states = layer(states, **given)
-        return states, kept + [states] * wanted.count(len(self._layers))
+        return states, kept + [states] * wanted.count(len(self._layers)), queries
+
+    def _run_natively(
+        self,
+        states: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: LayeredCache | FlattenedCaches,
+        texts: Sequence[TextInPass],
+        kept_heads: torch.Tensor | None,
+        wanted: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """Run the layers over ``states``, which change; the inputs of the ``wanted`` ones."""
+        assert self._native is not None
+        kept = []
+        for first, last in pairwise(sorted({0, *wanted, len(self._layers)})):
+            kept += [states.clone()] * wanted.count(first)
+            self._native(states, angles, cache, texts, range(first, last), kept_heads)
+        return kept + [states.clone()] * wanted.count(len(self._layers))
+
+
+def _native_pass(layers: Sequence[FusedLayer]) -> NativePass | None:
+    """All layers in one call, if the native library runs each of them and they are alike."""
+    native = [layer.native for layer in layers if layer.native is not None]
+    alike = {(layer.native_dtype, layer.attention.scaling, layer.scratch) for layer in layers}
+    shapes = {(layer.layer.heads, layer.layer.kv_heads, layer.layer.dim, layer.layer.size) for layer in native}
+    if len(native) < len(layers) or len(alike) > 1 or len(shapes) > 1:
+        return None
+    (dtype, scaling, scratch), = alike
+    return NativePass(native, scratch, dtype, scaling)
 
 
 def fused_model(model: PreTrainedModel, layers: Mapping[nn.Module, Callable]) -> FusedModel | None:

@@ -1,6 +1,6 @@
 """A forward pass of the user's model: with our attention, cache and faster layers, and hooks that read its states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class PassOutput(NamedTuple):
 
     hidden: torch.Tensor
     logits: torch.Tensor | None
-    queries: dict[int, torch.Tensor]
+    queries: Mapping[int, torch.Tensor]
     features: torch.Tensor | None
 
     def first(self, count: int, padding: int) -> "PassOutput":
@@ -39,7 +39,7 @@ class PassOutput(NamedTuple):
         queries = {layer: query[:, :, : query.shape[2] - padding] for layer, query in self.queries.items()}
         return self.part(slice(0, count), queries)
 
-    def part(self, rows: slice, queries: dict[int, torch.Tensor]) -> "PassOutput":
+    def part(self, rows: slice, queries: Mapping[int, torch.Tensor]) -> "PassOutput":
         """The outputs of some tokens, with the ``queries`` given."""
         logits, features = (None if one is None else one[rows] for one in (self.logits, self.features))
         return PassOutput(self.hidden[rows], logits, queries, features)
@@ -91,14 +91,13 @@ class ModelPass:
             observed: of how many tokens, from the last one on, queries are returned.
             faster: the functions that replace the model's own ones.
         """
-        queries: dict[int, torch.Tensor] = {}
         # Autocast chooses other dtypes inside of the model's own modules.
         if faster.model is not None and not under_autocast():
-            asked = queries if observed else None
-            hidden, kept = faster.model(ids, cache, texts, asked, observed, self.feature_layers)
+            hidden, kept, seen = faster.model(ids, cache, texts, observed, self.feature_layers)
             logits = self._head(self.norm(hidden))[0] if module is self.model else None
-            return PassOutput(hidden[0], logits, queries, torch.cat(kept, -1)[0] if kept else None)
+            return PassOutput(hidden[0], logits, seen, torch.cat(kept, -1)[0] if kept else None)
         inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
+        queries: dict[int, torch.Tensor] = {}
         # Bits are promised where attention is by position.
         with self._patched(faster), nullcontext() if texts[0].tails is None else full_reductions():
             output = module(**inputs, texts=texts, queries=queries if observed else None, observed=observed)

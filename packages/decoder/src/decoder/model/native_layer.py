@@ -46,6 +46,9 @@ class NativeLayer:
         head_norm: of queries and keys, if they have one.
         heads, kv_heads, dim: their numbers and their size.
         scratch: shared by the layers of a model.
+
+    Attributes:
+        layer: what the library reads.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class NativeLayer:
         self._held = *products.values(), *weights
         norm_in, norm_between, *of_heads = (weight.data_ptr() for weight in weights)
         size, self._dim = len(weights[0]), dim
-        self._layer = Layer(
+        self.layer = Layer(
             **{name: product.product for name, product in products.items()},
             norm_in=norm_in,
             norm_between=norm_between,
@@ -77,9 +80,9 @@ class NativeLayer:
             eps=norms[0].eps,
             head_eps=head_norm.eps if head_norm else 0,
         )
-        self._scratch, self._given, self._library = scratch, byref(self._layer), native.library()
-        self._outputs = self._layer.qkv.outputs // dim
-        numbers = max(size + self._layer.qkv.outputs, 2 * size + self._layer.gate_up.outputs * 3 // 2)
+        self._scratch, self._given, self._library = scratch, byref(self.layer), native.library()
+        self._outputs = self.layer.qkv.outputs // dim
+        numbers = max(size + self.layer.qkv.outputs, 2 * size + self.layer.gate_up.outputs * 3 // 2)
         scratch.reserve(self._library.rows_together() * numbers)
 
     def before_attention(self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,7 @@ The model is reached through transformers' documented extension points. Norms, l
 none; they are replaced while a pass runs, where a test has found a faster function equal.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,10 +17,11 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
+from decoder.kernels import native
 from decoder.kernels.attention import TextInPass
 from decoder.kernels.bitwise_attention import BitwiseText, tail_slots
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
-from decoder.kernels.fast_paths import FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
+from decoder.kernels.fast_paths import DRAWS, FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
@@ -35,6 +36,7 @@ from decoder.model.verification import Verification
 from decoder.parallel.products import SharedLayers
 from decoder.parallel.ranks import ranks_of
 from decoder.parallel.sharding import refuse_unshareable
+from decoder.sampling.native_choice_test import native_choice_fault
 from decoder.sampling.token_tree import TokenTree
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -82,6 +84,8 @@ class Target:
         self.bitwise = Bitwise(self)
         self.attends_natively = False
         """Whether the native library attends; found out when the shape of heads is known."""
+        self.draws_natively = self._test_draws()
+        """Whether the native library draws tokens and runs draft heads."""
         self.recorder: Recorder | None = None  # set below, if the tests for recorded passes succeed
         self._take_in()
         probed = probe(self)
@@ -135,6 +139,13 @@ class Target:
         # The user may have moved the model since the paths were tested.
         on_cpu = self.recorder is None and self.device.type == "cpu"
         self.attends_natively = on_cpu and tested_attention(shape, self.paths)
+
+    def _test_draws(self) -> bool:
+        """Find out whether the native library draws tokens as the sampler defines them."""
+        if self.device.type != "cpu" or not native.available():
+            self.paths.leave_off(DRAWS, "needs the native library, on a CPU")
+            return False
+        return self.paths.passes_test(DRAWS, "tokens", native_choice_fault, "tokens, and levels of draft heads")
 
     def make_bitwise(self, wanted: BitwiseSetting) -> None:
         """Make the bits of a token's logits independent of what else is in their pass, if `model.bitwise` finds a way.
@@ -289,7 +300,7 @@ class Target:
         cache: FullCache,
         observed: int = 0,
         read: Callable[[torch.Tensor], None] | None = None,
-    ) -> dict[int, torch.Tensor]:
+    ) -> Mapping[int, torch.Tensor]:
         """Run ``tokens`` through the model chunk by chunk, and commit them behind what the cache holds.
 
         Args:
@@ -299,7 +310,7 @@ class Target:
         Returns:
             By layer, the queries [1, H, T, D] of the last ``observed`` tokens, or of all if there are fewer.
         """
-        queries: dict[int, torch.Tensor] = {}
+        queries: Mapping[int, torch.Tensor] = {}
         for start, end in pairwise(self.prefill_borders(len(tokens))):
             positions, last = range(cache.length, cache.length + end - start), end == len(tokens)
             output = self._pass(self.decoder, tokens[start:end], positions, cache, observed=last and observed)

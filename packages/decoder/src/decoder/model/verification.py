@@ -1,5 +1,6 @@
 """The result of verifying a tree."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ class Verification:
 
     hidden: torch.Tensor
     logits: torch.Tensor
-    queries: dict[int, torch.Tensor]
+    queries: Mapping[int, torch.Tensor]
     features: torch.Tensor | None = None
 
     @classmethod

@@ -68,6 +68,6 @@ class NativeChoice:
 
 
 def native_choice(params: SamplingParams, device: torch.device) -> NativeChoice | None:
-    """A choice by the library; None without one, on other devices, and with filters that it does not know."""
+    """A choice by the library; None on other devices, and with filters that it does not know."""
     plain = not (params.top_k or params.top_p < 1 or params.eta_cutoff or params.suppress_tokens)
-    return NativeChoice(params) if plain and device.type == "cpu" and native.available() else None
+    return NativeChoice(params) if plain and device.type == "cpu" else None

@@ -48,13 +48,14 @@ class Sampler:
         logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, applied before the penalty.
         collect_logprobs: whether to collect the log-probability of every chosen token in ``logprobs``.
         collect_top_logprobs: how many of the most likely tokens to collect at every position in ``top_logprobs``.
+        native: whether the native library, which has passed its test, may choose tokens.
 
     Attributes:
         context: the token ids of the text so far, prompt and output.
         logprobs: the log-probabilities of the output's tokens, if they are collected.
         top_logprobs: the most likely tokens at the positions of the output, as in `GenerationOutput`, if they are
             collected.
-        native: chooses tokens where the native library can; else None.
+        native: chooses tokens in their place, where the library can; else None.
 
     Raises:
         ValueError: suppressed tokens are outside the vocabulary, or they are all of it.
@@ -69,6 +70,7 @@ class Sampler:
         logits_hook: LogitsHook | None = None,
         collect_logprobs: bool = False,
         collect_top_logprobs: int = 0,
+        native: bool = False,
     ):
         self.params, self.logits_hook = params, logits_hook
         self.context = list(context)
@@ -76,7 +78,7 @@ class Sampler:
         self.top_logprobs: list[list[tuple[int, float]]] | None = [] if collect_top_logprobs else None
         self._most_likely = collect_top_logprobs
         self.noise = NoiseRows(params.seed, vocab_size, device)
-        self.native = None if logits_hook is not None else native_choice(params, device)
+        self.native = native_choice(params, device) if native and logits_hook is None else None
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")

@@ -1,0 +1,176 @@
+"""Tokens and drafts chosen by the native library: those that PyTorch's operators choose."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams
+from decoder.drafters import levels as levels_module
+from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together
+from decoder.drafters.native_levels import NativeLevels
+from decoder.kernels import native
+from decoder.sampling.native_choice import NativeChoice, native_choice
+from decoder.sampling.noise import gumbel
+from decoder.sampling.sampler import Sampler
+
+from .conftest import VOCAB, random_heads, tiny_llama
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
+CPU = torch.device("cpu")
+SAMPLINGS = [
+    SamplingParams(temperature=0.7, seed=5),
+    SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.2, seed=2**63 - 1),
+    SamplingParams(temperature=1.7, min_p=1e-6, repetition_penalty=0.8, seed=0),
+    SamplingParams(temperature=0.01, seed=9),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def obvious(sampler, logits):
+    """The first of the highest scores, all of which are computed."""
+    scores = sampler.scores(logits)
+    return int((scores == scores.max()).nonzero()[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("params", SAMPLINGS, ids=range(len(SAMPLINGS)))
+@pytest.mark.parametrize("vocab, scale", [(1, 1), (37, 0), (37, 3), (4_099, 0.01), (4_099, 4), (49_152, 2)])
+def test_the_library_draws_the_token_with_the_highest_score_of_all(vocab, scale, params, dtype):
+    generator = torch.Generator().manual_seed(vocab)
+    sampler = Sampler(params, vocab, CPU, torch.randint(vocab, (30,), generator=generator).tolist(), native=True)
+    left = 0
+    for _ in range(30 if vocab > 4_099 else 150):
+        logits = (torch.randn(vocab, generator=generator) * scale).to(dtype)
+        found = sampler.native.highest(logits, len(sampler.context), sampler.window.penalised)
+        left += found is None
+        assert found is None or found[0] == obvious(sampler, logits)
+        drawn = sampler.draw(logits)
+        assert drawn.token == obvious(sampler, logits) and drawn.score > -math.inf
+        sampler.push(drawn.token)
+    # What it leaves to others is rare: here where each token's noise is worth a hundred times less than its score.
+    assert left <= (30 if params.temperature == 0.01 and not scale else 0)
+
+
+def test_of_several_that_it_cannot_tell_apart_the_noise_of_all_decides(monkeypatch):
+    """With two tokens whose scores differ by what single precision loses."""
+    params = SamplingParams(temperature=1.0, seed=3)
+    noise = gumbel(3, torch.tensor([2]), torch.arange(50))[0]
+    asked = []
+    monkeypatch.setattr("decoder.sampling.native_choice.gumbel", lambda *given: asked.append(given) or gumbel(*given))
+    for least in (-1, 1):
+        logits = torch.full((50,), -30.0)
+        logits[7] = 30.0
+        logits[9] = float(30 + noise[7] - noise[9]) + least * 1e-5
+        sampler = Sampler(params, 50, CPU, [1, 2], native=True)
+        assert sampler.draw(logits).token == obvious(sampler, logits) == (7 if least < 0 else 9)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_left_to_the_sampler(value):
+    sampler = Sampler(SAMPLINGS[0], 40, CPU, [1], native=True)
+    logits = torch.zeros(40)
+    logits[33] = value
+    assert sampler.native.highest(logits, 1, None) is None
+    logits[:] = -math.inf
+    assert sampler.native.highest(logits, 1, None) is None
+    with pytest.raises(ValueError, match="no token is left"):
+        sampler.take(sampler.draw(logits))
+
+
+def test_what_the_library_does_not_know_it_does_not_choose():
+    others = [dict(top_k=3), dict(top_p=0.9), dict(eta_cutoff=1e-3), dict(suppress_tokens=(1,))]
+    for other in others:
+        assert native_choice(dataclasses.replace(SAMPLINGS[0], **other), CPU) is None
+    assert native_choice(SAMPLINGS[0], torch.device("meta")) is None
+    assert Sampler(SAMPLINGS[0], 40, CPU, [1], logits_hook=lambda ids, logits: logits, native=True).native is None
+    choice = NativeChoice(SAMPLINGS[0])
+    assert choice.highest(torch.zeros(40, dtype=torch.float64), 1, None) is None
+    assert choice.highest(torch.zeros(40, 2)[:, 0], 1, None) is None
+
+
+def texts_of(dec, heads, params, counts, beam, coupled, own_level):
+    """One text for each number of levels, in states of its own; and what their levels are."""
+    wanted, found = [], []
+    for number, count in enumerate(counts):
+        generator = torch.Generator().manual_seed(number)
+        context = torch.randint(VOCAB, (20 + number,), generator=generator).tolist()
+        sampler = Sampler(params, VOCAB, CPU, context, native=True)
+        hidden = torch.randn(1, 32, generator=generator).to(dec.target.lm_head.weight.dtype)
+        levels = HeadLevels(dec.target, heads, coupled, width=6, beam=beam)
+        wanted.append(LevelsWanted(levels, hidden, sampler, count, own_level, lambda own, _: found.append(own)))
+    return wanted, found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("own_level", [False, True])
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("kind", ["gated", "conditioned", "chained", "independent"])
+def test_levels_are_those_of_pytorchs_operators(kind, beam, own_level, some, dtype, monkeypatch):
+    if not native.multiplies(dtype):
+        pytest.skip("this processor does not multiply bfloat16")
+    model = tiny_llama(dtype)
+    heads = random_heads(model, kind=kind)
+    heads.set_draft_vocabulary(torch.arange(0, VOCAB, 2) if some else None)
+    dec = Decoder(model, heads=heads)
+    heads = dec.heads[kind]
+    deepest = 5 if heads.conditioned else 3 + own_level
+    calls, fill = [], NativeLevels.fill
+    monkeypatch.setattr(NativeLevels, "fill", lambda self, texts: calls.append(len(texts)) or fill(self, texts))
+    with torch.inference_mode(), dec.target.patched():
+        for params in SAMPLINGS:
+            for coupled in (True, False):
+                given = dec, heads, params, (deepest, 1, 2), beam, coupled, own_level
+                wanted, found = texts_of(*given)
+                calls.clear()
+                fill_together(wanted)
+                assert calls == [3]
+                again, expected = texts_of(*given)
+                with monkeypatch.context() as patch:
+                    patch.setattr(levels_module, "_by_library", lambda wanted: {})
+                    fill_together(again)
+                for mine, theirs in zip(found, expected, strict=True):
+                    compare(mine, theirs, dtype)
+
+
+def compare(mine, theirs, dtype):
+    """Candidates and branches are the same, but where scores are nearly equal; the scores are close.
+
+    In bfloat16, where PyTorch's operators round states and the library does not, only the first scores are compared.
+    """
+    assert [level.parents is None for level in mine] == [level.parents is None for level in theirs]
+    exact = dtype == torch.float32
+    tolerance = 1e-3 if exact else 0.25
+    for one, other in zip(mine if exact else mine[:1], theirs if exact else theirs[:1], strict=True):
+        assert one.parents == other.parents
+        for row, expected in zip(one.rows, other.rows, strict=True):
+            for (token, score), (right, value) in zip(row, expected, strict=True):
+                if score == value == -math.inf:
+                    continue
+                assert score == pytest.approx(value, abs=tolerance, rel=tolerance)
+                near = sum(abs(value - another) <= 2 * tolerance * max(1, abs(value)) for _, another in expected)
+                assert token == right or near > 1
+
+
+def test_a_user_who_changes_a_head_gets_drafts_of_the_new_one():
+    """The library's copy is renewed with the next generation."""
+    model = tiny_llama(torch.float32)
+    heads = random_heads(model, kind="gated")
+    dec = Decoder(model, heads=heads)
+    heads, found = dec.heads["gated"], []
+    for factor in (1, 0.5):
+        heads.heads[0].output_norm.weight.data.mul_(factor)
+        heads.heads[0].linear.weight.data.mul_(factor)
+        dec.generate([1, 2, 3], 4, "auto")
+        with torch.inference_mode(), dec.target.patched():
+            wanted, own = texts_of(dec, heads, SAMPLINGS[0], (2,), 4, True, False)
+            fill_together(wanted)
+            again, expected = texts_of(dec, heads, SAMPLINGS[0], (2,), 4, True, False)
+            numbers = levels_module._by_operators(again)
+        compare(own[0], again[0].heads.read(torch.cat([part.flatten() for part in numbers[0]]).tolist()), torch.float32)
+        found += own
+    assert found[0] != found[1]
