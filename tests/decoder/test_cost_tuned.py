@@ -9,6 +9,7 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.drafters.auto import Auto
 from decoder.drafters.levels import HeadLevels
+from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import LevelPolicy
@@ -372,6 +373,7 @@ def test_the_time_that_costs_are_measured_in_counts_for_no_number_of_levels(mode
 def test_costs_measured_in_a_slow_moment_are_made_up_for(model, monkeypatch):
     """Steps then seem to take less than their verification, and the policy knows by how much."""
     monkeypatch.setattr(VerifyCosts, "at", lambda costs, cache, texts=1: [0.0, *(9.0 + 0.1 * n for n in range(64))])
+    monkeypatch.setattr(LevelPolicy, "rest_pays", False)  # it would: nothing is nine seconds long
     dec = Decoder(model, heads=random_heads(model))
     dec.generate([1, 2, 3], 250, "auto", SamplingParams(seed=1))
     [state] = dec._tuning_states.values()
@@ -438,6 +440,9 @@ def tokenswift_clocked(monkeypatch, pass_seconds):
     return made
 
 
+# Nearly the whole text, so that what the draft pass predicts is nearly always right.
+NEARLY_ALL = TokenSwiftOptions(budget=480, sink=4)
+LONG = [1, 2, 3] * 161
 CONFIDENT = SamplingParams(temperature=0.1, repetition_penalty=1.5, penalty_window=32)
 
 
@@ -447,7 +452,7 @@ def test_with_a_draft_pass_or_without_whichever_is_faster_is_run_and_the_other_t
     made = tokenswift_clocked(monkeypatch, lambda steps: 0.2 if steps < 600 else 5.0)
     dec = Decoder(model, heads=random_heads(model, num_heads=2))
     while len(made) < 1400:
-        dec.generate([1, 2, 3], 200, "tokenswift", CONFIDENT)
+        dec.generate(LONG, 200, "tokenswift", CONFIDENT, NEARLY_ALL)
     # The first turn is made with it, the second without; some steps tell nothing and are part of no turn.
     assert sum(made[:64]) > 48 and sum(made[72:120]) == 0
     assert sum(made[350:512]) > 0.6 * 162
@@ -459,10 +464,46 @@ def test_tokenswift_makes_its_draft_pass_only_where_it_pays(model, monkeypatch, 
     """It drafts the model's own next token, nearly always the right one; random heads hardly ever are."""
     made = tokenswift_clocked(monkeypatch, lambda steps: pass_seconds)
     dec = Decoder(model, heads=random_heads(model, num_heads=2))
-    out = dec.generate([1, 2, 3], 500, "tokenswift", CONFIDENT)
+    out = dec.generate(LONG, 500, "tokenswift", CONFIDENT, NEARLY_ALL)
     passes = sum(made)
-    assert out.token_ids == dec.generate([1, 2, 3], 500, "ar", CONFIDENT).token_ids
+    assert out.token_ids == dec.generate(LONG, 500, "ar", CONFIDENT).token_ids
     if pays:
         assert passes > 0.5 * out.stats.steps
     else:
         assert passes < 0.2 * out.stats.steps
+
+
+def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model, prompt, monkeypatch):
+    """The tokens of a rest are drafted from afterwards, and a text that repeats itself does not rest."""
+    looked, match = [], SuffixIndex.match
+    monkeypatch.setattr(SuffixIndex, "match", lambda index: looked.append(len(index.text)) or match(index))
+    dec = Decoder(model)
+    for pays, sampling in ((True, SamplingParams(seed=1, temperature=2.0)), (False, SamplingParams(temperature=0.0))):
+        monkeypatch.setattr(LevelPolicy, "rest_pays", pays)
+        looked.clear()
+        out = dec.generate(prompt, 400, "auto", sampling)
+        assert out.token_ids == dec.generate(prompt, 400, "ar", sampling).token_ids
+        if pays:
+            # Two steps and then 64 of rest; the index has taken in all tokens whenever it is asked.
+            assert 10 <= len(looked) <= 40 and looked == sorted(looked) and looked[-1] > 300
+        else:
+            assert len(looked) > 0.8 * out.stats.steps and out.stats.steps < 200
+    # It looks again now and then, and does not rest behind a step that brought many tokens.
+    monkeypatch.setattr(LevelPolicy, "rest_pays", True)
+    looping = dec.generate(prompt[:4] * 60, 400, "auto", SamplingParams(temperature=0.0))
+    assert looping.stats.steps < 350
+
+
+@pytest.mark.parametrize("method", ["auto", "tokenswift", "medusa", "eagle3", "suffix"])
+@pytest.mark.parametrize("budget", [24, 4096])
+def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget):
+    """In turn with steps of drafts, whose sources have taken in the tokens of rests."""
+    monkeypatch.setattr(LevelPolicy, "rest_pays", True)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._REST", 7)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LOOK", 5)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._MANY", 100)
+    clocked(monkeypatch, 0.0)
+    sampling, options = SamplingParams(seed=2, temperature=0.8), TokenSwiftOptions(budget=budget, sink=4)
+    out = dec.generate(prompt, 200, method, sampling, options)
+    assert out.token_ids == dec.generate(prompt, 200, "ar", sampling).token_ids
+    assert out.stats.accepted > 0 and out.stats.steps > 100

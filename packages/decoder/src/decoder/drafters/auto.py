@@ -38,8 +38,7 @@ class Auto(CostTuned):
                 return
             length += 1
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        super().commit(cache, verification, path, tokens)
+    def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.index.extend(tokens)
 
 

@@ -39,6 +39,7 @@ class Eagle3Levels(HeadLevels):
     The prompt is that of ``context``; `read_features` is given the features of all its tokens but the last.
     """
 
+    follows_all = True
     drafts_ahead = False
     heads: Eagle3DraftModel
 

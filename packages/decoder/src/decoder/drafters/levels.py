@@ -79,6 +79,8 @@ class HeadLevels:
         state: what levels are drafted from; None where nothing is known yet.
     """
 
+    follows_all = False
+    """Whether every step must be followed; else it is enough to follow the last one before levels are drafted."""
     drafts_ahead = True
     """Whether levels can be drafted behind a walk whose end only the device knows."""
 

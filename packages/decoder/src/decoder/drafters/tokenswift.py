@@ -66,6 +66,10 @@ class _DraftPass:
         if self.partial is not None and cache.length:
             self.partial.append(cache, queries, newest)
 
+    def shorter(self, length: int) -> bool:
+        """Whether it attends to less than a text of this ``length``."""
+        return self.partial is not None and length > self.partial.budget
+
     @property
     def rebuilds(self) -> int:
         return 0 if self.partial is None else self.partial.rebuilds
@@ -119,29 +123,40 @@ class TokenSwift:
 class TunedTokenSwift(CostTuned):
     """`TokenSwift` where no tree is given: of its candidates those that pay here, and a draft pass only where it pays.
 
-    Without the draft pass the heads draft from the state that the last verification has left.
+    Without the draft pass the heads draft from the state that the last verification has left. A text that the partial
+    cache could hold as a whole gets none: it would take as long as a plain step.
     """
 
     heads_kinds: ClassVar[tuple[str, ...]] = TokenSwift.heads_kinds
     needs_heads: ClassVar[bool] = True
-    observed_queries = 1
 
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)
         self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
 
+        self.observed_queries = 1
+
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         super().start(cache, queries)
-        self.draft_pass.commit(cache, queries)
+        if self.draft_pass.shorter(cache.length):
+            self.draft_pass.commit(cache, queries)
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        if not self._rest:
+            self._own_level = self.draft_pass.shorter(cache.length) and self._own_level_pays()
+        wanted = super().wants_levels(cache, sampler, depth)
+        # The partial cache is brought up to date in the last step of a rest.
+        self.observed_queries = int(not self._rest and self.draft_pass.shorter(cache.length + self.max_nodes))
+        return wanted
+
+    def _own_level_pays(self) -> bool:
+        """Whether to draft with a draft pass: it is tried in turn with heads alone at first, and again now and then."""
         texts = self.context.running()
         policies = [self._level_policy(texts, own_level) for own_level in (False, True)]
-        # With and without a draft pass are tried in turn at first, and again now and then; else the faster one is run.
         turn = sum(policy.steps for policy in policies) // _TURN % _TURNS
         without, with_pass = (policy.rate(policy.best) for policy in policies)
-        self._own_level = turn == 0 if turn < 2 else with_pass > without
-        return super().wants_levels(cache, sampler, depth)
+        # Steps without levels are the same in both; then heads alone, which cost less to try, may soon pay again.
+        return turn == 0 if turn < 2 else policies[True].best > 0 and with_pass > without
 
     def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor | None:
         return self.draft_pass.hidden(cache, sampler) if self._own_level else super()._state(cache, sampler)
@@ -162,10 +177,10 @@ class TunedTokenSwift(CostTuned):
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> None:
         """Nothing: where the draft pass stands, the host must know."""
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        super().commit(cache, verification, path, tokens)
+    def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.grams.extend(tokens)
-        self.draft_pass.commit(cache, verification.queries, path[-1])
+        if self.draft_pass.shorter(cache.length):
+            self.draft_pass.commit(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:
         statistics.cache_rebuilds += self.draft_pass.rebuilds

@@ -303,7 +303,8 @@ typedef struct {
     int64_t token_in_pass;                 // the text's first one
 } Rows;
 
-// What a row has seen so far: its largest score, the sum of weights, and the weighted sum of values.
+// What a row has seen so far: its largest score, the sum of weights, and the weighted sum of values. The weight of a
+// score is two to the power of what it is below the largest.
 typedef struct {
     float largest, total;
 } State;
@@ -440,14 +441,29 @@ INLINE void value_tile(
     }
 }
 
-#define BY_COUNT(count, call)       \
-    switch (count) {                \
-        case 1: { enum { N = 1 }; call; break; } \
-        case 2: { enum { N = 2 }; call; break; } \
-        case 3: { enum { N = 3 }; call; break; } \
-        case 4: { enum { N = 4 }; call; break; } \
-        case 5: { enum { N = 5 }; call; break; } \
-        default: { enum { N = 6 }; call; }       \
+// A function for each number of rows: inlined together they would not keep their sums in registers.
+#define FOR_ROWS(N)                                                                                                     \
+    ONCE void scores_of_##N(const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {       \
+        score_tile(N, queries, dim, keys, scaling, scores);                                                             \
+    }                                                                                                                   \
+    ONCE void values_of_##N(const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights,          \
+                            float *out) {                                                                               \
+        value_tile(N, rows, slots, seen, weights, 0, out);                                                              \
+    }                                                                                                                   \
+    ONCE void more_values_of_##N(const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights,     \
+                                 float *out) {                                                                          \
+        value_tile(N, rows, slots, seen, weights, 1, out);                                                              \
+    }
+FOR_ROWS(1) FOR_ROWS(2) FOR_ROWS(3) FOR_ROWS(4) FOR_ROWS(5) FOR_ROWS(6)
+
+#define BY_COUNT(count, call, ...)          \
+    switch (count) {                        \
+        case 1: call##1(__VA_ARGS__); break; \
+        case 2: call##2(__VA_ARGS__); break; \
+        case 3: call##3(__VA_ARGS__); break; \
+        case 4: call##4(__VA_ARGS__); break; \
+        case 5: call##5(__VA_ARGS__); break; \
+        default: call##6(__VA_ARGS__);       \
     }
 
 // Fetch the vectors in some slots, of `dim` numbers each, to a core's cache.
@@ -471,6 +487,7 @@ ONCE void over_split(
     const Attention *a = rows->a;
     const int64_t per_token = a->heads / a->kv_heads;
     const int32_t *slots = k->slots;
+    const float scaling = a->scaling * 1.44269504f;  // weights are powers of two
     float scores[FEW * SPLIT] __attribute__((aligned(64)));
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
     for (int64_t first = 0; first < k->common; first += BLOCK) {
@@ -481,7 +498,7 @@ ONCE void over_split(
                  last + BLOCK < k->common ? BLOCK : k->common - last, a->dim);
         transposed_keys(rows, slots + first, last - first, keys);
         for (int64_t r = 0; r < count; r += TILE)
-            BY_COUNT(count - r, score_tile(N, queries + r * a->dim, a->dim, keys, a->scaling, scores + r * SPLIT + first))
+            BY_COUNT(count - r, scores_of_, queries + r * a->dim, a->dim, keys, scaling, scores + r * SPLIT + first)
     }
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t first = k->common; first < k->seen[r]; first += BLOCK) {
@@ -489,7 +506,7 @@ ONCE void over_split(
             float few[TILE * SPLIT];
             transposed_keys(rows, k->own + r / per_token * SPLIT + first - k->common, extra, keys);
             for (int64_t h = r; h < r + per_token; h += TILE) {
-                BY_COUNT(r + per_token - h, score_tile(N, queries + h * a->dim, a->dim, keys, a->scaling, few))
+                BY_COUNT(r + per_token - h, scores_of_, queries + h * a->dim, a->dim, keys, scaling, few)
                 for (int64_t n = 0; n < TILE && h + n < r + per_token; n++)
                     memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT, (extra < BLOCK ? extra : BLOCK) * sizeof(float));
             }
@@ -507,7 +524,7 @@ ONCE void over_split(
         }
         const float largest = largest_of(top);
         for (int64_t n = 0; n < end; n += LANES) {
-            const vec weight = exponential(load(own, n, 0, LANES) - largest);
+            const vec weight = power_of_two(load(own, n, 0, LANES) - largest);
             total += weight;
             store(own, n, 0, weight, LANES);
         }
@@ -516,12 +533,12 @@ ONCE void over_split(
     int32_t seen[FEW];
     for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common;
     for (int64_t r = 0; r < count; r += TILE)
-        BY_COUNT(count - r, value_tile(N, rows, slots, seen + r, scores + r * SPLIT, 0, sums + r * a->value_dim))
+        BY_COUNT(count - r, values_of_, rows, slots, seen + r, scores + r * SPLIT, sums + r * a->value_dim)
     for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r];
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t h = r; k->seen[r] > k->common && h < r + per_token; h += TILE)
-            BY_COUNT(r + per_token - h, value_tile(N, rows, k->own + r / per_token * SPLIT, seen + h,
-                                                   scores + h * SPLIT + k->common, 1, sums + h * a->value_dim))
+            BY_COUNT(r + per_token - h, more_values_of_, rows, k->own + r / per_token * SPLIT, seen + h,
+                     scores + h * SPLIT + k->common, sums + h * a->value_dim)
 }
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
@@ -564,7 +581,7 @@ static void attend_split(const Rows *rows, const float *queries, int64_t start, 
 ONCE void merge(State *to, float *sums, State other, const float *others, int64_t dim) {
     if (other.total == 0) return;  // it saw nothing there
     const float largest = other.largest > to->largest ? other.largest : to->largest;
-    const float kept = exponential(splat(to->largest - largest))[0], added = exponential(splat(other.largest - largest))[0];
+    const float kept = power_of_two(splat(to->largest - largest))[0], added = power_of_two(splat(other.largest - largest))[0];
     to->largest = largest;
     to->total = to->total * kept + other.total * added;
     for (int64_t i = 0; i < dim; i += LANES)

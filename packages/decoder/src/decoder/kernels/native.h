@@ -127,6 +127,30 @@ INLINE vec exponential(vec x) {
     return p * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
+// 2^x for x <= 0, within 2 units of the last place; 0 below -200.
+INLINE vec power_of_two(vec x) {
+    x = larger(splat(-200), x);
+#if defined(__AVX512F__)
+    const vec n = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const vec n = (vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
+    const vec f = x - n;  // the series of 2^f: powers of log 2 over factorials
+    vec p = splat(1.5403530393e-4f);
+    p = p * f + 1.3333558146e-3f;
+    p = p * f + 9.6181291076e-3f;
+    p = p * f + 5.5504108665e-2f;
+    p = p * f + 2.4022650696e-1f;
+    p = p * f + 6.9314718056e-1f;
+    p = p * f + 1.0f;
+#if defined(__AVX512F__)
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const ivec low = n < -126;
+    return choose(low, (vec){0}, p * (vec)((__builtin_convertvector(choose(low, (vec){0}, n), ivec) + 127) << 23));
+#endif
+}
+
 // x / (1 + e^-x), where the exponential never has a positive argument.
 INLINE vec silu(vec x) {
     const vec small = exponential(choose(x > 0, -x, x));

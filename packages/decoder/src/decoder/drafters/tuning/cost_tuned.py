@@ -22,6 +22,10 @@ _DEEPEST = 8  # levels of conditioned heads at most
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
+_TRIED_REST, _REST = 8, 64  # steps of a rest, on trial and where it pays
+_WARM = 4  # steps of a rest before its time counts: the first ones find other weights in the processor's caches
+_LOOK = 2  # steps between two rests that pay
+_MANY = 3  # tokens of one step after which the next ones may bring as many: no time to rest
 
 
 class CostTuned:
@@ -32,6 +36,8 @@ class CostTuned:
     a `LevelPolicy` says how many levels to run, none included; a method may add what it finds without them
     (`_offer_before_levels`) or behind them (`_offer_level`). The acceptance rates and costs seen in one text serve the
     next.
+
+    Where that pays, a text rests for some steps: it looks for no drafts, and takes in new tokens when it is over.
     """
 
     needs_heads: ClassVar[bool] = False
@@ -44,6 +50,10 @@ class CostTuned:
         self._own_level = False  # whether the first level is what the state itself predicts, as for `HeadLevels.ask`
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
+        self._unseen: list[int] = []  # tokens that sources of drafts have not taken in yet
+        self._rest, self._resting = 0, False  # steps of rest that follow, and whether this is one
+        self._counted, self._since = 0, 0.0  # steps of a rest whose time counts, and when they began
+        self._looked = 0  # steps since the last rest
         # Of this step:
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
         self._expected: list[Expected] = []  # what it would be without levels, with one, and so on
@@ -59,6 +69,8 @@ class CostTuned:
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
+        if self._is_resting():
+            return None
         texts = self.context.running()
         self._costs = costs = self.context.costs.at(cache, texts)
         self._start = time.perf_counter()  # what measuring costs takes is no part of a step
@@ -110,6 +122,8 @@ class CostTuned:
         self._drafting += seconds
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        if self._resting:
+            return TokenTree(sampler.context[-1])
         start = time.perf_counter()
         levels, self._ahead = self._ahead or [], None
         size, expected = self._best(0)
@@ -169,6 +183,8 @@ class CostTuned:
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
         # Behind a step without levels it is asked when the next one begins, if they pay in it.
+        if self._resting:
+            return None
         ask = self._policy.levels and self.heads.drafts_ahead and (self.heads.state is None or len(self._expected) > 1)
         if not ask:
             return None
@@ -179,10 +195,17 @@ class CostTuned:
         return DeferredRead(numbers, lambda read: self._take_levels(self.heads.read(read), 0.0))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        self._unseen += tokens
+        if self.heads is not None and (not self._rest or self.heads.follows_all):
+            self.heads.follow(verification, path, tokens)
+        if self._rest:
+            return
+        new, self._unseen = self._unseen, []
+        self._take_in(cache, verification, path, new)
+        if self._resting:
+            return
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
-        if self.heads is not None:
-            self.heads.follow(verification, path, tokens)
         cost, rest = self._costs[len(self._tree)], 0.0
         if self.context.running() == 1:  # else the rest of the step is other texts', too
             rest = time.perf_counter() - self._start - cost - self._drafting
@@ -194,6 +217,34 @@ class CostTuned:
             # Costs that were measured in a slow moment are too high; a step takes more than nothing all the same.
             least = -0.9 * self._costs[1]
             self._policy.observe(self._expected, cost, max(least, drafting), max(least, rest))
+        self._plan_rest(len(tokens))
+
+    def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        """Take in the text's newest ``tokens``, those of rests before this step among them."""
+
+    def _plan_rest(self, tokens: int) -> None:
+        """Decide behind a step that has brought so many ``tokens`` whether to rest in the next ones."""
+        self._looked = 0 if tokens >= _MANY else self._looked + 1
+        if self.context.running() > 1 or self.context.target.draws_whole_trees:
+            return  # the time of other texts, or of a device, tells nothing of this one's
+        if self._policy.rest_pays and self._looked >= _LOOK:
+            self._rest = _REST
+        elif self._policy.tries_rest:
+            self._rest = _TRIED_REST
+        self._counted = max(0, self._rest - _WARM)
+
+    def _is_resting(self) -> bool:
+        """Begin a step of a rest, or end the rest."""
+        if self._resting and not self._rest:
+            self._looked = 0
+            if self.context.running() == 1 and self._counted:
+                self._policy.observe_rest((time.perf_counter() - self._since) / self._counted)
+        self._resting = self._rest > 0
+        if self._resting:
+            if self._rest == self._counted:
+                self._since = time.perf_counter()
+            self._rest -= 1
+        return self._resting
 
     def finish(self, statistics: Statistics) -> None:
         pass

@@ -7,6 +7,8 @@ _FIRST = 4  # steps for which a number of levels is run when it is tried first
 _TRIAL = 48  # steps in which each number next to the best one is run once, to see whether it has become the best
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
+_REST_TRIAL, _FIRST_REST = 384, 32  # steps between two trials of resting, and before the first
+_LEARN_REST = 0.25  # weight of the newest rest in their average; each is the average of some steps
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
 
@@ -23,10 +25,10 @@ class _Average:
     def __init__(self) -> None:
         self.value, self.seen = 0.0, 0
 
-    def observe(self, value: float) -> float:
+    def observe(self, value: float, learn: float = _LEARN) -> float:
         """Returns by how much the average has changed."""
         self.seen += 1
-        change = max(_LEARN, 1 / self.seen) * (value - self.value)
+        change = max(learn, 1 / self.seen) * (value - self.value)
         self.value += change
         return change
 
@@ -41,6 +43,9 @@ class LevelPolicy:
     best number's neighbours, and none, are run for single steps now and then: in many steps in a row a number would be
     judged by how busy a shared machine was then.
 
+    Where not even looking for drafts pays, a text rests (`rest_pays`): a plain step in which nothing is looked for takes
+    less than one in which nothing was found, and with a small model that is a fifth of it. It is tried now and then.
+
     ``levels`` is how many are to be run now, and ``best`` the number that gives most by all that was seen.
     """
 
@@ -49,6 +54,7 @@ class LevelPolicy:
         self.levels = self.best = min(first, most)
         self._tokens, self._cost, self._drafting = ([_Average() for _ in range(most + 1)] for _ in range(3))
         self._rest = _Average(), _Average()  # of steps without levels and with some
+        self._resting = _Average()  # seconds of a step
         self._texts, self._told = texts, 0
 
     @property
@@ -71,6 +77,20 @@ class LevelPolicy:
     def rate(self, levels: int) -> float:
         """Tokens per second of usual steps with so many levels; 0 before any step was seen."""
         return self.tokens(0, levels) / seconds if (seconds := self.seconds(levels)) else 0.0
+
+    @property
+    def rest_pays(self) -> bool:
+        """Whether a step that rests gives more tokens per second than the best number of levels."""
+        return bool(self._resting.seen) and self._resting.value * self.rate(self.best) < 1
+
+    @property
+    def tries_rest(self) -> bool:
+        """Whether it is time to try a rest."""
+        return self.steps % _REST_TRIAL == _FIRST_REST
+
+    def observe_rest(self, seconds: float) -> None:
+        """Steps of a rest took so many ``seconds`` each."""
+        self._resting.observe(seconds, _LEARN_REST)
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
         """A step whose verification costs ``cost`` took ``drafting`` seconds for drafts and ``rest`` for all else.
