@@ -169,7 +169,7 @@ def test_a_user_who_changes_a_head_gets_drafts_of_the_new_one():
         with torch.inference_mode(), dec.target.patched():
             wanted, own = texts_of(dec, heads, SAMPLINGS[0], (2,), 4, True, False)
             fill_together(wanted)
-            again, expected = texts_of(dec, heads, SAMPLINGS[0], (2,), 4, True, False)
+            again, _ = texts_of(dec, heads, SAMPLINGS[0], (2,), 4, True, False)
             numbers = levels_module._by_operators(again)
         compare(own[0], again[0].heads.read(torch.cat([part.flatten() for part in numbers[0]]).tolist()), torch.float32)
         found += own

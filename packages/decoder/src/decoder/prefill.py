@@ -1,8 +1,10 @@
 """How a prompt gets into the cache: chunk by chunk, so that other texts can take a step between two chunks."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from itertools import pairwise
+
+import torch
 
 from decoder.drafters.base import ReadsFeatures
 from decoder.model.target import Target
@@ -32,7 +34,8 @@ def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None) ->
         # Features of the whole prompt come from passes over the whole prompt.
         prefixes = None
     reused = None if prefixes is None else prefixes.take_over(prompt, cache, observed)
-    first, queries = 0 if reused is None else reused.count, {}
+    first = 0 if reused is None else reused.count
+    queries: Mapping[int, torch.Tensor] = {}
     if not statistics.steps:  # of the prompt, and not of what a preempted text has written
         statistics.reused_tokens = first
     chunks = list(pairwise(first + border for border in target.prefill_borders(len(prompt) - first)))

@@ -12,7 +12,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -187,7 +187,8 @@ class Measurement:
         return [width if isinstance(width, int) else max(width) + 1 for width in tree]
 
     def _sampler(self, context: Sequence[int]) -> Sampler:
-        return Sampler(self.params, self.target.vocab_size, self.target.device, context)
+        native = self.target.draws_natively
+        return Sampler(self.params, self.target.vocab_size, self.target.device, context, native=native)
 
     def _level(self, dec: "decoder.Decoder", heads: Heads, hidden: torch.Tensor) -> Operation:
         """Time one level with what it takes: an embedding where it is conditioned, and the language-model head."""
@@ -235,7 +236,7 @@ class Measurement:
 
         def filled(
             target: Target, tokens: Sequence[int], cache: FullCache, observed: int = 1, read: Reader | None = None
-        ) -> dict[int, torch.Tensor]:
+        ) -> Mapping[int, torch.Tensor]:
             queries = prefill(target, tokens[: len(self.prompt)], cache, observed, read)
             _fill(cache, len(tokens))
             return queries

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 
 from decoder.draft_heads import DraftHeads
+from decoder.drafters.native_levels import NativeLevels
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine
 from decoder.model.target import Target
@@ -18,7 +19,7 @@ PARTS = (*FORWARDS, "scoring", "sampling", "rest")
 
 - ``verify``: passes of the model over tree and full cache; what a cost-tuned method measures on its way is among them.
 - ``draft``: other passes, of the model or the small one over a draft cache, of heads, of embeddings, and of the
-  language-model head for drafts.
+  language-model head for drafts. Where the native library runs heads, scoring is a part of that.
 - ``scoring``: penalty, filters and noise on drafts.
 - ``sampling``: the same on verified nodes, and the choice of their tokens.
 - ``rest``: all else, such as trees, n-grams, caches, ranks of candidates, the final norm of drafts, statistics, text.
@@ -33,6 +34,7 @@ _WATCHED = (
     (Target, "embed", "draft"),
     (DraftHeads, "forward", "draft"),
     (DraftHeads, "advance", "draft"),
+    (NativeLevels, "fill", "draft"),
     (Eagle3DraftModel, "combine", "draft"),
     (Eagle3DraftModel, "project", "draft"),
     (Eagle3DraftModel, "finish", "draft"),

@@ -11,7 +11,7 @@ from decoder.draft_heads import DraftHead, DraftHeads
 from decoder.kernels import native
 from decoder.kernels.native import Drafter, Drafts, Head, Product
 from decoder.kernels.packed_linear import PackedHead, product_of
-from decoder.kernels.packed_weight import NativeWeight
+from decoder.kernels.packed_weight import NativeWeight, PackedWeight
 
 if TYPE_CHECKING:
     from decoder.drafters.draft_vocabulary import DraftVocabulary
@@ -42,15 +42,14 @@ class NativeLevels:
         logit_scale: float,
     ):
         self._conditioned = heads.conditioned
-        norms = [(head.input_norm.weight, head.output_norm.weight) for head, _ in packed]
         # Copies, as those of products are: a later change takes effect with the next generation.
-        norms = [tuple(torch.empty(weight.shape).copy_(weight.detach()) for weight in pair) for pair in norms]
+        norms = [(_copy(head.input_norm.weight), _copy(head.output_norm.weight)) for head, _ in packed]
         ones, dtype = torch.ones(heads.hidden_size), packed[0][1].readers.dtype
         self._held = packed, norms, vocabulary, ids, embeddings, ones
         structures = [
             Head(
-                one.readers.product,
-                Product() if one.down is None else one.down.product,
+                _product(one.readers),
+                _product(one.down),
                 norm_in.data_ptr(),
                 norm_out.data_ptr(),
                 heads.norm_eps,
@@ -117,6 +116,15 @@ class NativeLevels:
         return total
 
 
+def _copy(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty(weight.shape).copy_(weight.detach())
+
+
+def _product(weight: PackedWeight | None) -> Product:
+    """What the library reads; without inputs where there is no such product."""
+    return weight.product if isinstance(weight, NativeWeight) else Product()
+
+
 def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
     """What the states themselves predict: the best scores and tokens of each text, among all tokens."""
     target = wanted[0].heads.target
@@ -135,8 +143,9 @@ def native_levels(target: "Target", heads: nn.Module, vocabulary: "DraftVocabula
         return None
     faster = target.replacements().called
     modules = [heads._head(index) for index in range(heads.num_heads)]
-    packed = [faster.get(module) for module in modules]
-    if not all(isinstance(one, PackedHead) and one.native for one in packed):
+    found = [(module, faster.get(module)) for module in modules]
+    packed = [(module, one) for module, one in found if isinstance(one, PackedHead) and one.native]
+    if len(packed) < len(modules):
         return None
     rows = product_of(faster.get(vocabulary.rows))
     embeddings = target.model.get_input_embeddings()
@@ -144,6 +153,5 @@ def native_levels(target: "Target", heads: nn.Module, vocabulary: "DraftVocabula
     plain = plain and embeddings.weight.dtype in _DTYPES and embeddings.weight.is_contiguous()
     if rows is None or not isinstance(rows.weight, NativeWeight) or len(rows) > 1 or not plain:
         return None
-    pairs = list(zip(modules, packed, strict=True))
     table = embeddings.weight.detach()
-    return NativeLevels(heads, pairs, rows.weight, vocabulary.ids, table, target.logit_scale)
+    return NativeLevels(heads, packed, rows.weight, vocabulary.ids, table, target.logit_scale)

@@ -1,9 +1,10 @@
 """The native library: C files compiled by the machine's own compiler for its processor, when first needed.
 
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
-as long as a small one of them. The library runs all layers of a pass in one call (`native.c`), reads weights once for all
-rows of a step, and sums every row in an order of its own; it draws tokens (`tokens.c`) and runs draft heads (`levels.c`). It is
-kept in the user's cache folder, so it is compiled once, in some two seconds, and later found without a compiler.
+as long as a small one of them. The library runs all layers of a pass in one call (`native.c`), reads weights once for
+all rows of a step, and sums every row in an order of its own. It also draws tokens (`tokens.c`) and runs draft heads
+(`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some two seconds, and later found without
+a compiler.
 """
 
 import ctypes
@@ -276,7 +277,8 @@ def _key() -> str:
     processor = _processor()
     if not {"avx2", "fma"} <= set(processor.split()):
         raise NativeUnavailable("the processor has no AVX2")
-    return hashlib.sha256("\0".join((*(file.read_text() for file in SOURCES), processor, *_FLAGS)).encode()).hexdigest()[:16]
+    sources = (file.read_text() for file in SOURCES)
+    return hashlib.sha256("\0".join((*sources, processor, *_FLAGS)).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

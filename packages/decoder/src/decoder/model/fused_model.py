@@ -96,11 +96,11 @@ class FusedModel:
 def _native_pass(layers: Sequence[FusedLayer]) -> NativePass | None:
     """All layers in one call, if the native library runs each of them and they are alike."""
     native = [layer.native for layer in layers if layer.native is not None]
-    alike = {(layer.native_dtype, layer.attention.scaling, layer.scratch) for layer in layers}
+    alike = {(layer.native_dtype or torch.float32, layer.attention.scaling, layer.scratch) for layer in layers}
     shapes = {(layer.layer.heads, layer.layer.kv_heads, layer.layer.dim, layer.layer.size) for layer in native}
     if len(native) < len(layers) or len(alike) > 1 or len(shapes) > 1:
         return None
-    (dtype, scaling, scratch), = alike
+    ((dtype, scaling, scratch),) = alike
     return NativePass(native, scratch, dtype, scaling)
 
 
