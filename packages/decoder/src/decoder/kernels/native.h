@@ -63,6 +63,20 @@ INLINE halves rounded(vec x) {
 #endif
 }
 
+// LANES numbers from place `at` on, or the `count` that there are. Masks need no call that would empty all registers.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+INLINE __mmask16 mask_of(int64_t count) { return (__mmask16)_bzhi_u32(0xffff, count < LANES ? (uint32_t)count : LANES); }
+
+INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
+    if (is_bf16) return all_widened((halves)_mm256_maskz_loadu_epi16(mask_of(count), (const uint16_t *)from + at));
+    return (vec)_mm512_maskz_loadu_ps(mask_of(count), (const float *)from + at);
+}
+
+INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
+    if (is_bf16) _mm256_mask_storeu_epi16((uint16_t *)to + at, mask_of(count), (__m256i)rounded(x));
+    else _mm512_mask_storeu_ps((float *)to + at, mask_of(count), (__m512)x);
+}
+#else
 INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
     if (is_bf16) {
         halves x = {0};
@@ -82,6 +96,7 @@ INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
         memcpy((float *)to + at, &x, count >= LANES ? sizeof x : (size_t)count * 4);
     }
 }
+#endif
 
 INLINE vec larger(vec x, vec y) {  // y where either is no number
 #if defined(__AVX512F__)
