@@ -14,7 +14,7 @@ from decoder.kernels import native, native_attention
 from decoder.kernels.attention import _one_softmax
 from decoder.kernels.fast_paths import NATIVE
 from decoder.kernels.native_attention import NewTokens
-from decoder.kernels.packed_weight import NativeWeight, WideNativeWeight, onednn_dtype, pack
+from decoder.kernels.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, onednn_dtype, pack
 from decoder.model import fused_layer
 from decoder.sampling.token_tree import TokenTree
 
@@ -135,6 +135,24 @@ def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dt
     assert near(found, x.double() @ weight.double().T + bias.double(), dtype)
     for count in (1, 2, 3, 5, 8, 11, 12, 13, 25, 97):
         assert torch.equal(product(x[-count:].to(product.dtype)), found[-count:])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (7, 33), (64, 96), (129, 200)])
+def test_products_for_drafts_have_weights_of_a_byte(inputs, outputs, dtype):
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype), torch.randn(29, inputs)
+    weight[0] = 0
+    product = pack([weight], [bias], exact=False)
+    assert type(product) is ByteWeight and product.dtype == torch.float32
+    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+    held = (weight.float() / scale).round() * scale
+    assert float((held - weight.float()).abs().max()) <= 0.51 * float(scale.max())
+    found = product(x)
+    assert near(found, x.double() @ held.double().T + bias.double(), torch.float32)
+    for count in (1, 5, 12, 13):
+        assert torch.equal(product(x[-count:]), found[-count:])
 
 
 @needs_native

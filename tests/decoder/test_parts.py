@@ -351,8 +351,9 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(li
     heads = DraftHeads(32, num_heads=2, kind=kind)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    # Heads are packed in 16 bits, which hold these weights.
-    heads = (heads.bfloat16() if libraries == "native" else heads.half()).to(dtype)
+    # FBGEMM packs heads in 16 bits, which hold these weights, and the native library in 8, which do not.
+    heads = heads.half().to(dtype)
+    tolerance = 0.02 if libraries == "native" else tolerance
     hidden = torch.randn(4, 32)
     embedding = torch.randn(4, 32) if heads.conditioned else None
 

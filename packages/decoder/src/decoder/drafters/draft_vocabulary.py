@@ -5,6 +5,7 @@ from torch import nn
 
 from decoder.drafters.native_levels import NativeLevels, native_levels
 from decoder.heads import Heads
+from decoder.kernels.packed_linear import DraftRows
 from decoder.model.fast_layers import FastLayers
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part, whole
@@ -38,7 +39,7 @@ class DraftVocabulary:
         self._copied: tuple[int, int] | None = None  # the `_state` of the weights that the rows were copied from
         if draft_to_target is not None and own_head is None:
             biased = getattr(target.lm_head, "bias", None) is not None
-            self._rows = nn.Linear(target.hidden_size, self.size, biased, device="meta")
+            self._rows = DraftRows(target.hidden_size, self.size, biased, device="meta")
             self.rows = self._rows
             self._copy()
             target.speed_up(self._rows)

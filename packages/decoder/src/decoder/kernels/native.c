@@ -17,7 +17,7 @@ enum { MOST_PARTIAL = 1 << 24 };  // numbers of attention over splits that wait 
 
 // --------------------------------------------------------------------------------------------------------- products
 
-typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS } Kind;
+typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS } Kind;
 
 // Write the sums of a tile.
 ONCE void finish(
@@ -28,10 +28,19 @@ ONCE void finish(
             if (left <= 0) break;
             vec y = sums[r * panels * 2 + i];
             const int64_t at = (row + r) * p->outputs + column;
+            if (p->scales) y *= load(p->scales, column, 0, left);
             if (p->bias) y += load(p->bias, column, 0, left);
             if (out->add) y += load(out->add, at, out->add_is_bf16, left);
             store(out->y, at, out->y_is_bf16, y, left);
         }
+}
+
+INLINE vec of_bytes(const int8_t *from) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#else
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#endif
 }
 
 // Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, otherwise float32.
@@ -46,7 +55,20 @@ INLINE void tile(
 #pragma GCC unroll 24
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
     const int64_t whole = kind == FLOAT_WEIGHTS ? words : inputs / 2;
-    for (int64_t k = 0; k < whole; k++) {
+    for (int64_t k = 0; kind == BYTE_WEIGHTS && k < inputs; k++) {
+        vec both[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < panels * 2; i++) {
+            const int8_t *at = (const int8_t *)p->weight + ((panel + (i >> 1)) * inputs + k) * PANEL + (i & 1) * LANES;
+            __builtin_prefetch(at + 4 * AHEAD / panels * LANES);
+            both[i] = of_bytes(at);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int i = 0; i < panels * 2; i++) sums[r * panels * 2 + i] += wide[r * inputs + k] * both[i];
+    }
+    for (int64_t k = 0; kind != BYTE_WEIGHTS && k < whole; k++) {
         uvec both[8];
 #pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
@@ -73,7 +95,7 @@ INLINE void tile(
                 }
             }
     }
-    if (kind != FLOAT_WEIGHTS && inputs & 1) {
+    if ((kind == BF16_WEIGHTS || kind == BF16_PAIRS) && inputs & 1) {
 #pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
             uvec both;
@@ -85,7 +107,7 @@ INLINE void tile(
                     (kind == BF16_WEIGHTS ? wide[r * inputs + inputs - 1] : widened(narrow[r * inputs + inputs - 1])) * low;
         }
     }
-    if (!p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
+    if (!p->scales && !p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
         float *y = (float *)out->y + row * p->outputs + panel * PANEL;
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
@@ -134,7 +156,8 @@ void share(
     const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int thread, int threads) {
     const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
     const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    if (!p->weight_is_bf16) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
+    if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
+    else if (p->kind == BYTES) panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
 #if defined(__AVX512BF16__)
     else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
 #endif

@@ -177,13 +177,15 @@ INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x +
 // --------------------------------------------------------------------------------------------------- products, norms
 
 // x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
-// pairs of inputs, of which the lower half of a word is the first.
+// pairs of inputs, of which the lower half of a word is the first, bytes input after input, with a scale per output.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;
-    const float *bias;
-    int32_t weight_is_bf16;
+    const float *bias, *scales;
+    int32_t kind;  // of weights: float32, bfloat16 or bytes
 } Product;
+
+enum { FLOATS, HALVES, BYTES };
 
 // Where a product goes: to `y` [rows, outputs], with `add` [rows, outputs] added if there is one.
 typedef struct {

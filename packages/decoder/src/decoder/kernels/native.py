@@ -3,8 +3,8 @@
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
 as long as a small one of them. The library runs all layers of a pass in one call (`native.c`), reads weights once for
 all rows of a step, and sums every row in an order of its own. It also draws tokens (`tokens.c`) and runs draft heads
-(`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some two seconds, and later found without
-a compiler.
+(`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some three seconds, and later found
+without a compiler.
 """
 
 import ctypes
@@ -31,6 +31,9 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "tokens.
 _SECONDS = 120  # in which it must be compiled
 
 
+FLOATS, HALVES, BYTES = range(3)  # kinds of weights, as native.h has them
+
+
 class NativeUnavailable(Exception):
     """The library cannot be had here, with the reason in words."""
 
@@ -43,7 +46,8 @@ class Product(ctypes.Structure):
         ("outputs", c_int64),
         ("weight", c_void_p),
         ("bias", c_void_p),
-        ("weight_is_bf16", c_int32),
+        ("scales", c_void_p),
+        ("kind", c_int32),
     )
 
 

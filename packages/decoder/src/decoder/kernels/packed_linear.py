@@ -26,6 +26,10 @@ _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class DraftRows(nn.Linear):
+    """Rows of the language-model head for drafts alone."""
+
+
 class PackedLinears:
     """Forwards for one linear layer, or several with the same input: one product with a packed copy of their weights.
 
@@ -52,9 +56,9 @@ class PackedLinears:
         self._weight = None  # frees the old copy before the new one is made
         self.inputs, self.sizes = layers[0].in_features, [layer.out_features for layer in layers]
         short = [layer for layer in layers if isinstance(layer, Int4Linear)]
-        self._weight = (
-            Int4Weight(short) if short else pack([layer.weight for layer in layers], [layer.bias for layer in layers])
-        )
+        given = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        exact = not any(isinstance(layer, DraftRows) for layer in layers)
+        self._weight = Int4Weight(short) if short else pack(*given, exact)
 
     @property
     def weight(self) -> PackedWeight:
@@ -241,7 +245,7 @@ def product_of(forward: Callable | None) -> PackedLinears | None:
 def _packable(module: nn.Module) -> bool:
     if type(module) is Int4Linear:
         return module.weight.device.type == "cpu"
-    if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
+    if type(module) not in (nn.Linear, DraftRows) or not torch.backends.mkldnn.is_available():
         return False
     weight = module.weight.data
     if type(weight) is not torch.Tensor or weight.device.type != "cpu":

@@ -52,27 +52,39 @@ class NativeWeight:
         NativeUnavailable: there is no library.
     """
 
-    short = True
+    _kind = native.HALVES
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.dtype = weight.dtype if native.multiplies(weight.dtype) else torch.float32
-        weight, lanes = weight.detach(), native.library().panel_width() // 2
+        self.dtype = self._input_dtype(weight)
+        weight, self._lanes = weight.detach(), native.library().panel_width() // 2
         outputs, inputs = weight.shape
-        panels = -(-outputs // (2 * lanes))
-        # In panels of outputs, [panels, inputs, 2 x lanes]; bfloat16 in pairs of inputs, [panels, pairs, 2 x lanes, 2].
-        if self.short:
-            whole = torch.zeros(panels * 2 * lanes, inputs + inputs % 2, dtype=torch.bfloat16)
-            whole[:outputs, :inputs] = weight
-            self._packed = whole.view(panels, 2 * lanes, -1, 2).transpose(1, 2).contiguous()
-        else:
-            whole = torch.zeros(panels * 2 * lanes, inputs)
-            whole[:outputs] = weight
-            self._packed = whole.view(panels, 2 * lanes, inputs).transpose(1, 2).contiguous()
+        self._packed = self._pack(weight)
         self._bias = None if bias is None else bias.float().contiguous()
-        bias_at = None if self._bias is None else self._bias.data_ptr()
-        self.product = Product(inputs, outputs, self._packed.data_ptr(), bias_at, self.short)
+        self._scales = self._scales_of(weight)
+        bias_at, scales_at = (None if one is None else one.data_ptr() for one in (self._bias, self._scales))
+        self.product = Product(inputs, outputs, self._packed.data_ptr(), bias_at, scales_at, self._kind)
         self._outputs, self._is_bf16, self._given = outputs, self.dtype == torch.bfloat16, byref(self.product)
         self._multiply = native.library().linear
+
+    def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        return weight.dtype if native.multiplies(weight.dtype) else torch.float32
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """In panels of outputs and pairs of inputs, [panels, pairs, 2 x lanes, 2]."""
+        whole = self._in_panels(weight, torch.bfloat16, weight.shape[1] % 2)
+        return whole.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+
+    def _in_panels(self, weight: torch.Tensor, dtype: torch.dtype, padding: int = 0) -> torch.Tensor:
+        """[panels, 2 x lanes, inputs], with zeros for what is missing."""
+        outputs, inputs = weight.shape
+        panels = -(-outputs // (2 * self._lanes))
+        whole = torch.zeros(panels * 2 * self._lanes, inputs + padding, dtype=dtype)
+        whole[:outputs, :inputs] = weight
+        return whole.view(panels, 2 * self._lanes, -1)
+
+    def _scales_of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """What the outputs are multiplied by, float32 [out]."""
+        return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.product.inputs:
@@ -87,7 +99,28 @@ class NativeWeight:
 class WideNativeWeight(NativeWeight):
     """The same, of float32 weights."""
 
-    short = False
+    _kind = native.FLOATS
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._in_panels(weight, torch.float32).transpose(1, 2).contiguous()
+
+
+class ByteWeight(NativeWeight):
+    """The same, of weights in a byte each, times a scale for each output: for drafts, which need not be exact."""
+
+    _kind = native.BYTES
+
+    def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        return torch.float32
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._in_panels(self._rounded(weight), torch.int8).transpose(1, 2).contiguous()
+
+    def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        return (weight.float() / self._scales_of(weight)[:, None]).round_()
+
+    def _scales_of(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.abs().amax(1).float().clamp_min_(torch.finfo(torch.float32).tiny) / 127
 
 
 class HalfWeight:
@@ -125,13 +158,13 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     """One product for several weights [out_i, in] of float32 or bfloat16, with biases [out_i] for all or none of them.
 
     Args:
-        exact: whether the weights must be held so exactly that sums in float32 are off by more.
+        exact: whether the weights must be held so exactly that sums in float32 are off by more; not those of drafts.
     """
     weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     given = [bias.detach() for bias in biases if bias is not None]
     bias = torch.cat(given) if given else None
-    if not exact and weight.dtype == torch.float32 and native.available():
-        weight = weight.bfloat16().float()
+    if not exact and native.available():
+        return ByteWeight(weight, bias)
     # An old compiler may not know what multiplies bfloat16, where oneDNN does.
     can = native.available() and (native.multiplies(weight.dtype) or onednn_dtype(weight.dtype) == torch.float32)
     if can and _bf16_holds(weight):

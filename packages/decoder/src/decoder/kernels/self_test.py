@@ -14,6 +14,7 @@ from torch import nn
 from decoder.draft_heads import DraftHead
 from decoder.kernels import attention, norms, rotary, split_kv
 from decoder.kernels.native_attention import NewTokens, native_attention
+from decoder.kernels.packed_linear import DraftRows
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-5}
 """Largest allowed error, relative to the largest number of a result."""
@@ -144,8 +145,11 @@ def packed_fault(packed: Mapping[nn.Module, Callable]) -> str | None:
             for module in modules:
                 # The class's forward and not the module, since the user's hooks must not see the test input.
                 expected = type(module).forward(module, *inputs)
-                # The weights of heads are packed in 16 bits.
-                allowed = max(ALLOWED[inputs[0].dtype], ALLOWED[torch.half] if isinstance(module, DraftHead) else 0)
+                # Weights for drafts are packed in 8 bits.
+                allowed = ALLOWED[inputs[0].dtype]
+                allowed = (
+                    max(allowed, ALLOWED[torch.bfloat16]) if isinstance(module, DraftHead | DraftRows) else allowed
+                )
                 fault = difference(packed[module](*inputs), expected, allowed)
                 if fault:
                     return f"{fault} in a {type(owner).__name__} of {rows} rows"

@@ -43,8 +43,8 @@ class LevelPolicy:
     best number's neighbours, and none, are run for single steps now and then: in many steps in a row a number would be
     judged by how busy a shared machine was then.
 
-    Where not even looking for drafts pays, a text rests (`rest_pays`): a plain step takes longer where drafts were looked
-    for and none found, with a small model by a fifth. It is tried now and then.
+    Where not even looking for drafts pays, a text rests (`rest_pays`): a plain step takes longer where drafts were
+    looked for and none found, with a small model by a fifth. It is tried now and then.
 
     ``levels`` is how many are to be run now, and ``best`` the number that gives most by all that was seen.
     """
