@@ -8,6 +8,7 @@ import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.drafters.auto import Auto
+from decoder.drafters.eagle3_levels import Eagle3Levels
 from decoder.drafters.levels import HeadLevels
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
@@ -142,7 +143,7 @@ def watched(monkeypatch, name, note):
 def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling):
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
     plain = dec.generate(prompt, 60, "ar", sampling).token_ids
-    steps = set()
+    nodes = set()
     for seed in range(8):
         luck, clock = random.Random(seed), [0.0]
 
@@ -154,8 +155,8 @@ def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling)
         dec.verify_costs._tables.clear()
         out = dec.generate(prompt, 60, method, sampling)
         assert out.token_ids == plain
-        steps.add(out.stats.steps)
-    assert len(steps) > 1, "the clocks were to make a difference"
+        nodes.add(out.stats.nodes)
+    assert len(nodes) > 1, "the clocks were to make a difference"
 
 
 def test_longer_suffixes_are_believed_more(model, monkeypatch):
@@ -484,7 +485,7 @@ def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model
         out = dec.generate(prompt, 400, "auto", sampling)
         assert out.token_ids == dec.generate(prompt, 400, "ar", sampling).token_ids
         if pays:
-            # Two steps and then 64 of rest; the index has taken in all tokens whenever it is asked.
+            # Two steps and then up to 64 of rest; the index has taken in all tokens whenever it is asked.
             assert 10 <= len(looked) <= 40 and looked == sorted(looked) and looked[-1] > 300
         else:
             assert len(looked) > 0.8 * out.stats.steps and out.stats.steps < 200
@@ -497,13 +498,36 @@ def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model
 @pytest.mark.parametrize("method", ["auto", "tokenswift", "medusa", "eagle3", "suffix"])
 @pytest.mark.parametrize("budget", [24, 4096])
 def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget):
-    """In turn with steps of drafts, whose sources have taken in the tokens of rests."""
+    """In turn with steps of drafts, whose sources have taken in all tokens, those of rests as well."""
+    clocked(monkeypatch, 0.0)
     monkeypatch.setattr(LevelPolicy, "rest_pays", True)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._REST", 7)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._SHORTEST_REST", 7)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LONGEST_REST", 7)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LOOK", 5)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._MANY", 100)
-    clocked(monkeypatch, 0.0)
+    rested, commit = [], CostTuned.commit
+
+    def checked(drafter, cache, verification, path, tokens):
+        commit(drafter, cache, verification, path, tokens)
+        rested.append(drafter._resting)
+        if drafter._resting and drafter._rest:
+            assert drafter._unseen
+            return
+        assert not drafter._unseen
+        grams, partial = getattr(drafter, "grams", None), getattr(drafter, "draft_pass", None)
+        if grams is not None and cache.length > budget:
+            assert partial.partial._seen == cache.length
+        heads = drafter.heads
+        if isinstance(heads, Eagle3Levels):
+            assert heads.text.entries + heads.text.pending == cache.length
+        elif heads is not None:
+            assert torch.equal(heads.state[0], verification.hidden[path[-1]])
+        if isinstance(drafter, Auto):
+            assert len(drafter.index.text) == cache.length + 1
+
+    monkeypatch.setattr(CostTuned, "commit", checked)
     sampling, options = SamplingParams(seed=2, temperature=0.8), TokenSwiftOptions(budget=budget, sink=4)
     out = dec.generate(prompt, 200, method, sampling, options)
+    assert 0.3 < sum(rested) / len(rested) < 0.9
     assert out.token_ids == dec.generate(prompt, 200, "ar", sampling).token_ids
     assert out.stats.accepted > 0 and out.stats.steps > 100

@@ -203,3 +203,22 @@ def test_plain_steps_are_run_where_a_costly_first_level_does_not_pay(second, bes
         policy.observe(expected, 1.0, (0.0 if not levels else 1.1 + 0.02 * levels) * luck.uniform(0.9, 1.1))
     assert policy.best == best
     assert policy.rate(best) > policy.rate(1)
+
+
+def test_a_rest_is_tried_now_and_then_and_taken_where_it_gives_clearly_more_tokens():
+    """Of all steps that look for drafts, also those that ran no levels because other candidates were there."""
+    policy, tried = LevelPolicy(most=1), []
+    for step in range(500):
+        policy.observe([Expected(1.0, 1.0), Expected(1.2, 1.1)][: 1 + policy.levels], 1.0, 0.2)
+        policy.observe_look(1.2, 1.3)
+        if policy.tries_rest:
+            tried.append(step)
+    assert len(tried) == 2 and not policy.rest_pays
+    policy.observe_rest(1.05)  # 0.95 tokens in a second, where looking gives 0.92
+    assert not policy.rest_pays
+    for _ in range(20):
+        policy.observe_rest(1.0)
+    assert policy.rest_pays
+    for _ in range(100):
+        policy.observe_look(2.0, 1.4)
+    assert not policy.rest_pays

@@ -9,7 +9,7 @@ import torch
 
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
-from decoder.drafters.native_levels import NativeLevels
+from decoder.drafters.native_levels import DEEPEST, NativeLevels
 from decoder.heads import Heads
 from decoder.kernels.transfers import download
 from decoder.model.target import Target
@@ -248,7 +248,8 @@ def _by_library(wanted: Sequence[LevelsWanted]) -> dict[int, list[float]]:
     """What `HeadLevels.read` takes of those texts whose levels the native library can fill."""
     groups: dict[tuple[NativeLevels, bool], list[int]] = {}
     for text, one in enumerate(wanted):
-        found = one.heads.vocabulary.native(one.heads.heads) if one.sampler.native is not None else None
+        can = one.sampler.native is not None and one.count <= DEEPEST
+        found = one.heads.vocabulary.native(one.heads.heads) if can else None
         if found is not None:
             groups.setdefault((found, one.own_level), []).append(text)
     numbers: dict[int, list[float]] = {}

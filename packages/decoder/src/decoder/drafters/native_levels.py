@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from decoder.model.target import Target
 
 _DTYPES = (torch.float32, torch.bfloat16)
+DEEPEST = 64  # levels at most, as levels.c has it
 
 
 class NativeLevels:
@@ -44,17 +45,19 @@ class NativeLevels:
         self._conditioned = heads.conditioned
         # Copies, as those of products are: a later change takes effect with the next generation.
         norms = [(_copy(head.input_norm.weight), _copy(head.output_norm.weight)) for head, _ in packed]
-        ones, dtype = torch.ones(heads.hidden_size), packed[0][1].readers.dtype
-        self._held = packed, norms, vocabulary, ids, embeddings, ones
+        ones, dtype = torch.ones(heads.hidden_size, dtype=torch.float32, device="cpu"), packed[0][1].readers.dtype
+        ids = None if ids is None else ids.contiguous()
+        products = [(one.readers, one.down) for _, one in packed]
+        self._held = products, norms, vocabulary, ids, embeddings, ones
         structures = [
             Head(
-                _product(one.readers),
-                _product(one.down),
+                _product(readers),
+                _product(down),
                 norm_in.data_ptr(),
                 norm_out.data_ptr(),
                 heads.norm_eps,
             )
-            for (_, one), (norm_in, norm_out) in zip(packed, norms, strict=True)
+            for (readers, down), (norm_in, norm_out) in zip(products, norms, strict=True)
         ]
         self._drafter = Drafter(
             heads=(Head * len(structures))(*structures),
@@ -72,7 +75,7 @@ class NativeLevels:
             vocabulary=vocabulary.product,
             ids=None if ids is None else ids.data_ptr(),
         )
-        self._library, self._room = native.library(), torch.empty(0)
+        self._library, self._room = native.library(), torch.empty(0, dtype=torch.float32, device="cpu")
 
     def fill(self, wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
         """What `HeadLevels.read` takes of each; all of them have these heads, and an own level or none.
@@ -98,7 +101,7 @@ class NativeLevels:
         branches, width = sum(one.heads.beam for one in wanted), max(one.heads.width for one in wanted)
         numbers = self._library.draft_numbers(byref(self._drafter), branches, width)
         if len(self._room) < numbers:
-            self._room = torch.empty(numbers)
+            self._room = torch.empty(numbers, dtype=torch.float32, device="cpu")
         given = byref(self._drafter), texts, len(wanted), self._room.data_ptr(), native.threads()
         if self._library.draft_levels(*given):
             raise MemoryError("no memory for the levels of draft heads")
@@ -117,7 +120,7 @@ class NativeLevels:
 
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:
-    return torch.empty(weight.shape).copy_(weight.detach())
+    return torch.empty(weight.shape, dtype=torch.float32, device="cpu").copy_(weight.detach())
 
 
 def _product(weight: PackedWeight | None) -> Product:

@@ -78,7 +78,7 @@ static int64_t go_on(Level *l, int64_t text, int64_t first, int64_t branches, in
         for (int64_t n = 0; n < width; n++) {
             *out++ = scores[n];
             likely[b * width + n] += l->branches[first + b].likely;
-            if (!(scores[n] > -INFINITY)) likely[b * width + n] = -INFINITY;
+            if (!(likely[b * width + n] > -INFINITY)) likely[b * width + n] = -INFINITY;  // NaN stands for taken ones
         }
     }
     for (int64_t b = 0; b < branches; b++)

@@ -78,7 +78,7 @@ class NativeWeight:
         """[panels, 2 x lanes, inputs], with zeros for what is missing."""
         outputs, inputs = weight.shape
         panels = -(-outputs // (2 * self._lanes))
-        whole = torch.zeros(panels * 2 * self._lanes, inputs + padding, dtype=dtype)
+        whole = torch.zeros(panels * 2 * self._lanes, inputs + padding, dtype=dtype, device="cpu")
         whole[:outputs, :inputs] = weight
         return whole.view(panels, 2 * self._lanes, -1)
 
@@ -87,8 +87,9 @@ class NativeWeight:
         return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[-1] != self.product.inputs:
-            raise ValueError(f"inputs of {self.product.inputs} numbers are needed, not of {x.shape[-1]}")
+        if x.shape[-1] != self.product.inputs or not x.is_cpu:
+            needed = f"inputs of {self.product.inputs} numbers are needed, on a CPU"
+            raise ValueError(f"{needed}, not of {x.shape[-1]} on {x.device}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._outputs)
         rows = out.numel() // self._outputs

@@ -7,7 +7,7 @@ hold the memory of all. A copy would double the memory of the layers. Little is 
 launch their kernels one by one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,7 +62,7 @@ def tested_layers(modules: Sequence[nn.Module], shared: SharedLayers, paths: Fas
     parts = [*modules, *shared.modules]
     found = tested_norms(parts, paths) | tested_products(parts, paths)
     found |= shared.forwards(found)
-    fused = tested_fused(modules, paths)
+    fused = tested_fused(modules, paths, found)
     within = {inner for layer in fused for inner in layer.modules()}
     return {module: forward for module, forward in found.items() if module not in within} | fused
 
@@ -104,13 +104,20 @@ def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.M
     return found if paths.passes_test(PACKED, key, lambda: packed_fault(found), covers) else {}
 
 
-def tested_fused(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, FusedLayer]:
-    """`fused_layers` of ``modules``, or nothing if one kind fails its test; called after the tests of their parts."""
+def tested_fused(
+    modules: Sequence[nn.Module], paths: FastPaths, parts: Mapping[nn.Module, Callable]
+) -> dict[nn.Module, FusedLayer]:
+    """`fused_layers` of ``modules``, or nothing if one kind fails its test; called after that of their ``parts``."""
     for needed in (PACKED, NORMS):
         if not paths[needed].on:
             paths.leave_off(FUSED, f"needs {needed}")
             return {}
-    found = fused_layers(modules)
+    # Products that were packed once may be of weights that the model no longer has.
+    found = {
+        layer: fused
+        for layer, fused in fused_layers(modules).items()
+        if all(part in parts for part in layer.modules() if isinstance(part, nn.Linear))
+    }
     kinds = {(type(one), *packed_shapes(list(one.modules())), fused.kind): one for one, fused in found.items()}
     for kind, layer in kinds.items():
         test = partial(fused_layer_fault, layer, found[layer])
@@ -130,14 +137,17 @@ def tested_attention(shape: AttentionShape, paths: FastPaths) -> bool:
     return paths.passes_test(NATIVE, shape, lambda: native_attention_fault(shape), "in every layer")
 
 
-def tested_model(model_pass: "ModelPass", faster: FastLayers, paths: FastPaths) -> FusedModel | None:
+def tested_model(
+    model_pass: "ModelPass", faster: FastLayers, paths: FastPaths, attends_natively: bool
+) -> FusedModel | None:
     """The `fused_model` over these layers, or nothing if it fails its test; called after `tested_fused`."""
     found = fused_model(model_pass.model, faster.layers)
     if found is None:
         paths.leave_off(MODEL, "not all of its layers are fused, or the model around them is another one")
         return None
-    key = type(model_pass.model), model_pass.model.config.to_json_string(), dtype_name(model_pass.model)
-    test = partial(fused_model_fault, found, model_pass, faster)
+    config = model_pass.model.config.to_json_string()
+    key = type(model_pass.model), config, dtype_name(model_pass.model), attends_natively
+    test = partial(fused_model_fault, found, model_pass, faster, attends_natively)
     return found if paths.passes_test(MODEL, key, test, "passes from embedding to head") else None
 
 

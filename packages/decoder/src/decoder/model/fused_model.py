@@ -61,9 +61,10 @@ class FusedModel:
         """
         states = self._decoder.embed_tokens(ids[:1])
         angles = self._decoder.rotary_emb(states, position_ids=ids[1:])
-        if self._native is not None and self._native.runs(cache, texts, states.dtype):
+        if self._native is not None and self._native.runs(cache, texts, states):
             kept_heads = self._native.room_for_queries(states.shape[1]) if observed else None
             if not observed or kept_heads is not None:
+                states = states.clone(memory_format=torch.contiguous_format)  # hooks may have kept the embeddings
                 kept = self._run_natively(states, angles, cache, texts, kept_heads, wanted)
                 return states, kept, self._native.queries(kept_heads, observed)
         queries: dict[int, torch.Tensor] = {}
@@ -86,7 +87,7 @@ class FusedModel:
     ) -> list[torch.Tensor]:
         """Run the layers over ``states``, which change; the inputs of the ``wanted`` ones."""
         assert self._native is not None
-        kept = []
+        kept: list[torch.Tensor] = []
         for first, last in pairwise(sorted({0, *wanted, len(self._layers)})):
             kept += [states.clone()] * wanted.count(first)
             self._native(states, angles, cache, texts, range(first, last), kept_heads)
@@ -124,17 +125,27 @@ def fused_model(model: PreTrainedModel, layers: Mapping[nn.Module, Callable]) ->
 
 @torch.inference_mode()
 @torch.autocast("cpu", enabled=False)
-def fused_model_fault(fused: FusedModel, model_pass: "ModelPass", faster: "FastLayers") -> str | None:
+def fused_model_fault(
+    fused: FusedModel, model_pass: "ModelPass", faster: "FastLayers", attends_natively: bool = False
+) -> str | None:
     """Compare a pass of it with one of transformers' forwards over the same fused layers; what is wrong, in words."""
-    ids = torch.arange(_TOKENS) % model_pass.model.config.vocab_size
+    ids = torch.arange(2 * _TOKENS) % model_pass.model.config.vocab_size
+    # Each token of the second pass sees the one before it and not the one before that, as in a tree.
+    mask = torch.eye(_TOKENS, dtype=torch.bool) | torch.eye(_TOKENS, dtype=torch.bool).roll(-1, 1).tril()
 
     def run(other: FusedModel | None) -> "PassOutput":
-        cache = FullCache(_TOKENS)
+        """Of a second pass, behind cached tokens."""
+        cache = FullCache(2 * _TOKENS)
         cache.prepare(model_pass.model.config.num_hidden_layers)
-        cache.begin(_TOKENS)
-        given = torch.stack((ids, torch.arange(_TOKENS))), cache, [TextInPass(_TOKENS)], _TOKENS
-        with replaced(faster.called):
-            return model_pass.run(model_pass.model, *given, faster._replace(model=other))
+        for start in (0, _TOKENS):
+            cache.begin(_TOKENS)
+            native = start if attends_natively else None
+            text = TextInPass(_TOKENS, mask if start else None, native=native)
+            given = torch.stack((ids, torch.arange(2 * _TOKENS)))[:, start : start + _TOKENS], cache, [text], _TOKENS
+            with replaced(faster.called):
+                output = model_pass.run(model_pass.model, *given, faster._replace(model=other))
+            cache.keep(range(_TOKENS))
+        return output
 
     mine, theirs = run(fused), run(None)
     if mine.queries.keys() != theirs.queries.keys():

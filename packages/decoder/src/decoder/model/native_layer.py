@@ -18,7 +18,7 @@ class NativeScratch:
     def __init__(self) -> None:
         self._given: torch.Tensor | None = None
         self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._numbers = torch.empty(0)
+        self._numbers = _floats(0)
 
     def angles(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, D] both, from [1, T, D] of the model's dtype."""
@@ -29,7 +29,7 @@ class NativeScratch:
     def reserve(self, numbers: int) -> None:
         """See that there is room for so many float32 numbers."""
         if numbers > len(self._numbers):
-            self._numbers = torch.empty(numbers)
+            self._numbers = _floats(numbers)
 
     @property
     def address(self) -> int:
@@ -64,7 +64,7 @@ class NativeLayer:
         # The library reads their memory.
         all_norms = [*norms, head_norm] if head_norm else norms
         # Copies, as those of products are: a later change takes effect with the next generation.
-        weights = [torch.empty(norm.weight.shape).copy_(norm.weight) for norm in all_norms]
+        weights = [_floats(*norm.weight.shape).copy_(norm.weight) for norm in all_norms]
         self._held = *products.values(), *weights
         norm_in, norm_between, *of_heads = (weight.data_ptr() for weight in weights)
         size, self._dim = len(weights[0]), dim
@@ -118,6 +118,11 @@ class NativeLayer:
             native.threads(),
         )
         return out
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    """What the library reads as float32, whatever PyTorch's default is."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def native_weights(products: Mapping[str, PackedLinears], dtype: torch.dtype) -> dict[str, NativeWeight] | None:

@@ -51,12 +51,18 @@ class NativePass:
         self._layers = (POINTER(Layer) * len(layers))(*(pointer(layer.layer) for layer in layers))
         self._pair = torch.empty(1, self._kv_heads, 0, self._dim, dtype=dtype)
 
-    def runs(self, cache: LayeredCache | FlattenedCaches, texts: Sequence[TextInPass], dtype: torch.dtype) -> bool:
-        """Whether it can run such a pass: over caches of plain buffers."""
-        if texts[0].native is None or dtype != self._dtype:
+    def runs(self, cache: LayeredCache | FlattenedCaches, texts: Sequence[TextInPass], states: torch.Tensor) -> bool:
+        """Whether it can run such a pass: over caches of plain buffers, of the model's dtype."""
+        if texts[0].native is None or states.dtype != self._dtype or not states.is_cpu:
             return False
-        caches = cache.caches if isinstance(cache, FlattenedCaches) else [cache]
-        return all(own.recordable and own.kv_length is None and not own.transposed for own in caches)
+        return all(map(self._writes, cache.caches if isinstance(cache, FlattenedCaches) else [cache]))
+
+    def _writes(self, cache: LayeredCache) -> bool:
+        """Whether it can write to a cache, whose buffers may not be there yet."""
+        if not cache.recordable or cache.kv_length is not None or cache.transposed or cache.beside is not None:
+            return False
+        pairs = (cache.keys, cache.values) if len(cache.keys) else ()
+        return all(one.dtype == self._dtype and one.stride(-1) == 1 and one.is_cpu for one in pairs)
 
     def room_for_queries(self, tokens: int) -> torch.Tensor | None:
         """Where to keep the queries of all layers; None where the tokens are too many."""

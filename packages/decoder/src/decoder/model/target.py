@@ -185,7 +185,9 @@ class Target:
                 # The rotary kernel needs Triton, and there is a recorder only where Triton works.
                 rotary={} if self.recorder is None else tested_rotary(self._modules, self.attention_shape, self.paths),
             )
-            self._faster = faster._replace(model=tested_model(self._model_pass, faster, self.paths))
+            self._faster = faster._replace(
+                model=tested_model(self._model_pass, faster, self.paths, self.attends_natively)
+            )
         return self._faster
 
     def fast_paths(self) -> list[FastPath]:

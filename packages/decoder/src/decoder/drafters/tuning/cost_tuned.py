@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from statistics import median
 from typing import ClassVar
 
 import torch
@@ -22,7 +23,7 @@ _DEEPEST = 8  # levels of conditioned heads at most
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
-_TRIED_REST, _REST = 8, 64  # steps of a rest, on trial and where it pays
+_SHORTEST_REST, _LONGEST_REST = 8, 64  # steps; each rest of a text in a row is twice as long as the one before
 _WARM = 4  # steps of a rest before its time counts: the first ones find other weights in the processor's caches
 _LOOK = 2  # steps between two rests that pay
 _MANY = 3  # tokens of one step after which the next ones may bring as many: no time to rest
@@ -52,7 +53,8 @@ class CostTuned:
         self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
         self._unseen: list[int] = []  # tokens that sources of drafts have not taken in yet
         self._rest, self._resting = 0, False  # steps of rest that follow, and whether this is one
-        self._counted, self._since = 0, 0.0  # steps of a rest whose time counts, and when they began
+        self._next_rest = _SHORTEST_REST
+        self._rested: list[float] = []  # the seconds of each step of this rest
         self._looked = 0  # steps since the last rest
         # Of this step:
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
@@ -198,11 +200,14 @@ class CostTuned:
         self._unseen += tokens
         if self.heads is not None and (not self._rest or self.heads.follows_all):
             self.heads.follow(verification, path, tokens)
+        if self._resting:
+            self._rested.append(time.perf_counter() - self._start)
         if self._rest:
             return
         new, self._unseen = self._unseen, []
         self._take_in(cache, verification, path, new)
         if self._resting:
+            self._end_rest()
             return
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
@@ -217,34 +222,36 @@ class CostTuned:
             # Costs that were measured in a slow moment are too high; a step takes more than nothing all the same.
             least = -0.9 * self._costs[1]
             self._policy.observe(self._expected, cost, max(least, drafting), max(least, rest))
-        self._plan_rest(len(tokens))
+        self._plan_rest(len(tokens), cost + drafting + rest)
 
     def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """Take in the text's newest ``tokens``, those of rests before this step among them."""
 
-    def _plan_rest(self, tokens: int) -> None:
-        """Decide behind a step that has brought so many ``tokens`` whether to rest in the next ones."""
-        self._looked = 0 if tokens >= _MANY else self._looked + 1
+    def _plan_rest(self, tokens: int, seconds: float) -> None:
+        """Decide whether to rest behind a step that has brought so many ``tokens`` in so many seconds."""
+        self._looked += 1
+        if tokens >= _MANY:
+            self._looked, self._next_rest = 0, _SHORTEST_REST
         if self.context.running() > 1 or self.context.target.draws_whole_trees:
             return  # the time of other texts, or of a device, tells nothing of this one's
+        self._policy.observe_look(self._expected[-1].tokens, seconds)
         if self._policy.rest_pays and self._looked >= _LOOK:
-            self._rest = _REST
-        elif self._policy.tries_rest:
-            self._rest = _TRIED_REST
-        self._counted = max(0, self._rest - _WARM)
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+        elif self._policy.tries_rest and self._typical and tokens < _MANY:
+            self._rest = _SHORTEST_REST
+        self._rested = []
 
     def _is_resting(self) -> bool:
-        """Begin a step of a rest, or end the rest."""
-        if self._resting and not self._rest:
-            self._looked = 0
-            if self.context.running() == 1 and self._counted:
-                self._policy.observe_rest((time.perf_counter() - self._since) / self._counted)
+        """Begin a step; whether it is one of a rest."""
         self._resting = self._rest > 0
-        if self._resting:
-            if self._rest == self._counted:
-                self._since = time.perf_counter()
-            self._rest -= 1
+        self._rest = max(0, self._rest - 1)
+        self._start = time.perf_counter()
         return self._resting
+
+    def _end_rest(self) -> None:
+        self._looked = 0
+        if self.context.running() == 1:
+            self._policy.observe_rest(self.context.target.ranks.agree(median(self._rested[_WARM:])))
 
     def finish(self, statistics: Statistics) -> None:
         pass

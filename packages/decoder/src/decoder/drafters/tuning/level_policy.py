@@ -8,6 +8,7 @@ _TRIAL = 48  # steps in which each number next to the best one is run once, to s
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
 _REST_TRIAL, _FIRST_REST = 384, 32  # steps between two trials of resting, and before the first
+_CLEARLY = 0.94  # of the time: a rest must take less, since averages of other steps lag behind a machine that changes
 _LEARN_REST = 0.25  # weight of the newest rest in their average; each is the average of some steps
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -54,7 +55,8 @@ class LevelPolicy:
         self.levels = self.best = min(first, most)
         self._tokens, self._cost, self._drafting = ([_Average() for _ in range(most + 1)] for _ in range(3))
         self._rest = _Average(), _Average()  # of steps without levels and with some
-        self._resting = _Average()  # seconds of a step
+        self._resting = _Average()  # seconds of a step that rests
+        self._looked = _Average(), _Average()  # tokens and seconds of the others
         self._texts, self._told = texts, 0
 
     @property
@@ -80,8 +82,9 @@ class LevelPolicy:
 
     @property
     def rest_pays(self) -> bool:
-        """Whether a step that rests gives more tokens per second than the best number of levels."""
-        return bool(self._resting.seen) and self._resting.value * self.rate(self.best) < 1
+        """Whether steps that rest give clearly more tokens per second than those that look for drafts, as they are."""
+        tokens, seconds = self._looked
+        return bool(self._resting.seen) and self._resting.value * tokens.value < _CLEARLY * seconds.value
 
     @property
     def tries_rest(self) -> bool:
@@ -91,6 +94,11 @@ class LevelPolicy:
     def observe_rest(self, seconds: float) -> None:
         """Steps of a rest took so many ``seconds`` each."""
         self._resting.observe(seconds, _LEARN_REST)
+
+    def observe_look(self, tokens: float, seconds: float) -> None:
+        """A step that looked for drafts was expected to bring so many ``tokens`` and took so many ``seconds``."""
+        for average, value in zip(self._looked, (tokens, seconds), strict=True):
+            average.observe(value)
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
         """A step whose verification costs ``cost`` took ``drafting`` seconds for drafts and ``rest`` for all else.
