@@ -23,6 +23,7 @@ from decoder.cli import flags
 from decoder.cli.continuation import stream_on
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript
+from decoder.drafters.tuning.level_policy import LevelPolicy
 
 from ..forked import forked
 from .conftest import random_heads, tiny_llama
@@ -175,8 +176,10 @@ def test_a_stopped_generation_does_not_go_on_and_a_short_one_does(speaking):
     assert (tokens, text) == (longer.token_ids, longer.text)
 
 
-def test_the_partial_cache_does_not_grow_with_what_is_there_already(speaking):
+def test_the_partial_cache_does_not_grow_with_what_is_there_already(speaking, monkeypatch):
     """Statistics of the rebuilds tell the budget: the default is the prompt's length, not the whole text's."""
+    monkeypatch.setattr(LevelPolicy, "rest_pays", False)  # the tokens of a rest are taken in together
+    monkeypatch.setattr(LevelPolicy, "tries_rest", False)
     token_ids = speaking.generate("Call me", 300, "ar", SAMPLED).token_ids
     rebuilds = [
         go_on(speaking, "Call me", token_ids[:200], 300, "tokenswift", SAMPLED, options)[2].stats.cache_rebuilds

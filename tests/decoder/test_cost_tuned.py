@@ -141,7 +141,7 @@ def watched(monkeypatch, name, note):
 @pytest.mark.parametrize("method", ["auto", "suffix", "tokenswift"])
 @pytest.mark.parametrize("sampling", [SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2), GREEDY])
 def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling):
-    dec = Decoder(model, heads=random_heads(model, kind="gated"))
+    dec, options = Decoder(model, heads=random_heads(model, kind="gated")), TokenSwiftOptions(budget=24, sink=4)
     plain = dec.generate(prompt, 60, "ar", sampling).token_ids
     nodes = set()
     for seed in range(8):
@@ -153,7 +153,7 @@ def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling)
 
         monkeypatch.setattr("time.perf_counter", tick)
         dec.verify_costs._tables.clear()
-        out = dec.generate(prompt, 60, method, sampling)
+        out = dec.generate(prompt, 60, method, sampling, options)
         assert out.token_ids == plain
         nodes.add(out.stats.nodes)
     assert len(nodes) > 1, "the clocks were to make a difference"

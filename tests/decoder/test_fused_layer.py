@@ -195,6 +195,7 @@ def test_under_autocast_the_models_own_forwards_run():
     model, seen = tiny_llama(torch.float32), []
     dec = Decoder(model, bitwise=False)
     own = type(model.model).forward
+    dec.generate([1, 2, 3], 2, "ar", ignore_eos=True)  # with the self-tests
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.model), "forward", lambda *args, **kwargs: seen.append(1) or own(*args, **kwargs))
         dec.generate([1, 2, 3], 2, "ar", ignore_eos=True)
