@@ -143,7 +143,8 @@ def watched(monkeypatch, name, note):
 def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling):
     dec, options = Decoder(model, heads=random_heads(model, kind="gated")), TokenSwiftOptions(budget=24, sink=4)
     plain = dec.generate(prompt, 60, "ar", sampling).token_ids
-    nodes = set()
+    drafted, filled, filling = set(), [], HeadLevels.filling
+    monkeypatch.setattr(HeadLevels, "filling", lambda *given: filled.append(1) or filling(*given))
     for seed in range(8):
         luck, clock = random.Random(seed), [0.0]
 
@@ -155,8 +156,9 @@ def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling)
         dec.verify_costs._tables.clear()
         out = dec.generate(prompt, 60, method, sampling, options)
         assert out.token_ids == plain
-        nodes.add(out.stats.nodes)
-    assert len(nodes) > 1, "the clocks were to make a difference"
+        drafted.add((out.stats.nodes, len(filled)))
+        filled.clear()
+    assert len(drafted) > 1, "the clocks were to make a difference"
 
 
 def test_longer_suffixes_are_believed_more(model, monkeypatch):
@@ -435,6 +437,8 @@ def tokenswift_clocked(monkeypatch, pass_seconds):
         return draft(*args)
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    for name in ("rest_pays", "tries_rest"):
+        monkeypatch.setattr(LevelPolicy, name, False)
     monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
     monkeypatch.setattr(Target, "forward", timed_forward)
     monkeypatch.setattr(Target, "draft", timed_draft)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import decoder
-from decoder import Decoder, SamplingParams
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.cache.full import FullCache
 from decoder.kernels import native, native_attention
 from decoder.kernels.attention import _one_softmax
@@ -16,6 +16,7 @@ from decoder.kernels.fast_paths import NATIVE
 from decoder.kernels.native_attention import NewTokens
 from decoder.kernels.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, onednn_dtype, pack
 from decoder.model import fused_layer
+from decoder.model.native_pass import NativePass
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import all_heads, random_heads, tiny_llama
@@ -366,3 +367,63 @@ def test_layers_whose_parts_have_several_dtypes(prompt, others):
             [seen] = one.target.forward([TokenTree(prompt[-1])], [caches[-1]])
             caches[-1] = seen.logits.double()
     assert (caches[0] - caches[1]).norm() <= 0.05 * caches[1].norm()
+
+
+@needs_native
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_nothing(prompt, default):
+    expected = Decoder(tiny_llama(torch.float32)).generate(prompt, 40, "ar", SAMPLING).token_ids
+    model, heads = tiny_llama(torch.float32), random_heads(tiny_llama(torch.float32), kind="gated")
+    torch.set_default_dtype(default)
+    try:
+        dec = Decoder(model, heads=heads)
+        assert dec.target.attends_natively
+        for method in ("ar", "auto"):
+            assert dec.generate(prompt, 40, method, SAMPLING).token_ids == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_native
+def test_what_a_hook_has_kept_of_the_embeddings_stays_as_it_was(prompt):
+    model, kept = tiny_llama(torch.float32), []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: kept.append((output, output.clone())))
+    Decoder(model).generate(prompt, 10, "ar", SAMPLING)
+    assert len(kept) > 10 and all(torch.equal(*pair) for pair in kept)
+
+
+@needs_native
+def test_a_pass_in_one_call_has_the_bits_of_its_layers_in_turn(prompt, monkeypatch):
+    """Of one text and of several, with the queries of a partial cache and the features of an EAGLE-3 draft model."""
+    runs, found = [], []
+    run = NativePass.__call__
+    monkeypatch.setattr(NativePass, "__call__", lambda self, *given: runs.append(1) or run(self, *given))
+    for in_one_call in (True, False):
+        if not in_one_call:
+            monkeypatch.setattr(NativePass, "runs", lambda *given: False)
+        model = tiny_llama(torch.float32)
+        dec = Decoder(model, heads=all_heads(model, "gated"))
+        asked = dict(sampling=SAMPLING, options=TokenSwiftOptions(budget=24, sink=4), return_logprobs=True)
+        outs = [dec.generate(prompt, 40, method, **asked) for method in ("ar", "tokenswift", "magicdec", "eagle3")]
+        outs += dec.generate_batch([prompt, prompt[:9], [1]], 30, "tokenswift", **asked)
+        found.append([(out.token_ids, out.logprobs) for out in outs])
+        assert bool(runs) == in_one_call
+        runs.clear()
+    assert found[0] == found[1] and found[0][0] == found[0][1] == found[0][2] == found[0][3]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["dtype", "layout"])
+def test_a_pass_does_not_write_to_buffers_of_another_form(prompt, kind):
+    """As they are where a part of the text was decoded under autocast, or as several texts of another dtype."""
+    dec = Decoder(tiny_llama(torch.float32))
+    dec.generate(prompt, 4, "ar")
+    native_pass = dec.target.replacements().model._native
+    cache = FullCache(20)
+    cache.prepare(2)
+    pair = torch.zeros(1, 2, 0, 8, dtype=torch.bfloat16 if kind == "dtype" else torch.float32)
+    assert native_pass._writes(cache)
+    cache.make_ready(3, pair, pair)
+    assert native_pass._writes(cache) == (kind != "dtype")
+    cache.keys = cache.keys.transpose(3, 4).contiguous().transpose(3, 4)
+    assert not native_pass._writes(cache)

@@ -7,8 +7,10 @@ _FIRST = 4  # steps for which a number of levels is run when it is tried first
 _TRIAL = 48  # steps in which each number next to the best one is run once, to see whether it has become the best
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
-_REST_TRIAL, _FIRST_REST = 384, 32  # steps between two trials of resting, and before the first
-_CLEARLY = 0.94  # of the time: a rest must take less, since averages of other steps lag behind a machine that changes
+_REST_TRIAL, _FIRST_REST = 384, 96  # steps between two trials of resting, and before the first
+# Of the time of other steps, where levels do not pay and where they do: a rest must take less. Averages of other steps
+# lag behind a machine that changes, and in rests little is learnt.
+_CLEARLY = 0.94, 0.85
 _LEARN_REST = 0.25  # weight of the newest rest in their average; each is the average of some steps
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -84,7 +86,8 @@ class LevelPolicy:
     def rest_pays(self) -> bool:
         """Whether steps that rest give clearly more tokens per second than those that look for drafts, as they are."""
         tokens, seconds = self._looked
-        return bool(self._resting.seen) and self._resting.value * tokens.value < _CLEARLY * seconds.value
+        share = _CLEARLY[self.best > 0]
+        return bool(self._resting.seen) and self._resting.value * tokens.value < share * seconds.value
 
     @property
     def tries_rest(self) -> bool:
