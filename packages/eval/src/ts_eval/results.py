@@ -42,7 +42,7 @@ def environment(device: torch.device, arguments: Sequence[str] | None = None) ->
     source = Path(decoder.__file__).parent
     return {
         "versions": versions,
-        "decoder_source": "".join(digest_files(source, f"**/*.{kind}", contents=True) for kind in ("py", "c")),
+        "decoder_source": "".join(digest_files(source, f"**/*.{kind}", contents=True) for kind in ("py", "c", "h")),
         "native_library": native.library_name(),
         "commit": _commit(source),
         "device": device.type,
