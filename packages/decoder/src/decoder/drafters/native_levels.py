@@ -45,7 +45,7 @@ class NativeLevels:
         self._conditioned = heads.conditioned
         # Copies, as those of products are: a later change takes effect with the next generation.
         norms = [(_copy(head.input_norm.weight), _copy(head.output_norm.weight)) for head, _ in packed]
-        ones, dtype = torch.ones(heads.hidden_size, dtype=torch.float32, device="cpu"), packed[0][1].readers.dtype
+        ones = torch.ones(heads.hidden_size, dtype=torch.float32, device="cpu")
         ids = None if ids is None else ids.contiguous()
         products = [(one.readers, one.down) for _, one in packed]
         self._held = products, norms, vocabulary, ids, embeddings, ones
@@ -65,7 +65,6 @@ class NativeLevels:
             size=heads.hidden_size,
             conditioned=heads.conditioned,
             chained=heads.kind != "independent",
-            is_bf16=dtype == torch.bfloat16,
             vocabulary_is_bf16=vocabulary.dtype == torch.bfloat16,
             embeddings_are_bf16=embeddings.dtype == torch.bfloat16,
             embeddings=embeddings.data_ptr(),

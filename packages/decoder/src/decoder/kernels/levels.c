@@ -19,7 +19,7 @@ typedef struct {
     int64_t count, size;  // of heads, and of a state
     int32_t conditioned;  // whether they also read the token before
     int32_t chained;      // whether a head goes on from the state of the one before
-    int32_t is_bf16, vocabulary_is_bf16, embeddings_are_bf16;  // what products take, and what embeddings are
+    int32_t vocabulary_is_bf16, embeddings_are_bf16;  // what the product with its rows takes, and what embeddings are
     const void *embeddings;
     const float *ones;  // [size]
     float embedding_eps, logit_scale;
@@ -140,12 +140,11 @@ static void read_branch(const Level *l, const Head *head, int64_t row) {
     const Drafter *d = l->d;
     const Branch *b = &l->branches[row];
     const int64_t inputs = head->readers.inputs;
-    norm(state_of(l, row), 0, head->norm_in, head->eps, d->size, row_of(l->features, row * inputs, d->is_bf16),
-         d->is_bf16);
+    norm(state_of(l, row), 0, head->norm_in, head->eps, d->size, l->features + row * inputs, 0);
     if (!d->conditioned) return;
     const int64_t newest = b->depth ? b->tokens[b->depth - 1] : l->texts[b->text].newest;
     norm(row_of(d->embeddings, newest * d->size, d->embeddings_are_bf16), d->embeddings_are_bf16, d->ones,
-         d->embedding_eps, d->size, row_of(l->features, row * inputs + d->size, d->is_bf16), d->is_bf16);
+         d->embedding_eps, d->size, l->features + row * inputs + d->size, 0);
 }
 
 // Fill level `number` of all branches, as one of the threads that share it.
@@ -157,20 +156,19 @@ static void fill_level(Level *l, int64_t number, int thread, int threads) {
     for (int64_t row = thread; row < l->rows; row += threads) read_branch(l, head, row);
 #pragma omp barrier
     const Out to_read = {l->read, NULL, 0, 0};
-    share(&head->readers, l->features, d->is_bf16, l->rows, &to_read, thread, threads);
+    share(&head->readers, l->features, 0, l->rows, &to_read, thread, threads);
 #pragma omp barrier
     for (int64_t row = thread; row < l->rows; row += threads) {
         const float *change = l->read + row * read, *gate = change + size, *up = gate + width, *state = state_of(l, row);
         for (int64_t i = 0; i < size; i += LANES)
             store(l->next_states, row * size + i, 0, load(state, i, 0, size - i) + load(change, i, 0, size - i), size - i);
         for (int64_t i = 0; i < width; i += LANES)
-            store(l->gated, row * width + i, d->is_bf16, silu(load(gate, i, 0, width - i)) * load(up, i, 0, width - i),
-                  width - i);
+            store(l->gated, row * width + i, 0, silu(load(gate, i, 0, width - i)) * load(up, i, 0, width - i), width - i);
     }
 #pragma omp barrier
     if (width) {
         const Out to_state = {l->next_states, l->next_states, 0, 0};
-        share(&head->down, l->gated, d->is_bf16, l->rows, &to_state, thread, threads);
+        share(&head->down, l->gated, 0, l->rows, &to_state, thread, threads);
 #pragma omp barrier
     }
     for (int64_t row = thread; row < l->rows; row += threads)

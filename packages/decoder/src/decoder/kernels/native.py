@@ -157,7 +157,6 @@ class Drafter(ctypes.Structure):
         ("size", c_int64),
         ("conditioned", c_int32),
         ("chained", c_int32),
-        ("is_bf16", c_int32),
         ("vocabulary_is_bf16", c_int32),
         ("embeddings_are_bf16", c_int32),
         ("embeddings", c_void_p),

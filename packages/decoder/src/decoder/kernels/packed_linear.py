@@ -17,7 +17,7 @@ from decoder.kernels import native
 from decoder.kernels.int4 import Int4Linear, Int4Weight, joinable
 from decoder.kernels.memory import available_memory
 from decoder.kernels.norms import FusedNorm
-from decoder.kernels.packed_weight import NativeWeight, PackedWeight, onednn_dtype, pack
+from decoder.kernels.packed_weight import ByteWeight, PackedWeight, onednn_dtype, pack
 
 Linear = nn.Linear | Int4Linear
 
@@ -138,7 +138,7 @@ class PackedHead:
     @property
     def native(self) -> bool:
         """Whether the native library computes the products."""
-        return all(isinstance(one, NativeWeight) for one in (self._readers, self.down) if one is not None)
+        return all(isinstance(one, ByteWeight) for one in (self._readers, self.down) if one is not None)
 
     def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         features = self._norm(hidden)

@@ -17,7 +17,7 @@ static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu; \
     z = z ^ z >> 31;
 
-uint64_t key_of(uint64_t seed, int64_t position) {
+static uint64_t key_of(uint64_t seed, int64_t position) {
     uint64_t z = seed + GOLDEN;
     MIXED(z)
     z += (uint64_t)(position + 1) * GOLDEN;
