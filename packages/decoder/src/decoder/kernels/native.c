@@ -335,6 +335,32 @@ typedef struct {
 } State;
 
 INLINE void transpose(vec *rows) {
+#if defined(__AVX512F__)
+    // Of two rows, of four, and then of quarters of vectors, which have instructions of their own.
+    __m512 two[16], four[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        two[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+        two[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const __m512d a = (__m512d)two[i / 2 * 4 + i % 2], b = (__m512d)two[i / 2 * 4 + i % 2 + 2];
+        four[i / 2 * 4 + i % 2 * 2] = (__m512)_mm512_unpacklo_pd(a, b);
+        four[i / 2 * 4 + i % 2 * 2 + 1] = (__m512)_mm512_unpackhi_pd(a, b);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512 even = _mm512_shuffle_f32x4(four[i], four[4 + i], 0x88), odd = _mm512_shuffle_f32x4(four[i], four[4 + i], 0xdd);
+        const __m512 even2 = _mm512_shuffle_f32x4(four[8 + i], four[12 + i], 0x88);
+        const __m512 odd2 = _mm512_shuffle_f32x4(four[8 + i], four[12 + i], 0xdd);
+        rows[i] = (vec)_mm512_shuffle_f32x4(even, even2, 0x88);
+        rows[4 + i] = (vec)_mm512_shuffle_f32x4(odd, odd2, 0x88);
+        rows[8 + i] = (vec)_mm512_shuffle_f32x4(even, even2, 0xdd);
+        rows[12 + i] = (vec)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
+    return;
+#endif
 #pragma GCC unroll 4
     for (int step = LANES / 2; step; step /= 2) {
         ivec low, high;
@@ -352,15 +378,28 @@ INLINE void transpose(vec *rows) {
     }
 }
 
-// `keys` numbers of LANES keys each, to a column of `out` per key; both as many as there are lanes, unless `part`.
+// How attention reads keys and values: as they are, widened to float32, or in pairs of bfloat16 that the processor
+// multiplies: two numbers of a key, and the same number of the values in two neighbouring positions.
+typedef enum { FLOAT_CACHE, BF16_CACHE, PAIRED_CACHE } Cache;
+
+INLINE Cache cache_of(const Attention *a) {
+#if defined(__AVX512BF16__)
+    if (a->is_bf16 && a->dim % 2 == 0) return PAIRED_CACHE;
+#endif
+    return a->is_bf16 ? BF16_CACHE : FLOAT_CACHE;
+}
+
+// Numbers of LANES keys, or pairs of them, to a column of `out` per key; as many as there are lanes, unless `part`.
 INLINE void transposed_tile(
-    const int part, const int is_bf16, const void *from, const int32_t *slots, int64_t slot, int64_t at, int64_t keys,
+    const int part, const Cache cache, const void *from, const int32_t *slots, int64_t slot, int64_t at, int64_t keys,
     int64_t numbers, float *out) {
     vec rows[LANES];
 #pragma GCC unroll 16
     for (int key = 0; key < LANES; key++) {
+        const int64_t here = at + slots[part && key >= keys ? 0 : key] * slot;
         if (part && key >= keys) rows[key] = (vec){0};
-        else rows[key] = load(from, at + slots[key] * slot, is_bf16, part ? numbers : LANES);
+        else if (cache == PAIRED_CACHE) rows[key] = load((const uint16_t *)from + here, 0, 0, part ? numbers : LANES);
+        else rows[key] = load(from, here, cache == BF16_CACHE, part ? numbers : LANES);
     }
     transpose(rows);
 #pragma GCC unroll 16
@@ -368,25 +407,30 @@ INLINE void transposed_tile(
         if (!part || n < numbers) memcpy(out + n * BLOCK, &rows[n], sizeof(vec));
 }
 
-// The keys in some slots as [dim, BLOCK]; there are any numbers behind the last one.
-static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t count, float *out) {
-    const int64_t dim = rows->a->dim, slot = rows->text->key_slot, head = rows->kv_head * rows->text->key_head;
+// The keys in some slots as [dim, BLOCK], or in pairs as [dim / 2, BLOCK]; there are any numbers behind the last one.
+INLINE void transposed_block(const Cache cache, const Rows *rows, const int32_t *slots, int64_t count, float *out) {
+    const int64_t each = cache == PAIRED_CACHE ? 2 : 1, dim = rows->a->dim / each;
+    const int64_t slot = rows->text->key_slot, head = rows->kv_head * rows->text->key_head;
     const void *from = rows->text->keys;
     for (int64_t first = 0; first < BLOCK && first < count; first += LANES)
         for (int64_t i = 0; i < dim; i += LANES) {
-            const int64_t keys = count - first, numbers = dim - i;
+            const int64_t keys = count - first, numbers = dim - i, at = head + i * each;
             float *to = out + i * BLOCK + first;
-            if (keys >= LANES && numbers >= LANES) {
-                if (rows->a->is_bf16) transposed_tile(0, 1, from, slots + first, slot, head + i, keys, numbers, to);
-                else transposed_tile(0, 0, from, slots + first, slot, head + i, keys, numbers, to);
-            } else {
-                transposed_tile(1, rows->a->is_bf16, from, slots + first, slot, head + i, keys, numbers, to);
-            }
+            if (keys >= LANES && numbers >= LANES) transposed_tile(0, cache, from, slots + first, slot, at, keys, numbers, to);
+            else transposed_tile(1, cache, from, slots + first, slot, at, keys, numbers, to);
         }
 }
 
+static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t count, float *out) {
+    switch (cache_of(rows->a)) {
+        case FLOAT_CACHE: transposed_block(FLOAT_CACHE, rows, slots, count, out); break;
+        case BF16_CACHE: transposed_block(BF16_CACHE, rows, slots, count, out); break;
+        default: transposed_block(PAIRED_CACHE, rows, slots, count, out);
+    }
+}
+
 // scores [count, BLOCK] of queries [count, dim], with rows of SPLIT numbers.
-INLINE void score_tile(const int count, const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {
+INLINE void single_score_tile(const int count, const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {
     for (int first = 0; first < BLOCK; first += WIDE * LANES) {
         vec sums[TILE * WIDE];
 #pragma GCC unroll 24
@@ -410,7 +454,7 @@ INLINE void score_tile(const int count, const float *queries, int64_t dim, const
 
 // Weighted sums [count, value_dim] of the values in some slots, `seen` of them for each row; weights have rows of SPLIT
 // numbers. They go on from what stands in `out`, if `go_on`.
-INLINE void value_tile(
+INLINE void single_value_tile(
     const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights, int go_on,
     float *out) {
     int64_t least = seen[0], most = seen[0];
@@ -466,20 +510,123 @@ INLINE void value_tile(
     }
 }
 
-// A function for each number of rows: inlined together they would not keep their sums in registers.
-#define FOR_ROWS(N)                                                                                                     \
-    ONCE void scores_of_##N(const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {       \
-        score_tile(N, queries, dim, keys, scaling, scores);                                                             \
-    }                                                                                                                   \
-    ONCE void values_of_##N(const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights,          \
-                            float *out) {                                                                               \
-        value_tile(N, rows, slots, seen, weights, 0, out);                                                              \
-    }                                                                                                                   \
-    ONCE void more_values_of_##N(const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights,     \
-                                 float *out) {                                                                          \
-        value_tile(N, rows, slots, seen, weights, 1, out);                                                              \
+#if defined(__AVX512BF16__)
+// Add products of pairs to `count` rows of WIDE sums; a row's pair stands in every word of a vector.
+#define ADD_PAIRS(pair_of_row, pairs)                                                                             \
+    _Pragma("GCC unroll 6") for (int r = 0; r < count; r++) {                                                     \
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)pair_of_row);                                      \
+        _Pragma("GCC unroll 4") for (int i = 0; i < WIDE; i++)                                                    \
+            sums[r * WIDE + i] = (vec)_mm512_dpbf16_ps((__m512)sums[r * WIDE + i], pair, (__m512bh)pairs[i]);     \
     }
-FOR_ROWS(1) FOR_ROWS(2) FOR_ROWS(3) FOR_ROWS(4) FOR_ROWS(5) FOR_ROWS(6)
+
+INLINE uint32_t pair_at(const uint16_t *from) {
+    uint32_t pair;
+    memcpy(&pair, from, 4);
+    return pair;
+}
+
+// `single_score_tile` of queries and keys in pairs.
+INLINE void paired_score_tile(
+    const int count, const uint16_t *queries, int64_t dim, const float *keys, float scaling, float *scores) {
+    vec sums[TILE * WIDE];
+#pragma GCC unroll 24
+    for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
+    for (int64_t k = 0; k < dim; k += 2) {
+        vec key[WIDE];
+#pragma GCC unroll 4
+        for (int i = 0; i < WIDE; i++) key[i] = load(keys, k / 2 * BLOCK + i * LANES, 0, LANES);
+        ADD_PAIRS(pair_at(queries + r * dim + k), key)
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < WIDE; i++) store(scores, r * SPLIT + i * LANES, 0, sums[r * WIDE + i] * scaling, LANES);
+}
+
+// Numbers of two values side by side, two vectors of LANES pairs each.
+INLINE void paired(__m512i a, __m512i b, vec *out) {
+    uvec low, high;
+    for (int lane = 0; lane < LANES; lane++) {
+        low[lane] = (uint32_t)(lane | (lane + 32) << 16);
+        high[lane] = low[lane] + (LANES | LANES << 16);
+    }
+    out[0] = (vec)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+    out[1] = (vec)_mm512_permutex2var_epi16(a, (__m512i)high, b);
+}
+
+// `single_value_tile` of weights and values in pairs of neighbouring positions. The last position that a row sees stands alone
+// if it is the first of a pair.
+INLINE void paired_value_tile(
+    const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const uint16_t *weights, int go_on,
+    float *out) {
+    int64_t least = seen[0], most = seen[0];
+    for (int r = 1; r < count; r++) {
+        least = seen[r] < least ? seen[r] : least;
+        most = seen[r] > most ? seen[r] : most;
+    }
+    const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
+    const uint16_t *values = (const uint16_t *)rows->text->values + rows->kv_head * rows->text->value_head;
+    for (int64_t first = 0; first < dim; first += WIDE * LANES) {
+        vec sums[TILE * WIDE];
+        const int64_t left = dim - first;
+        const __mmask32 low = _bzhi_u32(~0u, left < 32 ? left : 32), high = _bzhi_u32(~0u, left < 32 ? 0 : left < 64 ? left - 32 : 32);
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; i++) {
+                sums[r * WIDE + i] = (vec){0};
+                if (go_on) sums[r * WIDE + i] = load(out, r * dim + first + i * LANES, 0, i * LANES < left ? left - i * LANES : 0);
+            }
+        int64_t k = 0;
+        for (; k + 1 < least; k += 2) {
+            const uint16_t *a = values + slots[k] * slot + first, *b = values + slots[k + 1] * slot + first;
+            vec pairs[WIDE];
+            paired(_mm512_maskz_loadu_epi16(low, a), _mm512_maskz_loadu_epi16(low, b), pairs);
+            paired(_mm512_maskz_loadu_epi16(high, a + 32), _mm512_maskz_loadu_epi16(high, b + 32), pairs + 2);
+            ADD_PAIRS(pair_at(weights + r * 2 * SPLIT + k), pairs)
+        }
+        // What a row does not see may be no number, which a weight of zero would not hide.
+        for (; k < most; k += 2) {
+            const uint16_t *a = values + slots[k] * slot + first;
+            const uint16_t *b = k + 1 < most ? values + slots[k + 1] * slot + first : a;
+#pragma GCC unroll 6
+            for (int r = 0; r < count; r++) {
+                if (k >= seen[r]) continue;
+                const uint32_t both = k + 1 < seen[r] ? ~0u : 0;
+                vec pairs[WIDE];
+                paired(_mm512_maskz_loadu_epi16(low, a), _mm512_maskz_loadu_epi16(low & both, b), pairs);
+                paired(_mm512_maskz_loadu_epi16(high, a + 32), _mm512_maskz_loadu_epi16(high & both, b + 32), pairs + 2);
+                const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)pair_at(weights + r * 2 * SPLIT + k));
+#pragma GCC unroll 4
+                for (int i = 0; i < WIDE; i++)
+                    sums[r * WIDE + i] = (vec)_mm512_dpbf16_ps((__m512)sums[r * WIDE + i], pair, (__m512bh)pairs[i]);
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; i++)
+                if (i * LANES < left) store(out, r * dim + first + i * LANES, 0, sums[r * WIDE + i], left - i * LANES);
+    }
+}
+#endif
+
+// A function for each number of rows: inlined together they would not keep their sums in registers.
+#define FOR_ROWS(N, tile, cached)                                                                                        \
+    ONCE void tile##_scores_of_##N(const cached *queries, int64_t dim, const float *keys, float scaling, float *scores) { \
+        tile##_score_tile(N, queries, dim, keys, scaling, scores);                                                       \
+    }                                                                                                                    \
+    ONCE void tile##_values_of_##N(const Rows *rows, const int32_t *slots, const int32_t *seen, const cached *weights,   \
+                                   int go_on, float *out) {                                                              \
+        tile##_value_tile(N, rows, slots, seen, weights, go_on, out);                                                    \
+    }
+#define FOR_ALL_ROWS(tile, cached)                                                  \
+    FOR_ROWS(1, tile, cached) FOR_ROWS(2, tile, cached) FOR_ROWS(3, tile, cached)   \
+    FOR_ROWS(4, tile, cached) FOR_ROWS(5, tile, cached) FOR_ROWS(6, tile, cached)
+FOR_ALL_ROWS(single, float)
+#if defined(__AVX512BF16__)
+FOR_ALL_ROWS(paired, uint16_t)
+#endif
 
 #define BY_COUNT(count, call, ...)          \
     switch (count) {                        \
@@ -491,25 +638,79 @@ FOR_ROWS(1) FOR_ROWS(2) FOR_ROWS(3) FOR_ROWS(4) FOR_ROWS(5) FOR_ROWS(6)
         default: call##6(__VA_ARGS__);       \
     }
 
-// Fetch the vectors in some slots, of `dim` numbers each, to a core's cache.
-INLINE void prefetch(const Attention *a, const void *from, int64_t head, int64_t slot, const int32_t *slots, int64_t count, int64_t dim) {
-    const int64_t size = a->is_bf16 ? 2 : 4, bytes = dim * size, step = slot * size;
-    const char *first = (const char *)from + head * size;
-    for (int64_t k = 0; k < count; k++)
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + slots[k] * step + i);
+// Of up to TILE of `count` queries, in the form in which `gather_queries` leaves them.
+static void scores_of(const Attention *a, int64_t count, const void *queries, const float *keys, float scaling, float *scores) {
+#if defined(__AVX512BF16__)
+    if (cache_of(a) == PAIRED_CACHE) {
+        BY_COUNT(count, paired_scores_of_, queries, a->dim, keys, scaling, scores)
+        return;
+    }
+#endif
+    BY_COUNT(count, single_scores_of_, queries, a->dim, keys, scaling, scores)
+}
+
+// Of up to TILE of `count` rows, whose weights stand from number `first` on.
+static void values_of(
+    const Rows *rows, int64_t count, const int32_t *slots, const int32_t *seen, const float *weights, int64_t first,
+    int go_on, float *out) {
+#if defined(__AVX512BF16__)
+    if (cache_of(rows->a) == PAIRED_CACHE) {
+        BY_COUNT(count, paired_values_of_, rows, slots, seen, (const uint16_t *)weights + first, go_on, out)
+        return;
+    }
+#endif
+    BY_COUNT(count, single_values_of_, rows, slots, seen, weights + first, go_on, out)
+}
+
+// Fetch the vectors in some neighbouring slots, of `dim` numbers each, to a core's cache.
+INLINE void prefetch(const Attention *a, const void *from, int64_t head, int64_t slot, int64_t first, int64_t count, int64_t dim) {
+    const int64_t size = a->is_bf16 ? 2 : 4, side_by_side = slot == dim;
+    const int64_t pieces = side_by_side ? 1 : count, bytes = (side_by_side ? count : 1) * dim * size;
+    const char *here = (const char *)from + (head + first * slot) * size;
+    for (int64_t piece = 0; piece < pieces; piece++, here += slot * size)
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(here + i);
 }
 
 // The keys of a split that some rows look at, by position: those in `slots` are `common` to all of them, and those in
 // `own`, SPLIT slots for each token, stand behind these on the way to that token. A row sees the first `seen` of both.
+// An even number is common where there are own ones, so that the same positions make a pair in every pass.
 typedef struct {
     int32_t slots[SPLIT], own[FEW * SPLIT], seen[FEW];
     int64_t common;
 } Keys;
 
+// Turn the scores of the keys that a row sees, SPLIT at most, to their weights; to bfloat16 in their place, if `paired`.
+INLINE State weigh(int paired, float *scores, int64_t seen) {
+    enum { TWO = 2 * LANES };
+    const int64_t end = (seen + TWO - 1) / TWO * TWO;
+    if (!end) return (State){-INFINITY, 0};
+    for (int64_t n = seen; n < end; n++) scores[n] = -INFINITY;
+    vec top = splat(-INFINITY), total = {0};
+    for (int64_t n = 0; n < end; n += LANES) top = larger(load(scores, n, 0, LANES), top);
+    const float largest = largest_of(top);
+    for (int64_t n = 0; n < end; n += TWO) {
+        const vec first = power_of_two(load(scores, n, 0, LANES) - largest);
+        const vec second = power_of_two(load(scores, n + LANES, 0, LANES) - largest);
+#if defined(__AVX512BF16__)
+        if (paired) {
+            const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+            memcpy((uint16_t *)scores + n, &both, sizeof both);
+            total = (vec)_mm512_dpbf16_ps((__m512)total, both, (__m512bh)_mm512_set1_epi16(0x3f80));  // ones
+            continue;
+        }
+#endif
+        store(scores, n, 0, first, LANES);
+        store(scores, n + LANES, 0, second, LANES);
+        total = total + first + second;
+    }
+    return (State){largest, sum(total)};
+}
+
 // Rows over the keys of a split. Fills states and sums of values.
 ONCE void over_split(
-    const Rows *rows, const float *queries, int64_t count, const Keys *k, State *states, float *sums) {
+    const Rows *rows, const void *queries, int64_t count, const Keys *k, State *states, float *sums) {
     const Attention *a = rows->a;
+    const int paired = cache_of(a) == PAIRED_CACHE;
     const int64_t per_token = a->heads / a->kv_heads;
     const int32_t *slots = k->slots;
     const float scaling = a->scaling * 1.44269504f;  // weights are powers of two
@@ -517,13 +718,13 @@ ONCE void over_split(
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
     for (int64_t first = 0; first < k->common; first += BLOCK) {
         const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
-        prefetch(a, rows->text->values, rows->kv_head * rows->text->value_head, rows->text->value_slot, slots + first,
+        prefetch(a, rows->text->values, rows->kv_head * rows->text->value_head, rows->text->value_slot, slots[first],
                  last - first, a->value_dim);
-        prefetch(a, rows->text->keys, rows->kv_head * rows->text->key_head, rows->text->key_slot, slots + last,
+        prefetch(a, rows->text->keys, rows->kv_head * rows->text->key_head, rows->text->key_slot, slots[first] + BLOCK,
                  last + BLOCK < k->common ? BLOCK : k->common - last, a->dim);
         transposed_keys(rows, slots + first, last - first, keys);
         for (int64_t r = 0; r < count; r += TILE)
-            BY_COUNT(count - r, scores_of_, queries + r * a->dim, a->dim, keys, scaling, scores + r * SPLIT + first)
+            scores_of(a, count - r, row_of(queries, r * a->dim, paired), keys, scaling, scores + r * SPLIT + first);
     }
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t first = k->common; first < k->seen[r]; first += BLOCK) {
@@ -531,51 +732,33 @@ ONCE void over_split(
             float few[TILE * SPLIT];
             transposed_keys(rows, k->own + r / per_token * SPLIT + first - k->common, extra, keys);
             for (int64_t h = r; h < r + per_token; h += TILE) {
-                BY_COUNT(r + per_token - h, scores_of_, queries + h * a->dim, a->dim, keys, scaling, few)
+                scores_of(a, r + per_token - h, row_of(queries, h * a->dim, paired), keys, scaling, few);
                 for (int64_t n = 0; n < TILE && h + n < r + per_token; n++)
                     memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT, (extra < BLOCK ? extra : BLOCK) * sizeof(float));
             }
         }
-    for (int64_t r = 0; r < count; r++) {
-        const int64_t end = (k->seen[r] + LANES - 1) / LANES * LANES;
-        float *own = scores + r * SPLIT;
-        states[r] = (State){-INFINITY, 0};
-        if (!end) continue;
-        for (int64_t n = k->seen[r]; n < end; n++) own[n] = -INFINITY;
-        vec top = splat(-INFINITY), total = {0};
-        for (int64_t n = 0; n < end; n += LANES) {
-            const vec score = load(own, n, 0, LANES);
-            top = larger(score, top);
-        }
-        const float largest = largest_of(top);
-        for (int64_t n = 0; n < end; n += LANES) {
-            const vec weight = power_of_two(load(own, n, 0, LANES) - largest);
-            total += weight;
-            store(own, n, 0, weight, LANES);
-        }
-        states[r] = (State){largest, sum(total)};
-    }
+    for (int64_t r = 0; r < count; r++) states[r] = weigh(paired, scores + r * SPLIT, k->seen[r]);
     int32_t seen[FEW];
     for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common;
     for (int64_t r = 0; r < count; r += TILE)
-        BY_COUNT(count - r, values_of_, rows, slots, seen + r, scores + r * SPLIT, sums + r * a->value_dim)
+        values_of(rows, count - r, slots, seen + r, scores + r * SPLIT, 0, 0, sums + r * a->value_dim);
     for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r];
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t h = r; k->seen[r] > k->common && h < r + per_token; h += TILE)
-            BY_COUNT(r + per_token - h, more_values_of_, rows, k->own + r / per_token * SPLIT, seen + h,
-                     scores + h * SPLIT + k->common, sums + h * a->value_dim)
+            values_of(rows, r + per_token - h, k->own + r / per_token * SPLIT, seen + h, scores + h * SPLIT, k->common, 1,
+                      sums + h * a->value_dim);
 }
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
 // are left out.
-static void attend_split(const Rows *rows, const float *queries, int64_t start, State *states, float *sums) {
+static void attend_split(const Rows *rows, const void *queries, int64_t start, State *states, float *sums) {
     const Text *t = rows->text;
     const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->dim, value_dim = rows->a->value_dim;
     const int64_t text = t->length - start < 0 ? 0 : t->length - start < SPLIT ? t->length - start : SPLIT;
     Keys keys;
     int64_t first = 0;
     if (t->mask) {
-        keys.common = text;
+        keys.common = text & ~1;
     } else {
         // Each sees what is before it.
         if (start - t->length > rows->first_token) first = start - t->length - rows->first_token;
@@ -589,16 +772,17 @@ static void attend_split(const Rows *rows, const float *queries, int64_t start, 
         if (t->mask) {
             const uint8_t *sees = t->mask + (rows->first_token + token) * t->count;
             int64_t position = t->length;
-            count = text;
+            count = keys.common;
+            if (count < text) keys.own[(token - first) * SPLIT + count++ - keys.common] = (int32_t)(start + text - 1);
             for (int64_t node = 0; node < t->count && count < SPLIT; node++)
                 if (sees[node] && position++ >= start)
-                    keys.own[(token - first) * SPLIT + count++ - text] = (int32_t)(t->length + node);
+                    keys.own[(token - first) * SPLIT + count++ - keys.common] = (int32_t)(t->length + node);
         }
         for (int64_t h = 0; h < per_token; h++)
             keys.seen[(token - first) * per_token + h] = (int32_t)(count < SPLIT ? count : SPLIT);
     }
     const int64_t skipped = first * per_token;
-    over_split(rows, queries + skipped * dim, (rows->tokens - first) * per_token, &keys, states + skipped,
+    over_split(rows, row_of(queries, skipped * dim, cache_of(rows->a) == PAIRED_CACHE), (rows->tokens - first) * per_token, &keys, states + skipped,
                sums + skipped * value_dim);
 }
 
@@ -613,16 +797,18 @@ ONCE void merge(State *to, float *sums, State other, const float *others, int64_
         store(sums, i, 0, load(sums, i, 0, dim - i) * kept + load(others, i, 0, dim - i) * added, dim - i);
 }
 
-static void gather_queries(const Rows *rows, float *queries) {
+// Queries of rows side by side, as float32, or as they are for pairs.
+static void gather_queries(const Rows *rows, void *queries) {
     const Attention *a = rows->a;
+    const int paired = cache_of(a) == PAIRED_CACHE;
     const int64_t per_token = a->heads / a->kv_heads;
     for (int64_t token = 0; token < rows->tokens; token++)
         for (int64_t h = 0; h < per_token; h++) {
             const int64_t at = (rows->token_in_pass + rows->first_token + token) * a->query_token +
                                (rows->kv_head * per_token + h) * a->dim;
-            float *to = queries + (token * per_token + h) * a->dim;
+            const int64_t to = (token * per_token + h) * a->dim;
             for (int64_t i = 0; i < a->dim; i += LANES)
-                store(to, i, 0, load(a->queries, at + i, a->is_bf16, a->dim - i), a->dim - i);
+                store(queries, to + i, paired, load(a->queries, at + i, a->is_bf16, a->dim - i), a->dim - i);
         }
 }
 
