@@ -145,7 +145,9 @@ def main() -> None:
             if path.exists():
                 continue
             rng = random.Random(args.seed * 1_000_003 + number * 2 + (split == "train"))
-            ids = write_rows(dec, make_rows(dec.tokenizer, questions, books, args.rows, rng), args.tokens, args.together)
+            ids = write_rows(
+                dec, make_rows(dec.tokenizer, questions, books, args.rows, rng), args.tokens, args.together
+            )
             part = path.with_name(f".writing-{path.name}")
             np.save(part, ids)
             os.replace(part, path)

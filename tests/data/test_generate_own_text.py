@@ -1,4 +1,4 @@
-"""Text that a model writes for its heads: whole rows, prompts one after another, states that are the model's own."""
+"""Text that a model writes for its heads: whole rows, prompts one after another, tokens that are the model's own."""
 
 import gzip
 import importlib.util
@@ -10,8 +10,6 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from heads_train.states import StateCache
 
 SCRIPT = Path(__file__).parents[2] / "data" / "scripts" / "generate_own_text.py"
 _spec = importlib.util.spec_from_file_location("generate_own_text", SCRIPT)
@@ -45,7 +43,9 @@ def folders(tmp_path):
         bos_token_id=None,
         eos_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = list(range(40))  # so that many answers end
+    model.save_pretrained(tmp_path / "model")
     (tmp_path / "prompts").mkdir()
     (tmp_path / "books").mkdir()
     for split in ("train", "validation"):
@@ -56,28 +56,72 @@ def folders(tmp_path):
     return tmp_path
 
 
-def test_rows_are_written_once_and_their_states_are_the_models(folders, monkeypatch, capsys):
-    arguments = ["generate_own_text", "--rows", "6", "--tokens", "120", "--train-files", "2"]
+def run(folders, monkeypatch, *more):
+    arguments = ["generate_own_text", "--rows", "6", "--tokens", "120", "--train-files", "2", "--together", "4", *more]
     for name in ("model", "prompts", "books"):
         arguments += [f"--{name}", str(folders / name)]
-    arguments += ["--output", str(folders / "out"), "--states", str(folders / "states")]
-    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr("sys.argv", [*arguments, "--output", str(folders / "out")])
     monkeypatch.setattr(generating, "PASSAGE_CHARACTERS", (20, 60))
     generating.main()
-    files = sorted((folders / "out").iterdir())
+    return sorted((folders / "out").iterdir())
+
+
+def test_files_are_written_once_and_differ(folders, monkeypatch):
+    files = run(folders, monkeypatch)
     assert [path.name for path in files] == ["train-000.npy", "train-001.npy", "validation-000.npy"]
     before = [path.stat().st_mtime_ns for path in files]
-    generating.main()
-    assert [path.stat().st_mtime_ns for path in files] == before
-    rows = np.load(files[0])
-    assert rows.shape == (6, 120) and not np.array_equal(rows, np.load(files[1]))
+    assert [path.stat().st_mtime_ns for path in run(folders, monkeypatch)] == before
+    first, second = (np.load(path) for path in files[:2])
+    assert first.shape == second.shape == (6, 120) and first.dtype == np.uint32 and not np.array_equal(first, second)
+
+
+def test_every_token_is_a_prompts_or_the_models_own(folders, monkeypatch):
+    for name in ("CHAT_SETTINGS", "BOOK_SETTINGS"):
+        monkeypatch.setattr(generating, name, ((generating.GREEDY, 1.0),))
+    asked: list[list] = []
+
+    def recorded(prompts):
+        def record(*arguments):
+            asked.append(taken := [])
+            for prompt in prompts(*arguments):
+                taken.append(prompt)
+                yield prompt
+
+        return record
+
+    for name in ("chat_prompts", "book_prompts"):
+        monkeypatch.setattr(generating, name, recorded(getattr(generating, name)))
+    rows = torch.from_numpy(np.load(run(folders, monkeypatch, "--train-files", "0")[0]).astype(np.int64))
     model = AutoModelForCausalLM.from_pretrained(folders / "model")
-    kept = StateCache(folders / "states", str(folders / "model"), torch.float32)
-    for row in torch.from_numpy(rows.astype(np.int64)):
-        expected = model(row[None], output_hidden_states=True).hidden_states
-        states = kept.get(row)
-        # The last of transformers' hidden states is normalised already.
-        torch.testing.assert_close(model.model.norm(states), expected[-1][0], rtol=1e-4, atol=1e-4)
+    ends = set(model.generation_config.eos_token_id)
+    turns = 0
+    for row, prompts in zip(rows, asked, strict=True):
+        best, at = model(row[None]).logits[0].argmax(-1), 0
+        for prompt in prompts:
+            assert row[at : at + len(prompt)].tolist() == prompt[: len(row) - at]
+            at = min(at + len(prompt), len(row))
+            turns += at < len(row)
+            while at < len(row):
+                assert row[at] == best[at - 1]
+                at += 1
+                if row[at - 1].item() in ends:
+                    break
+        assert at == len(row)
+    assert turns > len(rows)
+
+
+def test_patterns_are_asked_about_all_of_their_subjects(folders):
+    (folders / "prompts" / "patterns.json").write_text('[{"ask": ["What is {}?", "{}!"], "about": ["ice", "tea"]}]')
+    asked = generating.read_questions(folders / "prompts", "train")
+    assert asked == ["why, train?", "What is ice?", "What is tea?", "ice!", "tea!"]
+    assert generating.read_questions(folders / "prompts", "validation") == ["why, validation?"]
+
+
+def test_no_prompt_to_train_with_is_held_out():
+    prompts = SCRIPT.parents[1] / "prompts"
+    trained = generating.read_questions(prompts, "train")
+    held_out = generating.read_questions(prompts, "validation")
+    assert len(trained) > 3_000 and len(held_out) >= 40 and not set(trained) & set(held_out)
 
 
 def test_the_next_prompt_follows_an_answer_in_the_same_conversation(folders):
