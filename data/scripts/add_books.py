@@ -3,22 +3,17 @@
     python data/scripts/add_books.py --model data/smollm2 --books data/pg19 --files 30 --output OUT
 
 Writes OUT/train-books-NNN.npy, [rows, tokens] uint32, beside what generate_own_text.py wrote there. Passages are whole
-chunks of the train books in a shuffled order, none twice. With --states the model's states of each are computed, too,
-as the training would; both may run at once. A cut run goes on where it was.
+chunks of the train books in a shuffled order, none twice.
 """
 
 import argparse
 from pathlib import Path
 
 import numpy as np
-import torch
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from heads_train.backbone import FrozenStates, load_backbone
 from heads_train.chunks import book_chunks
 from heads_train.sources import find_source
-from heads_train.states import StateCache
 
 
 def main() -> None:
@@ -29,7 +24,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--states", type=Path, help="the state_cache of the training")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -39,15 +33,9 @@ def main() -> None:
     if len(order) < arguments.files * arguments.rows:
         parser.error(f"the books hold {len(order)} passages, fewer than {arguments.files} files of {arguments.rows}")
     passages = np.asarray(chunks)[order].reshape(-1, arguments.tokens)
-    files = [passages[number * arguments.rows :][: arguments.rows] for number in range(arguments.files)]
-    for number, rows in enumerate(files):
+    for number in range(arguments.files):
+        rows = passages[number * arguments.rows :][: arguments.rows]
         np.save(arguments.output / f"train-books-{number:03}.npy", rows)
-    if arguments.states is not None:
-        kept = StateCache(arguments.states, str(arguments.model), torch.float32)
-        states = FrozenStates(load_backbone(str(arguments.model), torch.float32), (), kept)
-        for rows in tqdm(files, unit=" files"):
-            for row in torch.from_numpy(rows.astype(np.int64)).split(4):
-                states(row)
 
 
 if __name__ == "__main__":

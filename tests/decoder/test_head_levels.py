@@ -45,7 +45,7 @@ def test_levels_for_many_branches_are_those_of_each_branch_alone(model, kind):
                     # Heads that look at no tokens see the penalty window of the text alone.
                     context = sampler.draft_context(path if heads.conditioned else ())
                     logits = dec.target.head(normalised[None])
-                    scores = sampler.processed(logits.double(), context.in_window())[0]
+                    scores = sampler.processed(logits.double(), context.in_window(), None, sampler.draft_params)[0]
                     scores = scores + sampler.draft_context().noise(1, skip=depth)[0]
                     best = scores.topk(6)
                     assert [token for token, _ in level.rows[row]] == best.indices.tolist()
@@ -112,10 +112,10 @@ def test_a_level_goes_on_from_the_likeliest_branches(model, kind):
 
 def test_tokens_that_a_filter_dropped_are_no_candidates(model):
     dec = Decoder(model, heads=random_heads(model))
-    sampler = Sampler(SamplingParams(top_k=2), VOCAB, CPU, [5, 6, 7])
+    sampler = Sampler(SamplingParams(min_p=1.0), VOCAB, CPU, [5, 6, 7])
     with torch.inference_mode():
         levels = drafted_levels(HeadLevels(dec.target, dec.heads["chained"], True, width=6), start(0)[1], sampler, 2)
-    assert [len(row) for row in ranked_tokens(levels)] == [2, 2]
+    assert [len(row) for row in ranked_tokens(levels)] == [1, 1]
 
 
 def test_branch_scores_are_the_draft_scores_of_each_path():
@@ -124,7 +124,7 @@ def test_branch_scores_are_the_draft_scores_of_each_path():
     paths = [(1, 2), (1, 5), (7, 9)]
     actual = sampler.branch_scores(logits, True, sampler.draft_context(), torch.tensor(paths))
     expected = [
-        sampler.draft_scores(row[None], True, sampler.draft_context(path))[0]
+        sampler.draft_scores(row[None], True, sampler.draft_context(path), weak=True)[0]
         for row, path in zip(logits, paths, strict=True)
     ]
     torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)

@@ -1,5 +1,8 @@
 """Penalty and filters mean what transformers means; the window slides as AR's."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
@@ -172,3 +175,28 @@ def test_a_choice_takes_whatever_tensor_a_hook_returns():
     for odd in (logits.clone().requires_grad_(True), torch.complex(logits, -logits).conj().imag):
         sampler = Sampler(greedy, 50, CPU, [1], lambda context, _, odd=odd: odd)
         assert sampler.take(sampler.draw(logits)) == int(logits.argmax())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3),
+        SamplingParams(temperature=1e-6, top_k=5, top_p=0.5, eta_cutoff=0.1, min_p=1.0, repetition_penalty=1e3, seed=4),
+        SamplingParams(temperature=0.7, min_p=0.1, repetition_penalty=0.5, penalty_window=7, suppress_tokens=(1, 2)),
+    ],
+)
+def test_drafts_of_heads_are_ruled_out_less_strictly(params):
+    weak = params.for_weak_drafts()
+    kept = ("seed", "penalty_window", "suppress_tokens", "greedy", "window")
+    assert all(getattr(weak, name) == getattr(params, name) for name in kept)
+    assert weak.min_p <= params.min_p and (weak.top_k, weak.top_p, weak.eta_cutoff) == (0, 1.0, 0.0)
+    assert abs(math.log(weak.repetition_penalty)) <= abs(math.log(params.repetition_penalty))
+    if params == SamplingParams():
+        assert weak == params
+    # What no filter drops from the model's logits it does not drop from theirs.
+    unpenalised = replace(params, repetition_penalty=1.0)
+    strict, lax = (
+        process_logits(LOGITS, one, None) == -torch.inf for one in (unpenalised, unpenalised.for_weak_drafts())
+    )
+    assert not (lax & ~strict).any()

@@ -90,7 +90,7 @@ class DraftVocabulary:
         self, logits: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, skip: int = 0
     ) -> torch.Tensor:
         """`Sampler.draft_scores` of the tokens drafted, float64 [n, v], for their logits [n, v]."""
-        return sampler.draft_scores(logits, coupled, context, self.ids, skip)
+        return sampler.draft_scores(logits, coupled, context, self.ids, skip, weak=True)
 
     def branch_scores(
         self, logits: torch.Tensor, sampler: Sampler, coupled: bool, context: DraftContext, drafted: torch.Tensor

@@ -248,7 +248,7 @@ def _by_library(wanted: Sequence[LevelsWanted]) -> dict[int, list[float]]:
     """What `HeadLevels.read` takes of those texts whose levels the native library can fill."""
     groups: dict[tuple[NativeLevels, bool], list[int]] = {}
     for text, one in enumerate(wanted):
-        can = one.sampler.native is not None and one.count <= DEEPEST
+        can = one.sampler.native_drafts is not None and one.count <= DEEPEST
         found = one.heads.vocabulary.native(one.heads.heads) if can else None
         if found is not None:
             groups.setdefault((found, one.own_level), []).append(text)

@@ -92,7 +92,7 @@ class NativeLevels:
             state = one.state if one.state.dtype in _DTYPES else one.state.float()
             out = (c_double * self._numbers(one))(*(first or ()))
             held.append((penalised, state := state.contiguous(), out))
-            text.choosing = sampler.native.choosing(noisy, penalised)
+            text.choosing = sampler.native_drafts.choosing(noisy, penalised)
             text.position, text.newest = len(sampler.context), sampler.context[-1]
             text.state, text.state_is_bf16 = state.data_ptr(), state.dtype == torch.bfloat16
             text.given, text.levels, text.width, text.beam = first is not None, one.count, levels.width, levels.beam

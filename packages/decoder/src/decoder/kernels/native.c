@@ -511,6 +511,8 @@ INLINE void single_value_tile(
 }
 
 #if defined(__AVX512BF16__)
+_Static_assert(BLOCK == WIDE * LANES, "a block of keys is one tile wide");
+
 // Add products of pairs to `count` rows of WIDE sums; a row's pair stands in every word of a vector.
 #define ADD_PAIRS(pair_of_row, pairs)                                                                             \
     _Pragma("GCC unroll 6") for (int r = 0; r < count; r++) {                                                     \
@@ -680,7 +682,7 @@ typedef struct {
 } Keys;
 
 // Turn the scores of the keys that a row sees, SPLIT at most, to their weights; to bfloat16 in their place, if `paired`.
-INLINE State weigh(int paired, float *scores, int64_t seen) {
+INLINE State weigh(int paired __attribute__((unused)), float *scores, int64_t seen) {
     enum { TWO = 2 * LANES };
     const int64_t end = (seen + TWO - 1) / TWO * TWO;
     if (!end) return (State){-INFINITY, 0};

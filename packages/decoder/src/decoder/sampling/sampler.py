@@ -55,7 +55,9 @@ class Sampler:
         logprobs: the log-probabilities of the output's tokens, if they are collected.
         top_logprobs: the most likely tokens at the positions of the output, as in `GenerationOutput`, if they are
             collected.
+        draft_params: what drafts of heads are ranked with.
         native: chooses tokens in their place, where the library can; else None.
+        native_drafts: the same for drafts of heads.
 
     Raises:
         ValueError: suppressed tokens are outside the vocabulary, or they are all of it.
@@ -78,7 +80,9 @@ class Sampler:
         self.top_logprobs: list[list[tuple[int, float]]] | None = [] if collect_top_logprobs else None
         self._most_likely = collect_top_logprobs
         self.noise = NoiseRows(params.seed, vocab_size, device)
+        self.draft_params = params.for_weak_drafts()
         self.native = native_choice(params, device) if native and logits_hook is None else None
+        self.native_drafts = native_choice(self.draft_params, device) if native else None
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")
@@ -112,11 +116,16 @@ class Sampler:
         return self.processed(logits.double(), self.window.penalised)
 
     def processed(
-        self, logits: torch.Tensor, in_window: torch.Tensor | None, token_ids: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        in_window: torch.Tensor | None,
+        token_ids: torch.Tensor | None = None,
+        params: SamplingParams | None = None,
     ) -> torch.Tensor:
         """Logits [..., V], of the target or a draft, after suppression, penalty and filters; the dtype is the same.
 
-        If ``token_ids`` [v] are given, the logits [..., v] are those of these tokens alone.
+        If ``token_ids`` [v] are given, the logits [..., v] are those of these tokens alone. ``params`` are the user's
+        if none are given.
         """
         if self._suppressed is not None and token_ids is None:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
@@ -124,7 +133,7 @@ class Sampler:
             logits = logits.masked_fill(torch.isin(token_ids, self._suppressed), -torch.inf)
         if in_window is not None and token_ids is not None:
             in_window = in_window.index_select(-1, token_ids)
-        return process_logits(logits, self.params, in_window)
+        return process_logits(logits, params or self.params, in_window)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """The filtered logits of the next position plus its noise, float64 [V]: their argmax is the chosen token."""
@@ -213,6 +222,7 @@ class Sampler:
         context: DraftContext,
         token_ids: torch.Tensor | None = None,
         skip: int = 0,
+        weak: bool = False,
     ) -> torch.Tensor:
         """Scores to rank draft candidates by, float64 [n, V], from a draft's logits [n, V] for n positions in a row.
 
@@ -223,8 +233,10 @@ class Sampler:
             context: the text with the tokens drafted so far.
             token_ids: as for `processed`.
             skip: how many positions lie between the end of ``context`` and the first row.
+            weak: whether they are of heads and not of the model itself, see `SamplingParams.for_weak_drafts`.
         """
-        filtered = self.processed(logits.double(), context.in_window(), token_ids)
+        params = self.draft_params if weak else self.params
+        filtered = self.processed(logits.double(), context.in_window(), token_ids, params)
         if self.params.greedy or not coupled:
             return filtered
         return filtered + context.noise(len(logits), skip, token_ids)
@@ -237,16 +249,16 @@ class Sampler:
         drafted: torch.Tensor,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`draft_scores` for the position behind each of n branches of equal length: float32 [n, V] for logits [n, V].
+        """`draft_scores` of heads for the position behind each of n branches of equal length: float32 [n, V].
 
-        All branches begin where ``context`` ends, and row i follows ``drafted[i]``, int64 [n, length]. Two
-        approximations are made, since a wrong rank can only cost a draft: tokens of the branch enter the penalty window
-        but none leaves it, and single precision is used. ``token_ids`` are as for `processed`.
+        All branches begin where ``context`` ends, and row i of the logits [n, V] follows ``drafted[i]``, int64 [n,
+        length]. Two approximations are made, since a wrong rank can only cost a draft: tokens of the branch enter the
+        penalty window but none leaves it, and single precision is used. ``token_ids`` are as for `processed`.
         """
         seen, length = context.in_window(), drafted.shape[1]
         if seen is not None and length:
             seen = seen.expand(len(drafted), -1).scatter(1, drafted, True)
-        filtered = self.processed(logits.float(), seen, token_ids)
+        filtered = self.processed(logits.float(), seen, token_ids, self.draft_params)
         if self.params.greedy or not coupled:
             return filtered
         return filtered + context.noise(1, length, token_ids)[0].float()
