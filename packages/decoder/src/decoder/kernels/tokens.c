@@ -203,7 +203,9 @@ void best_drafts(
         if (c->noisy) {
             signed_words own = these;
             if (ids) memcpy(&own, ids + i, left < LANES ? (size_t)left * 8 : sizeof own);
-            score = choose(score >= floor, score + noise(words_of(key, own)), splat(-INFINITY));
+            const words random = words_of(key, own);
+            if (none(score >= scores[width - 1] - FAR) && no_word(random < RARE)) continue;
+            score = choose(score >= floor, score + noise(random), splat(-INFINITY));
         }
         if (none(score > scores[width - 1])) continue;
         for (int lane = 0; lane < LANES && lane < left; lane++) {
