@@ -1,7 +1,7 @@
 """The native library: C files compiled by the machine's own compiler for its processor, when first needed.
 
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
-as long as a small one of them. The library runs all layers of a pass in one call (`native.c`), reads weights once for
+as long as a small one of them. The library runs all layers of a pass in one call (`layers.c`), reads weights once for
 all rows of a step, and sums every row in an order of its own. It also draws tokens (`tokens.c`) and runs draft heads
 (`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some three seconds, and later found
 without a compiler.
@@ -27,7 +27,8 @@ from decoder.kernels.fast_paths import in_words
 
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fPIC", "-fopenmp", "-shared")
 _COMPILERS = ("gcc", "cc")
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "tokens.h", "native.c", "tokens.c", "levels.c"))
+_NAMES = ("native.h", "attention.h", "tokens.h", "products.c", "attention.c", "layers.c", "tokens.c", "levels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _SECONDS = 120  # in which it must be compiled
 
 
@@ -39,7 +40,7 @@ class NativeUnavailable(Exception):
 
 
 class Product(ctypes.Structure):
-    """`Product` of native.c."""
+    """`Product` of native.h."""
 
     _fields_ = (
         ("inputs", c_int64),
@@ -52,7 +53,7 @@ class Product(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of native.c."""
+    """`Layer` of layers.c."""
 
     _fields_ = (
         ("qkv", Product),
@@ -72,7 +73,7 @@ class Layer(ctypes.Structure):
 
 
 class Text(ctypes.Structure):
-    """`Text` of native.c."""
+    """`Text` of attention.h."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -90,7 +91,7 @@ class Text(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """`Attention` of native.c."""
+    """`Attention` of attention.h."""
 
     _fields_ = (
         ("texts", POINTER(Text)),
@@ -107,7 +108,7 @@ class Attention(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """`Pass` of native.c."""
+    """`Pass` of layers.c."""
 
     _fields_ = (
         ("layers", POINTER(POINTER(Layer))),

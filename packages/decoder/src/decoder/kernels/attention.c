@@ -1,324 +1,21 @@
-// The parts of a decoder layer on a CPU: products of a few rows with packed weights, norms, rotations and attention.
+// Attention of new tokens over their texts: each over the keys that it sees, in the order of their positions.
 //
-// Every number here is a sum whose order follows from its own row alone: over the inputs of a product, over the keys of
-// a text by their positions. How many rows a call has, how threads share them and where tiles end changes no bit.
+// Every number is a sum whose order follows from its own row alone. How many rows a call has, how threads share them and
+// where tiles end changes no bit.
 
-#include "native.h"
+#include "attention.h"
 
-enum { PANEL = 2 * LANES };        // outputs of a product that stand beside each other
-enum { CHUNK = 8 * MOST_ROWS };    // rows that go through a layer together, so that they stay in a core's cache
 enum { SPLIT = 256, BLOCK = 64 };  // keys whose weights are summed together, and keys that are transposed together
-enum { TILE = 6 };                 // rows of attention that share a register tile
-enum { FEW = 48 };                 // rows of attention whose scores a core holds at a time
+enum { TILE = 6 };                 // rows that share a register tile
+enum { FEW = 48 };                 // rows whose scores a core holds at a time
 enum { MOST_DIM = 256 };
-enum { PANELS_HELD = 1 << 19 };  // bytes of weights that a core holds
-enum { AHEAD = 128 };            // vectors of weights that are fetched ahead
 enum { MOST_PARTIAL = 1 << 24 };  // numbers of attention over splits that wait to be merged
-
-// --------------------------------------------------------------------------------------------------------- products
-
-typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS } Kind;
-
-// Write the sums of a tile.
-ONCE void finish(
-    int rows, int panels, const vec *sums, const Product *p, int64_t row, int64_t panel, const Out *out) {
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < panels * 2; i++) {
-            const int64_t column = panel * PANEL + i * LANES, left = p->outputs - column;
-            if (left <= 0) break;
-            vec y = sums[r * panels * 2 + i];
-            const int64_t at = (row + r) * p->outputs + column;
-            if (p->scales) y *= load(p->scales, column, 0, left);
-            if (p->bias) y += load(p->bias, column, 0, left);
-            if (out->add) y += load(out->add, at, out->add_is_bf16, left);
-            store(out->y, at, out->y_is_bf16, y, left);
-        }
-}
-
-INLINE vec of_bytes(const int8_t *from) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#else
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#endif
-}
-
-// Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, otherwise float32.
-INLINE void tile(
-    const Kind kind, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
-    const Out *out) {
-    vec sums[MOST_ROWS * 2];
-    const int64_t inputs = p->inputs, words = kind == FLOAT_WEIGHTS ? inputs : (inputs + 1) / 2;
-    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
-    const float *wide = (const float *)x + row * inputs;
-    const uint16_t *narrow = (const uint16_t *)x + row * inputs;
-#pragma GCC unroll 24
-    for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
-    const int64_t whole = kind == FLOAT_WEIGHTS ? words : inputs / 2;
-    for (int64_t k = 0; kind == BYTE_WEIGHTS && k < inputs; k++) {
-        vec both[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < panels * 2; i++) {
-            const int8_t *at = (const int8_t *)p->weight + ((panel + (i >> 1)) * inputs + k) * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + 4 * AHEAD / panels * LANES);
-            both[i] = of_bytes(at);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < panels * 2; i++) sums[r * panels * 2 + i] += wide[r * inputs + k] * both[i];
-    }
-    for (int64_t k = 0; kind != BYTE_WEIGHTS && k < whole; k++) {
-        uvec both[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < panels * 2; i++) {
-            const uint32_t *at = weight + ((i >> 1) * words + k) * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + AHEAD / panels * LANES);
-            memcpy(&both[i], at, sizeof(uvec));
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < panels * 2; i++) {
-                vec *to = &sums[r * panels * 2 + i];
-                if (kind == FLOAT_WEIGHTS) {
-                    *to += wide[r * inputs + k] * (vec)both[i];
-                } else if (kind == BF16_WEIGHTS) {
-                    *to += wide[r * inputs + 2 * k] * (vec)(both[i] << 16);
-                    *to += wide[r * inputs + 2 * k + 1] * (vec)(both[i] & 0xffff0000u);
-                } else {
-#if defined(__AVX512BF16__)
-                    uint32_t pair;
-                    memcpy(&pair, narrow + r * inputs + 2 * k, 4);
-                    *to = (vec)_mm512_dpbf16_ps((__m512)*to, (__m512bh)both[i], (__m512bh)_mm512_set1_epi32((int)pair));
-#endif
-                }
-            }
-    }
-    if ((kind == BF16_WEIGHTS || kind == BF16_PAIRS) && inputs & 1) {
-#pragma GCC unroll 8
-        for (int i = 0; i < panels * 2; i++) {
-            uvec both;
-            memcpy(&both, weight + ((i >> 1) * words + whole) * PANEL + (i & 1) * LANES, sizeof both);
-            const vec low = (vec)(both << 16);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++)
-                sums[r * panels * 2 + i] +=
-                    (kind == BF16_WEIGHTS ? wide[r * inputs + inputs - 1] : widened(narrow[r * inputs + inputs - 1])) * low;
-        }
-    }
-    if (!p->scales && !p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
-        float *y = (float *)out->y + row * p->outputs + panel * PANEL;
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < panels * 2; i++)
-                memcpy(y + r * p->outputs + i * LANES, &sums[r * panels * 2 + i], sizeof(vec));
-        return;
-    }
-    vec done[MOST_ROWS * 2];  // a copy, so that the sums themselves stay in registers
-#pragma GCC unroll 24
-    for (int i = 0; i < rows * panels * 2; i++) done[i] = sums[i];
-    finish(rows, panels, done, p, row, panel, out);
-}
-
-// With few registers, few rows take several panels at once, so that sums need not wait for each other. With many,
-// reading one panel after the other was measured to be the faster, by up to a tenth.
-#define ROWS(count, together)                                                           \
-    case count:                                                                         \
-        for (; panel + together <= end; panel += together)                              \
-            tile(kind, count, together, p, x, row, panel, out);                         \
-        for (; panel < end; panel++) tile(kind, count, 1, p, x, row, panel, out);       \
-        break;
-
-INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t rows, const Out *out, int64_t first,
-                      int64_t last) {
-    const int64_t words = kind == FLOAT_WEIGHTS ? p->inputs : (p->inputs + 1) / 2, fit = PANELS_HELD / (words * PANEL * 4);
-    // For many rows as many panels as stay in a core's cache.
-    const int64_t block = rows <= MOST_ROWS ? last - first : fit > 1 ? fit : 1;
-    for (int64_t begin = first; begin < last; begin += block) {
-        const int64_t end = begin + block < last ? begin + block : last;
-        for (int64_t row = 0; row < rows; row += MOST_ROWS) {
-            int64_t panel = begin;
-            switch (rows - row < MOST_ROWS ? rows - row : MOST_ROWS) {
-#if defined(__AVX512F__)
-                ROWS(1, 1) ROWS(2, 1) ROWS(3, 1) ROWS(4, 1) ROWS(5, 1) ROWS(6, 1)
-                ROWS(7, 1) ROWS(8, 1) ROWS(9, 1) ROWS(10, 1) ROWS(11, 1) ROWS(12, 1)
-#else
-                ROWS(1, 4) ROWS(2, 2) ROWS(3, 1) ROWS(4, 1)
-#endif
-            }
-        }
-    }
-}
-
-void share(
-    const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int thread, int threads) {
-    const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
-    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
-    else if (p->kind == BYTES) panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
-#if defined(__AVX512BF16__)
-    else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
-#endif
-    else panels_of(BF16_WEIGHTS, p, x, rows, out, first, last);
-}
-
-int multiplies_bf16(void) {
-#if defined(__AVX512BF16__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-int panel_width(void) { return PANEL; }
-
-int rows_together(void) { return CHUNK; }
 
 int rows_held(void) { return FEW; }
 
 int keys_together(void) { return SPLIT; }
 
 int most_dim(void) { return MOST_DIM; }
-
-void linear(const Product *p, const void *x, int64_t rows, int is_bf16, void *y, int threads) {
-    const Out out = {y, NULL, is_bf16, 0};
-#pragma omp parallel num_threads(threads)
-    share(p, x, is_bf16, rows, &out, omp_get_thread_num(), omp_get_num_threads());
-}
-
-// ------------------------------------------------------------------------------------------------------------ layers
-
-__attribute__((noinline)) void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {
-    vec squares = {0};
-    for (int64_t i = 0; i < size; i += LANES) {
-        const vec part = load(x, i, x_is_bf16, size - i);
-        squares += part * part;
-    }
-    const float scale = 1 / sqrtf(sum(squares) / size + eps);
-    for (int64_t i = 0; i < size; i += LANES)
-        store(y, i, y_is_bf16, load(x, i, x_is_bf16, size - i) * scale * load(weight, i, 0, size - i), size - i);
-}
-
-typedef struct {
-    Product qkv, o, gate_up, down;
-    const float *norm_in, *norm_between;
-    const float *head_norm;  // [heads + kv_heads, dim], NULL where queries and keys have no norm
-    int64_t size, heads, kv_heads, dim;
-    float eps, head_eps;
-} Layer;
-
-// Queries and keys are normalised, if they have a norm, and rotated; values are left as they are.
-ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
-    const int64_t dim = l->dim, half = dim / 2, turned = l->heads + l->kv_heads, all = l->qkv.outputs / dim;
-    for (int64_t head = 0; head < all; head++, heads += dim, at += dim) {
-        if (head < turned) {
-            if (l->head_norm) norm(heads, 0, l->head_norm + head * dim, l->head_eps, dim, heads, 0);
-            for (int64_t i = 0; i < half; i += LANES) {
-                const int64_t left = half - i;
-                const vec a = load(heads, i, 0, left), b = load(heads, i + half, 0, left);
-                const vec first = a * load(cosines, i, 0, left) - b * load(sines, i, 0, left);
-                const vec second = b * load(cosines, i + half, 0, left) + a * load(sines, i + half, 0, left);
-                store(out, at + i, is_bf16, first, left);
-                store(out, at + half + i, is_bf16, second, left);
-            }
-        } else {
-            for (int64_t i = 0; i < dim; i += LANES) store(out, at + i, is_bf16, load(heads, i, 0, dim - i), dim - i);
-        }
-    }
-}
-
-// Rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim], as one of the threads that share them.
-// Angles are [rows, dim]; `scratch` has room for CHUNK rows of the layer's input and of its queries, keys and values.
-static void share_before_attention(
-    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
-    int is_bf16, int thread, int all) {
-    float *normed = scratch, *heads = scratch + CHUNK * l->size;
-    const int64_t width = l->qkv.outputs;
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-        for (int64_t r = thread; r < count; r += all)
-            norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
-                 row_of(normed, r * l->size, is_bf16), is_bf16);
-#pragma omp barrier
-        const Out to = {heads, NULL, 0, 0};
-        share(&l->qkv, normed, is_bf16, count, &to, thread, all);
-#pragma omp barrier
-        for (int64_t r = thread; r < count; r += all)
-            turn(l, heads + r * width, cosines + (first + r) * l->dim, sines + (first + r) * l->dim, out,
-                 (first + r) * width, is_bf16);
-    }
-}
-
-void before_attention(
-    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
-    int is_bf16, int threads) {
-#pragma omp parallel num_threads(threads)
-    share_before_attention(l, x, rows, cosines, sines, out, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
-}
-
-// What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output, as one of the threads
-// that share them. `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs
-// of gate and up. The output may take the input's place.
-static void share_behind_attention(
-    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int thread,
-    int all) {
-    const int64_t width = l->down.inputs;
-    float *hidden = scratch, *normed = hidden + CHUNK * l->size, *gate_up = normed + CHUNK * l->size;
-    float *gated = gate_up + CHUNK * 2 * width;
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-        const Out to_hidden = {hidden, row_of(x, first * l->size, is_bf16), 0, is_bf16};
-        share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count, &to_hidden, thread, all);
-#pragma omp barrier
-        for (int64_t r = thread; r < count; r += all)
-            norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size,
-                 row_of(normed, r * l->size, is_bf16), is_bf16);
-#pragma omp barrier
-        const Out to_gate_up = {gate_up, NULL, 0, 0};
-        share(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
-#pragma omp barrier
-        const int64_t pieces = (width + LANES - 1) / LANES;
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t piece = pieces * thread / all; piece < pieces * (thread + 1) / all; piece++) {
-                const int64_t i = piece * LANES, left = width - i;
-                const vec gate = load(gate_up, r * 2 * width + i, 0, left);
-                const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
-                store(gated, r * width + i, is_bf16, silu(gate) * up, left);
-            }
-#pragma omp barrier
-        const Out to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
-        share(&l->down, gated, is_bf16, count, &to_y, thread, all);
-#pragma omp barrier
-    }
-}
-
-void behind_attention(
-    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads) {
-#pragma omp parallel num_threads(threads)
-    share_behind_attention(l, attended, x, rows, y, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
-}
-
-// --------------------------------------------------------------------------------------------------------- attention
-
-// One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its first
-// `length` tokens; distances are in numbers.
-typedef struct {
-    const void *keys, *values;
-    int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;
-    int64_t length, count;
-    const uint8_t *mask;  // [count, count], which new token sees which; NULL where each sees those before it
-} Text;
-
-typedef struct {
-    const Text *texts;
-    const void *queries;  // [tokens of all texts, .., dim], `query_token` numbers from one token to the next
-    void *out;            // [tokens of all texts, heads, value_dim]
-    int64_t query_token, heads, kv_heads, dim, value_dim;
-    float scaling;
-    int32_t is_bf16;
-} Attention;
 
 // Rows that look at the same keys: some query heads of tokens, all of one KV head.
 typedef struct {
@@ -327,12 +24,6 @@ typedef struct {
     int64_t kv_head, first_token, tokens;  // of the text
     int64_t token_in_pass;                 // the text's first one
 } Rows;
-
-// What a row has seen so far: its largest score, the sum of weights, and the weighted sum of values. The weight of a
-// score is two to the power of what it is below the largest.
-typedef struct {
-    float largest, total;
-} State;
 
 INLINE void transpose(vec *rows) {
 #if defined(__AVX512F__)
@@ -359,8 +50,7 @@ INLINE void transpose(vec *rows) {
         rows[8 + i] = (vec)_mm512_shuffle_f32x4(even, even2, 0xdd);
         rows[12 + i] = (vec)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
     }
-    return;
-#endif
+#else
 #pragma GCC unroll 4
     for (int step = LANES / 2; step; step /= 2) {
         ivec low, high;
@@ -376,6 +66,7 @@ INLINE void transpose(vec *rows) {
             rows[i + step] = __builtin_shuffle(a, b, high);
         }
     }
+#endif
 }
 
 // How attention reads keys and values: as they are, widened to float32, or in pairs of bfloat16 that the processor
@@ -826,27 +517,9 @@ static void write_outputs(const Rows *rows, const State *states, const float *su
         }
 }
 
-// How the work on a text is cut: into tiles of tokens for each KV head, and where these are few, into splits, too.
-typedef struct {
-    int64_t tile, tiles, splits, units, rows;  // tokens of a tile; rows: of the text's partial results per split
-    int64_t first_unit, first_token;
-    int by_split;
-    State *states;
-    float *sums;
-} Work;
+void drop_plan(Plan *plan) { free(plan->work), free(plan->states), free(plan->sums); }
 
-// How the work on all texts is cut, and the memory for partial results.
-typedef struct {
-    Work *work;
-    int64_t count, units;
-    State *states;
-    float *sums;
-} Plan;
-
-static void drop(Plan *plan) { free(plan->work), free(plan->states), free(plan->sums); }
-
-// Returns 0, or 1 where there was no memory.
-static int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
+int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
     const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
     int64_t tokens = 0, partial = 0;
     *plan = (Plan){.work = malloc(count * sizeof(Work)), .count = count};
@@ -868,7 +541,7 @@ static int make_plan(const Attention *a, int64_t count, int threads, Plan *plan)
     if (!partial) return 0;
     plan->sums = malloc(partial * dim * sizeof(float)), plan->states = malloc(partial * sizeof(State));
     if (!plan->sums || !plan->states) {
-        drop(plan);
+        drop_plan(plan);
         return 1;
     }
     int64_t at = 0;
@@ -880,8 +553,7 @@ static int make_plan(const Attention *a, int64_t count, int threads, Plan *plan)
     return 0;
 }
 
-// Attention as one of the threads that share it; all of them have finished only behind the next barrier.
-static void share_attention(const Attention *a, const Plan *plan) {
+void share_attention(const Attention *a, const Plan *plan) {
     const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
     float queries[FEW * MOST_DIM] __attribute__((aligned(64)));
     float own[FEW * MOST_DIM], others[FEW * MOST_DIM];
@@ -938,77 +610,6 @@ int attend(const Attention *a, int64_t count, int threads) {
     if (make_plan(a, count, threads, &plan)) return 1;
 #pragma omp parallel num_threads(threads)
     share_attention(a, &plan);
-    drop(&plan);
-    return 0;
-}
-
-// ------------------------------------------------------------------------------------------------------------ passes
-
-// Write the keys and values of the new tokens, which stand behind their queries, to the texts' caches.
-static void write_pairs(const Attention *a, int64_t count, int thread, int threads) {
-    const int size = a->is_bf16 ? 2 : 4;
-    for (int64_t n = 0, row = 0; n < count; n++) {
-        const Text *t = &a->texts[n];
-        for (int64_t token = 0; token < t->count; token++, row++) {
-            if (row % threads != thread) continue;
-            const char *pairs = (const char *)a->queries + (row * a->query_token + a->heads * a->dim) * size;
-            for (int64_t g = 0; g < a->kv_heads; g++) {
-                const int64_t key = g * t->key_head + (t->length + token) * t->key_slot;
-                const int64_t value = g * t->value_head + (t->length + token) * t->value_slot;
-                memcpy((char *)t->keys + key * size, pairs + g * a->dim * size, a->dim * size);
-                memcpy((char *)t->values + value * size, pairs + (a->kv_heads + g) * a->dim * size, a->dim * size);
-            }
-        }
-    }
-}
-
-// Some layers of a pass over the new tokens of several texts.
-typedef struct {
-    const Layer *const *layers;
-    int64_t first, last;  // of the model's layers, those to run
-    int64_t rows;         // tokens of all texts
-    void *states;         // [rows, size], which the layers change
-    void *heads;          // [rows, heads + 2 kv_heads, dim] of one layer, `heads_layer` numbers behind those of the last
-    int64_t heads_layer;
-    const float *cosines, *sines;  // [rows, dim]
-    float *scratch;
-} Pass;
-
-// `a` describes the texts of layer 0. Returns 0, or 1 where there was no memory.
-int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
-    Plan plan;
-    Text *texts = malloc(count * sizeof(Text));
-    if (!texts) return 1;
-    if (make_plan(a, count, threads, &plan)) {
-        free(texts);
-        return 1;
-    }
-    Attention own = *a;
-    own.texts = texts;
-    const int is_bf16 = a->is_bf16;
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
-        for (int64_t number = p->first; number < p->last; number++) {
-            const Layer *l = p->layers[number];
-            void *heads = row_of(p->heads, (number - p->first) * p->heads_layer, is_bf16);
-            share_before_attention(l, p->states, p->rows, p->cosines, p->sines, heads, p->scratch, is_bf16, thread, all);
-#pragma omp single
-            {
-                own.queries = heads;
-                for (int64_t n = 0; n < count; n++) {
-                    texts[n] = a->texts[n];
-                    texts[n].keys = row_of(texts[n].keys, number * texts[n].key_layer, is_bf16);
-                    texts[n].values = row_of(texts[n].values, number * texts[n].value_layer, is_bf16);
-                }
-            }
-            write_pairs(&own, count, thread, all);
-#pragma omp barrier
-            share_attention(&own, &plan);
-#pragma omp barrier
-            share_behind_attention(l, own.out, p->states, p->rows, p->states, p->scratch, is_bf16, thread, all);
-        }
-    }
-    drop(&plan), free(texts);
+    drop_plan(&plan);
     return 0;
 }

@@ -1,0 +1,178 @@
+// The layers of a model: what stands before and behind attention, and all layers of a pass in one call.
+//
+// Every number is a sum whose order follows from its own row alone. How many rows a call has, how threads share them and
+// where tiles end changes no bit.
+
+#include "attention.h"
+
+enum { CHUNK = 8 * MOST_ROWS };  // rows that go through a layer together, so that they stay in a core's cache
+
+int rows_together(void) { return CHUNK; }
+
+typedef struct {
+    Product qkv, o, gate_up, down;
+    const float *norm_in, *norm_between;
+    const float *head_norm;  // [heads + kv_heads, dim], NULL where queries and keys have no norm
+    int64_t size, heads, kv_heads, dim;
+    float eps, head_eps;
+} Layer;
+
+// Queries and keys are normalised, if they have a norm, and rotated; values are left as they are.
+ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
+    const int64_t dim = l->dim, half = dim / 2, turned = l->heads + l->kv_heads, all = l->qkv.outputs / dim;
+    for (int64_t head = 0; head < all; head++, heads += dim, at += dim) {
+        if (head < turned) {
+            if (l->head_norm) norm(heads, 0, l->head_norm + head * dim, l->head_eps, dim, heads, 0);
+            for (int64_t i = 0; i < half; i += LANES) {
+                const int64_t left = half - i;
+                const vec a = load(heads, i, 0, left), b = load(heads, i + half, 0, left);
+                const vec first = a * load(cosines, i, 0, left) - b * load(sines, i, 0, left);
+                const vec second = b * load(cosines, i + half, 0, left) + a * load(sines, i + half, 0, left);
+                store(out, at + i, is_bf16, first, left);
+                store(out, at + half + i, is_bf16, second, left);
+            }
+        } else {
+            for (int64_t i = 0; i < dim; i += LANES) store(out, at + i, is_bf16, load(heads, i, 0, dim - i), dim - i);
+        }
+    }
+}
+
+// Rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim], as one of the threads that share them.
+// Angles are [rows, dim]; `scratch` has room for CHUNK rows of the layer's input and of its queries, keys and values.
+static void share_before_attention(
+    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
+    int is_bf16, int thread, int all) {
+    float *normed = scratch, *heads = scratch + CHUNK * l->size;
+    const int64_t width = l->qkv.outputs;
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
+        for (int64_t r = thread; r < count; r += all)
+            norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
+                 row_of(normed, r * l->size, is_bf16), is_bf16);
+#pragma omp barrier
+        const Out to = {heads, NULL, 0, 0};
+        share(&l->qkv, normed, is_bf16, count, &to, thread, all);
+#pragma omp barrier
+        for (int64_t r = thread; r < count; r += all)
+            turn(l, heads + r * width, cosines + (first + r) * l->dim, sines + (first + r) * l->dim, out,
+                 (first + r) * width, is_bf16);
+    }
+}
+
+void before_attention(
+    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
+    int is_bf16, int threads) {
+#pragma omp parallel num_threads(threads)
+    share_before_attention(l, x, rows, cosines, sines, out, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
+}
+
+// What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output, as one of the threads
+// that share them. `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs
+// of gate and up. The output may take the input's place.
+static void share_behind_attention(
+    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int thread,
+    int all) {
+    const int64_t width = l->down.inputs;
+    float *hidden = scratch, *normed = hidden + CHUNK * l->size, *gate_up = normed + CHUNK * l->size;
+    float *gated = gate_up + CHUNK * 2 * width;
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
+        const Out to_hidden = {hidden, row_of(x, first * l->size, is_bf16), 0, is_bf16};
+        share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count, &to_hidden, thread, all);
+#pragma omp barrier
+        for (int64_t r = thread; r < count; r += all)
+            norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size,
+                 row_of(normed, r * l->size, is_bf16), is_bf16);
+#pragma omp barrier
+        const Out to_gate_up = {gate_up, NULL, 0, 0};
+        share(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
+#pragma omp barrier
+        const int64_t pieces = (width + LANES - 1) / LANES;
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t piece = pieces * thread / all; piece < pieces * (thread + 1) / all; piece++) {
+                const int64_t i = piece * LANES, left = width - i;
+                const vec gate = load(gate_up, r * 2 * width + i, 0, left);
+                const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
+                store(gated, r * width + i, is_bf16, silu(gate) * up, left);
+            }
+#pragma omp barrier
+        const Out to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
+        share(&l->down, gated, is_bf16, count, &to_y, thread, all);
+#pragma omp barrier
+    }
+}
+
+void behind_attention(
+    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads) {
+#pragma omp parallel num_threads(threads)
+    share_behind_attention(l, attended, x, rows, y, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
+}
+
+// Write the keys and values of the new tokens, which stand behind their queries, to the texts' caches.
+static void write_pairs(const Attention *a, int64_t count, int thread, int threads) {
+    const int size = a->is_bf16 ? 2 : 4;
+    for (int64_t n = 0, row = 0; n < count; n++) {
+        const Text *t = &a->texts[n];
+        for (int64_t token = 0; token < t->count; token++, row++) {
+            if (row % threads != thread) continue;
+            const char *pairs = (const char *)a->queries + (row * a->query_token + a->heads * a->dim) * size;
+            for (int64_t g = 0; g < a->kv_heads; g++) {
+                const int64_t key = g * t->key_head + (t->length + token) * t->key_slot;
+                const int64_t value = g * t->value_head + (t->length + token) * t->value_slot;
+                memcpy((char *)t->keys + key * size, pairs + g * a->dim * size, a->dim * size);
+                memcpy((char *)t->values + value * size, pairs + (a->kv_heads + g) * a->dim * size, a->dim * size);
+            }
+        }
+    }
+}
+
+// Some layers of a pass over the new tokens of several texts.
+typedef struct {
+    const Layer *const *layers;
+    int64_t first, last;  // of the model's layers, those to run
+    int64_t rows;         // tokens of all texts
+    void *states;         // [rows, size], which the layers change
+    void *heads;          // [rows, heads + 2 kv_heads, dim] of one layer, `heads_layer` numbers behind those of the last
+    int64_t heads_layer;
+    const float *cosines, *sines;  // [rows, dim]
+    float *scratch;
+} Pass;
+
+// `a` describes the texts of layer 0. Returns 0, or 1 where there was no memory.
+int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
+    Plan plan;
+    Text *texts = malloc(count * sizeof(Text));
+    if (!texts) return 1;
+    if (make_plan(a, count, threads, &plan)) {
+        free(texts);
+        return 1;
+    }
+    Attention own = *a;
+    own.texts = texts;
+    const int is_bf16 = a->is_bf16;
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
+        for (int64_t number = p->first; number < p->last; number++) {
+            const Layer *l = p->layers[number];
+            void *heads = row_of(p->heads, (number - p->first) * p->heads_layer, is_bf16);
+            share_before_attention(l, p->states, p->rows, p->cosines, p->sines, heads, p->scratch, is_bf16, thread, all);
+#pragma omp single
+            {
+                own.queries = heads;
+                for (int64_t n = 0; n < count; n++) {
+                    texts[n] = a->texts[n];
+                    texts[n].keys = row_of(texts[n].keys, number * texts[n].key_layer, is_bf16);
+                    texts[n].values = row_of(texts[n].values, number * texts[n].value_layer, is_bf16);
+                }
+            }
+            write_pairs(&own, count, thread, all);
+#pragma omp barrier
+            share_attention(&own, &plan);
+#pragma omp barrier
+            share_behind_attention(l, own.out, p->states, p->rows, p->states, p->scratch, is_bf16, thread, all);
+        }
+    }
+    drop_plan(&plan), free(texts);
+    return 0;
+}
