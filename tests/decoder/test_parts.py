@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
 from decoder.cache.base import LayeredCache
+from decoder.cache import partial as partial_cache
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
@@ -605,6 +606,15 @@ def test_a_text_that_just_fills_the_budget_is_held_whole():
     commit(full, 1, seed=1)
     partial.append(full, queries_for(full))
     assert partial.rebuilds == 1
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 21])
+def test_importance_in_pieces_is_that_of_all_keys_at_once(monkeypatch, count):
+    monkeypatch.setattr(partial_cache, "_PIECE", 8)
+    generator = torch.Generator().manual_seed(count)
+    query, keys = (torch.randn(1, 2, size, 4, dtype=torch.float64, generator=generator) for size in (1, count))
+    expected = torch.einsum("bgqd,bgnd->bgn", query, keys)
+    torch.testing.assert_close(partial_cache.products(query, keys), expected)
 
 
 def test_importance_is_that_for_the_newest_committed_token():

@@ -448,7 +448,9 @@ def test_levels_drafted_on_the_device_are_those_read_one_by_one(model, own_level
                 else:
                     newest = [*sampler.context, *drafted][-1]
                     hidden, normalised = heads.advance(level - own_level, hidden, target.embed(newest))
-                scores = sampler.draft_scores(logits(normalised[None], level), True, sampler.draft_context(drafted))[0]
+                weak = not (own_level and not level)
+                scores = logits(normalised[None], level)
+                scores = sampler.draft_scores(scores, True, sampler.draft_context(drafted), weak=weak)[0]
                 ranked = scores.sort(descending=True).indices[:width].tolist()
                 expected.append([token for token in ranked if scores[token] > -torch.inf])
                 if not expected[-1]:

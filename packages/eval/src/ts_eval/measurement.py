@@ -159,7 +159,7 @@ class Measurement:
 
         def score() -> None:
             for _ in range(POSITIONS):
-                scores = scorer.draft_scores(logits[None], coupled, scorer.draft_context())
+                scores = scorer.draft_scores(logits[None], coupled, scorer.draft_context(), weak=True)
                 download(scores.topk(min(width, scores.shape[-1])).indices)
                 scorer.push(self.prompt[0])
 

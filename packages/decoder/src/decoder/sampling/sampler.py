@@ -56,7 +56,7 @@ class Sampler:
         top_logprobs: the most likely tokens at the positions of the output, as in `GenerationOutput`, if they are
             collected.
         draft_params: what drafts of heads are ranked with.
-        native: chooses tokens in their place, where the library can; else None.
+        native: the library's choice of the target's tokens; None where PyTorch's operators choose.
         native_drafts: the same for drafts of heads.
 
     Raises:
