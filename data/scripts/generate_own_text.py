@@ -65,11 +65,11 @@ def write_rows(dec: Decoder, rows: list[Row], tokens: int, together: int) -> np.
                 short[index].ids = short[index].ids + chunk.token_ids
 
 
-def chat_prompts(tokenizer, questions: list[str], rng: random.Random) -> Iterator[list[int]]:
-    """A conversation's user messages, each a question, as token ids up to where the assistant speaks."""
+def chat_prompts(tokenizer, questions: list[list[str]], rng: random.Random) -> Iterator[list[int]]:
+    """A conversation's user messages, questions of any list alike, as token ids up to where the assistant speaks."""
 
     def asked() -> dict[str, str]:
-        return {"role": "user", "content": rng.choice(questions)}
+        return {"role": "user", "content": rng.choice(rng.choice(questions))}
 
     def rendered(*messages: dict[str, str]) -> str:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
@@ -97,18 +97,18 @@ def read_books(path: Path) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
 
 
-def read_questions(folder: Path, split: str) -> list[str]:
-    """The questions of a split; to those to train with come the patterns, each asked about each of its subjects."""
+def read_questions(folder: Path, split: str) -> list[list[str]]:
+    """The questions of a split; beside those to train with the patterns', each asked about each of its subjects."""
     lines = (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-    questions = [json.loads(line)["messages"][0]["content"] for line in lines]
+    lists = [[json.loads(line)["messages"][0]["content"] for line in lines]]
     patterns = folder / "patterns.json"
     if split == "train" and patterns.exists():
-        for pattern in json.loads(patterns.read_text(encoding="utf-8")):
-            questions += [ask.format(about) for ask in pattern["ask"] for about in pattern["about"]]
-    return questions
+        read = json.loads(patterns.read_text(encoding="utf-8"))
+        lists.append([ask.format(about) for one in read for ask in one["ask"] for about in one["about"]])
+    return lists
 
 
-def make_rows(tokenizer, questions: list[str], books: list[str], count: int, rng: random.Random) -> list[Row]:
+def make_rows(tokenizer, questions: list[list[str]], books: list[str], count: int, rng: random.Random) -> list[Row]:
     rows = []
     for number in range(count):
         own = random.Random(rng.random())

@@ -113,20 +113,21 @@ def test_every_token_is_a_prompts_or_the_models_own(folders, monkeypatch):
 def test_patterns_are_asked_about_all_of_their_subjects(folders):
     (folders / "prompts" / "patterns.json").write_text('[{"ask": ["What is {}?", "{}!"], "about": ["ice", "tea"]}]')
     asked = generating.read_questions(folders / "prompts", "train")
-    assert asked == ["why, train?", "What is ice?", "What is tea?", "ice!", "tea!"]
-    assert generating.read_questions(folders / "prompts", "validation") == ["why, validation?"]
+    assert asked == [["why, train?"], ["What is ice?", "What is tea?", "ice!", "tea!"]]
+    assert generating.read_questions(folders / "prompts", "validation") == [["why, validation?"]]
 
 
 def test_no_prompt_to_train_with_is_held_out():
     prompts = SCRIPT.parents[1] / "prompts"
-    trained = generating.read_questions(prompts, "train")
-    held_out = generating.read_questions(prompts, "validation")
-    assert len(trained) > 3_000 and len(held_out) >= 40 and not set(trained) & set(held_out)
+    own, patterns = generating.read_questions(prompts, "train")
+    (held_out,) = generating.read_questions(prompts, "validation")
+    assert len(set(patterns)) == len(patterns) > 2_000 and len(held_out) >= 40
+    assert not {*own, *patterns} & set(held_out)
 
 
 def test_the_next_prompt_follows_an_answer_in_the_same_conversation(folders):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folders / "model")
-    prompts = generating.chat_prompts(tokenizer, ["why?"], generating.random.Random(0))
+    prompts = generating.chat_prompts(tokenizer, [["why?"]], generating.random.Random(0))
     first, second, third = (tokenizer.decode(next(prompts)) for _ in range(3))
     assert first == "be kind|user:why?<end>\nassistant:"
     assert second == third == "\nuser:why?<end>\nassistant:"

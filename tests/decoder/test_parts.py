@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
-from decoder.cache.base import LayeredCache
 from decoder.cache import partial as partial_cache
+from decoder.cache.base import LayeredCache
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache

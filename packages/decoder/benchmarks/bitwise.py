@@ -15,7 +15,7 @@ import gzip
 import json
 import random
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from statistics import median
 
@@ -90,7 +90,9 @@ def price(arguments: argparse.Namespace) -> None:
     """Interleaved rounds with bitwise on and off."""
     off = decoder.load(arguments.model, arguments.heads, dtype=arguments.dtype, bitwise=False)
     on = Decoder(off.model, off.tokenizer, arguments.heads, bitwise=True)
-    prompts = [text[: arguments.length] for text in books(off, 12) if len(text) >= arguments.length]
+    texts = books(off, 12)
+    prompts = [text[: arguments.length] for text in texts if len(text) >= arguments.length]
+    prompts = prompts or [list(chain.from_iterable(texts))[: arguments.length]]
     for method in ("ar", "auto") if arguments.heads else ("ar",):
         decoding, prefill = [], []
         for turn in range(arguments.rounds + 1):
