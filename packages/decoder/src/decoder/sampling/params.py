@@ -51,7 +51,7 @@ class SamplingParams:
         ranges = {
             "temperature": (
                 self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < float("inf"),
-                f"0, or at least {_LEAST_TEMPERATURE:g}",
+                "0, or at least 1e-6",
             ),
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
