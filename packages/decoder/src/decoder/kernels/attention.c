@@ -143,16 +143,22 @@ INLINE void single_score_tile(const int count, const float *queries, int64_t dim
     }
 }
 
+// Of the numbers of keys that rows see.
+INLINE void fewest_and_most(const int count, const int32_t *seen, int64_t *least, int64_t *most) {
+    *least = *most = seen[0];
+    for (int r = 1; r < count; r++) {
+        *least = seen[r] < *least ? seen[r] : *least;
+        *most = seen[r] > *most ? seen[r] : *most;
+    }
+}
+
 // Weighted sums [count, value_dim] of the values in some slots, `seen` of them for each row; weights have rows of SPLIT
 // numbers. They go on from what stands in `out`, if `go_on`.
 INLINE void single_value_tile(
     const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights, int go_on,
     float *out) {
-    int64_t least = seen[0], most = seen[0];
-    for (int r = 1; r < count; r++) {
-        least = seen[r] < least ? seen[r] : least;
-        most = seen[r] > most ? seen[r] : most;
-    }
+    int64_t least, most;
+    fewest_and_most(count, seen, &least, &most);
     const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
     const int64_t head = rows->kv_head * rows->text->value_head;
     const int is_bf16 = rows->a->is_bf16;
@@ -247,16 +253,13 @@ INLINE void paired(__m512i a, __m512i b, vec *out) {
     out[1] = (vec)_mm512_permutex2var_epi16(a, (__m512i)high, b);
 }
 
-// `single_value_tile` of weights and values in pairs of neighbouring positions. The last position that a row sees stands alone
-// if it is the first of a pair.
+// `single_value_tile` of weights and values in pairs of neighbouring positions. The last position that a row sees stands
+// alone if it is the first of a pair.
 INLINE void paired_value_tile(
     const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const uint16_t *weights, int go_on,
     float *out) {
-    int64_t least = seen[0], most = seen[0];
-    for (int r = 1; r < count; r++) {
-        least = seen[r] < least ? seen[r] : least;
-        most = seen[r] > most ? seen[r] : most;
-    }
+    int64_t least, most;
+    fewest_and_most(count, seen, &least, &most);
     const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
     const uint16_t *values = (const uint16_t *)rows->text->values + rows->kv_head * rows->text->value_head;
     for (int64_t first = 0; first < dim; first += WIDE * LANES) {
