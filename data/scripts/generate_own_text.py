@@ -1,11 +1,13 @@
-"""Lets a chat model write its own training text for draft heads: answers to prompts, and continuations of books.
+"""Lets a chat model write its own training text for draft heads: chats, and continuations of books.
 
     python data/scripts/generate_own_text.py --model data/smollm2 --prompts data/prompts --books data/pg19 --output OUT
 
 Writes OUT/train-NNN.npy and OUT/validation-NNN.npy, [rows, tokens] uint32, which `heads-train --data.source OUT` reads.
 A row is filled to the end: where an answer is over the next prompt follows in the same conversation, so that nothing is
-padded and every token stands in the context in which the model wrote it. The decoder writes many rows together. A file
-that is there is not written again: a cut run goes on with the file it was at.
+padded and every token stands in the context in which the model wrote it. Some of the prompts are written by the model as
+well, since a chat template that ends where the user speaks makes it ask a question (Magpie, arXiv 2406.08464): these are
+as many and as different as one likes. The decoder writes many rows together. A file that is there is not written again:
+a cut run goes on with the file it was at.
 """
 
 import argparse
@@ -32,17 +34,21 @@ CHAT_SETTINGS = ((WARM, 0.6), (VARIED, 0.3), (GREEDY, 0.1))
 # Greedy continuations of books soon repeat themselves.
 BOOK_SETTINGS = ((WARM, 0.5), (VARIED, 0.5))
 BOOK_SHARE = 0.35
+# How the model's own questions are sampled, and their share of the chats.
+ASKING = SamplingParams(temperature=1.0, min_p=0.02)
+ASKING_SHARE = 0.6
 PASSAGE_CHARACTERS = (150, 600)
-# Stands for an answer where a template is asked what comes behind one.
+# Stand for an answer and a question where a template is asked what comes around them.
 ANSWER = "(the answer)"
+QUESTION = "(the question)"
 
 
 @dataclass
 class Row:
-    """One text in the making: the prompts that it takes one after another, how it is sampled, and its token ids."""
+    """One text in the making: the prompts that it takes one after another, each with the sampling of what the model writes
+    behind it, and its token ids."""
 
-    prompts: Iterator[list[int]]
-    sampling: SamplingParams
+    prompts: Iterator[tuple[list[int], SamplingParams]]
     ids: list[int]
 
 
@@ -50,46 +56,58 @@ def write_rows(dec: Decoder, rows: list[Row], tokens: int, together: int) -> np.
     """Fill all rows to ``tokens`` token ids, at most ``together`` of them at once: [rows, tokens] uint32."""
     with tqdm(total=len(rows) * tokens, unit=" tokens", leave=False, mininterval=10) as bar:
         while True:
+            samplings = []
             for row in rows:
                 if len(row.ids) < tokens:
-                    row.ids = (row.ids + next(row.prompts))[:tokens]
+                    prompt, sampling = next(row.prompts)
+                    row.ids = (row.ids + prompt)[:tokens]
+                    if len(row.ids) < tokens:
+                        samplings.append(sampling)
             bar.update(sum(len(row.ids) for row in rows) - bar.n)
             short = [row for row in rows if len(row.ids) < tokens]
             if not short:
                 return np.array([row.ids for row in rows], np.uint32)
             prompts, missing = [row.ids for row in short], [tokens - len(row.ids) for row in short]
-            for index, chunk in dec.stream_batch(
-                prompts, missing, "ar", [row.sampling for row in short], max_batch=together
-            ):
+            for index, chunk in dec.stream_batch(prompts, missing, "ar", samplings, max_batch=together):
                 bar.update(len(chunk.token_ids))
                 short[index].ids = short[index].ids + chunk.token_ids
 
 
-def chat_prompts(tokenizer, questions: list[list[str]], rng: random.Random) -> Iterator[list[int]]:
-    """A conversation's user messages, questions of any list alike, as token ids up to where the assistant speaks."""
+def chat_prompts(
+    tokenizer, questions: list[list[str]] | None, sampling: SamplingParams, rng: random.Random
+) -> Iterator[tuple[list[int], SamplingParams]]:
+    """A conversation's user messages, questions of any list alike, as token ids up to where the assistant speaks. Without
+    lists the model writes the messages, too: then the ids up to where the user speaks come before each."""
 
     def asked() -> dict[str, str]:
-        return {"role": "user", "content": rng.choice(rng.choice(questions))}
+        return {"role": "user", "content": rng.choice(rng.choice(questions)) if questions else QUESTION}
 
     def rendered(*messages: dict[str, str]) -> str:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
+    asking = dataclasses.replace(ASKING, seed=rng.randrange(2**31))
     text = rendered(asked())
     while True:
-        yield tokenizer(text, add_special_tokens=False)["input_ids"]
+        before, question, behind = text.partition(QUESTION)
+        if question:
+            yield tokenizer(before, add_special_tokens=False)["input_ids"], asking
+            text = behind.removeprefix(tokenizer.eos_token)
+        yield tokenizer(text, add_special_tokens=False)["input_ids"], sampling
         # What the template puts behind an answer, but for the token that has ended it.
         between = rendered(asked(), {"role": "assistant", "content": ANSWER}, asked()).partition(ANSWER)[2]
         text = between.removeprefix(tokenizer.eos_token)
 
 
-def book_prompts(tokenizer, books: list[str], rng: random.Random) -> Iterator[list[int]]:
+def book_prompts(
+    tokenizer, books: list[str], sampling: SamplingParams, rng: random.Random
+) -> Iterator[tuple[list[int], SamplingParams]]:
     """Passages of books, each from the start of a paragraph, the first ones often from a book's beginning."""
     while True:
         book = rng.choice(books)
         begin = 0 if rng.random() < 0.2 else book.find("\n\n", rng.randrange(max(1, len(book) - 2_000))) + 2
         passage = book[begin : begin + rng.randint(*PASSAGE_CHARACTERS)]
         # Up to the last whole word.
-        yield tokenizer(passage.rpartition(" ")[0] or "The", add_special_tokens=False)["input_ids"]
+        yield tokenizer(passage.rpartition(" ")[0] or "The", add_special_tokens=False)["input_ids"], sampling
 
 
 def read_books(path: Path) -> list[str]:
@@ -113,10 +131,14 @@ def make_rows(tokenizer, questions: list[list[str]], books: list[str], count: in
     for number in range(count):
         own = random.Random(rng.random())
         of_book = number < BOOK_SHARE * count
-        prompts = book_prompts(tokenizer, books, own) if of_book else chat_prompts(tokenizer, questions, own)
         settings, shares = zip(*(BOOK_SETTINGS if of_book else CHAT_SETTINGS), strict=True)
         sampling = dataclasses.replace(rng.choices(settings, shares)[0], seed=rng.randrange(2**31))
-        rows.append(Row(prompts, sampling, []))
+        if of_book:
+            prompts = book_prompts(tokenizer, books, sampling, own)
+        else:
+            asks_itself = rng.random() < ASKING_SHARE
+            prompts = chat_prompts(tokenizer, None if asks_itself else questions, sampling, own)
+        rows.append(Row(prompts, []))
     return rows
 
 

@@ -78,14 +78,15 @@ def test_files_are_written_once_and_differ(folders, monkeypatch):
 def test_every_token_is_a_prompts_or_the_models_own(folders, monkeypatch):
     for name in ("CHAT_SETTINGS", "BOOK_SETTINGS"):
         monkeypatch.setattr(generating, name, ((generating.GREEDY, 1.0),))
+    monkeypatch.setattr(generating, "ASKING", generating.GREEDY)
     asked: list[list] = []
 
     def recorded(prompts):
         def record(*arguments):
             asked.append(taken := [])
-            for prompt in prompts(*arguments):
+            for prompt, sampling in prompts(*arguments):
                 taken.append(prompt)
-                yield prompt
+                yield prompt, sampling
 
         return record
 
@@ -125,9 +126,21 @@ def test_no_prompt_to_train_with_is_held_out():
     assert not {*own, *patterns} & set(held_out)
 
 
-def test_the_next_prompt_follows_an_answer_in_the_same_conversation(folders):
+def rendered(folders, questions, count):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folders / "model")
-    prompts = generating.chat_prompts(tokenizer, [["why?"]], generating.random.Random(0))
-    first, second, third = (tokenizer.decode(next(prompts)) for _ in range(3))
-    assert first == "be kind|user:why?<end>\nassistant:"
+    prompts = generating.chat_prompts(tokenizer, questions, generating.WARM, generating.random.Random(0))
+    return [(tokenizer.decode(prompt), sampling) for prompt, sampling in (next(prompts) for _ in range(count))]
+
+
+def test_the_next_prompt_follows_an_answer_in_the_same_conversation(folders):
+    (first, how), (second, _), (third, _) = rendered(folders, [["why?"]], 3)
+    assert first == "be kind|user:why?<end>\nassistant:" and how == generating.WARM
     assert second == third == "\nuser:why?<end>\nassistant:"
+
+
+def test_the_model_writes_the_questions_where_none_are_given(folders):
+    """It speaks as the user up to the token that ends its message, which is not there twice."""
+    turns = rendered(folders, None, 4)
+    assert [text for text, _ in turns] == ["be kind|user:", "\nassistant:", "\nuser:", "\nassistant:"]
+    asking = [how.min_p for _, how in turns]
+    assert asking == [generating.ASKING.min_p, 0.0, generating.ASKING.min_p, 0.0]

@@ -458,13 +458,13 @@ def test_with_a_draft_pass_or_without_whichever_is_faster_is_run_and_the_other_t
     dec = Decoder(model, heads=random_heads(model, num_heads=2))
     while len(made) < 1400:
         dec.generate(LONG, 200, "tokenswift", CONFIDENT, NEARLY_ALL)
-    # The first turn is made with it, the second without; some steps tell nothing and are part of no turn.
-    assert sum(made[:64]) > 48 and sum(made[72:120]) == 0
+    # The first turn is made without it, the second with it; some steps tell nothing and are part of no turn.
+    assert sum(made[:60]) == 0 and sum(made[80:120]) > 30
     assert sum(made[350:512]) > 0.6 * 162
     assert sum(made[1100:1400]) < 0.2 * 300 and any(made[1100:1400])
 
 
-@pytest.mark.parametrize("pass_seconds, pays", [(0.2, True), (5.0, False)])
+@pytest.mark.parametrize("pass_seconds, pays", [(0.02, True), (5.0, False)])
 def test_tokenswift_makes_its_draft_pass_only_where_it_pays(model, monkeypatch, pass_seconds, pays):
     """It drafts the model's own next token, nearly always the right one; random heads hardly ever are."""
     made = tokenswift_clocked(monkeypatch, lambda steps: pass_seconds)
@@ -473,9 +473,11 @@ def test_tokenswift_makes_its_draft_pass_only_where_it_pays(model, monkeypatch, 
     passes = sum(made)
     assert out.token_ids == dec.generate(LONG, 500, "ar", CONFIDENT).token_ids
     if pays:
-        assert passes > 0.5 * out.stats.steps
+        # Of the steps behind the first turn, which is made without it.
+        assert passes > 0.5 * (out.stats.steps - 64)
     else:
-        assert passes < 0.2 * out.stats.steps
+        # No longer than it takes to know their time.
+        assert 0 < passes <= 8
 
 
 def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model, prompt, monkeypatch):
@@ -489,8 +491,8 @@ def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model
         out = dec.generate(prompt, 400, "auto", sampling)
         assert out.token_ids == dec.generate(prompt, 400, "ar", sampling).token_ids
         if pays:
-            # Two steps and then up to 64 of rest; the index has taken in all tokens whenever it is asked.
-            assert 10 <= len(looked) <= 40 and looked == sorted(looked) and looked[-1] > 300
+            # Two steps and then up to 256 of rest; the index has taken in all tokens whenever it is asked.
+            assert 8 <= len(looked) <= 40 and looked == sorted(looked) and looked[-1] > 300
         else:
             assert len(looked) > 0.8 * out.stats.steps and out.stats.steps < 200
     # It looks again now and then, and does not rest behind a step that brought many tokens.
@@ -509,7 +511,8 @@ def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LONGEST_REST", 7)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LOOK", 5)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._MANY", 100)
-    rested, commit = [], CostTuned.commit
+    monkeypatch.setattr("decoder.drafters.tokenswift._TURN", 8)
+    rested, current, commit = [], [], CostTuned.commit
 
     def checked(drafter, cache, verification, path, tokens):
         commit(drafter, cache, verification, path, tokens)
@@ -520,7 +523,10 @@ def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget)
         assert not drafter._unseen
         grams, partial = getattr(drafter, "grams", None), getattr(drafter, "draft_pass", None)
         if grams is not None and cache.length > budget:
-            assert partial.partial._seen == cache.length
+            # Brought up to date behind steps that asked for it, for a draft pass in the next one.
+            assert drafter._current == bool(drafter.observed_queries)
+            assert not drafter._current or partial.partial._seen == cache.length
+            current.append(drafter._current)
         heads = drafter.heads
         if isinstance(heads, Eagle3Levels):
             assert heads.text.entries + heads.text.pending == cache.length
@@ -535,3 +541,5 @@ def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget)
     assert 0.3 < sum(rested) / len(rested) < 0.9
     assert out.token_ids == dec.generate(prompt, 200, "ar", sampling).token_ids
     assert out.stats.accepted > 0 and out.stats.steps > 100
+    if method == "tokenswift" and budget < 200:
+        assert any(current) and not all(current)

@@ -1,5 +1,6 @@
 """TokenSwift (paper section 3): one draft pass with a partial cache and a few heads, plus n-grams of the text."""
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -12,6 +13,7 @@ from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.drafters.tuning.level_policy import Average, LevelPolicy
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
@@ -19,6 +21,7 @@ from decoder.stats import Statistics
 
 _TURN = 64  # steps in which drafting with or without a draft pass is tried, and finds its number of levels
 _TURNS = 16  # turns of so many steps, of which each of the two gets one to be tried
+_TIMED = 4  # draft passes from which on their time is known
 _FIRST_GUESS = 0.3  # how likely the best of what a text has repeated is right, before any was seen
 
 
@@ -133,33 +136,52 @@ class TunedTokenSwift(CostTuned):
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)
         self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
-
+        self._pass_seconds: Average = context.tuning_state.setdefault("draft pass", Average())
+        self._current = False  # whether the partial cache holds what the full one has
         self.observed_queries = 1
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
         super().start(cache, queries)
         if self.draft_pass.shorter(cache.length):
             self.draft_pass.commit(cache, queries)
+            self._current = True
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        keep = False
         if not self._rest:
-            self._own_level = self.draft_pass.shorter(cache.length) and self._own_level_pays()
-        wanted = super().wants_levels(cache, sampler, depth)
-        # The partial cache is brought up to date in the last step of a rest.
-        self.observed_queries = int(not self._rest and self.draft_pass.shorter(cache.length + self.max_nodes))
-        return wanted
+            # It is brought up to date in a step, for the next one, and not at all while draft passes do not pay.
+            keep = self.draft_pass.shorter(cache.length + self.max_nodes) and self._own_level_pays()
+            self._own_level = keep and self._current and self.draft_pass.shorter(cache.length)
+        self.observed_queries = int(keep)
+        return super().wants_levels(cache, sampler, depth)
 
     def _own_level_pays(self) -> bool:
-        """Whether to draft with a draft pass: it is tried in turn with heads alone at first, and again now and then."""
+        """Whether to draft with a draft pass: it is tried behind heads alone at first, and again now and then."""
         texts = self.context.running()
-        policies = [self._level_policy(texts, own_level) for own_level in (False, True)]
-        turn = sum(policy.steps for policy in policies) // _TURN % _TURNS
-        without, with_pass = (policy.rate(policy.best) for policy in policies)
+        without, with_pass = (self._level_policy(texts, own_level) for own_level in (False, True))
+        turn = (without.steps + with_pass.steps) // _TURN % _TURNS
+        if turn == 0:
+            self._pass_seconds.seen = 0  # it is measured anew, since a machine changes its speed
+            return False
+        if turn == 1:
+            return self._own_level_could_pay(without)
         # Steps without levels are the same in both; then heads alone, which cost less to try, may soon pay again.
-        return turn == 0 if turn < 2 else policies[True].best > 0 and with_pass > without
+        return with_pass.best > 0 and with_pass.rate(with_pass.best) > without.rate(without.best)
+
+    def _own_level_could_pay(self, without: LevelPolicy) -> bool:
+        """Whether it would if its first token were always right, and heads behind it brought what they bring without."""
+        if self._pass_seconds.seen < _TIMED:
+            return True
+        tokens, seconds = without.tokens(0, without.best), without.seconds(without.best)
+        return (1 + tokens) * seconds > tokens * (seconds + self._pass_seconds.value)
 
     def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor | None:
-        return self.draft_pass.hidden(cache, sampler) if self._own_level else super()._state(cache, sampler)
+        if not self._own_level:
+            return super()._state(cache, sampler)
+        start = time.perf_counter()
+        state = self.draft_pass.hidden(cache, sampler)
+        self._pass_seconds.observe(self.context.target.ranks.agree(time.perf_counter() - start))
+        return state
 
     def _offer_level(self, depth: int, level: Level, before: list[int | None]) -> list[int | None]:
         nodes = super()._offer_level(depth, level, before)
@@ -179,7 +201,8 @@ class TunedTokenSwift(CostTuned):
 
     def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.grams.extend(tokens)
-        if self.draft_pass.shorter(cache.length):
+        self._current = bool(self.observed_queries) and self.draft_pass.shorter(cache.length)
+        if self._current:
             self.draft_pass.commit(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:

@@ -13,7 +13,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
-enum { LANES = 16, MOST_ROWS = 12, WIDE = 4 };  // 32 registers of 16 numbers
+enum { LANES = 16, MOST_ROWS = 14, WIDE = 4 };  // 32 registers of 16 numbers
 #else
 enum { LANES = 8, MOST_ROWS = 4, WIDE = 2 };  // 16 registers of 8 numbers
 #endif

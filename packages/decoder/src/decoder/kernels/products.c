@@ -8,8 +8,14 @@
 enum { PANEL = 2 * LANES };      // outputs of a product that stand beside each other
 enum { PANELS_HELD = 1 << 19 };  // bytes of weights that a core holds
 enum { AHEAD = 128 };            // vectors of weights that are fetched ahead
+enum { FEW_GROUPS = 4 };         // of rows, up to which a panel is read once for all of them
 
 typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS } Kind;
+
+// How many words of weights ahead a tile fetches, for the even vectors of a step and for the odd ones.
+typedef struct {
+    int64_t words[2];
+} Ahead;
 
 // Write the sums of a tile.
 ONCE void finish(
@@ -38,13 +44,13 @@ INLINE vec of_bytes(const int8_t *from) {
 // Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, otherwise float32.
 INLINE void tile(
     const Kind kind, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
-    const Out *out) {
+    const Ahead *ahead, const Out *out) {
     vec sums[MOST_ROWS * 2];
     const int64_t inputs = p->inputs, words = kind == FLOAT_WEIGHTS ? inputs : (inputs + 1) / 2;
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
     const float *wide = (const float *)x + row * inputs;
     const uint16_t *narrow = (const uint16_t *)x + row * inputs;
-#pragma GCC unroll 24
+#pragma GCC unroll 28
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
     const int64_t whole = kind == FLOAT_WEIGHTS ? words : inputs / 2;
     for (int64_t k = 0; kind == BYTE_WEIGHTS && k < inputs; k++) {
@@ -52,10 +58,10 @@ INLINE void tile(
 #pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
             const int8_t *at = (const int8_t *)p->weight + ((panel + (i >> 1)) * inputs + k) * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + 4 * AHEAD / panels * LANES);
+            __builtin_prefetch(at + 4 * ahead->words[i & 1] / panels, 0, 2);
             both[i] = of_bytes(at);
         }
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int i = 0; i < panels * 2; i++) sums[r * panels * 2 + i] += wide[r * inputs + k] * both[i];
@@ -65,10 +71,10 @@ INLINE void tile(
 #pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
             const uint32_t *at = weight + ((i >> 1) * words + k) * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + AHEAD / panels * LANES);
+            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
             memcpy(&both[i], at, sizeof(uvec));
         }
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int i = 0; i < panels * 2; i++) {
@@ -93,7 +99,7 @@ INLINE void tile(
             uvec both;
             memcpy(&both, weight + ((i >> 1) * words + whole) * PANEL + (i & 1) * LANES, sizeof both);
             const vec low = (vec)(both << 16);
-#pragma GCC unroll 12
+#pragma GCC unroll 14
             for (int r = 0; r < rows; r++)
                 sums[r * panels * 2 + i] +=
                     (kind == BF16_WEIGHTS ? wide[r * inputs + inputs - 1] : widened(narrow[r * inputs + inputs - 1])) * low;
@@ -101,7 +107,7 @@ INLINE void tile(
     }
     if (!p->scales && !p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
         float *y = (float *)out->y + row * p->outputs + panel * PANEL;
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int i = 0; i < panels * 2; i++)
@@ -109,37 +115,51 @@ INLINE void tile(
         return;
     }
     vec done[MOST_ROWS * 2];  // a copy, so that the sums themselves stay in registers
-#pragma GCC unroll 24
+#pragma GCC unroll 28
     for (int i = 0; i < rows * panels * 2; i++) done[i] = sums[i];
     finish(rows, panels, done, p, row, panel, out);
 }
 
 // With few registers, few rows take several panels at once, so that sums need not wait for each other. With many,
 // reading one panel after the other was measured to be the faster, by up to a tenth.
-#define ROWS(count, together)                                                           \
-    case count:                                                                         \
-        for (; panel + together <= end; panel += together)                              \
-            tile(kind, count, together, p, x, row, panel, out);                         \
-        for (; panel < end; panel++) tile(kind, count, 1, p, x, row, panel, out);       \
+#define ROWS(count, together)                                                            \
+    case count:                                                                          \
+        for (; panel + together <= end; panel += together)                               \
+            tile(kind, count, together, p, x, row, panel, ahead, out);                   \
+        for (; panel < end; panel++) tile(kind, count, 1, p, x, row, panel, ahead, out); \
         break;
+
+// Rows [row, row + count] with the panels up to `end`.
+INLINE void panels_with(const Kind kind, const Product *p, const void *x, int64_t row, int64_t count, int64_t panel,
+                        int64_t end, const Ahead *ahead, const Out *out) {
+    switch (count) {
+#if defined(__AVX512F__)
+        ROWS(1, 1) ROWS(2, 1) ROWS(3, 1) ROWS(4, 1) ROWS(5, 1) ROWS(6, 1) ROWS(7, 1)
+        ROWS(8, 1) ROWS(9, 1) ROWS(10, 1) ROWS(11, 1) ROWS(12, 1)
+        ROWS(13, 1) ROWS(14, 1)
+#else
+        ROWS(1, 4) ROWS(2, 2) ROWS(3, 1) ROWS(4, 1)
+#endif
+    }
+}
 
 INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t rows, const Out *out, int64_t first,
                       int64_t last) {
-    const int64_t words = kind == FLOAT_WEIGHTS ? p->inputs : (p->inputs + 1) / 2, fit = PANELS_HELD / (words * PANEL * 4);
-    // For many rows as many panels as stay in a core's cache.
-    const int64_t block = rows <= MOST_ROWS ? last - first : fit > 1 ? fit : 1;
+    const int64_t of_bytes = (p->inputs + 3) / 4, of_pairs = (p->inputs + 1) / 2;
+    const int64_t words = kind == FLOAT_WEIGHTS ? p->inputs : kind == BYTE_WEIGHTS ? of_bytes : of_pairs;
+    const int64_t panel = words * PANEL, fit = PANELS_HELD / (panel * 4);
+    const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, each = groups ? (rows + groups - 1) / groups : 0;
+    // For many rows as many panels as stay in a core's cache. For a few groups of rows one: the first two groups fetch
+    // half of the next panel each, so that all of them compute while memory is read.
+    const int64_t block = groups <= 1 ? last - first : groups <= FEW_GROUPS ? 1 : fit > 1 ? fit : 1;
+    const int next = groups > 1 && groups <= FEW_GROUPS;
     for (int64_t begin = first; begin < last; begin += block) {
         const int64_t end = begin + block < last ? begin + block : last;
-        for (int64_t row = 0; row < rows; row += MOST_ROWS) {
-            int64_t panel = begin;
-            switch (rows - row < MOST_ROWS ? rows - row : MOST_ROWS) {
-#if defined(__AVX512F__)
-                ROWS(1, 1) ROWS(2, 1) ROWS(3, 1) ROWS(4, 1) ROWS(5, 1) ROWS(6, 1)
-                ROWS(7, 1) ROWS(8, 1) ROWS(9, 1) ROWS(10, 1) ROWS(11, 1) ROWS(12, 1)
-#else
-                ROWS(1, 4) ROWS(2, 2) ROWS(3, 1) ROWS(4, 1)
-#endif
-            }
+        for (int64_t group = 0; group < groups; group++) {
+            const int64_t row = group * each, count = rows - row < each ? rows - row : each;
+            Ahead ahead = {{AHEAD * LANES, AHEAD * LANES}};
+            if (next) ahead = (Ahead){{group == 0 ? panel : 0, group == 1 ? panel : 0}};
+            panels_with(kind, p, x, row, count, begin, end, &ahead, out);
         }
     }
 }

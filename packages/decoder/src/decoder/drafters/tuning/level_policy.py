@@ -22,7 +22,7 @@ class Expected(NamedTuple):
     cost: float
 
 
-class _Average:
+class Average:
     """Of all observations at first, then of the newest ones."""
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class LevelPolicy:
     def __init__(self, most: int, first: int = 1, texts: int = 1):
         """For steps that about so many ``texts`` take together, each telling of them; ``first`` levels at first."""
         self.levels = self.best = min(first, most)
-        self._tokens, self._cost, self._drafting = ([_Average() for _ in range(most + 1)] for _ in range(3))
-        self._rest = _Average(), _Average()  # of steps without levels and with some
-        self._resting = _Average()  # seconds of a step that rests
-        self._looked = _Average(), _Average()  # tokens and seconds of the others
+        self._tokens, self._cost, self._drafting = ([Average() for _ in range(most + 1)] for _ in range(3))
+        self._rest = Average(), Average()  # of steps without levels and with some
+        self._resting = Average()  # seconds of a step that rests
+        self._looked = Average(), Average()  # tokens and seconds of the others
         self._texts, self._told = texts, 0
 
     @property
