@@ -4,10 +4,10 @@
 
 Writes OUT/train-NNN.npy and OUT/validation-NNN.npy, [rows, tokens] uint32, which `heads-train --data.source OUT` reads.
 A row is filled to the end: where an answer is over the next prompt follows in the same conversation, so that nothing is
-padded and every token stands in the context in which the model wrote it. Some of the prompts are written by the model as
-well, since a chat template that ends where the user speaks makes it ask a question (Magpie, arXiv 2406.08464): these are
-as many and as different as one likes. The decoder writes many rows together. A file that is there is not written again:
-a cut run goes on with the file it was at.
+padded and every token stands in the context in which the model wrote it. Some of the prompts are the model's own, too:
+behind a chat template that ends where the user speaks it writes a question (Magpie, arXiv 2406.08464), and there is no
+end of different ones. The decoder writes many rows together. A file that is there is not written again: a cut run goes
+on with the file it was at.
 """
 
 import argparse
@@ -45,8 +45,10 @@ QUESTION = "(the question)"
 
 @dataclass
 class Row:
-    """One text in the making: the prompts that it takes one after another, each with the sampling of what the model writes
-    behind it, and its token ids."""
+    """One text in the making: the prompts that it takes one after another, and its token ids.
+
+    With each prompt comes how the text behind it is sampled.
+    """
 
     prompts: Iterator[tuple[list[int], SamplingParams]]
     ids: list[int]
@@ -76,8 +78,10 @@ def write_rows(dec: Decoder, rows: list[Row], tokens: int, together: int) -> np.
 def chat_prompts(
     tokenizer, questions: list[list[str]] | None, sampling: SamplingParams, rng: random.Random
 ) -> Iterator[tuple[list[int], SamplingParams]]:
-    """A conversation's user messages, questions of any list alike, as token ids up to where the assistant speaks. Without
-    lists the model writes the messages, too: then the ids up to where the user speaks come before each."""
+    """A conversation's user messages, questions of any list alike, as token ids up to where the assistant speaks.
+
+    Without lists the model writes the messages, too: then the ids up to where the user speaks come before each.
+    """
 
     def asked() -> dict[str, str]:
         return {"role": "user", "content": rng.choice(rng.choice(questions)) if questions else QUESTION}

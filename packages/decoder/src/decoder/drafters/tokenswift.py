@@ -169,7 +169,7 @@ class TunedTokenSwift(CostTuned):
         return with_pass.best > 0 and with_pass.rate(with_pass.best) > without.rate(without.best)
 
     def _own_level_could_pay(self, without: LevelPolicy) -> bool:
-        """Whether it would if its first token were always right, and heads behind it brought what they bring without."""
+        """Whether it would if its first token were always right, and heads behind it as good as without it."""
         if self._pass_seconds.seen < _TIMED:
             return True
         tokens, seconds = without.tokens(0, without.best), without.seconds(without.best)
