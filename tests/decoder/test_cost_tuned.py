@@ -491,7 +491,7 @@ def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model
         out = dec.generate(prompt, 400, "auto", sampling)
         assert out.token_ids == dec.generate(prompt, 400, "ar", sampling).token_ids
         if pays:
-            # Two steps and then up to 256 of rest; the index has taken in all tokens whenever it is asked.
+            # Four steps and then up to 256 of rest; the index has taken in all tokens whenever it is asked.
             assert 8 <= len(looked) <= 40 and looked == sorted(looked) and looked[-1] > 300
         else:
             assert len(looked) > 0.8 * out.stats.steps and out.stats.steps < 200
@@ -509,7 +509,7 @@ def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget)
     monkeypatch.setattr(LevelPolicy, "rest_pays", True)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._SHORTEST_REST", 7)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LONGEST_REST", 7)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LOOK", 5)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned.LOOKS", 5)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._MANY", 100)
     monkeypatch.setattr("decoder.drafters.tokenswift._TURN", 8)
     rested, current, commit = [], [], CostTuned.commit

@@ -214,11 +214,29 @@ def test_a_rest_is_tried_now_and_then_and_taken_where_it_gives_clearly_more_toke
         if policy.tries_rest:
             tried.append(step)
     assert len(tried) == 2 and not policy.rest_pays  # behind 96 steps and 384 more
-    clearly = 0.94 if policy.best == 0 else 0.85
-    for seconds, pays in ((1.1 * clearly, False), (0.8 * clearly, True)):
+
+    def compare(rest, tokens, seconds):
+        """The first step behind a rest takes longer, and one of them is disturbed."""
+        policy.observe_rest(rest)
+        for disturbed in (2.0, 1.0, 9.0, 1.0, 1.0):
+            policy.observe_look(tokens, disturbed * seconds)
+
+    clearly = 0.97 if policy.best == 0 else 0.93
+    for share, pays in ((1.02 * clearly, False), (0.98 * clearly, True), (1.1, False)):
         for _ in range(20):
-            policy.observe_rest(seconds * 1.3 / 1.2)
+            compare(share * 1.3 / 1.2, 1.2, 1.3)
         assert policy.rest_pays == pays
-    for _ in range(100):
-        policy.observe_look(2.0, 1.4)
-    assert not policy.rest_pays
+
+
+def test_a_machine_that_changes_its_speed_between_rests_changes_nothing():
+    """Each rest is compared with the steps behind it and not with those of another time."""
+    policy = LevelPolicy(most=1)
+    for step in range(40):
+        slow = 1.0 + 0.4 * (step % 2)
+        policy.observe_rest(slow * 1.0)
+        for _ in range(6):
+            policy.observe_look(1.2, slow * 1.15)
+        slow = 2.4 - slow
+        for _ in range(20):
+            policy.observe_look(1.2, slow * 1.15)
+        assert not policy.rest_pays

@@ -12,7 +12,7 @@ from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import Level, LevelsWanted, State
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
-from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
+from decoder.drafters.tuning.level_policy import LOOKS, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -25,7 +25,7 @@ _BEAM = 4  # branches of a level that the next one goes on from
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
 _SHORTEST_REST, _LONGEST_REST = 8, 256  # steps; each rest of a text in a row is twice as long as the one before
 _WARM = 4  # steps of a rest before its time counts: the first ones find other weights in the processor's caches
-_LOOK = 2  # steps between two rests that pay
+_RECENT = 8  # steps of a rest, the last ones, whose time counts
 _MANY = 3  # tokens of one step after which the next ones may bring as many: no time to rest
 
 
@@ -235,7 +235,7 @@ class CostTuned:
         if self.context.running() > 1 or self.context.target.draws_whole_trees:
             return  # the time of other texts, or of a device, tells nothing of this one's
         self._policy.observe_look(self._expected[-1].tokens, seconds)
-        if self._policy.rest_pays and self._looked >= _LOOK:
+        if self._policy.rest_pays and self._looked >= LOOKS:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
         elif self._policy.tries_rest and self._typical and tokens < _MANY:
             self._rest = _SHORTEST_REST
@@ -251,7 +251,7 @@ class CostTuned:
     def _end_rest(self) -> None:
         self._looked = 0
         if self.context.running() == 1:
-            self._policy.observe_rest(self.context.target.ranks.agree(median(self._rested[_WARM:])))
+            self._policy.observe_rest(self.context.target.ranks.agree(median(self._rested[_WARM:][-_RECENT:])))
 
     def finish(self, statistics: Statistics) -> None:
         pass

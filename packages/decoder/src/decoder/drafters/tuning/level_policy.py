@@ -1,6 +1,7 @@
 """How many levels of draft heads to run: a bandit whose arms are the numbers of levels, none among them."""
 
 from collections.abc import Sequence
+from statistics import fmean, median
 from typing import NamedTuple
 
 _FIRST = 4  # steps for which a number of levels is run when it is tried first
@@ -8,10 +9,11 @@ _TRIAL = 48  # steps in which each number next to the best one is run once, to s
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
 _REST_TRIAL, _FIRST_REST = 384, 96  # steps between two trials of resting, and before the first
-# Of the time of other steps, where levels do not pay and where they do: a rest must take less. Averages of other steps
-# lag behind a machine that changes, and in rests little is learnt.
-_CLEARLY = 0.94, 0.85
-_LEARN_REST = 0.25  # weight of the newest rest in their average; each is the average of some steps
+# What steps that look for drafts bring, of what a rest brings in their time: a rest pays below that, where levels do
+# not pay and where they do.
+_CLEARLY = 0.97, 0.93
+_LEARN_REST = 0.25  # weight of the newest comparison in their average; each is of some steps
+LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
 
@@ -47,7 +49,8 @@ class LevelPolicy:
     judged by how busy a shared machine was then.
 
     Where not even looking for drafts pays, a text rests (`rest_pays`): a plain step takes longer where drafts were
-    looked for and none found, with a small model by a fifth. It is tried now and then.
+    looked for and none found, with a small model by a fifth. It is tried now and then. The last steps of a rest are
+    compared with the first ones behind it, since a shared machine may be a third slower from one second to the next.
 
     ``levels`` is how many are to be run now, and ``best`` the number that gives most by all that was seen.
     """
@@ -57,8 +60,9 @@ class LevelPolicy:
         self.levels = self.best = min(first, most)
         self._tokens, self._cost, self._drafting = ([Average() for _ in range(most + 1)] for _ in range(3))
         self._rest = Average(), Average()  # of steps without levels and with some
-        self._resting = Average()  # seconds of a step that rests
-        self._looked = Average(), Average()  # tokens and seconds of the others
+        self._rest_seconds = 0.0  # of a step of the newest rest
+        self._looks: list[tuple[float, float]] | None = None  # tokens and seconds of the first steps behind it
+        self._looking = Average()  # what these bring, of what resting brings in their time
         self._texts, self._told = texts, 0
 
     @property
@@ -84,10 +88,8 @@ class LevelPolicy:
 
     @property
     def rest_pays(self) -> bool:
-        """Whether steps that rest give clearly more tokens per second than those that look for drafts, as they are."""
-        tokens, seconds = self._looked
-        share = _CLEARLY[self.best > 0]
-        return bool(self._resting.seen) and self._resting.value * tokens.value < share * seconds.value
+        """Whether steps that rest give clearly more tokens per second than those that look for drafts."""
+        return bool(self._looking.seen) and self._looking.value < _CLEARLY[self.best > 0]
 
     @property
     def tries_rest(self) -> bool:
@@ -95,13 +97,18 @@ class LevelPolicy:
         return self.steps % _REST_TRIAL == _FIRST_REST
 
     def observe_rest(self, seconds: float) -> None:
-        """Steps of a rest took so many ``seconds`` each."""
-        self._resting.observe(seconds, _LEARN_REST)
+        """A rest has ended, whose last steps took so many ``seconds`` each."""
+        self._rest_seconds, self._looks = seconds, []
 
     def observe_look(self, tokens: float, seconds: float) -> None:
         """A step that looked for drafts was expected to bring so many ``tokens`` and took so many ``seconds``."""
-        for average, value in zip(self._looked, (tokens, seconds), strict=True):
-            average.observe(value)
+        if self._looks is None:
+            return
+        self._looks.append((tokens, seconds))
+        if len(self._looks) == LOOKS:
+            of_tokens, of_seconds = zip(*self._looks[1:], strict=True)
+            self._looking.observe(fmean(of_tokens) * self._rest_seconds / median(of_seconds), _LEARN_REST)
+            self._looks = None
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
         """A step whose verification costs ``cost`` took ``drafting`` seconds for drafts and ``rest`` for all else.

@@ -13,7 +13,7 @@ from decoder.sampling.token_tree import TokenTree
 
 WIDEST = 64
 _MEASURED = 1, 2, 4, 8, 14, 16, 32, WIDEST  # the native library reads weights once for up to 14 rows
-_DEAR = 3.0  # in plain steps; from there on a node costs about as much as any other
+_DEAR = 2.0  # in plain steps; from there on a node costs about as much as any other
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
