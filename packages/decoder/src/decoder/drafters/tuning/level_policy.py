@@ -11,7 +11,7 @@ _LEARN = 0.02  # weight of the newest observation in an average
 _REST_TRIAL, _FIRST_REST = 384, 96  # steps between two trials of resting, and before the first
 # What steps that look for drafts bring, of what a rest brings in their time: a rest pays below that, where levels do
 # not pay and where they do.
-_CLEARLY = 0.97, 0.93
+_CLEARLY = 0.94, 0.85
 _LEARN_REST = 0.25  # weight of the newest comparison in their average; each is of some steps
 LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that

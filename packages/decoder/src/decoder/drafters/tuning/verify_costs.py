@@ -12,8 +12,7 @@ from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
 WIDEST = 64
-_MEASURED = 1, 2, 4, 8, 14, 16, 32, WIDEST  # the native library reads weights once for up to 14 rows
-_DEAR = 2.0  # in plain steps; from there on a node costs about as much as any other
+_DEAR = 3.0  # in plain steps; from there on a node costs about as much as any other
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
 
@@ -43,7 +42,7 @@ class VerifyCosts:
         return self._tables[key]
 
     def _measure(self, cache: FullCache) -> list[float]:
-        """Some numbers are measured as far as trees may pay, others interpolated; more nodes never cost less."""
+        """Powers of two are measured as far as trees may pay, others interpolated; more nodes never cost less."""
         target, length = self.target, cache.length
         narrowest, most = target.width(1), target.most_nodes or WIDEST
         recorded = target.recorder is not None and cache.recordable
@@ -53,7 +52,7 @@ class VerifyCosts:
                 # Attention takes two products for one here, but only in one of `STRIDE` places: one token further on.
                 target.forward([TokenTree(0)], [cache])
                 cache.keep([0])
-            for nodes in sorted({min(nodes, most) for nodes in (*_MEASURED, narrowest)}):
+            for nodes in sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)}):
                 # The first pass of a width prepares it, and on CUDA the second is recorded.
                 seconds[nodes] = min(self._seconds(nodes, cache) for _ in range(5 if recorded else 3))
                 if nodes > max(4, narrowest) and seconds[nodes] > _DEAR * seconds[1]:
