@@ -22,7 +22,7 @@ from decoder.stats import Statistics
 _TURN = 64  # steps in which drafting with or without a draft pass is tried, and finds its number of levels
 _TURNS = 16  # turns of so many steps, of which each of the two gets one to be tried
 _TIMED = 4  # draft passes from which on their time is known
-_HOPE = 1.1  # by how much it must look better before it is tried: the pass is not always right, nor heads behind it
+_MARGIN = 1.1  # how much better it must look to be tried: neither the pass nor heads behind it are always right
 _FIRST_GUESS = 0.3  # how likely the best of what a text has repeated is right, before any was seen
 
 
@@ -174,7 +174,7 @@ class TunedTokenSwift(CostTuned):
         if self._pass_seconds.seen < _TIMED:
             return True
         tokens, seconds = without.tokens(0, without.best), without.seconds(without.best)
-        return (1 + tokens) * seconds > _HOPE * tokens * (seconds + self._pass_seconds.value)
+        return (1 + tokens) * seconds > _MARGIN * tokens * (seconds + self._pass_seconds.value)
 
     def _state(self, cache: FullCache, sampler: Sampler) -> torch.Tensor | None:
         if not self._own_level:
