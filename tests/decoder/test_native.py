@@ -173,6 +173,33 @@ def test_a_layer_that_gives_wrong_numbers_is_left_off(dtype, monkeypatch):
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 40, 64, 200])
+def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
+    """Whether or not gate and up end with a panel of weights, so that a thread has the same columns of both."""
+    if not native.multiplies(dtype):
+        pytest.skip("this processor does not multiply bfloat16")
+    model = tiny_llama(dtype, intermediate_size=width)
+    for parameter in model.model.layers[0].mlp.parameters():
+        parameter.data.mul_(20)  # gates from -90 to 90
+    layer, fused = next(iter(fused_layer.fused_layers(Decoder(model).target.replacements() and model.modules()).items()))
+    hidden = torch.randn(1, 13, model.config.hidden_size).to(dtype)
+    attended = torch.zeros(13, model.config.hidden_size, dtype=dtype)
+    threads = torch.get_num_threads()
+    with torch.inference_mode():
+        normed = layer.post_attention_layernorm.double()(hidden.double())
+        expected = hidden.double() + layer.mlp.double()(normed)
+        try:
+            torch.set_num_threads(3)
+            found = fused.native.behind_attention(attended, hidden)
+            torch.set_num_threads(1)
+            alone = [fused.native.behind_attention(attended[row : row + 1], hidden[:, row : row + 1]) for row in range(13)]
+        finally:
+            torch.set_num_threads(threads)
+    assert near(found, expected, dtype) and torch.equal(torch.cat(alone, 1), found)
+
+
+@needs_native
 def test_attention_that_gives_wrong_numbers_is_left_off_with_a_warning(prompt, monkeypatch):
     expected = Decoder(tiny_llama(torch.float32), bitwise=False).generate(prompt, 30, "ar", SAMPLING).token_ids
     right = native_attention.native_attention

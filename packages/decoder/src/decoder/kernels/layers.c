@@ -85,12 +85,10 @@ static void share_behind_attention(
                  row_of(normed, r * l->size, is_bf16), is_bf16);
 #pragma omp barrier
         const Out to_gate_up = {gate_up, NULL, 0, 0};
-        share(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
-#pragma omp barrier
-        const int64_t pieces = (width + LANES - 1) / LANES;
+        const Columns mine = share_halves(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
         for (int64_t r = 0; r < count; r++)
-            for (int64_t piece = pieces * thread / all; piece < pieces * (thread + 1) / all; piece++) {
-                const int64_t i = piece * LANES, left = width - i;
+            for (int64_t i = mine.first; i < mine.last; i += LANES) {
+                const int64_t left = mine.last - i;
                 const vec gate = load(gate_up, r * 2 * width + i, 0, left);
                 const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
                 store(gated, r * width + i, is_bf16, silu(gate) * up, left);

@@ -126,32 +126,17 @@ INLINE float largest_of(vec x) {
     return x[0];
 }
 
-// e^x for x <= 0, within 2 units of the last place; next to nothing below -87.
-INLINE vec exponential(vec x) {
-    x = larger(splat(-87), x);
-    vec n = x * 1.44269504f;
-    n = (n + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to a whole number
-    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+INLINE vec to_whole(vec x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    return (vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
 }
 
-// 2^x for x <= 0, within 2 units of the last place; 0 below -200.
-INLINE vec power_of_two(vec x) {
-    x = larger(splat(-200), x);
-#if defined(__AVX512F__)
-    const vec n = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    const vec n = (vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#endif
-    const vec f = x - n;  // the series of 2^f: powers of log 2 over factorials
-    vec p = splat(1.5403530393e-4f);
+// 2^(n + f) of a whole n <= 126 and a fraction f, at most 1/2 from zero; 0 where n is small.
+INLINE vec power_of(vec n, vec f) {
+    vec p = splat(1.5403530393e-4f);  // the series of 2^f: powers of log 2 over factorials
     p = p * f + 1.3333558146e-3f;
     p = p * f + 9.6181291076e-3f;
     p = p * f + 5.5504108665e-2f;
@@ -166,10 +151,31 @@ INLINE vec power_of_two(vec x) {
 #endif
 }
 
-// x / (1 + e^-x), where the exponential never has a positive argument.
+// 2^x for x <= 0, within 2 units of the last place; 0 below -200.
+INLINE vec power_of_two(vec x) {
+    x = larger(splat(-200), x);
+    const vec n = to_whole(x);
+    return power_of(n, x - n);
+}
+
+// a b + c, rounded once.
+INLINE vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// x / (1 + e^-x).
 INLINE vec silu(vec x) {
-    const vec small = exponential(choose(x > 0, -x, x));
-    return x * choose(x > 0, splat(1), small) / (1 + small);
+    const vec y = -larger(splat(-87), -larger(splat(-87), x));  // from -87 to 87
+    const vec n = to_whole(y * -1.44269504f);
+    // -y / log 2 - n: the second product is what the first one lacks of the logarithm's digits.
+    const vec f = fused(y, splat(-1.92596303e-8f), fused(y, splat(-1.44269504f), -n));
+    return x / (1 + power_of(n, f));
 }
 
 INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x + at * (is_bf16 ? 2 : 4); }
@@ -196,6 +202,16 @@ typedef struct {
 
 // A thread's share of a product. x is bfloat16 only where `multiplies_bf16`.
 INNER void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
+
+// Some columns of a matrix: [first, last).
+typedef struct {
+    int64_t first, last;
+} Columns;
+
+// A thread's share of a product whose outputs are two halves of a kind, gate and up. Returns the columns in which both
+// are there for this thread to read, its part of a half's: where it has computed them itself, it need not wait.
+INNER Columns share_halves(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
 
 // x / sqrt(mean(x^2) + eps) * weight.
 INNER void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16);

@@ -164,16 +164,36 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
     }
 }
 
-void share(
-    const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int thread, int threads) {
-    const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
-    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+// Panels [first, last) of a product.
+static void some_panels(
+    const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int64_t first,
+    int64_t last) {
     if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
     else if (p->kind == BYTES) panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
 #if defined(__AVX512BF16__)
     else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
 #endif
     else panels_of(BF16_WEIGHTS, p, x, rows, out, first, last);
+}
+
+void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
+    const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
+    some_panels(p, x, x_is_bf16, rows, out, panels * thread / threads, panels * (thread + 1) / threads);
+}
+
+Columns share_halves(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
+    const int64_t half = p->outputs / 2, panels = half / PANEL;
+    if (half % PANEL) {  // a panel belongs to both halves
+        share(p, x, x_is_bf16, rows, out, thread, threads);
+#pragma omp barrier
+        const int64_t vectors = (half + LANES - 1) / LANES, last = vectors * (thread + 1) / threads * LANES;
+        return (Columns){vectors * thread / threads * LANES, last < half ? last : half};
+    }
+    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+    some_panels(p, x, x_is_bf16, rows, out, first, last);
+    some_panels(p, x, x_is_bf16, rows, out, panels + first, panels + last);
+    return (Columns){first * PANEL, last * PANEL};
 }
 
 int multiplies_bf16(void) {
