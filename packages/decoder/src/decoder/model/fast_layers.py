@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from decoder.kernels.activations import activations
 from decoder.kernels import native_attention
 from decoder.kernels.fast_paths import FUSED, MODEL, NATIVE, NORMS, PACKED, ROTARY, FastPaths, in_words
 from decoder.kernels.int4 import dtype_name
@@ -55,12 +56,14 @@ class FastLayers(NamedTuple):
 
 
 def tested_layers(modules: Sequence[nn.Module], shared: SharedLayers, paths: FastPaths) -> dict[nn.Module, Callable]:
-    """By module, its other forward: whole decoder layers where they can be fused, and norms and products elsewhere.
+    """By module, its other forward: decoder layers where they can be fused, elsewhere norms, products and activations.
 
     Layers that processes share have forwards of transformers' in them, and are not fused.
     """
     parts = [*modules, *shared.modules]
     found = tested_norms(parts, paths) | tested_products(parts, paths)
+    if paths.device.type == "cpu":
+        found |= activations(parts)
     found |= shared.forwards(found)
     fused = tested_fused(modules, paths, found)
     within = {inner for layer in fused for inner in layer.modules()}

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.kernels import attention as attention_kernel
+from decoder.kernels.activations import silu
 from decoder.kernels.attention import TextInPass, attend_natively, by_position, more_than_causal, tree_attention
 from decoder.kernels.bitwise_pass import attend_texts
 from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
@@ -127,7 +127,7 @@ class FusedLayer:
             return native_layer.behind_attention(attended, hidden_states)
         hidden = self.products["o"].product(attended.view(1, tokens, -1)).add_(hidden_states)
         gate, up = self.products["gate_up"].product(self._norm_between(hidden)).chunk(2, -1)
-        return self.products["down"].product(functional.silu(gate).mul_(up)).add_(hidden)
+        return self.products["down"].product(silu(gate).mul_(up)).add_(hidden)
 
     @property
     def kind(self) -> Hashable:
