@@ -440,6 +440,68 @@ def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch, librari
     assert (drafted.token_ids, drafted.logprobs) == (plain.token_ids, plain.logprobs)
 
 
+@pytest.mark.parametrize("change", ["autocast", "threads"])
+def test_what_changes_while_a_text_is_generated_is_told(prompt, change, caplog):
+    auto, demanded = (Decoder(tiny_llama(torch.float32), bitwise=wanted) for wanted in ("auto", True))
+    threads = torch.get_num_threads()
+    streams = [dec.stream(prompt, 40, "suffix", ignore_eos=True) for dec in (auto, demanded)]
+    for stream in streams:
+        next(stream)
+    try:
+        if change == "threads":
+            torch.set_num_threads(threads + 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+            assert sum(len(chunk.token_ids) for chunk in streams[0]) > 20
+            assert not auto.bitwise and f"{change} changed while a text was generated" in auto.report()
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            with pytest.raises(ValueError, match=f"bitwise does not hold any more: .*{change} changed"):
+                next(streams[1])
+    finally:
+        torch.set_num_threads(threads)
+    for dec in (auto, demanded):
+        dec.generate(prompt, 3, "ar")
+        assert dec.bitwise
+
+
+@pytest.mark.parametrize("change", ["class", "hook"])
+def test_what_replaces_a_layer_from_outside_takes_effect(prompt, change, monkeypatch):
+    """Another forward in the class, and a hook on all modules."""
+    model = tiny_llama(torch.float32)
+    dec, mlp = Decoder(model), type(model.model.layers[0].mlp)
+    before = dec.generate(prompt, 20, "ar", SAMPLINGS[0]).token_ids
+    if change == "class":
+        monkeypatch.setattr(mlp, "forward", lambda self, x: self.down_proj(functional.relu(self.gate_proj(x))))
+        handle = None
+    else:
+
+        def doubled(module, args, out):
+            return 2 * out if isinstance(module, mlp) else None
+
+        handle = nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+        drafted = dec.generate(prompt, 20, "suffix", SAMPLINGS[0]).token_ids
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert drafted == expected != before
+
+
+def test_auto_leaves_it_off_where_it_is_dear(monkeypatch):
+    model = tiny_llama(torch.float32)
+    model.model.layers[1].mlp.down_proj.forward = leaning(model.model.layers[1].mlp.down_proj.forward)
+    monkeypatch.setattr(bitwise_test, "_seconds", lambda *given: (1.0, 1.9))
+    dec = Decoder(model)
+    assert not dec.bitwise and "take 1.9 times as long" in dec.target.bitwise.reason
+    assert Decoder(model, bitwise=True).bitwise
+
+
+def test_a_head_without_weights_is_refused_in_a_sentence():
+    model = torch.ao.quantization.quantize_dynamic(tiny_llama(torch.float32), {nn.Linear})
+    with pytest.raises(ValueError, match=r"the language-model head .* quantise the other layers alone"):
+        Decoder(model)
+
+
 def test_weights_that_another_library_packs_are_tested_again(prompt, monkeypatch):
     """Half precision holds some weights and not others, and its products need other numbers of rows."""
     model = tiny_llama(torch.float32)
@@ -467,6 +529,8 @@ def test_float64_and_switching_off(prompt):
     assert not Decoder(tiny_llama(torch.float32), bitwise=False).bitwise
     with pytest.raises(ValueError, match="bitwise must be True, False or 'auto', not 'yes'"):
         Decoder(tiny_llama(), bitwise="yes")
+    with pytest.raises(ValueError, match="bitwise must be True, False or 'auto', not 1"):
+        Decoder(tiny_llama(), bitwise=1)
 
 
 def test_slots_nobody_wrote_to_are_finite(exact, prompt):

@@ -752,6 +752,15 @@ def test_another_number_of_threads_is_refused_when_a_bitwise_run_is_resumed(comm
     assert command.main([*arguments, "--resume"]) == 0
 
 
+def test_other_products_are_refused_when_a_bitwise_run_is_resumed(common, tmp_path, capsys, monkeypatch):
+    """Where packed weights do not fit into memory any more, others compute, and sum in another order."""
+    length = ["--dtype", "float32", "--max-new-tokens", "9", "--ignore-eos", "--output", str(tmp_path / "text")]
+    assert command.main([*common, *length]) == 0
+    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda: 0)
+    assert command.main([*common, *length, "--resume"]) == 2
+    assert "was begun with computed_by " in capsys.readouterr().err
+
+
 def test_a_text_goes_on_with_the_cache_that_it_was_begun_with(folders, tmp_path, capsys):
     """In host memory or not does not matter; rounded or not is another model."""
     arguments = [

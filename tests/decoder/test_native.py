@@ -182,7 +182,9 @@ def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
     model = tiny_llama(dtype, intermediate_size=width)
     for parameter in model.model.layers[0].mlp.parameters():
         parameter.data.mul_(20)  # gates from -90 to 90
-    layer, fused = next(iter(fused_layer.fused_layers(Decoder(model).target.replacements() and model.modules()).items()))
+    layer, fused = next(
+        iter(fused_layer.fused_layers(Decoder(model).target.replacements() and model.modules()).items())
+    )
     hidden = torch.randn(1, 13, model.config.hidden_size).to(dtype)
     attended = torch.zeros(13, model.config.hidden_size, dtype=dtype)
     threads = torch.get_num_threads()
@@ -193,7 +195,9 @@ def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
             torch.set_num_threads(3)
             found = fused.native.behind_attention(attended, hidden)
             torch.set_num_threads(1)
-            alone = [fused.native.behind_attention(attended[row : row + 1], hidden[:, row : row + 1]) for row in range(13)]
+            alone = [
+                fused.native.behind_attention(attended[row : row + 1], hidden[:, row : row + 1]) for row in range(13)
+            ]
         finally:
             torch.set_num_threads(threads)
     assert near(found, expected, dtype) and torch.equal(torch.cat(alone, 1), found)

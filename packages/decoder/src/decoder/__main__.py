@@ -30,7 +30,6 @@ from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Decoder, methods
 from decoder.drafters import METHODS
-from decoder.kernels import native
 from decoder.kernels.int4 import dtype_name
 from decoder.loader import device_named
 from decoder.model.loading import out_of_memory, read_config, read_tokenizer
@@ -187,8 +186,11 @@ class _Run:
         request |= {"dtype": dtype_name(model), "model": {"sha256": fingerprint(model)}}
         request["bitwise"] = self.decoder.bitwise
         if self.decoder.bitwise:
-            # With another number of threads, or without the native library, sums may have another order.
-            request["threads"], request["native_library"] = torch.get_num_threads(), native.library_name()
+            # With another number of threads, or by other libraries, sums may have another order.
+            request["threads"], request["computed_by"] = (
+                torch.get_num_threads(),
+                self.decoder.target.bitwise.computed_by(),
+            )
         self.ranks.first(lambda: self._check_request(request))
         kept = None if self.transcript is None else (self.transcript.token_ids, self.transcript.finish_reason)
         token_ids, finish_reason = self.ranks.agree(kept) or (list[int](), None)

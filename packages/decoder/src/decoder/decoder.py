@@ -315,7 +315,7 @@ class Decoder:
     @property
     def bitwise(self) -> bool:
         """Whether the bits of a token's logits depend only on the tokens before it; if not, `report` says why."""
-        return self.target.bitwise.rule is not None
+        return self.target.bitwise.holds
 
     def audit(self, output: GenerationOutput) -> Audit:
         """Score a finished generation again, to tell a floating-point tie from a fault; see `decoder.audit`."""

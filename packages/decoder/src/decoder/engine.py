@@ -100,6 +100,7 @@ class Engine:
             self._preempt()
             self._admit()
             self._prefill()
+            self.target.bitwise.check()
             stepped = [sequence for sequence in self.running if sequence not in self._prefills]
             tokens = self.decode([sequence for sequence in stepped if not sequence.done])
         self.running = [sequence for sequence in self.running if not sequence.done]

@@ -6,19 +6,23 @@ never decides between two tokens whose scores are nearly equal.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
+from decoder.kernels import native
 from decoder.kernels.bitwise_attention import SPARE, Rule
 from decoder.kernels.cublas import rounds_to_tf32
 from decoder.kernels.fast_paths import BITWISE, RECORDED, fault_of
 from decoder.kernels.packed_linear import product_of, under_autocast
 from decoder.model import bitwise_attention_test, bitwise_test
+from decoder.model.fused_layer import FusedLayer
 
 if TYPE_CHECKING:
     from decoder.model.target import Target
@@ -91,6 +95,8 @@ _found: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PassRule | None, str]
 # With the last one all passes have the same width.
 _WIDTHS = ((1, 1, None), (2, 1, None), (3, 3, None), (4, 4, None), (8, 8, None), (16, 16, 16))
 
+_DEAR = 1.2  # in times of a pass without a rule: what "auto" does not pay
+
 # On CUDA libraries choose other kernels for other numbers of rows, so all passes have this width. In half precision a
 # product of so many rows takes about as long as reading its weights, and trees of the paper's size fit. More rows would
 # be cut into tiles, whose sums may be split in different ways.
@@ -109,15 +115,18 @@ class Bitwise:
     Attributes:
         rule: the rule, None while bitwise decoding is off.
         reason: why it is off, or which rule holds.
+        holds: whether the bits are as promised: there is a rule, and nothing has changed under a running generation.
     """
 
     def __init__(self, target: "Target", wanted: BitwiseSetting = False):
-        if wanted not in (True, False, "auto"):
+        if not isinstance(wanted, bool) and wanted != "auto":
             raise ValueError(f"bitwise must be True, False or 'auto', not {wanted!r}")
         self._target, self.wanted = target, wanted
         self.rule: PassRule | None = None
         self.reason = "not asked for"
+        self.holds = False
         self._tested: Hashable = None
+        self._around: tuple = ()
 
     def refresh(self) -> None:
         """Test again if what a pass runs has changed since the last test: layers, hooks, dtype, threads, fast paths.
@@ -138,10 +147,44 @@ class Bitwise:
             self._tested, self.rule, self.reason = state, rule, reason
             if rule is None:
                 _log.info("bitwise is off: %s", reason)
-        if self.rule is None and self.wanted is True:
+        self.holds, self._around = self.rule is not None, _around()
+        if not self.holds and self.wanted is True:
             self._tested = None
             raise ValueError(f"bitwise cannot be had here: {self.reason}; leave it at 'auto' or switch it off")
-        self._target.paths.enter(BITWISE, self.rule is not None, self.reason)
+        self._target.paths.enter(BITWISE, self.holds, self.reason)
+
+    def check(self) -> None:
+        """Look, before a step, at what the user may change in a running generation: autocast, threads, TF32.
+
+        Raises:
+            ValueError: it has changed, and bitwise decoding is demanded. With "auto" it is off from then on.
+        """
+        if not self.holds or (now := _around()) == self._around:
+            return
+        names = ("the number of threads", "autocast", "TF32")
+        changed = [name for name, old, new in zip(names, self._around, now, strict=True) if old != new]
+        self.holds, self._tested = False, None
+        self.reason = f"{' and '.join(changed)} changed while a text was generated"
+        if self.wanted is True:
+            raise ValueError(f"bitwise does not hold any more: {self.reason}; leave it as it was until the text ends")
+        _log.warning("bitwise is off: %s", self.reason)
+        self._target.paths.leave_off(BITWISE, self.reason)
+
+    def computed_by(self) -> str:
+        """What the bits depend on beside the model, its dtype and the number of threads, to compare two runs by."""
+        replacements = self._target.replacements().layers
+        products = Counter[str]()
+        for module in self._target.model.modules():
+            other = replacements.get(module)
+            packed = other.products.values() if isinstance(other, FusedLayer) else filter(None, [product_of(other)])
+            products.update(product.kind.__name__ for product in packed)
+        by = [f"{count} {kind}" for kind, count in sorted(products.items())] or ["no packed products"]
+        if self._target.attends_natively:
+            by.append("native attention")
+        elif self.rule is not None:
+            by.append(str(self.rule.attention))
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        return f"{', '.join(by)}; {versions}; {native.library_name()}"
 
     def _state(self) -> Hashable:
         target = self._target
@@ -153,9 +196,10 @@ class Bitwise:
             # Which library packs a product follows from the values of its weights.
             other = replacements.get(module)
             runs = getattr(product_of(other) or other, "kind", type(other))
-            return id(module), type(module), id(module.__dict__.get("forward")), hooks, type(weight), runs
+            forward = id(module.__dict__.get("forward", type(module).forward))
+            return id(module), type(module), forward, hooks, type(weight), runs
 
-        around = torch.get_num_threads(), under_autocast(), target.recorder is not None, rounds_to_tf32()
+        around = *_around(), target.recorder is not None
         return *around, target.attends_natively, target.lm_head.weight.dtype, tuple(map(of, target.model.modules()))
 
     def _find(self) -> tuple[PassRule | None, str]:
@@ -189,6 +233,9 @@ class Bitwise:
                     rule = rule._replace(free=bitwise_test.free_counts(target, rule))
                 if most is None and attention is not None:
                     rule = rule._replace(least=bitwise_test.cheaper_least(target, rule))
+                if self.wanted == "auto" and (price := bitwise_test.price(target, rule)) > _DEAR:
+                    rows = 1 + rule.padding(1)
+                    return None, f"products of the {rows} rows that it needs take {price:.1f} times as long as of one"
                 fault = self._fault_under(rule, bitwise_test.model_fault)
             if fault is None:
                 open_width = f"{rule.least} token{'' if rule.least == 1 else 's'} or more in a pass"
@@ -236,3 +283,8 @@ class Bitwise:
             return fault_of(partial(test, self._target))
         finally:
             self.rule = None
+
+
+def _around() -> tuple[int, bool, bool]:
+    """What the user may change around a pass."""
+    return torch.get_num_threads(), under_autocast(), rounds_to_tf32()

@@ -63,7 +63,22 @@ def cheaper_least(target: "Target", rule: "PassRule") -> int:
     same bits in both, so this is a matter of time alone. A large model is judged by its first layers. For a small one,
     whose weights stay in the processor's caches, nothing is timed and the rule's own number is taken.
     """
-    widths, like = (rule.least, _WIDER + rule.padding(_WIDER)), target.lm_head.weight
+    widths = rule.least, _WIDER + rule.padding(_WIDER)
+    own, wider = _seconds(target, *widths) or (0.0, 0.0)
+    return widths[1] if wider < _CHEAPER * own else rule.least
+
+
+@torch.inference_mode()
+def price(target: "Target", rule: "PassRule") -> float:
+    """How many times as long the products of one token take for being padded; 1 where nothing is timed."""
+    width = 1 + rule.padding(1)
+    one, padded = (width > 1 and _seconds(target, 1, width)) or (1.0, 1.0)
+    return padded / one
+
+
+def _seconds(target: "Target", width: int, other: int) -> tuple[float, float] | None:
+    """What products of two numbers of rows take, the best of some turns; None for a small model, which is not timed."""
+    widths, like = (width, other), target.lm_head.weight
     with replaced(target.replacements().layers):
         products, numbers, owners = [], 0, set()
         for _, size, _, product in _products(target):
@@ -71,13 +86,13 @@ def cheaper_least(target: "Target", rule: "PassRule") -> int:
             if owner in owners:
                 continue  # several layers that are joined to one product
             owners.add(owner)
-            inputs = [like.new_zeros(1, width, size) for width in widths]
+            inputs = [like.new_zeros(1, rows, size) for rows in widths]
             products.append((product, inputs))
             numbers += size * product(inputs[0]).shape[-1]
             if numbers > _NUMBERS_TIMED:
                 break
         if numbers < _FEWEST_NUMBERS:
-            return rule.least
+            return None
 
         def seconds(place: int) -> float:
             start = time.perf_counter()
@@ -85,8 +100,8 @@ def cheaper_least(target: "Target", rule: "PassRule") -> int:
                 product(inputs[place])
             return time.perf_counter() - start
 
-        own, wider = (min(times) for times in zip(*([seconds(0), seconds(1)] for _ in range(_TURNS)), strict=True))
-    return widths[1] if wider < _CHEAPER * own else rule.least
+        turns = [(seconds(0), seconds(1)) for _ in range(_TURNS)]
+    return min(one for one, _ in turns), min(both for _, both in turns)
 
 
 class _ComparedProduct(NamedTuple):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from decoder.kernels.activations import activations
 from decoder.kernels import native_attention
+from decoder.kernels.activations import activations
 from decoder.kernels.fast_paths import FUSED, MODEL, NATIVE, NORMS, PACKED, ROTARY, FastPaths, in_words
 from decoder.kernels.int4 import dtype_name
 from decoder.kernels.norms import fused_norms, looks_like_rms_norm

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
@@ -159,6 +160,10 @@ def fusible(layer: Any) -> bool:
     if (type(layer).__module__, type(layer).__name__) not in _LAYERS:
         return False
     if not isinstance(layer.__dict__.get("forward"), FusedLayer | None):
+        return False
+    # The user may have put another forward in a class's place, or a hook on all modules.
+    others = (getattr(type(one).forward, "__module__", None) != type(one).__module__ for one in layer.modules())
+    if any(others) or _has_any_global_hook():
         return False
     within = [module for module in layer.modules() if module is not layer]
     if any(

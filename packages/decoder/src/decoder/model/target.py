@@ -66,6 +66,11 @@ class Target:
         norm = next((found for name in _NORM_NAMES if (found := getattr(self.decoder, name, None)) is not None), None)
         if norm is None or self.lm_head is None:
             raise ValueError(f"{self.name} has no final norm or language-model head where draft heads could attach")
+        if not isinstance(self.lm_head.weight, torch.Tensor):
+            kind = type(self.lm_head).__name__
+            raise ValueError(
+                f"the language-model head ({kind}) holds no weights as numbers: quantise the other layers alone"
+            )
         self.norm: nn.Module = norm
         self.vocab_size, self.hidden_size = self.lm_head.weight.shape
         refuse_devices(model, self.device)
