@@ -95,11 +95,18 @@ def chat_prompts(
         before, question, behind = text.partition(QUESTION)
         if question:
             yield tokenizer(before, add_special_tokens=False)["input_ids"], asking
-            text = behind.removeprefix(tokenizer.eos_token)
+            text = _behind_turn(tokenizer, behind)
         yield tokenizer(text, add_special_tokens=False)["input_ids"], sampling
         # What the template puts behind an answer, but for the token that has ended it.
         between = rendered(asked(), {"role": "assistant", "content": ANSWER}, asked()).partition(ANSWER)[2]
-        text = between.removeprefix(tokenizer.eos_token)
+        text = _behind_turn(tokenizer, between)
+
+
+def _behind_turn(tokenizer, text: str) -> str:
+    """What a template puts behind a turn, but for the token that ends the turn, which the model has written."""
+    if not text.startswith(tokenizer.eos_token):
+        raise ValueError(f"the chat template ends a turn with {text[:20]!r} and not with {tokenizer.eos_token!r}")
+    return text.removeprefix(tokenizer.eos_token)
 
 
 def book_prompts(
@@ -108,7 +115,8 @@ def book_prompts(
     """Passages of books, each from the start of a paragraph, the first ones often from a book's beginning."""
     while True:
         book = rng.choice(books)
-        begin = 0 if rng.random() < 0.2 else book.find("\n\n", rng.randrange(max(1, len(book) - 2_000))) + 2
+        found = -1 if rng.random() < 0.2 else book.find("\n\n", rng.randrange(max(1, len(book) - 2_000)))
+        begin = 0 if found < 0 else found + 2
         passage = book[begin : begin + rng.randint(*PASSAGE_CHARACTERS)]
         # Up to the last whole word.
         yield tokenizer(passage.rpartition(" ")[0] or "The", add_special_tokens=False)["input_ids"], sampling
@@ -161,19 +169,35 @@ def main() -> None:
     parser.add_argument("--validation-files", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if min(args.rows, args.together, args.tokens) < 1:
+        parser.error("--rows, --together and --tokens must be at least 1")
+    try:
+        write_files(args)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+
+
+def write_files(args: argparse.Namespace) -> None:
+    """Write what is missing of the files that were asked for."""
+    read = {
+        split: (read_questions(args.prompts, split), read_books(args.books / f"{split}.jsonl.gz"))
+        for split in ("validation", "train")
+    }
     dec = decoder.load(args.model)
+    if dec.tokenizer is None or not dec.tokenizer.chat_template:
+        raise ValueError(f"{args.model} is no chat model: its tokenizer has no chat template")
+    if args.tokens > (positions := dec.model.config.max_position_embeddings):
+        raise ValueError(f"--tokens {args.tokens} is beyond the {positions} positions of {args.model}")
     args.output.mkdir(parents=True, exist_ok=True)
     for split, files in (("validation", args.validation_files), ("train", args.train_files)):
-        questions = read_questions(args.prompts, split)
-        books = read_books(args.books / f"{split}.jsonl.gz")
+        questions, books = read[split]
         for number in range(files):
             path = args.output / f"{split}-{number:03}.npy"
             if path.exists():
                 continue
             rng = random.Random(args.seed * 1_000_003 + number * 2 + (split == "train"))
-            ids = write_rows(
-                dec, make_rows(dec.tokenizer, questions, books, args.rows, rng), args.tokens, args.together
-            )
+            rows = make_rows(dec.tokenizer, questions, books, args.rows, rng)
+            ids = write_rows(dec, rows, args.tokens, args.together)
             part = path.with_name(f".writing-{path.name}")
             np.save(part, ids)
             os.replace(part, path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.arguments import check_arguments
 from decoder.drafters.auto import Auto
 from decoder.drafters.eagle3_levels import Eagle3Levels
 from decoder.drafters.levels import HeadLevels
@@ -495,10 +496,104 @@ def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model
             assert 8 <= len(looked) <= 40 and looked == sorted(looked) and looked[-1] > 300
         else:
             assert len(looked) > 0.8 * out.stats.steps and out.stats.steps < 200
-    # It looks again now and then, and does not rest behind a step that brought many tokens.
+    # It does not rest behind a step that brought many tokens.
     monkeypatch.setattr(LevelPolicy, "rest_pays", True)
-    looping = dec.generate(prompt[:4] * 60, 400, "auto", SamplingParams(temperature=0.0))
-    assert looping.stats.steps < 350
+    looping = dec.generate([1, 2, 3] * 60, 400, "auto", SamplingParams(temperature=0.01, seed=1))
+    assert looping.stats.steps < 40
+
+
+class Rests:
+    """A text that is hard to draft, a clock on which a pass takes 1, and looking for drafts what ``looking`` says."""
+
+    sampling = SamplingParams(seed=1, temperature=2.0)
+
+    def __init__(self, monkeypatch, model):
+        self.looking, self.pace, self.dear = 0.3, 1.0, 10**9  # for how many steps looking takes time
+        self.resting, self.compared = [], []  # by step, and what the policy was told
+        self.dec = Decoder(model)
+        now, forward, match, commit = [0.0], Target.forward, SuffixIndex.match, CostTuned.commit
+        observe = LevelPolicy.observe_rest
+
+        def timed_forward(target, *args, **named):
+            now[0] += self.pace
+            return forward(target, *args, **named)
+
+        def timed_match(index):
+            now[0] += self.looking * self.pace
+            return match(index)
+
+        def seen(drafter, *args):
+            commit(drafter, *args)
+            self.resting.append(drafter._resting)
+            self.looking *= len(self.resting) < self.dear
+            self.drafter = drafter
+
+        monkeypatch.setattr("time.perf_counter", lambda: now[0])
+        monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: [0.0, *(0.7 + 0.3 * n for n in range(1, 65))])
+        monkeypatch.setattr(Target, "forward", timed_forward)
+        monkeypatch.setattr(SuffixIndex, "match", timed_match)
+        monkeypatch.setattr(CostTuned, "commit", seen)
+        monkeypatch.setattr(
+            LevelPolicy, "observe_rest", lambda policy, share: self.compared.append(share) or observe(policy, share)
+        )
+
+    def text(self, prompt, tokens):
+        """The steps of a text, whether each was one of a rest."""
+        self.resting.clear()
+        self.dec.generate(prompt, tokens, "suffix", self.sampling)
+        return list(self.resting)
+
+
+def test_rests_follow_from_the_time_that_looking_takes(model, prompt, monkeypatch):
+    rests = Rests(monkeypatch, model)
+    steps = rests.text(prompt, 900)
+    assert not any(steps[:119]) and any(steps[119:129])  # the first trial
+    assert sum(steps[200:]) > 0.8 * len(steps[200:]) and rests.compared[0] == pytest.approx(1 / 1.3, abs=0.1)
+    rests.dear = 900
+    steps = rests.text(prompt, 2700)
+    # When the rests that were to follow are over, trials alone.
+    assert sum(steps[300:900]) > 500 and sum(steps[-700:]) <= 2 * 8
+    assert rests.compared[-1] == pytest.approx(1.0, abs=0.1)
+    assert rests.drafter._next_rest == 8
+
+
+def test_a_rest_is_compared_with_the_steps_behind_it_alone(model, prompt, monkeypatch):
+    """Not with steps of the next text, where its own has ended: the machine is slower by then."""
+    rests = Rests(monkeypatch, model)
+    length = 118
+    while not rests.text(prompt, length := length + 1)[-1]:
+        rests.dec = Decoder(model)
+    rests.dec = Decoder(model)
+    steps = rests.text(prompt, length + 9)
+    assert sum(steps) == 8 and not any(steps[-2:]) and not rests.compared
+    rests.pace = 3.0
+    rests.text(prompt, 60)
+    assert not rests.compared
+
+
+def test_a_rest_ends_where_others_join_and_is_not_compared(model, prompt, monkeypatch):
+    rests = Rests(monkeypatch, model)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._SHORTEST_REST", 1000)
+    engine = rests.dec.engine()
+
+    def begun(text, tokens):
+        given = rests.dec, text, tokens, "suffix", rests.sampling, None, None, True, False, None
+        sequence = rests.dec.sequence(engine, check_arguments(*given))
+        engine.add(sequence)
+        return sequence
+
+    first = begun(prompt, 300)
+    while not first.drafter or not first.drafter._resting:
+        engine.step()
+    assert first.drafter._rest > 900
+    second = begun(prompt[:30], 20)
+    engine.step()  # the last step of its rest
+    while not second.done:
+        engine.step()
+        assert not first.drafter._resting
+    while not first.done:
+        engine.step()
+    assert not rests.compared
 
 
 @pytest.mark.parametrize("method", ["auto", "tokenswift", "medusa", "eagle3", "suffix"])
@@ -509,7 +604,7 @@ def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget)
     monkeypatch.setattr(LevelPolicy, "rest_pays", True)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._SHORTEST_REST", 7)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LONGEST_REST", 7)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned.LOOKS", 5)
+    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LOOKS", 5)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._MANY", 100)
     monkeypatch.setattr("decoder.drafters.tokenswift._TURN", 8)
     rested, current, commit = [], [], CostTuned.commit

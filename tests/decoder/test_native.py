@@ -134,7 +134,7 @@ def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dt
     product = kind(weight, bias)
     found = product(x.to(product.dtype))
     assert near(found, x.double() @ weight.double().T + bias.double(), dtype)
-    for count in (1, 2, 3, 5, 8, 11, 12, 13, 25, 97):
+    for count in (*range(1, 60), 97):
         assert torch.equal(product(x[-count:].to(product.dtype)), found[-count:])
 
 
@@ -143,7 +143,7 @@ def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dt
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (7, 33), (64, 96), (129, 200)])
 def test_products_for_drafts_have_weights_of_a_byte(inputs, outputs, dtype):
     torch.manual_seed(0)
-    weight, bias, x = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype), torch.randn(29, inputs)
+    weight, bias, x = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype), torch.randn(60, inputs)
     weight[0] = 0
     product = pack([weight], [bias], exact=False)
     assert type(product) is ByteWeight and product.dtype == torch.float32
@@ -152,7 +152,7 @@ def test_products_for_drafts_have_weights_of_a_byte(inputs, outputs, dtype):
     assert float((held - weight.float()).abs().max()) <= 0.51 * float(scale.max())
     found = product(x)
     assert near(found, x.double() @ held.double().T + bias.double(), torch.float32)
-    for count in (1, 5, 12, 13):
+    for count in range(1, 60):
         assert torch.equal(product(x[-count:]), found[-count:])
 
 

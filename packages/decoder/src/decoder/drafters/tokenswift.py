@@ -149,7 +149,7 @@ class TunedTokenSwift(CostTuned):
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         keep = False
-        if not self._rest:
+        if self._rest <= 1:  # the last step of a rest brings it up to date for the next one
             # It is brought up to date in a step, for the next one, and not at all while draft passes do not pay.
             keep = self.draft_pass.shorter(cache.length + self.max_nodes) and self._own_level_pays()
             self._own_level = keep and self._current and self.draft_pass.shorter(cache.length)
@@ -171,7 +171,8 @@ class TunedTokenSwift(CostTuned):
 
     def _own_level_could_pay(self, without: LevelPolicy) -> bool:
         """Whether it would if its first token were always right, and heads behind it as good as without it."""
-        if self._pass_seconds.seen < _TIMED:
+        # Where the host does not wait for the device, a draft pass has no time of its own.
+        if self.context.target.draws_whole_trees or self._pass_seconds.seen < _TIMED:
             return True
         tokens, seconds = without.tokens(0, without.best), without.seconds(without.best)
         return (1 + tokens) * seconds > _MARGIN * tokens * (seconds + self._pass_seconds.value)

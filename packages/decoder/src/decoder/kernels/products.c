@@ -150,9 +150,9 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
     const int64_t panel = words * PANEL, fit = PANELS_HELD / (panel * 4);
     const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, each = groups ? (rows + groups - 1) / groups : 0;
     // For many rows as many panels as stay in a core's cache. For a few groups of rows one: the first two groups fetch
-    // half of the next panel each, so that all of them compute while memory is read.
+    // half of the next panel each, if it stays there, too, so that all of them compute while memory is read.
     const int64_t block = groups <= 1 ? last - first : groups <= FEW_GROUPS ? 1 : fit > 1 ? fit : 1;
-    const int next = groups > 1 && groups <= FEW_GROUPS;
+    const int next = groups > 1 && groups <= FEW_GROUPS && fit > 0;
     for (int64_t begin = first; begin < last; begin += block) {
         const int64_t end = begin + block < last ? begin + block : last;
         for (int64_t group = 0; group < groups; group++) {

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
 from typing import ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import Level, LevelsWanted, State
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
-from decoder.drafters.tuning.level_policy import LOOKS, Expected, LevelPolicy
+from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -26,6 +26,7 @@ _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever ri
 _SHORTEST_REST, _LONGEST_REST = 8, 256  # steps; each rest of a text in a row is twice as long as the one before
 _WARM = 4  # steps of a rest before its time counts: the first ones find other weights in the processor's caches
 _RECENT = 8  # steps of a rest, the last ones, whose time counts
+_LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
 _MANY = 3  # tokens of one step after which the next ones may bring as many: no time to rest
 
 
@@ -38,7 +39,9 @@ class CostTuned:
     (`_offer_before_levels`) or behind them (`_offer_level`). The acceptance rates and costs seen in one text serve the
     next.
 
-    Where that pays, a text rests for some steps: it looks for no drafts, and takes in new tokens when it is over.
+    Where that pays, a text rests for some steps: it looks for no drafts, and takes in new tokens when it is over. The
+    last steps of a rest are compared with the first ones behind it, since a shared machine may be a third slower from
+    one second to the next.
     """
 
     needs_heads: ClassVar[bool] = False
@@ -55,7 +58,8 @@ class CostTuned:
         self._rest, self._resting = 0, False  # steps of rest that follow, and whether this is one
         self._next_rest = _SHORTEST_REST
         self._rested: list[float] = []  # the seconds of each step of this rest
-        self._looked = 0  # steps since the last rest
+        self._looks: list[tuple[float, float]] = []  # tokens expected and seconds of the steps behind it
+        self._looked = 0  # steps since the last rest, or since many tokens came
         # Of this step:
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
         self._expected: list[Expected] = []  # what it would be without levels, with one, and so on
@@ -71,7 +75,7 @@ class CostTuned:
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
-        if self._is_resting():
+        if self._begin_step():
             return None
         texts = self.context.running()
         self._costs = costs = self.context.costs.at(cache, texts)
@@ -186,8 +190,6 @@ class CostTuned:
 
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
         # Behind a step without levels it is asked when the next one begins, if they pay in it.
-        if self._resting:
-            return None
         ask = self._policy.levels and self.heads.drafts_ahead and (self.heads.state is None or len(self._expected) > 1)
         if not ask:
             return None
@@ -208,7 +210,7 @@ class CostTuned:
         new, self._unseen = self._unseen, []
         self._take_in(cache, verification, path, new)
         if self._resting:
-            self._end_rest()
+            self._looked = 0
             return
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
@@ -230,29 +232,41 @@ class CostTuned:
 
     def _plan_rest(self, tokens: int, seconds: float) -> None:
         """Decide whether to rest behind a step that has brought so many ``tokens`` in so many seconds."""
+        if self.context.running() > 1 or self.context.target.draws_whole_trees:
+            self._rested = []
+            return  # the time of other texts, or of a device, tells nothing of this one's
         self._looked += 1
         if tokens >= _MANY:
             self._looked, self._next_rest = 0, _SHORTEST_REST
-        if self.context.running() > 1 or self.context.target.draws_whole_trees:
-            return  # the time of other texts, or of a device, tells nothing of this one's
-        self._policy.observe_look(self._expected[-1].tokens, seconds)
-        if self._policy.rest_pays and self._looked >= LOOKS:
+        self._compare_rest(self._expected[-1].tokens, seconds)
+        if not self._policy.rest_pays:
+            self._next_rest = _SHORTEST_REST
+            if self._policy.tries_rest and self._typical and tokens < _MANY:
+                self._rest = _SHORTEST_REST
+        elif self._looked >= _LOOKS:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
-        elif self._policy.tries_rest and self._typical and tokens < _MANY:
-            self._rest = _SHORTEST_REST
-        self._rested = []
+        if self._rest:
+            self._rested, self._looks = [], []
 
-    def _is_resting(self) -> bool:
-        """Begin a step; whether it is one of a rest."""
+    def _compare_rest(self, tokens: float, seconds: float) -> None:
+        """Compare the last rest with the first steps behind it, of which one was expected to bring so many tokens."""
+        if not self._rested:
+            return
+        self._looks.append((tokens, seconds))
+        if len(self._looks) == _LOOKS:
+            of_tokens, of_seconds = zip(*self._looks[1:], strict=True)
+            rest = self.context.target.ranks.agree(median(self._rested[_WARM:][-_RECENT:]))
+            self._policy.observe_rest(fmean(of_tokens) * rest / median(of_seconds))
+            self._rested, self._looks = [], []
+
+    def _begin_step(self) -> bool:
+        """Begin a step; returns whether it is one of a rest, which ends where other texts have joined."""
+        if self.context.running() > 1:
+            self._rest = min(self._rest, 1)
         self._resting = self._rest > 0
         self._rest = max(0, self._rest - 1)
         self._start = time.perf_counter()
         return self._resting
-
-    def _end_rest(self) -> None:
-        self._looked = 0
-        if self.context.running() == 1:
-            self._policy.observe_rest(self.context.target.ranks.agree(median(self._rested[_WARM:][-_RECENT:])))
 
     def finish(self, statistics: Statistics) -> None:
         pass

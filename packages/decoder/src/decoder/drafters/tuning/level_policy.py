@@ -1,19 +1,18 @@
 """How many levels of draft heads to run: a bandit whose arms are the numbers of levels, none among them."""
 
 from collections.abc import Sequence
-from statistics import fmean, median
 from typing import NamedTuple
 
 _FIRST = 4  # steps for which a number of levels is run when it is tried first
 _TRIAL = 48  # steps in which each number next to the best one is run once, to see whether it has become the best
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
-_REST_TRIAL, _FIRST_REST = 384, 96  # steps between two trials of resting, and before the first
+# Steps between two trials of resting, and before the first: none is followed by a trial of a number of levels.
+_REST_TRIAL, _FIRST_REST = 384, 120
 # What steps that look for drafts bring, of what a rest brings in their time: a rest pays below that, where levels do
 # not pay and where they do.
 _CLEARLY = 0.94, 0.85
 _LEARN_REST = 0.25  # weight of the newest comparison in their average; each is of some steps
-LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
 
@@ -49,8 +48,7 @@ class LevelPolicy:
     judged by how busy a shared machine was then.
 
     Where not even looking for drafts pays, a text rests (`rest_pays`): a plain step takes longer where drafts were
-    looked for and none found, with a small model by a fifth. It is tried now and then. The last steps of a rest are
-    compared with the first ones behind it, since a shared machine may be a third slower from one second to the next.
+    looked for and none found, with a small model by a fifth. It is tried now and then.
 
     ``levels`` is how many are to be run now, and ``best`` the number that gives most by all that was seen.
     """
@@ -60,9 +58,7 @@ class LevelPolicy:
         self.levels = self.best = min(first, most)
         self._tokens, self._cost, self._drafting = ([Average() for _ in range(most + 1)] for _ in range(3))
         self._rest = Average(), Average()  # of steps without levels and with some
-        self._rest_seconds = 0.0  # of a step of the newest rest
-        self._looks: list[tuple[float, float]] | None = None  # tokens and seconds of the first steps behind it
-        self._looking = Average()  # what these bring, of what resting brings in their time
+        self._looking = Average()  # what steps that look for drafts bring, of what resting brings in their time
         self._texts, self._told = texts, 0
 
     @property
@@ -96,19 +92,9 @@ class LevelPolicy:
         """Whether it is time to try a rest."""
         return self.steps % _REST_TRIAL == _FIRST_REST
 
-    def observe_rest(self, seconds: float) -> None:
-        """A rest has ended, whose last steps took so many ``seconds`` each."""
-        self._rest_seconds, self._looks = seconds, []
-
-    def observe_look(self, tokens: float, seconds: float) -> None:
-        """A step that looked for drafts was expected to bring so many ``tokens`` and took so many ``seconds``."""
-        if self._looks is None:
-            return
-        self._looks.append((tokens, seconds))
-        if len(self._looks) == LOOKS:
-            of_tokens, of_seconds = zip(*self._looks[1:], strict=True)
-            self._looking.observe(fmean(of_tokens) * self._rest_seconds / median(of_seconds), _LEARN_REST)
-            self._looks = None
+    def observe_rest(self, share: float) -> None:
+        """The steps behind a rest brought this ``share`` of the tokens that it would have brought in their time."""
+        self._looking.observe(share, _LEARN_REST)
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
         """A step whose verification costs ``cost`` took ``drafting`` seconds for drafts and ``rest`` for all else.
