@@ -141,7 +141,7 @@ def clocked(monkeypatch, node_seconds):
     ticks = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
     table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
-    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
+    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: table)
     monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
     # By such a clock all rests would pay.
     monkeypatch.setattr(LevelPolicy, "rest_pays", False)

@@ -440,7 +440,7 @@ def tokenswift_clocked(monkeypatch, pass_seconds):
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     for name in ("rest_pays", "tries_rest"):
         monkeypatch.setattr(LevelPolicy, name, False)
-    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: table)
+    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: table)
     monkeypatch.setattr(Target, "forward", timed_forward)
     monkeypatch.setattr(Target, "draft", timed_draft)
     return made
@@ -529,7 +529,7 @@ class Rests:
             self.drafter = drafter
 
         monkeypatch.setattr("time.perf_counter", lambda: now[0])
-        monkeypatch.setattr(VerifyCosts, "_measure", lambda self, cache: [0.0, *(0.7 + 0.3 * n for n in range(1, 65))])
+        monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: [0.0, *(0.7 + 0.3 * n for n in range(1, 65))])
         monkeypatch.setattr(Target, "forward", timed_forward)
         monkeypatch.setattr(SuffixIndex, "match", timed_match)
         monkeypatch.setattr(CostTuned, "commit", seen)

@@ -301,7 +301,7 @@ def test_trees_of_all_sizes_share_a_few_widths():
 
 def test_a_tree_costs_what_its_padded_width_does(monkeypatch):
     """So that trees fill the widths they are verified at anyway."""
-    monkeypatch.setattr(VerifyCosts, "_seconds", lambda self, width, cache: 1.0 + width)
+    monkeypatch.setattr(VerifyCosts, "_time", lambda self, width, cache: 1.0 + width)
     dec = decoder_with("chained")
     plain = dec.verify_costs._measure(FullCache(1))
     fixed = fixed_shapes(dec, Unrecorded()).verify_costs._measure(FullCache(1))

@@ -19,7 +19,7 @@ def with_seconds(model, monkeypatch, seconds):
         measured.append(width)
         return seconds(width)
 
-    monkeypatch.setattr(VerifyCosts, "_seconds", at)
+    monkeypatch.setattr(VerifyCosts, "_time", at)
     target = Decoder(model).target
     monkeypatch.setattr(target, "forward", lambda trees, caches: None)
     return VerifyCosts(target), measured
@@ -140,3 +140,24 @@ def test_many_texts_share_a_pass(model, monkeypatch):
     assert costs.at(FullCache(1), texts=8) == costs.at(FullCache(1))
     # A node more costs a text alone an eightieth of a step, one of many an eleventh of theirs.
     assert (table[2] - table[1]) / table[1] > 4 * (1.0 / 81.0)
+
+
+def test_what_was_measured_in_a_disturbed_moment_is_measured_again_when_later_texts_begin(model, monkeypatch):
+    slow = [10.0]
+    costs, measured = with_seconds(
+        model, monkeypatch, lambda width: slow[0] * 1e-3 if width == 8 else 1e-3 + 1e-5 * width
+    )
+    cache, begun = FullCache(1), []
+    for _ in range(9):
+        before = len(measured)
+        costs.begin(cache)
+        begun.append(len(measured) - before)
+        slow[0] = 1.0
+        if len(begun) == 1:
+            disturbed, shared = costs.at(cache), costs.at(cache, 3)
+            assert 16 not in measured  # from a width on that costs so much others are not measured
+    assert [number for number, count in enumerate(begun, start=1) if count] == [1, 2, 4, 8] and begun[2] == 0
+    assert costs.at(cache)[8] < 0.5 * disturbed[8] and costs.at(cache, 3)[8] < shared[8] and 16 in measured
+    slow[0] = 30.0
+    costs.begin(cache)
+    assert costs.at(cache)[8] == pytest.approx(1.08e-3, abs=1e-4)  # the shortest counts

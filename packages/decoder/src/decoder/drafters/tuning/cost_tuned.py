@@ -67,7 +67,7 @@ class CostTuned:
         self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        self.context.costs.at(cache)
+        self.context.costs.begin(cache)
 
     def read_features(self, features: torch.Tensor) -> None:
         if self.heads is not None:
