@@ -94,6 +94,25 @@ def test_what_a_machine_gains_or_loses_in_speed_counts_for_the_numbers_that_are_
         assert [policy.overhead(levels) - 0.1 * levels for levels in (0, 1)] == pytest.approx([rest] * 2, abs=0.15)
 
 
+def test_a_machine_on_which_steps_with_levels_alone_become_slower_speaks_against_them():
+    """As where memory becomes faster, from which plain steps gain most. Some steps in 48 tell."""
+    policy, luck = LevelPolicy(1), random.Random(5)
+
+    def taken(count, slower):
+        steps = []
+        for _ in range(count):
+            steps.append(policy.levels)
+            expected = likely(policy.levels, (0.6,), luck)
+            policy.observe(expected, COSTS[1 + 3 * policy.levels], 0.3 * policy.levels, slower * (policy.levels > 0))
+        return sum(steps)
+
+    assert taken(1000, 0.0) > 850
+    taken(300, 1.5)
+    assert taken(500, 1.5) < 75
+    taken(500, 0.0)
+    assert taken(500, 0.0) > 425
+
+
 def test_disturbed_steps_prove_nothing():
     policy, luck = LevelPolicy(1), random.Random(3)
     taken, _ = run(policy, 3000, (0.6,), 0.3, luck, slower=lambda step: 100.0 if step % 100 == 50 else 1.0)

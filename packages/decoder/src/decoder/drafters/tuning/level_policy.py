@@ -1,12 +1,15 @@
 """How many levels of draft heads to run: a bandit whose arms are the numbers of levels, none among them."""
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 _FIRST = 4  # steps for which a number of levels is run when it is tried first
 _TRIAL = 48  # steps in which each number next to the best one is run once, to see whether it has become the best
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
+_LEARN_GAP = 0.15  # and of the newest comparison of a step without levels with those before it
 # Steps between two trials of resting, and before the first: none is followed by a trial of a number of levels.
 _REST_TRIAL, _FIRST_REST = 384, 120
 # What steps that look for drafts bring, of what a rest brings in their time: a rest pays below that, where levels do
@@ -29,12 +32,9 @@ class Average:
     def __init__(self) -> None:
         self.value, self.seen = 0.0, 0
 
-    def observe(self, value: float, learn: float = _LEARN) -> float:
-        """Returns by how much the average has changed."""
+    def observe(self, value: float, learn: float = _LEARN) -> None:
         self.seen += 1
-        change = max(learn, 1 / self.seen) * (value - self.value)
-        self.value += change
-        return change
+        self.value += max(learn, 1 / self.seen) * (value - self.value)
 
 
 class LevelPolicy:
@@ -43,9 +43,9 @@ class LevelPolicy:
     A step with some levels also tells what fewer would have brought: the best tree without the candidates of the
     others. So numbers are compared by what each level adds to the tokens and to the cost of verification. The time
     spent on drafts is averaged for each number. The rest of a step's time, of which the machine disturbs most, depends
-    little on it and is averaged over all steps with levels, and over those without; it changes for both at once. The
-    best number's neighbours, and none, are run for single steps now and then: in many steps in a row a number would be
-    judged by how busy a shared machine was then.
+    little on it and is averaged over all steps. That of a step without levels is compared with the steps just before
+    it: where memory becomes faster, steps of many nodes gain less. The best number's neighbours, and none, are run for
+    single steps now and then: in many steps in a row a number would be judged by how busy a shared machine was then.
 
     Where not even looking for drafts pays, a text rests (`rest_pays`): a plain step takes longer where drafts were
     looked for and none found, with a small model by a fifth. It is tried now and then.
@@ -57,7 +57,9 @@ class LevelPolicy:
         """For steps that about so many ``texts`` take together, each telling of them; ``first`` levels at first."""
         self.levels = self.best = min(first, most)
         self._tokens, self._cost, self._drafting = ([Average() for _ in range(most + 1)] for _ in range(3))
-        self._rest = Average(), Average()  # of steps without levels and with some
+        self._rest = Average()  # of all steps, as if they ran levels
+        self._gap = Average()  # what it takes more without levels
+        self._newest: deque[float] = deque(maxlen=4)  # of the newest steps with levels
         self._looking = Average()  # what steps that look for drafts bring, of what resting brings in their time
         self._texts, self._told = texts, 0
 
@@ -72,7 +74,7 @@ class LevelPolicy:
 
     def overhead(self, levels: int) -> float:
         """Seconds of a step with so many levels beyond its verification; no time for drafts where not tried yet."""
-        return self._drafting[levels].value + self._rest[levels > 0].value
+        return self._drafting[levels].value + self._rest.value + (0.0 if levels else self._gap.value)
 
     def seconds(self, levels: int) -> float:
         """Of usual steps with so many levels."""
@@ -109,9 +111,15 @@ class LevelPolicy:
         most = _DISTURBED * (cost + max(0.0, self.overhead(level))) - cost
         credible = min(1.0, most / max(most, drafting + rest))
         self._drafting[level].observe(credible * drafting)
-        change = self._rest[level > 0].observe(credible * rest)
-        if self._rest[level > 0].seen > 1 / _LEARN:  # it has settled: the machine or the text has changed for all
-            self._rest[level == 0].value += change
+        rest *= credible
+        if level:
+            self._newest.append(rest)
+        else:
+            if self._newest:
+                self._gap.observe(rest - median(self._newest), _LEARN_GAP)
+                self._newest.popleft()  # a comparison for each at most
+            rest -= self._gap.value
+        self._rest.observe(rest)
         self._told += 1
         # Where heads draft ahead, the step that follows a choice still runs the number before.
         if level == self.levels and self._drafting[level].seen >= _FIRST:
