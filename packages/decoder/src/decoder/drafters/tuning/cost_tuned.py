@@ -12,6 +12,7 @@ from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import Level, LevelsWanted, State
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
+from decoder.drafters.tuning.cost_slope import CostSlope
 from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.verification import Verification
@@ -53,6 +54,8 @@ class CostTuned:
         self.heads = None if context.heads is None else make_levels(context, _WIDTH, _BEAM)
         self._own_level = False  # whether the first level is what the state itself predicts, as for `HeadLevels.ask`
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
+        self._slope: CostSlope = context.tuning_state.setdefault("slope", CostSlope())
+        self._slope.forget_step()
         self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
         self._unseen: list[int] = []  # tokens that sources of drafts have not taken in yet
         self._rest, self._resting = 0, False  # steps of rest that follow, and whether this is one
@@ -78,7 +81,8 @@ class CostTuned:
         if self._begin_step():
             return None
         texts = self.context.running()
-        self._costs = costs = self.context.costs.at(cache, texts)
+        self._measured = self.context.costs.at(cache, texts)
+        self._costs = costs = self._slope.applied(self._measured) if texts == 1 else self._measured
         self._start = time.perf_counter()  # what measuring costs takes is no part of a step
         self._policy = self._level_policy(texts, self._own_level)
         # Half as likely as pays for a node at the rate of plain decoding.
@@ -225,20 +229,22 @@ class CostTuned:
             # Costs that were measured in a slow moment are too high; a step takes more than nothing all the same.
             least = -0.9 * self._costs[1]
             self._policy.observe(self._expected, cost, max(least, drafting), max(least, rest))
-        self._plan_rest(len(tokens), cost + drafting + rest)
+        self._plan_rest(len(tokens), cost + rest, drafting)
 
     def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """Take in the text's newest ``tokens``, those of rests before this step among them."""
 
-    def _plan_rest(self, tokens: int, seconds: float) -> None:
-        """Decide whether to rest behind a step that has brought so many ``tokens`` in so many seconds."""
+    def _plan_rest(self, tokens: int, seconds: float, drafting: float) -> None:
+        """Learn from a step that has brought so many ``tokens`` in these times; decide whether to rest behind it."""
         if self.context.running() > 1 or self.context.target.draws_whole_trees:
             self._rested = []
+            self._slope.forget_step()
             return  # the time of other texts, or of a device, tells nothing of this one's
+        self._slope.observe(self._measured[len(self._tree)], seconds, self._measured[1])
         self._looked += 1
         if tokens >= _MANY:
             self._looked, self._next_rest = 0, _SHORTEST_REST
-        self._compare_rest(self._expected[-1].tokens, seconds)
+        self._compare_rest(self._expected[-1].tokens, seconds + drafting)
         if not self._policy.rest_pays:
             self._next_rest = _SHORTEST_REST
             if self._policy.tries_rest and self._typical and tokens < _MANY:
@@ -247,6 +253,7 @@ class CostTuned:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
         if self._rest:
             self._rested, self._looks = [], []
+            self._slope.forget_step()
 
     def _compare_rest(self, tokens: float, seconds: float) -> None:
         """Compare the last rest with the first steps behind it, of which one was expected to bring so many tokens."""
