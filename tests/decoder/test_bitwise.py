@@ -223,6 +223,9 @@ def test_every_method_gives_the_bits_of_plain_decoding(exact, prompt, plain_of, 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_chunks_of_the_prompt_make_no_difference(exact, prompt, chunk, monkeypatch):
+    """Beside a prompt that is one chunk."""
+    prompt = 8 * prompt + prompt[:30]
+    monkeypatch.setattr(target, "_PREFILL_CHUNK", len(prompt))
     plain = exact.generate(prompt, 30, "ar", SAMPLINGS[1], return_logprobs=True)
     monkeypatch.setattr(target, "_PREFILL_CHUNK", chunk)
     again = exact.generate(prompt, 30, "suffix", SAMPLINGS[1], return_logprobs=True)
@@ -329,7 +332,10 @@ def leaning(function):
     return row_dependent
 
 
-@pytest.mark.parametrize("part", ["norm", "activation", "linear", "head", "softmax", "attention", "layer", "pass"])
+@pytest.mark.parametrize(
+    "part",
+    ["norm", "activation", "linear", "rotary", "residual", "head", "softmax", "attention", "layer", "pass"],
+)
 def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch, request):
     request.getfixturevalue("without_native" if part == "softmax" else "with_native")
     model = tiny_llama(torch.float32)
@@ -342,6 +348,14 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch, reque
         layer.mlp.act_fn = type("Leaning", (nn.Module,), {"forward": staticmethod(leaning(functional.silu))})()
     elif part == "linear":
         layer.mlp.down_proj.forward = leaning(layer.mlp.down_proj.forward)
+    elif part == "rotary":
+        rotary = model.model.rotary_emb
+        turn = rotary.forward
+        rotary.forward = lambda x, position_ids: tuple(
+            one * (1 + 2**-8 * (x.shape[1] > 1)) for one in turn(x, position_ids)
+        )
+    elif part == "residual":
+        layer.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[1] > 1)))
     elif part == "head":
         model.lm_head.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[-2] > 1)))
     elif part == "attention":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from decoder.model.bitwise import PassRule
     from decoder.model.target import Target
 
-_ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 14, 31, 37, 62, 100, 121, 242)
+_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 31, 37, 62, 100, 121, 242)
 _MOST_ROWS = 320
 _ROWS_OF_VOCABULARY = 48
 _TEXT = 44
