@@ -502,6 +502,31 @@ def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model
     assert looping.stats.steps < 40
 
 
+@pytest.mark.parametrize("true", [0.05, 0.15])
+def test_what_nodes_cost_in_steps_corrects_what_was_measured(model, monkeypatch, true):
+    now, forward, factors, nodes = [0.0], Target.forward, [], []
+    plan = CostTuned._plan_rest
+
+    def timed_forward(target, trees, *args, **named):
+        now[0] += 1.0 + true * (len(trees[0]) - 1)
+        return forward(target, trees, *args, **named)
+
+    def planned(drafter, *given):
+        plan(drafter, *given)
+        factors.append(drafter._slope.factor)
+        nodes.append(len(drafter._tree))
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: [0.0, *(1.0 + 0.05 * n for n in range(64))])
+    monkeypatch.setattr(Target, "forward", timed_forward)
+    monkeypatch.setattr(CostTuned, "_plan_rest", planned)
+    dec, sampling = Decoder(model), SamplingParams(temperature=0.3, seed=1)
+    out = dec.generate([1, 2, 3] * 30, 300, "suffix", sampling)
+    assert out.token_ids == dec.generate([1, 2, 3] * 30, 300, "ar", sampling).token_ids
+    assert factors[0] == 1.0 and factors[-1] == pytest.approx(true / 0.05, rel=0.25)
+    assert len(set(nodes)) > 3
+
+
 class Rests:
     """A text that is hard to draft, a clock on which a pass takes 1, and looking for drafts what ``looking`` says."""
 

@@ -162,7 +162,7 @@ class TunedTokenSwift(CostTuned):
         without, with_pass = (self._level_policy(texts, own_level) for own_level in (False, True))
         turn = (without.steps + with_pass.steps) // _TURN % _TURNS
         if turn == 0:
-            self._pass_seconds.seen = 0  # it is measured anew, since a machine changes its speed
+            self._pass_seconds.forget()  # it is measured anew, since a machine changes its speed
             return False
         if turn == 1:
             return self._own_level_could_pay(without)

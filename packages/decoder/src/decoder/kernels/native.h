@@ -208,8 +208,9 @@ typedef struct {
     int64_t first, last;
 } Columns;
 
-// A thread's share of a product whose outputs are two halves of a kind, gate and up. Returns the columns in which both
-// are there for this thread to read, its part of a half's: where it has computed them itself, it need not wait.
+// A thread's share of a product whose outputs are two halves, gate and up. Returns the columns of a half, some of them for
+// each thread, in which this thread may read both. Where no panel belongs to both halves it has computed these columns
+// itself, and waits for no other thread.
 INNER Columns share_halves(
     const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
 

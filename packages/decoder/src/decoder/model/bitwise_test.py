@@ -101,7 +101,7 @@ def _seconds(target: "Target", width: int, other: int) -> tuple[float, float] | 
             return time.perf_counter() - start
 
         turns = [(seconds(0), seconds(1)) for _ in range(_TURNS)]
-    return min(one for one, _ in turns), min(both for _, both in turns)
+    return min(first for first, _ in turns), min(second for _, second in turns)
 
 
 class _ComparedProduct(NamedTuple):

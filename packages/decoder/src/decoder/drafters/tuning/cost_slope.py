@@ -9,36 +9,26 @@ _DISTURBED = 1.0  # in plain steps: two steps that are further apart were distur
 
 
 class CostSlope:
-    """How many times as much further nodes cost in steps as was measured, or as much.
+    """By how much to multiply the measured cost of further nodes, 1 at least, for what they cost in a text's steps.
 
     A machine whose memory becomes faster does plain steps faster, and not steps of many nodes, which compute; and the
     shortest of some passes in a row, which count when costs are measured, are shorter than those of a text. So each
     step is compared with the one just before it: of both, what they were measured to cost, and what they took. Whatever
     changes slowly is the same in both.
-
-    ``factor`` is what the cost of further nodes is multiplied by.
     """
 
     def __init__(self) -> None:
         self.factor = 1.0
         self._products = self._squares = 0.0
-        self._before: tuple[float, float] | None = None
 
-    def forget_step(self) -> None:
-        """The next step does not follow the one that was observed last."""
-        self._before = None
-
-    def observe(self, measured: float, seconds: float, plain: float) -> None:
-        """A step of a tree that was measured to cost so much took so many ``seconds``; ``plain`` is one of one node."""
-        if self._before is not None:
-            of_cost, of_time = measured - self._before[0], seconds - self._before[1]
-            if abs(of_time) < _DISTURBED * plain:
-                self._products += of_cost * of_time - _LEARN * self._products
-                self._squares += of_cost**2 - _LEARN * self._squares
-                prior = _PRIOR * plain**2
-                factor = (self._products + prior) / (self._squares + prior)
-                self.factor = min(_MOST, max(1.0, factor))
-        self._before = measured, seconds
+    def observe(self, of_cost: float, of_time: float, plain: float) -> None:
+        """Two steps in a row differ by this much in measured cost and in time; ``plain`` is what one node costs."""
+        if abs(of_time) >= _DISTURBED * plain:
+            return
+        self._products += of_cost * of_time - _LEARN * self._products
+        self._squares += of_cost**2 - _LEARN * self._squares
+        prior = _PRIOR * plain**2
+        self.factor = min(_MOST, max(1.0, (self._products + prior) / (self._squares + prior)))
 
     def applied(self, costs: Sequence[float]) -> list[float]:
         """The costs of n nodes, by n; entry 0 is unused."""

@@ -55,7 +55,7 @@ class CostTuned:
         self._own_level = False  # whether the first level is what the state itself predicts, as for `HeadLevels.ask`
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._slope: CostSlope = context.tuning_state.setdefault("slope", CostSlope())
-        self._slope.forget_step()
+        self._before: tuple[float, float] | None = None  # measured cost and seconds of the step before, if it looked
         self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
         self._unseen: list[int] = []  # tokens that sources of drafts have not taken in yet
         self._rest, self._resting = 0, False  # steps of rest that follow, and whether this is one
@@ -237,10 +237,12 @@ class CostTuned:
     def _plan_rest(self, tokens: int, seconds: float, drafting: float) -> None:
         """Learn from a step that has brought so many ``tokens`` in these times; decide whether to rest behind it."""
         if self.context.running() > 1 or self.context.target.draws_whole_trees:
-            self._rested = []
-            self._slope.forget_step()
+            self._rested, self._before = [], None
             return  # the time of other texts, or of a device, tells nothing of this one's
-        self._slope.observe(self._measured[len(self._tree)], seconds, self._measured[1])
+        cost = self._measured[len(self._tree)]
+        if self._before is not None:
+            self._slope.observe(cost - self._before[0], seconds - self._before[1], self._measured[1])
+        self._before = cost, seconds
         self._looked += 1
         if tokens >= _MANY:
             self._looked, self._next_rest = 0, _SHORTEST_REST
@@ -252,8 +254,7 @@ class CostTuned:
         elif self._looked >= _LOOKS:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
         if self._rest:
-            self._rested, self._looks = [], []
-            self._slope.forget_step()
+            self._rested, self._looks, self._before = [], [], None
 
     def _compare_rest(self, tokens: float, seconds: float) -> None:
         """Compare the last rest with the first steps behind it, of which one was expected to bring so many tokens."""

@@ -32,6 +32,10 @@ class Average:
     def __init__(self) -> None:
         self.value, self.seen = 0.0, 0
 
+    def forget(self) -> None:
+        """The next observation is the first one."""
+        self.seen = 0
+
     def observe(self, value: float, learn: float = _LEARN) -> None:
         self.seen += 1
         self.value += max(learn, 1 / self.seen) * (value - self.value)

@@ -50,8 +50,10 @@ class VerifyCosts:
             texts = 1  # each has a pass of its own
         key = self._key(cache, texts)
         if key not in self._tables:
-            measured = self._seconds.setdefault(key, {})
-            self._tables[key] = self._measure(cache, measured) if texts == 1 else _share(self.at(cache), texts)
+            if texts > 1:
+                self._tables[key] = _share(self.at(cache), texts)
+            else:
+                self._tables[key] = self._measure(cache, self._seconds.setdefault(key, {}))
         return self._tables[key]
 
     def _key(self, cache: FullCache, texts: int) -> tuple:
