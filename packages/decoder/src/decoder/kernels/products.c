@@ -41,9 +41,11 @@ INLINE vec of_bytes(const int8_t *from) {
 #endif
 }
 
-// Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, otherwise float32.
+// Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, otherwise float32. Weights
+// that are read again soon are fetched to a cache where they stay; others would only drive out what each step needs:
+// states, caches of texts, draft heads.
 INLINE void tile(
-    const Kind kind, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
+    const Kind kind, const int again, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
     const Ahead *ahead, const Out *out) {
     vec sums[MOST_ROWS * 2];
     const int64_t inputs = p->inputs, words = kind == FLOAT_WEIGHTS ? inputs : (inputs + 1) / 2;
@@ -71,7 +73,7 @@ INLINE void tile(
 #pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
             const uint32_t *at = weight + ((i >> 1) * words + k) * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
+            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, again ? 2 : 0);
             memcpy(&both[i], at, sizeof(uvec));
         }
 #pragma GCC unroll 14
@@ -122,15 +124,15 @@ INLINE void tile(
 
 // With few registers, few rows take several panels at once, so that sums need not wait for each other. With many,
 // reading one panel after the other was measured to be the faster, by up to a tenth.
-#define ROWS(count, together)                                                            \
-    case count:                                                                          \
-        for (; panel + together <= end; panel += together)                               \
-            tile(kind, count, together, p, x, row, panel, ahead, out);                   \
-        for (; panel < end; panel++) tile(kind, count, 1, p, x, row, panel, ahead, out); \
+#define ROWS(count, together)                                                                   \
+    case count:                                                                                 \
+        for (; panel + together <= end; panel += together)                                      \
+            tile(kind, again, count, together, p, x, row, panel, ahead, out);                   \
+        for (; panel < end; panel++) tile(kind, again, count, 1, p, x, row, panel, ahead, out); \
         break;
 
 // Rows [row, row + count] with the panels up to `end`.
-INLINE void panels_with(const Kind kind, const Product *p, const void *x, int64_t row, int64_t count, int64_t panel,
+INLINE void panels_with(const Kind kind, const int again, const Product *p, const void *x, int64_t row, int64_t count, int64_t panel,
                         int64_t end, const Ahead *ahead, const Out *out) {
     switch (count) {
 #if defined(__AVX512F__)
@@ -159,7 +161,8 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
             const int64_t row = group * each, count = rows - row < each ? rows - row : each;
             Ahead ahead = {{AHEAD * LANES, AHEAD * LANES}};
             if (next) ahead = (Ahead){{group == 0 ? panel : 0, group == 1 ? panel : 0}};
-            panels_with(kind, p, x, row, count, begin, end, &ahead, out);
+            if (groups > 1 || kind == BYTE_WEIGHTS) panels_with(kind, 1, p, x, row, count, begin, end, &ahead, out);
+            else panels_with(kind, 0, p, x, row, count, begin, end, &ahead, out);
         }
     }
 }
