@@ -224,15 +224,30 @@ def test_plain_steps_are_run_where_a_costly_first_level_does_not_pay(second, bes
     assert policy.rate(best) > policy.rate(1)
 
 
-@pytest.mark.parametrize("brings, clearly", [(0.1, 0.94), (0.9, 0.85)], ids=["levels do not pay", "levels pay"])
-def test_a_rest_is_tried_now_and_then_and_taken_where_it_gives_clearly_more_tokens(brings, clearly):
+@pytest.mark.parametrize("brings", [0.1, 0.9], ids=["levels do not pay", "levels pay"])
+def test_a_rest_is_tried_now_and_then_and_sooner_where_it_may_pay(brings):
     policy, tried = LevelPolicy(most=1), []
-    for step in range(700):
-        policy.observe([Expected(1.0, 1.0), Expected(1.0 + brings, 1.1)][: 1 + policy.levels], 1.0, 0.2 * policy.levels)
-        if policy.tries_rest:
-            tried.append(step)
-    assert len(tried) == 2 and not policy.rest_pays  # behind 120 steps and 384 more
-    for share, pays in ((1.02 * clearly, False), (0.98 * clearly, True), (1.1, False)):
-        for _ in range(20):
+
+    def steps(count):
+        tried.clear()
+        for _ in range(count):
+            expected = [Expected(1.0, 1.0), Expected(1.0 + brings, 1.1)][: 1 + policy.levels]
+            policy.observe(expected, 1.0, 0.2 * policy.levels)
+            if policy.tries_rest:
+                tried.append(policy.steps)
+        return tried
+
+    assert steps(150) == [120] and not policy.rest_pays
+    policy.observe_rest(1.5)
+    assert steps(810) == [504, 888]
+    for _ in range(20):
+        policy.observe_rest(1.05)
+    assert steps(100) == [984, 1032] and not policy.rest_pays
+
+
+def test_rests_are_taken_where_they_clearly_pay_until_they_clearly_do_not():
+    policy = LevelPolicy(most=1)
+    for share, pays in ((1.1, False), (0.95, False), (0.93, True), (0.97, True), (0.99, False), (0.95, False)):
+        for _ in range(30):
             policy.observe_rest(share)
         assert policy.rest_pays == pays

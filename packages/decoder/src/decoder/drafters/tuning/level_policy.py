@@ -10,11 +10,13 @@ _TRIAL = 48  # steps in which each number next to the best one is run once, to s
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
 _LEARN_GAP = 0.15  # and of the newest comparison of a step without levels with those before it
-# Steps between two trials of resting, and before the first: none is followed by a trial of a number of levels.
-_REST_TRIAL, _FIRST_REST = 384, 120
-# What steps that look for drafts bring, of what a rest brings in their time: a rest pays below that, where levels do
-# not pay and where they do.
-_CLEARLY = 0.94, 0.85
+# Steps between two trials of resting, fewer where it might pay soon, and before the first: none is followed by a trial
+# of a number of levels.
+_REST_TRIAL, _SOON, _FIRST_REST = 384, 48, 120
+_NEAR = 1.1  # it might where looking for drafts brings less than this share of what a rest brings
+# What steps that look for drafts bring, of what a rest brings in their time: below the first rests begin to pay, and from
+# the second on they no longer do. One bound would be crossed by chance, to and fro.
+_CLEARLY, _NO_LONGER = 0.94, 0.98
 _LEARN_REST = 0.25  # weight of the newest comparison in their average; each is of some steps
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -64,6 +66,7 @@ class LevelPolicy:
         self._rest = Average()  # of all steps, as if they ran levels
         self._gap = Average()  # what it takes more without levels
         self._newest: deque[float] = deque(maxlen=4)  # of the newest steps with levels
+        self._rest_pays = False
         self._looking = Average()  # what steps that look for drafts bring, of what resting brings in their time
         self._texts, self._told = texts, 0
 
@@ -91,16 +94,18 @@ class LevelPolicy:
     @property
     def rest_pays(self) -> bool:
         """Whether steps that rest give clearly more tokens per second than those that look for drafts."""
-        return bool(self._looking.seen) and self._looking.value < _CLEARLY[self.best > 0]
+        return self._rest_pays
 
     @property
     def tries_rest(self) -> bool:
         """Whether it is time to try a rest."""
-        return self.steps % _REST_TRIAL == _FIRST_REST
+        every = _SOON if self._looking.seen and self._looking.value < _NEAR else _REST_TRIAL
+        return self.steps % every == _FIRST_REST % every
 
     def observe_rest(self, share: float) -> None:
         """The steps behind a rest brought this ``share`` of the tokens that it would have brought in their time."""
         self._looking.observe(share, _LEARN_REST)
+        self._rest_pays = self._looking.value < (_NO_LONGER if self._rest_pays else _CLEARLY)
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
         """A step whose verification costs ``cost`` took ``drafting`` seconds for drafts and ``rest`` for all else.
