@@ -91,6 +91,11 @@ class Sampler:
         self._suppressed = upload(params.suppress_tokens, device) if params.suppress_tokens else None
         self.window = PenaltyWindow(params.window, vocab_size, device, self.context)
 
+    @property
+    def collects(self) -> bool:
+        """Whether log-probabilities are collected, of the tokens or of the most likely ones."""
+        return self.logprobs is not None or self.top_logprobs is not None
+
     def draft_context(self, drafted: Sequence[int] = ()) -> DraftContext:
         """The state that drafts are ranked with, where the text goes on with ``drafted``."""
         context = DraftContext(self.window, self.noise, self.context)
@@ -144,14 +149,15 @@ class Sampler:
 
     def draw(self, logits: torch.Tensor) -> Drawn:
         """Choose the token of the next position from the target's logits [V]; the host waits for it."""
-        if self.native is not None and self.logprobs is None and self.top_logprobs is None:
-            found = self.native.highest(logits, len(self.context), self.window.penalised)
-            if found is not None:
-                return Drawn(*found)
+        position = len(self.context)
+        found = None if self.native is None else self.native.highest(logits, position, self.window.penalised)
+        if found is not None and not self.collects:
+            return Drawn(*found)
         filtered = self.filtered(logits)
-        if on_host(filtered):
-            greedy, position = self.params.greedy, len(self.context)
+        if found is None and on_host(filtered):
+            greedy = self.params.greedy
             found = highest_of(filtered.numpy(force=True)) if greedy else self.noise.highest(filtered, position)
+        if found is not None:
             return self.chosen(filtered, *found)
         scores = self._perturbed(filtered)
         best = scores.amax(-1, keepdim=True)
@@ -166,7 +172,7 @@ class Sampler:
             then the ids of the most likely tokens, then their log-probabilities. Those that are not collected are left
             out.
         """
-        if self.logprobs is None and self.top_logprobs is None:
+        if not self.collects:
             return []
         logprobs = filtered.log_softmax(-1)
         columns = [] if self.logprobs is None else [logprobs.gather(-1, tokens[:, None])[:, 0]]
@@ -188,7 +194,7 @@ class Sampler:
 
     def chosen(self, filtered: torch.Tensor, token: int, score: float) -> Drawn:
         """The drawn token, where the host knows which one was chosen from the distribution ``filtered`` [V]."""
-        if self.logprobs is None and self.top_logprobs is None:
+        if not self.collects:
             return Drawn(token, score)
         columns = self.collected(filtered[None], upload([token], filtered.device))
         return self.drawn(token, score, *download(torch.cat(columns)))
