@@ -183,7 +183,8 @@ INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x +
 // --------------------------------------------------------------------------------------------------- products, norms
 
 // x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
-// pairs of inputs, of which the lower half of a word is the first, bytes input after input, with a scale per output.
+// pairs of inputs, of which the lower half of a word is the first, bytes in fours of inputs, the lowest first, each 128 more
+// than its weight, with a scale per output.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;

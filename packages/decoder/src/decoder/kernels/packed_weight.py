@@ -107,7 +107,10 @@ class WideNativeWeight(NativeWeight):
 
 
 class ByteWeight(NativeWeight):
-    """The same, of weights in a byte each, times a scale for each output: for drafts, which need not be exact."""
+    """The same, of weights in a byte each, times a scale for each output: for drafts, which need not be exact.
+
+    Processors that multiply bytes (AVX512-VNNI) get inputs in a byte each, too, in parts of the largest of their row.
+    """
 
     _kind = native.BYTES
 
@@ -115,7 +118,10 @@ class ByteWeight(NativeWeight):
         return torch.float32
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return self._in_panels(self._rounded(weight), torch.int8).transpose(1, 2).contiguous()
+        """In panels of outputs and fours of inputs, [panels, fours, 2 x lanes, 4], with 128 added."""
+        above = self._rounded(weight) + 128
+        whole = self._in_panels(above, torch.uint8, -weight.shape[1] % 4)
+        return whole.unflatten(2, (-1, 4)).transpose(1, 2).contiguous()
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         return (weight.float() / self._scales_of(weight)[:, None]).round_()

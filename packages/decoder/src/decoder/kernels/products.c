@@ -10,7 +10,9 @@ enum { PANELS_HELD = 1 << 19 };  // bytes of weights that a core holds
 enum { AHEAD = 128 };            // vectors of weights that are fetched ahead
 enum { FEW_GROUPS = 4 };         // of rows, up to which a panel is read once for all of them
 
-typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS } Kind;
+// A word of weights has one number, two of bfloat16, or four bytes. BF16_PAIRS and BYTE_FOURS are multiplied as they are,
+// with inputs that stand in words like theirs.
+typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS } Kind;
 
 // How many words of weights ahead a tile fetches, for the even vectors of a step and for the odd ones.
 typedef struct {
@@ -33,42 +35,63 @@ ONCE void finish(
         }
 }
 
-INLINE vec of_bytes(const int8_t *from) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#else
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#endif
+INLINE int64_t words_of_row(const Kind kind, int64_t inputs) {
+    const int64_t each = kind == FLOAT_WEIGHTS ? 1 : kind == BF16_WEIGHTS || kind == BF16_PAIRS ? 2 : 4;
+    return (inputs + each - 1) / each;
 }
 
-// Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, otherwise float32. Weights
+enum { ABOVE = 128 };  // by which a byte is more than the weight that it stands for
+
+INLINE vec byte_of(uvec words, int number) {
+    return __builtin_convertvector((ivec)(words >> 8 * number & 0xff) - ABOVE, vec);
+}
+
+// Inputs that are rounded to bytes: words of four, their sum, and what one stands for.
+enum { BEHIND_FOURS = 2 };
+
+#if defined(__AVX512VNNI__)
+// Rows of `inputs` numbers in such words; there are zeros behind the last input.
+static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fours) {
+    const int64_t words = words_of_row(BYTE_FOURS, inputs);
+    for (int64_t r = 0; r < rows; r++, x += inputs, fours += words + BEHIND_FOURS) {
+        vec most = {0};
+        for (int64_t i = 0; i < inputs; i += LANES) {
+            const vec part = load(x, i, 0, inputs - i);
+            most = larger(larger(part, -part), most);
+        }
+        const float step = largest_of(most) / 127, rate = step > 0 ? 1 / step : 0;
+        ivec total = {0};
+        for (int64_t i = 0; i < words * 4; i += LANES) {
+            const int64_t left = words * 4 - i;
+            const ivec number = (ivec)_mm512_cvtps_epi32((__m512)(load(x, i, 0, inputs - i) * rate));
+            total += number;
+            _mm512_mask_cvtepi32_storeu_epi8((int8_t *)fours + i, mask_of(left), (__m512i)number);
+        }
+        int32_t sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += total[lane];
+        memcpy(fours + words, &sum, 4), memcpy(fours + words + 1, &step, 4);
+    }
+}
+#endif
+
+// Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, with BYTE_FOURS what
+// `to_fours` makes, otherwise float32. Weights
 // that are read again soon are fetched to a cache where they stay; others would only drive out what each step needs:
 // states, caches of texts, draft heads.
 INLINE void tile(
     const Kind kind, const int again, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
     const Ahead *ahead, const Out *out) {
     vec sums[MOST_ROWS * 2];
-    const int64_t inputs = p->inputs, words = kind == FLOAT_WEIGHTS ? inputs : (inputs + 1) / 2;
+    const int64_t inputs = p->inputs, words = words_of_row(kind, inputs);
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
     const float *wide = (const float *)x + row * inputs;
     const uint16_t *narrow = (const uint16_t *)x + row * inputs;
+    const uint32_t *fours __attribute__((unused)) = (const uint32_t *)x + row * (words + BEHIND_FOURS);
 #pragma GCC unroll 28
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
-    const int64_t whole = kind == FLOAT_WEIGHTS ? words : inputs / 2;
-    for (int64_t k = 0; kind == BYTE_WEIGHTS && k < inputs; k++) {
-        vec both[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < panels * 2; i++) {
-            const int8_t *at = (const int8_t *)p->weight + ((panel + (i >> 1)) * inputs + k) * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + 4 * ahead->words[i & 1] / panels, 0, 2);
-            both[i] = of_bytes(at);
-        }
-#pragma GCC unroll 14
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < panels * 2; i++) sums[r * panels * 2 + i] += wide[r * inputs + k] * both[i];
-    }
-    for (int64_t k = 0; kind != BYTE_WEIGHTS && k < whole; k++) {
+    // Words whose numbers are all inputs.
+    const int64_t whole = kind == BF16_WEIGHTS || kind == BF16_PAIRS ? inputs / 2 : kind == BYTE_WEIGHTS ? inputs / 4 : words;
+    for (int64_t k = 0; k < whole; k++) {
         uvec both[8];
 #pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
@@ -86,6 +109,14 @@ INLINE void tile(
                 } else if (kind == BF16_WEIGHTS) {
                     *to += wide[r * inputs + 2 * k] * (vec)(both[i] << 16);
                     *to += wide[r * inputs + 2 * k + 1] * (vec)(both[i] & 0xffff0000u);
+                } else if (kind == BYTE_WEIGHTS) {
+#pragma GCC unroll 4
+                    for (int n = 0; n < 4; n++) *to += wide[r * inputs + 4 * k + n] * byte_of(both[i], n);
+                } else if (kind == BYTE_FOURS) {
+#if defined(__AVX512VNNI__)
+                    const __m512i four = _mm512_set1_epi32((int)fours[r * (words + BEHIND_FOURS) + k]);
+                    *to = (vec)_mm512_dpbusd_epi32((__m512i)*to, (__m512i)both[i], four);
+#endif
                 } else {
 #if defined(__AVX512BF16__)
                     uint32_t pair;
@@ -107,6 +138,26 @@ INLINE void tile(
                     (kind == BF16_WEIGHTS ? wide[r * inputs + inputs - 1] : widened(narrow[r * inputs + inputs - 1])) * low;
         }
     }
+    for (int64_t k = whole * 4; kind == BYTE_WEIGHTS && k < inputs; k++)
+        for (int i = 0; i < panels * 2; i++) {
+            uvec both;
+            memcpy(&both, weight + ((i >> 1) * words + whole) * PANEL + (i & 1) * LANES, sizeof both);
+#pragma GCC unroll 14
+            for (int r = 0; r < rows; r++) sums[r * panels * 2 + i] += wide[r * inputs + k] * byte_of(both, k & 3);
+        }
+#if defined(__AVX512VNNI__)
+    for (int r = 0; kind == BYTE_FOURS && r < rows; r++) {
+        int32_t total;
+        float step;
+        memcpy(&total, fours + r * (words + BEHIND_FOURS) + words, 4);
+        memcpy(&step, fours + r * (words + BEHIND_FOURS) + words + 1, 4);
+#pragma GCC unroll 8
+        for (int i = 0; i < panels * 2; i++) {
+            vec *to = &sums[r * panels * 2 + i];
+            *to = __builtin_convertvector((ivec)*to - total * ABOVE, vec) * step;
+        }
+    }
+#endif
     if (!p->scales && !p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
         float *y = (float *)out->y + row * p->outputs + panel * PANEL;
 #pragma GCC unroll 14
@@ -147,8 +198,7 @@ INLINE void panels_with(const Kind kind, const int again, const Product *p, cons
 
 INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t rows, const Out *out, int64_t first,
                       int64_t last) {
-    const int64_t of_bytes = (p->inputs + 3) / 4, of_pairs = (p->inputs + 1) / 2;
-    const int64_t words = kind == FLOAT_WEIGHTS ? p->inputs : kind == BYTE_WEIGHTS ? of_bytes : of_pairs;
+    const int64_t words = words_of_row(kind, p->inputs);
     const int64_t panel = words * PANEL, fit = PANELS_HELD / (panel * 4);
     const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, each = groups ? (rows + groups - 1) / groups : 0;
     // For many rows as many panels as stay in a core's cache. For a few groups of rows one: the first two groups fetch
@@ -161,18 +211,39 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
             const int64_t row = group * each, count = rows - row < each ? rows - row : each;
             Ahead ahead = {{AHEAD * LANES, AHEAD * LANES}};
             if (next) ahead = (Ahead){{group == 0 ? panel : 0, group == 1 ? panel : 0}};
-            if (groups > 1 || kind == BYTE_WEIGHTS) panels_with(kind, 1, p, x, row, count, begin, end, &ahead, out);
+            if (groups > 1 || kind == BYTE_WEIGHTS || kind == BYTE_FOURS) panels_with(kind, 1, p, x, row, count, begin, end, &ahead, out);
             else panels_with(kind, 0, p, x, row, count, begin, end, &ahead, out);
         }
     }
 }
+
+#if defined(__AVX512VNNI__)
+static void some_panels_of_bytes(const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    enum { TOGETHER = FEW_GROUPS * MOST_ROWS };
+    const int64_t most = rows < TOGETHER ? rows : TOGETHER, width = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
+    uint32_t *fours = malloc((most + !most) * width * 4);
+    for (int64_t row = 0; fours && row < rows; row += TOGETHER) {
+        const int64_t count = rows - row < TOGETHER ? rows - row : TOGETHER, at = row * p->outputs;
+        const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
+                          out->y_is_bf16, out->add_is_bf16};
+        to_fours(x + row * p->inputs, count, p->inputs, fours);
+        panels_of(BYTE_FOURS, p, fours, count, &here, first, last);
+    }
+    if (!fours) panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
+    free(fours);
+}
+#else
+static void some_panels_of_bytes(const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
+}
+#endif
 
 // Panels [first, last) of a product.
 static void some_panels(
     const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int64_t first,
     int64_t last) {
     if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
-    else if (p->kind == BYTES) panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
+    else if (p->kind == BYTES) some_panels_of_bytes(p, x, rows, out, first, last);
 #if defined(__AVX512BF16__)
     else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
 #endif
