@@ -24,24 +24,36 @@ class PenaltyWindow:
         self.size = size
         self.tokens = deque(text[-size:] if size else ())
         self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
-        self._penalised: torch.Tensor | None = None
         if self.tokens:
             tokens = upload(list(self.tokens), device)
             self.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+        self._penalised: torch.Tensor | None = self.counts > 0
+        # NumPy changes a single number of a tensor on the host in a fraction of what PyTorch takes.
+        self._host = (self.counts.numpy(), self._penalised.numpy()) if device.type == "cpu" else None
 
     def push(self, token: int) -> None:
         """Add the text's next token; the oldest one leaves a full window."""
         if not self.size:
             return
-        self._penalised = None
         self.tokens.append(token)
-        self.counts[token].add_(1)
+        self._count(token, 1)
         if len(self.tokens) > self.size:
-            self.counts[self.tokens.popleft()].sub_(1)
+            self._count(self.tokens.popleft(), -1)
+
+    def _count(self, token: int, change: int) -> None:
+        if self._host is not None:
+            counts, penalised = self._host
+            counts[token] += change
+            penalised[token] = counts[token] > 0
+        else:
+            self.counts[token].add_(change)
+            self._penalised = None
 
     @property
     def penalised(self) -> torch.Tensor | None:
-        """The tokens in the window, bool [V], which must not be written to; None when nothing is penalised."""
-        if self.size and self._penalised is None:
+        """The tokens in the window, bool [V], to be read before the next push; None when nothing is penalised."""
+        if not self.size:
+            return None
+        if self._penalised is None:
             self._penalised = self.counts > 0
         return self._penalised
