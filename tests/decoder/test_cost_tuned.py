@@ -596,7 +596,10 @@ def test_a_rest_is_compared_with_the_steps_behind_it_alone(model, prompt, monkey
     assert not rests.compared
 
 
-def test_a_rest_ends_where_others_join_and_is_not_compared(model, prompt, monkeypatch):
+@pytest.mark.parametrize("rested", [1, 30])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_rest_ends_where_others_join_and_is_not_compared(model, prompt, monkeypatch, rested, tokens):
+    """Even where they leave with the step in which it ends, and where it had hardly begun."""
     rests = Rests(monkeypatch, model)
     monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._SHORTEST_REST", 1000)
     engine = rests.dec.engine()
@@ -608,17 +611,17 @@ def test_a_rest_ends_where_others_join_and_is_not_compared(model, prompt, monkey
         return sequence
 
     first = begun(prompt, 300)
-    while not first.drafter or not first.drafter._resting:
+    while not first.drafter or len(first.drafter._rested) < rested:
         engine.step()
     assert first.drafter._rest > 900
-    second = begun(prompt[:30], 20)
+    second = begun(prompt[:30], tokens)
     engine.step()  # the last step of its rest
     while not second.done:
         engine.step()
         assert not first.drafter._resting
     while not first.done:
         engine.step()
-    assert not rests.compared
+    assert first.error is None and not rests.compared
 
 
 @pytest.mark.parametrize("method", ["auto", "tokenswift", "medusa", "eagle3", "suffix"])

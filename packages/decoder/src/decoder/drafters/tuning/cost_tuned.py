@@ -258,7 +258,7 @@ class CostTuned:
 
     def _compare_rest(self, tokens: float, seconds: float) -> None:
         """Compare the last rest with the first steps behind it, of which one was expected to bring so many tokens."""
-        if not self._rested:
+        if len(self._rested) <= _WARM:
             return
         self._looks.append((tokens, seconds))
         if len(self._looks) == _LOOKS:
@@ -268,9 +268,9 @@ class CostTuned:
             self._rested, self._looks = [], []
 
     def _begin_step(self) -> bool:
-        """Begin a step; returns whether it is one of a rest, which ends where other texts have joined."""
+        """Begin a step; returns whether it is one of a rest, which ends uncompared where other texts have joined."""
         if self.context.running() > 1:
-            self._rest = min(self._rest, 1)
+            self._rest, self._rested = min(self._rest, 1), []
         self._resting = self._rest > 0
         self._rest = max(0, self._rest - 1)
         self._start = time.perf_counter()

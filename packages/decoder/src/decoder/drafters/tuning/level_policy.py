@@ -93,7 +93,7 @@ class LevelPolicy:
 
     @property
     def rest_pays(self) -> bool:
-        """Whether steps that rest give clearly more tokens per second than those that look for drafts."""
+        """Whether steps that rest gave clearly more tokens per second than those that look for drafts, and still do."""
         return self._rest_pays
 
     @property
