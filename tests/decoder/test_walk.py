@@ -329,8 +329,9 @@ def test_walks_read_once_however_deep():
     for depth in (0, 7, 8, 15, 16, 25):
         logits = random_logits(4 + 3 * depth, generator, ties=False)
         tree = grown_tree(params, [3], depth, logits, generator)
+        sampler = Sampler(params, WORDS, CPU, [3])
         with HostReads() as counter:
-            path, _ = take(drawn_whole, tree, logits, Sampler(params, WORDS, CPU, [3]))
+            path, _ = take(drawn_whole, tree, logits, sampler)
         assert len(path) > depth
         assert counter.reads == 1
 

@@ -196,7 +196,8 @@ class DraftHeads(nn.Module):
         """Raise ValueError unless the heads are for a model of ``hidden_size``, with ``vocab_size`` tokens if given."""
         which = f"the heads{self._where}"
         if hidden_size != self.hidden_size:
-            raise ValueError(f"{which} are for hidden size {self.hidden_size}, the model has {hidden_size}")
+            sizes = f"hidden size {self.hidden_size}, the model has {hidden_size}"
+            raise ValueError(f"{which} are for {sizes}: give heads of this model")
         if vocab_size is not None and self.draft_to_target is not None:
             largest = self.draft_to_target[-1].item()
             if largest >= vocab_size:
@@ -295,8 +296,9 @@ class DraftHeads(nn.Module):
                 tensors[f"heads.{number}.{PUBLISHED_PARTS[part]}" if part in PUBLISHED_PARTS else found] = tensor
         if not tensors:
             pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
-            hint = "; pickle files are not read, only safetensors" if pickled else ""
-            raise ValueError(f"{directory} is not a heads checkpoint: it has no tensors of a known heads format{hint}")
+            hint = "pickle files are not read, only safetensors" if pickled else "give what heads-train has written"
+            fault = "is not a heads checkpoint: it has no tensors of a known heads format"
+            raise ValueError(f"{directory} {fault}; {hint}")
         fields = {
             "hidden_size": config.get("hidden_size"),
             "num_heads": len({name.split(".")[1] for name in tensors if name.startswith("heads.")}),

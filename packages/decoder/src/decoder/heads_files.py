@@ -90,7 +90,7 @@ def read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, tor
             names = [name for name in file.keys() if not pattern or pattern.fullmatch(name)]  # noqa: SIM118
             return {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file") from error
+        raise ValueError(f"{path} is not a whole safetensors file: copy or fetch it again") from error
 
 
 def refuse_misfits(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], directory: Path) -> None:

@@ -45,10 +45,10 @@ class Demo:
 def chat(data: Path) -> Demo:
     """SmolLM2 answers a question and writes a story."""
     return Demo(
-        "SmolLM2-135M-Instruct answers a question and writes a story, 192 tokens each at most.",
+        "SmolLM2-135M-Instruct answers a question and writes a story, 400 tokens each at most.",
         (
             *("--model", str(data / "smollm2"), "--heads", str(data / "heads-smollm2")),
-            *("--prompts", str(data / "prompts/demo.jsonl"), "--max-new-tokens", "192", "--runs", "1"),
+            *("--prompts", str(data / "prompts/demo.jsonl"), "--max-new-tokens", "400", "--runs", "1"),
             *("--min-p", "0", "--repetition-penalty", "1"),
         ),
         # Not every answer of so small a model is as sensible as that of this seed.

@@ -23,7 +23,7 @@ def _check_local(name: str) -> None:
         check_source("model", name)
     elif looks_local and not Path(name).is_dir():
         where = "" if Path(name).is_absolute() else " (looked for below the current folder)"
-        raise FileNotFoundError(f"there is no model folder at {name}{where}")
+        raise FileNotFoundError(f"there is no model folder at {name}{where}: give one that is there, or a hub id")
 
 
 def load_config(name: str) -> PretrainedConfig:

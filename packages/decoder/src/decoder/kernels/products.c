@@ -220,17 +220,17 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
 #if defined(__AVX512VNNI__)
 static void some_panels_of_bytes(const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
     enum { TOGETHER = FEW_GROUPS * MOST_ROWS };
-    const int64_t most = rows < TOGETHER ? rows : TOGETHER, width = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
-    uint32_t *fours = malloc((most + !most) * width * 4);
-    for (int64_t row = 0; fours && row < rows; row += TOGETHER) {
-        const int64_t count = rows - row < TOGETHER ? rows - row : TOGETHER, at = row * p->outputs;
+    const int64_t width = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
+    uint32_t one[width], *many = malloc(TOGETHER * width * sizeof(uint32_t)), *fours = many ? many : one;
+    const int64_t most = many ? TOGETHER : 1;
+    for (int64_t row = 0; row < rows; row += most) {
+        const int64_t count = rows - row < most ? rows - row : most, at = row * p->outputs;
         const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
                           out->y_is_bf16, out->add_is_bf16};
         to_fours(x + row * p->inputs, count, p->inputs, fours);
         panels_of(BYTE_FOURS, p, fours, count, &here, first, last);
     }
-    if (!fours) panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
-    free(fours);
+    free(many);
 }
 #else
 static void some_panels_of_bytes(const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {

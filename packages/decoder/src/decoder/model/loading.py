@@ -56,9 +56,9 @@ def check_source(what: str, source: str | os.PathLike) -> None:
         raise NotADirectoryError(f"{source} is a file, and a {what} folder is needed")
     # A mistyped name in an existing folder must not be looked up on the hub.
     if path.parent.is_dir() and path.parent != Path():
-        raise FileNotFoundError(f"there is no {what} folder at {source}")
+        raise FileNotFoundError(f"there is no {what} folder at {source}: give one that is there, or a hub id")
     if not HUB_ID.fullmatch(str(source)):
-        raise FileNotFoundError(f"there is no {what} folder at {source}, and it is no hub id (owner/name) either")
+        raise FileNotFoundError(f"there is no {what} folder at {source}, and it is no hub id (owner/name): give either")
 
 
 def read_tokenizer(source: str | os.PathLike, **from_hub: Any) -> PreTrainedTokenizerBase:

@@ -14,8 +14,8 @@ _LEARN_GAP = 0.15  # and of the newest comparison of a step without levels with 
 # of a number of levels.
 _REST_TRIAL, _SOON, _FIRST_REST = 384, 48, 120
 _NEAR = 1.1  # it might where looking for drafts brings less than this share of what a rest brings
-# What steps that look for drafts bring, of what a rest brings in their time: below the first rests begin to pay, and from
-# the second on they no longer do. One bound would be crossed by chance, to and fro.
+# What steps that look for drafts bring, of what a rest brings in their time: below the first rests begin to pay, and
+# from the second on they no longer do. One bound would be crossed by chance, to and fro.
 _CLEARLY, _NO_LONGER = 0.94, 0.98
 _LEARN_REST = 0.25  # weight of the newest comparison in their average; each is of some steps
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
