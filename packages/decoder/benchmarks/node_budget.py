@@ -32,6 +32,9 @@ CHOSEN = decoder.SamplingParams(temperature=0.7)
 class Free:
     """Verifications that cost the same whatever their number of nodes."""
 
+    def begin(self, *_) -> None:
+        pass
+
     def at(self, *_) -> list[float]:
         return [1.0] * (WIDEST + 1)
 
