@@ -53,7 +53,7 @@ def chatting(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_the_script_runs_to_its_end(name, tmp_path, chatting):
-    script, *command = name.split()
+    script, *command = name.split(",")[0].split()
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "Call me Ishmael."}\n')
     arguments = [one.format(output=tmp_path, chatting=chatting, prompts=prompts) for one in SMALL[name]]

@@ -48,7 +48,7 @@ def main() -> None:
     given = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    onednn = packed_products(model, lambda weights, biases: OneDnnWeight(torch.cat(weights), None))
+    onednn = packed_products(model, lambda weights, biases, exact: OneDnnWeight(torch.cat(weights), None))
     packed = packed_products(model, pack)
     names = [name for name, module in model.named_modules() if module in layers]
     make_int4(model)
