@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import decoder.decoder as decoder_module
-from decoder import Decoder, SamplingParams, TokenSwiftOptions, load, methods
+from decoder import Decoder, SamplingParams, TokenSwiftOptions, load, methods, new_sequence
 from decoder.admission import CacheBytes
 from decoder.cache import stored
 from decoder.cache.form import CacheForm
@@ -398,9 +397,9 @@ def test_behind_32768_tokens_of_the_reference_model_the_text_is_the_same_with_th
     dec = load(data / "reference-model", data / "heads-gated")
     prompt = torch.randint(4000, (32_768 - 64,), generator=torch.Generator().manual_seed(1)).tolist()
     form, caches = CacheForm(None, True), []
-    made = decoder_module.full_cache
+    made = new_sequence.full_cache
     monkeypatch.setattr(
-        decoder_module, "full_cache", lambda *given, **how: caches.append(made(*given, **how)) or caches[-1]
+        new_sequence, "full_cache", lambda *given, **how: caches.append(made(*given, **how)) or caches[-1]
     )
 
     def text(method, **how):
