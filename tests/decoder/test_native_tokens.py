@@ -54,6 +54,24 @@ def test_the_library_draws_the_token_with_the_highest_score_of_all(vocab, scale,
     assert left <= (30 if params.temperature == 0.01 and not scale else 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("params", SAMPLINGS, ids=range(len(SAMPLINGS)))
+def test_what_is_collected_is_the_same_whoever_draws(params, dtype):
+    collected = dict(collect_logprobs=True, collect_top_logprobs=3)
+    mine, theirs = (Sampler(params, 4_099, CPU, [5, 7], native=native, **collected) for native in (True, False))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        logits = (torch.randn(4_099, generator=generator) * 3).to(dtype)
+        drawn, expected = mine.draw(logits), theirs.draw(logits)
+        assert drawn._replace(score=0) == expected._replace(score=0)
+        scores = theirs.filtered(logits).log_softmax(-1)
+        assert drawn.logprob == float(scores[drawn.token]) and len(drawn.top_logprobs) <= 3
+        assert drawn.top_logprobs[0][1] == float(scores.max())
+        for sampler, one in ((mine, drawn), (theirs, expected)):
+            sampler.take(one)
+    assert mine.context == theirs.context and mine.logprobs == theirs.logprobs
+
+
 def test_of_several_that_it_cannot_tell_apart_the_noise_of_all_decides(monkeypatch):
     """With two tokens whose scores differ by what single precision loses."""
     params = SamplingParams(temperature=1.0, seed=3)

@@ -183,8 +183,8 @@ INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x +
 // --------------------------------------------------------------------------------------------------- products, norms
 
 // x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
-// pairs of inputs, of which the lower half of a word is the first, bytes in fours of inputs, the lowest first, each 128 more
-// than its weight, with a scale per output.
+// pairs of inputs, of which the lower half of a word is the first, bytes in fours of inputs, the lowest first, each 128
+// more than its weight, with a scale per output.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;
@@ -209,9 +209,9 @@ typedef struct {
     int64_t first, last;
 } Columns;
 
-// A thread's share of a product whose outputs are two halves, gate and up. Returns the columns of a half, some of them for
-// each thread, in which this thread may read both. Where no panel belongs to both halves it has computed these columns
-// itself, and waits for no other thread.
+// A thread's share of a product whose outputs are two halves, gate and up. Returns the columns of a half, some of them
+// for each thread, in which this thread may read both. Where no panel belongs to both halves it has computed these
+// columns itself, and waits for no other thread.
 INNER Columns share_halves(
     const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
 

@@ -75,12 +75,11 @@ static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fou
 #endif
 
 // Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, with BYTE_FOURS what
-// `to_fours` makes, otherwise float32. Weights
-// that are read again soon are fetched to a cache where they stay; others would only drive out what each step needs:
-// states, caches of texts, draft heads.
+// `to_fours` makes, otherwise float32. Weights that are read again soon are fetched to a cache where they stay; others
+// would only drive out what each step needs: states, caches of texts, draft heads.
 INLINE void tile(
-    const Kind kind, const int again, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
-    const Ahead *ahead, const Out *out) {
+    const Kind kind, const int again, const int rows, const int panels, const Product *p, const void *x, int64_t row,
+    int64_t panel, const Ahead *ahead, const Out *out) {
     vec sums[MOST_ROWS * 2];
     const int64_t inputs = p->inputs, words = words_of_row(kind, inputs);
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
@@ -139,6 +138,7 @@ INLINE void tile(
         }
     }
     for (int64_t k = whole * 4; kind == BYTE_WEIGHTS && k < inputs; k++)
+#pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
             uvec both;
             memcpy(&both, weight + ((i >> 1) * words + whole) * PANEL + (i & 1) * LANES, sizeof both);
@@ -146,6 +146,7 @@ INLINE void tile(
             for (int r = 0; r < rows; r++) sums[r * panels * 2 + i] += wide[r * inputs + k] * byte_of(both, k & 3);
         }
 #if defined(__AVX512VNNI__)
+#pragma GCC unroll 14
     for (int r = 0; kind == BYTE_FOURS && r < rows; r++) {
         int32_t total;
         float step;
@@ -183,8 +184,8 @@ INLINE void tile(
         break;
 
 // Rows [row, row + count] with the panels up to `end`.
-INLINE void panels_with(const Kind kind, const int again, const Product *p, const void *x, int64_t row, int64_t count, int64_t panel,
-                        int64_t end, const Ahead *ahead, const Out *out) {
+INLINE void panels_with(const Kind kind, const int again, const Product *p, const void *x, int64_t row, int64_t count,
+                        int64_t panel, int64_t end, const Ahead *ahead, const Out *out) {
     switch (count) {
 #if defined(__AVX512F__)
         ROWS(1, 1) ROWS(2, 1) ROWS(3, 1) ROWS(4, 1) ROWS(5, 1) ROWS(6, 1) ROWS(7, 1)
@@ -211,29 +212,31 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
             const int64_t row = group * each, count = rows - row < each ? rows - row : each;
             Ahead ahead = {{AHEAD * LANES, AHEAD * LANES}};
             if (next) ahead = (Ahead){{group == 0 ? panel : 0, group == 1 ? panel : 0}};
-            if (groups > 1 || kind == BYTE_WEIGHTS || kind == BYTE_FOURS) panels_with(kind, 1, p, x, row, count, begin, end, &ahead, out);
-            else panels_with(kind, 0, p, x, row, count, begin, end, &ahead, out);
+            if (groups > 1 || kind == BYTE_WEIGHTS || kind == BYTE_FOURS)
+                panels_with(kind, 1, p, x, row, count, begin, end, &ahead, out);
+            else
+                panels_with(kind, 0, p, x, row, count, begin, end, &ahead, out);
         }
     }
 }
 
 #if defined(__AVX512VNNI__)
-static void some_panels_of_bytes(const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+static void some_panels_of_bytes(
+    const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
     enum { TOGETHER = FEW_GROUPS * MOST_ROWS };
-    const int64_t width = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
-    uint32_t one[width], *many = malloc(TOGETHER * width * sizeof(uint32_t)), *fours = many ? many : one;
-    const int64_t most = many ? TOGETHER : 1;
-    for (int64_t row = 0; row < rows; row += most) {
-        const int64_t count = rows - row < most ? rows - row : most, at = row * p->outputs;
+    const int64_t most = rows < TOGETHER ? rows : TOGETHER;
+    uint32_t fours[(most + !most) * (words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS)];
+    for (int64_t row = 0; row < rows; row += TOGETHER) {
+        const int64_t count = rows - row < TOGETHER ? rows - row : TOGETHER, at = row * p->outputs;
         const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
                           out->y_is_bf16, out->add_is_bf16};
         to_fours(x + row * p->inputs, count, p->inputs, fours);
         panels_of(BYTE_FOURS, p, fours, count, &here, first, last);
     }
-    free(many);
 }
 #else
-static void some_panels_of_bytes(const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+static void some_panels_of_bytes(
+    const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
     panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
 }
 #endif
