@@ -42,7 +42,8 @@ def load(
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
             checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32. "int4"
             rounds the weights of the model's linear layers to four bits (`kernels.int4`), on a CPU: the text is that
-            of the model with these weights. All else, and the draft model, is float32 then.
+            of the model with these weights. All else, and the draft model, is then bfloat16 if the native library
+            multiplies it here and bitwise decoding holds, otherwise float32.
         bitwise, prefix_cache_bytes: see `Decoder`.
         tensor_parallel: whether the processes that torchrun has started share the model: each holds a part of the
             weights and some of the KV heads, on a device of its own, and all run the same program.
@@ -73,12 +74,14 @@ def load(
         # Refuse what can be refused before gigabytes of weights are read.
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
         config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, short, ranks))
-        narrow = False
-        if dtype == "auto" and device.type == "cpu":
-            # Its own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
-            own = getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model)
+        chosen, narrow = dtype == "auto" and device.type == "cpu", False
+        if short or chosen:
+            # The model's own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
+            # Beside weights of four bits any model's other numbers may be rounded to bfloat16.
+            own = short or (getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model))
             narrow = own and bitwise is not False and ranks.size == 1 and native.multiplies(torch.bfloat16)
-            dtype = "bfloat16" if narrow else "float32"
+        around = "bfloat16" if narrow else "float32"
+        dtype = around if chosen else dtype
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
         tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
         # The checkpoint's own dtype takes the least memory until its weights are rounded. Those of a GGUF file may have
@@ -86,10 +89,10 @@ def load(
         read_as = ("float32" if is_gguf(model) else "auto") if short else dtype
         target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
         if short:
-            make_int4(target)
+            make_int4(target, getattr(torch, around))
         small = None
         if draft_model is not None:
-            small = read_model(draft_model, device, dtype="float32" if short else dtype, **of_draft)
+            small = read_model(draft_model, device, dtype=around if short else dtype, **of_draft)
         made = Decoder(target, tokenizer, own_heads, small, bitwise, prefix_cache_bytes)
         if narrow and not made.bitwise:
             # Widening changes no weight.

@@ -1,9 +1,12 @@
 """Linear layers with weights of four bits, for a CPU: what `decoder.load(..., dtype="int4")` makes of a model.
 
-A step of a small model takes as long as reading its weights, and these are a sixth of float32's. The kernel is
-PyTorch's. It rounds inputs to bfloat16, restores weights and sums in float32, and rounds outputs to bfloat16. The model
-around it stays in float32. The weights change, so this is another model than the one that was read, with a text of its
-own: plain decoding of it is what all methods reproduce.
+A step of a small model takes as long as reading its weights, and these are a third of bfloat16's. The weights change, so
+this is another model than the one that was read, with a text of its own: plain decoding of it is what all methods
+reproduce.
+
+The native library multiplies the codes of 32 weights by inputs of bfloat16, in single precision, and their sum by what
+these weights share; where the processor does not multiply bfloat16 it restores the weights. Elsewhere the kernel is
+PyTorch's, which rounds inputs and outputs to bfloat16, and so does transformers' own pass over the layers.
 """
 
 from collections.abc import Sequence
@@ -13,6 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from decoder.kernels import native
+from decoder.kernels.packed_weight import NativeWeight
+
 INT4 = "int4"
 """The name of this dtype."""
 
@@ -20,8 +26,8 @@ GROUP = 32
 """Weights of a row that share a step and a centre, as in llama.cpp's formats."""
 
 _CODES = 16
-_OUTPUTS = 16  # the kernel takes multiples of this number of outputs,
-_BLOCK = 64  # and keeps the codes of so many behind each other
+_WORDS = 4  # of eight codes in a group
+_OUTPUTS = 16  # PyTorch's kernel takes multiples of this number of outputs
 # What either end of a group is multiplied by. A step that is too small for a few weights suits the others better.
 _SHRUNK = (1.0, 0.9, 0.8)
 _SAME = 0.01  # an error, as a share of the weights' norm, with which they have been on such a grid before
@@ -29,10 +35,10 @@ _AT_ONCE = 2**19  # numbers, so that a search stays in the processor's cache: a 
 
 
 class Int4Linear(nn.Module):
-    """A linear layer whose weights are ``step * code + centre``, with codes from -8 to 7.
+    """A linear layer whose weights are ``step * (code - 8) + centre``, with codes from 0 to 15.
 
     Attributes:
-        weight: the codes, two in a byte, uint8 [out, in / 2], in the kernel's order.
+        weight: the codes, two in a byte, that of the even input in its lower half, uint8 [out, in / 2].
         scales: steps and centres in turn, bfloat16 [in / 32, 2 out].
         bias: [out] or None.
     """
@@ -43,24 +49,33 @@ class Int4Linear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._ordered: tuple[tuple[int, int], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "Int4Linear":
         """The layer with rounded weights."""
         codes, scales = rounded(layer.weight.detach())
-        bias = None if layer.bias is None else layer.bias.detach().float()
-        return cls(torch._convert_weight_to_int4pack_for_cpu(codes + _CODES // 2, 1), scales, bias)
+        even, odd = (codes + _CODES // 2).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+        return cls(even | odd << 4, scales, None if layer.bias is None else layer.bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., out] for inputs [..., in] of any floating dtype."""
-        return _product(x, self.weight, _for_kernel(self.scales), self.bias).to(x.dtype)
+        """Outputs [..., out] for inputs [..., in] of any floating dtype, by PyTorch's kernel."""
+        return _product(x, self._in_kernels_order(), _for_kernel(self.scales), self.bias).to(x.dtype)
+
+    def _in_kernels_order(self) -> torch.Tensor:
+        """The codes as PyTorch's kernel reads them, a copy that is kept until they change."""
+        # Tensors of inference mode do not count their changes.
+        seen = self.weight.data_ptr(), -1 if self.weight.is_inference() else self.weight._version
+        if self._ordered is None or self._ordered[0] != seen or seen[1] < 0:
+            self._ordered = seen, _in_kernels_order(self.weight.data)
+        return self._ordered[1]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class Int4Weight:
-    """The product of one `Int4Linear`, or of several with the same input: one call for all of their outputs.
+    """PyTorch's product of one `Int4Linear`, or of several with the same input: one call for all of their outputs.
 
     It holds a copy of their weights, as those of other dtypes do.
     """
@@ -68,17 +83,58 @@ class Int4Weight:
     dtype = torch.float32
 
     def __init__(self, layers: Sequence[Int4Linear]):
-        self._codes = torch.cat([layer.weight.data for layer in layers])
-        self._scales = _for_kernel(torch.cat([layer.scales.data for layer in layers], 1))
-        biases = [layer.bias.data for layer in layers if layer.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
+        codes, scales, self._bias = _joined(layers)
+        self._codes, self._scales = _in_kernels_order(codes), _for_kernel(scales)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _product(x, self._codes, self._scales, self._bias)
 
 
+class NativeInt4Weight(NativeWeight):
+    """The native library's product of one `Int4Linear`, or of several with the same input.
+
+    Raises:
+        NativeUnavailable: there is no library.
+    """
+
+    _kind = native.NIBBLES
+
+    def __init__(self, layers: Sequence[Int4Linear]):
+        codes, scales, bias = _joined(layers)
+        outputs, inputs = len(codes), 2 * codes.shape[1]
+        dtype = torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
+        self._hold((outputs, inputs), dtype, self._words(codes, _for_kernel(scales)), bias)
+
+    def _words(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """In panels of outputs and blocks of inputs, [panels, blocks x 5 words, outputs, 4 bytes], as native.h has them.
+
+        Args:
+            codes: [out, in / 2].
+            scales: [in / 32, out, 2].
+        """
+        first, second = codes.view(len(codes), -1, _WORDS, 2, 2).unbind(-1)  # of two pairs of codes that share bytes
+        lower, upper = first & 15 | second << 4, first >> 4 | second & 0xF0
+        shared = scales.transpose(0, 1).contiguous().view(torch.uint8)
+        words = torch.cat((shared[:, :, None], torch.cat((lower, upper), -1)), 2)
+        panels = self._in_panels(words.flatten(1), torch.uint8)
+        return panels.unflatten(2, (-1, 4)).transpose(1, 2).contiguous()
+
+
+def _joined(layers: Sequence[Int4Linear]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and biases of layers with the same input, one behind the other."""
+    biases = [layer.bias.data for layer in layers if layer.bias is not None]
+    codes, scales = torch.cat([layer.weight.data for layer in layers]), torch.cat([one.scales.data for one in layers], 1)
+    return codes, scales, torch.cat(biases) if biases else None
+
+
+def _in_kernels_order(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [out, in / 2] in the order that PyTorch's kernel has on this processor."""
+    each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()
+    return torch._convert_weight_to_int4pack_for_cpu(each, 1)
+
+
 def _product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Outputs [..., out], float32, for inputs [..., in]; scales as `_for_kernel` returns them."""
+    """PyTorch's outputs [..., out], float32, for inputs [..., in]; scales as `_for_kernel` returns them."""
     rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
     outputs = torch._weight_int4pack_mm_for_cpu(rows, codes, GROUP, scales).float()
     if bias is not None:
@@ -104,11 +160,6 @@ def has_int4(model: nn.Module) -> bool:
 def int4_bytes(weights: int) -> int:
     """What so many weights take: half a byte each, and a step and a centre per group."""
     return weights // 2 + weights // GROUP * 2 * torch.bfloat16.itemsize
-
-
-def joinable(layers: Sequence[nn.Module]) -> bool:
-    """Whether these can be one product. Codes are put behind each other, and no block of outputs may be cut."""
-    return not any(isinstance(layer, Int4Linear) and layer.out_features % _BLOCK for layer in layers[:-1])
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,10 +213,10 @@ def _error(groups: torch.Tensor, step: torch.Tensor, centre: torch.Tensor) -> to
     return torch.linalg.vector_norm(from_centre, dim=1, keepdim=True)
 
 
-def make_int4(model: PreTrainedModel) -> None:
-    """Replace the linear layers of a model by `Int4Linear` ones, and make all else float32.
+def make_int4(model: PreTrainedModel, around: torch.dtype = torch.float32) -> None:
+    """Replace the linear layers of a model by `Int4Linear` ones, and make all else ``around``.
 
-    Embeddings and the language-model head keep their numbers.
+    Embeddings and the language-model head keep their numbers but for that.
 
     Raises:
         ValueError: weights are not on a CPU, or `layers_for_int4` raises it.
@@ -178,8 +229,8 @@ def make_int4(model: PreTrainedModel) -> None:
     for module in model.modules():
         if not isinstance(module, Int4Linear):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
-    model.config.dtype = torch.float32
+                tensor.data = tensor.data.to(around) if tensor.is_floating_point() else tensor.data
+    model.config.dtype = around
 
 
 def layers_for_int4(model: PreTrainedModel) -> list[str]:

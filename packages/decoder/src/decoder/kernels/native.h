@@ -184,15 +184,19 @@ INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x +
 
 // x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
 // pairs of inputs, of which the lower half of a word is the first, bytes in fours of inputs, the lowest first, each 128
-// more than its weight, with a scale per output.
+// more than its weight, with a scale per output. Codes of four bits stand in blocks of NIBBLE_BLOCK inputs: for each output a
+// word with two bfloat16 numbers, the step in the lower half and the centre in the upper one, and four words of eight
+// codes, of which the lower half has those of the even inputs and the upper half those of the odd ones, the first in the
+// lowest bits. A weight is step * (code - 8) + centre.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;
     const float *bias, *scales;
-    int32_t kind;  // of weights: float32, bfloat16 or bytes
+    int32_t kind;  // of weights: float32, bfloat16, bytes or codes of four bits
 } Product;
 
-enum { FLOATS, HALVES, BYTES };
+enum { FLOATS, HALVES, BYTES, NIBBLES };
+enum { NIBBLE_BLOCK = 32 };
 
 // Where a product goes: to `y` [rows, outputs], with `add` [rows, outputs] added if there is one.
 typedef struct {

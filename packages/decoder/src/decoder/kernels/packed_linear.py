@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.kernels import native
-from decoder.kernels.int4 import Int4Linear, Int4Weight, joinable
+from decoder.kernels.int4 import Int4Linear, Int4Weight, NativeInt4Weight
 from decoder.kernels.memory import available_memory
 from decoder.kernels.norms import FusedNorm
 from decoder.kernels.packed_weight import ByteWeight, PackedWeight, onednn_dtype, pack
@@ -58,7 +58,8 @@ class PackedLinears:
         short = [layer for layer in layers if isinstance(layer, Int4Linear)]
         given = [layer.weight for layer in layers], [layer.bias for layer in layers]
         exact = not any(isinstance(layer, DraftRows) for layer in layers)
-        self._weight = Int4Weight(short) if short else pack(*given, exact)
+        of_codes = NativeInt4Weight if native.available() else Int4Weight
+        self._weight = of_codes(short) if short else pack(*given, exact)
 
     @property
     def weight(self) -> PackedWeight:
@@ -221,7 +222,7 @@ def _groups(modules: Iterable[nn.Module], layers: Iterable[Linear]) -> list[list
         for names in _SAME_INPUT:
             group = [child for name in names if (child := module._modules.get(name)) in alone]
             alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in group}
-            if len(group) == len(names) and len(set(group)) == len(names) and len(alike) == 1 and joinable(group):
+            if len(group) == len(names) and len(set(group)) == len(names) and len(alike) == 1:
                 groups.append(group)
                 for layer in group:
                     del alone[layer]

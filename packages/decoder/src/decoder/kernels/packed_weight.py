@@ -55,16 +55,26 @@ class NativeWeight:
     _kind = native.HALVES
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.dtype = self._input_dtype(weight)
-        weight, self._lanes = weight.detach(), native.library().panel_width() // 2
-        outputs, inputs = weight.shape
-        self._packed = self._pack(weight)
+        weight = weight.detach()
+        self._hold(weight.shape, self._input_dtype(weight), self._pack(weight), bias, self._scales_of(weight))
+
+    def _hold(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        """What the library reads for weights [out, in] of this ``shape`` and inputs of this ``dtype``."""
+        self._outputs, inputs = shape
+        self.dtype, self._is_bf16 = dtype, dtype == torch.bfloat16
+        # The library reads their memory.
+        self._packed, self._scales = packed, scales
         self._bias = None if bias is None else bias.float().contiguous()
-        self._scales = self._scales_of(weight)
         bias_at, scales_at = (None if one is None else one.data_ptr() for one in (self._bias, self._scales))
-        self.product = Product(inputs, outputs, self._packed.data_ptr(), bias_at, scales_at, self._kind)
-        self._outputs, self._is_bf16, self._given = outputs, self.dtype == torch.bfloat16, byref(self.product)
-        self._multiply = native.library().linear
+        self.product = Product(inputs, self._outputs, self._packed.data_ptr(), bias_at, scales_at, self._kind)
+        self._given, self._multiply = byref(self.product), native.library().linear
 
     def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
         return weight.dtype if native.multiplies(weight.dtype) else torch.float32
@@ -77,10 +87,11 @@ class NativeWeight:
     def _in_panels(self, weight: torch.Tensor, dtype: torch.dtype, padding: int = 0) -> torch.Tensor:
         """[panels, 2 x lanes, inputs], with zeros for what is missing."""
         outputs, inputs = weight.shape
-        panels = -(-outputs // (2 * self._lanes))
-        whole = torch.zeros(panels * 2 * self._lanes, inputs + padding, dtype=dtype, device="cpu")
+        width = native.library().panel_width()
+        panels = -(-outputs // width)
+        whole = torch.zeros(panels * width, inputs + padding, dtype=dtype, device="cpu")
         whole[:outputs, :inputs] = weight
-        return whole.view(panels, 2 * self._lanes, -1)
+        return whole.view(panels, width, -1)
 
     def _scales_of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """What the outputs are multiplied by, float32 [out]."""

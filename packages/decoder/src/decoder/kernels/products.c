@@ -10,9 +10,9 @@ enum { PANELS_HELD = 1 << 19 };  // bytes of weights that a core holds
 enum { AHEAD = 128 };            // vectors of weights that are fetched ahead
 enum { FEW_GROUPS = 4 };         // of rows, up to which a panel is read once for all of them
 
-// A word of weights has one number, two of bfloat16, or four bytes. BF16_PAIRS and BYTE_FOURS are multiplied as they are,
-// with inputs that stand in words like theirs.
-typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS } Kind;
+// A word of weights has one number, two of bfloat16, or four bytes; codes come in blocks, as native.h has them. BF16_PAIRS
+// and BYTE_FOURS are multiplied as they are, with inputs that stand in words like theirs.
+typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS, CODES } Kind;
 
 // How many words of weights ahead a tile fetches, for the even vectors of a step and for the odd ones.
 typedef struct {
@@ -35,7 +35,10 @@ ONCE void finish(
         }
 }
 
+enum { NIBBLE_WORDS = NIBBLE_BLOCK / 8 };  // of codes in a block
+
 INLINE int64_t words_of_row(const Kind kind, int64_t inputs) {
+    if (kind == CODES) return inputs / NIBBLE_BLOCK * (1 + NIBBLE_WORDS);
     const int64_t each = kind == FLOAT_WEIGHTS ? 1 : kind == BF16_WEIGHTS || kind == BF16_PAIRS ? 2 : 4;
     return (inputs + each - 1) / each;
 }
@@ -74,6 +77,110 @@ static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fou
 }
 #endif
 
+// Inputs for codes: blocks of pairs, each with the sum of its inputs behind it.
+enum { PAIRS_AND_SUM = NIBBLE_BLOCK / 2 + 1 };
+
+#if defined(__AVX512BF16__)
+static void to_pairs_and_sums(const uint16_t *x, int64_t rows, int64_t inputs, uint32_t *blocks) {
+    for (int64_t i = 0; i < rows * inputs; i += NIBBLE_BLOCK, blocks += PAIRS_AND_SUM) {
+        __m512i pairs;
+        memcpy(&pairs, x + i, sizeof pairs);
+        memcpy(blocks, &pairs, sizeof pairs);
+        const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+        const float total = sum((vec)_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)pairs, ones));
+        memcpy(blocks + PAIRS_AND_SUM - 1, &total, 4);
+    }
+}
+#endif
+
+// `tile` where weights are codes, to its sums. Where the processor multiplies bfloat16, x is what `to_pairs_and_sums`
+// makes: the codes of a block are multiplied as bfloat16 numbers, and their sum by the step. Elsewhere weights are restored.
+INLINE void tile_of_codes(
+    const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel, const Ahead *ahead,
+    vec *sums) {
+    const int64_t blocks = p->inputs / NIBBLE_BLOCK, words = words_of_row(CODES, p->inputs);
+    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
+#if defined(__AVX512BF16__)
+    const uint32_t *pairs = (const uint32_t *)x + row * blocks * PAIRS_AND_SUM;
+    // The numbers -8 to 7, twice, since a code that is looked up has a bit of the next one above it.
+    const __m256i once = _mm256_setr_epi16(
+        (int16_t)0xc100, (int16_t)0xc0e0, (int16_t)0xc0c0, (int16_t)0xc0a0, (int16_t)0xc080, (int16_t)0xc040,
+        (int16_t)0xc000, (int16_t)0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0);
+    const __m512i numbers = _mm512_inserti64x4(_mm512_castsi256_si512(once), once, 1);
+#else
+    const float *wide = (const float *)x + row * p->inputs;
+#endif
+    for (int64_t b = 0; b < blocks; b++, weight += (1 + NIBBLE_WORDS) * PANEL) {
+        vec steps[8], centres[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < panels * 2; i++) {
+            uvec both;
+            const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
+            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
+            memcpy(&both, at, sizeof both);
+            steps[i] = (vec)(both << 16), centres[i] = (vec)(both & 0xffff0000u);
+        }
+#if defined(__AVX512BF16__)
+        vec parts[MOST_ROWS * 2];
+#pragma GCC unroll 28
+        for (int i = 0; i < rows * panels * 2; i++) parts[i] = (vec){0};
+#endif
+        for (int w = 0; w < NIBBLE_WORDS; w++) {
+            uvec both[8];
+#pragma GCC unroll 8
+            for (int i = 0; i < panels * 2; i++) {
+                const uint32_t *at = weight + ((i >> 1) * words + 1 + w) * PANEL + (i & 1) * LANES;
+                __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
+                memcpy(&both[i], at, sizeof(uvec));
+            }
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                __m512bh codes[8];
+#pragma GCC unroll 8
+                for (int i = 0; i < panels * 2; i++)
+                    codes[i] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)both[i], 4 * j), numbers);
+#pragma GCC unroll 14
+                for (int r = 0; r < rows; r++) {
+                    const int pair = (int)pairs[(r * blocks + b) * PAIRS_AND_SUM + w * 4 + j];
+#pragma GCC unroll 8
+                    for (int i = 0; i < panels * 2; i++) {
+                        vec *to = &parts[r * panels * 2 + i];
+                        *to = (vec)_mm512_dpbf16_ps((__m512)*to, codes[i], (__m512bh)_mm512_set1_epi32(pair));
+                    }
+                }
+            }
+#else
+#pragma GCC unroll 8
+            for (int n = 0; n < 8; n++) {
+#pragma GCC unroll 8
+                for (int i = 0; i < panels * 2; i++) {
+                    const ivec code = (ivec)(both[i] >> (4 * (n >> 1) + 16 * (n & 1)) & 15);
+                    const vec weights = fused(__builtin_convertvector(code - 8, vec), steps[i], centres[i]);
+#pragma GCC unroll 14
+                    for (int r = 0; r < rows; r++) {
+                        vec *to = &sums[r * panels * 2 + i];
+                        *to = fused(splat(wide[r * p->inputs + b * NIBBLE_BLOCK + w * 8 + n]), weights, *to);
+                    }
+                }
+            }
+#endif
+        }
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 14
+        for (int r = 0; r < rows; r++) {
+            float total;
+            memcpy(&total, pairs + (r * blocks + b) * PAIRS_AND_SUM + PAIRS_AND_SUM - 1, 4);
+#pragma GCC unroll 8
+            for (int i = 0; i < panels * 2; i++) {
+                vec *to = &sums[r * panels * 2 + i];
+                *to = fused(parts[r * panels * 2 + i], steps[i], fused(splat(total), centres[i], *to));
+            }
+        }
+#endif
+    }
+}
+
 // Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, with BYTE_FOURS what
 // `to_fours` makes, otherwise float32. Weights that are read again soon are fetched to a cache where they stay; others
 // would only drive out what each step needs: states, caches of texts, draft heads.
@@ -88,8 +195,12 @@ INLINE void tile(
     const uint32_t *fours __attribute__((unused)) = (const uint32_t *)x + row * (words + BEHIND_FOURS);
 #pragma GCC unroll 28
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
+    if (kind == CODES) tile_of_codes(rows, panels, p, x, row, panel, ahead, sums);
     // Words whose numbers are all inputs.
-    const int64_t whole = kind == BF16_WEIGHTS || kind == BF16_PAIRS ? inputs / 2 : kind == BYTE_WEIGHTS ? inputs / 4 : words;
+    const int64_t whole = kind == CODES                                  ? 0
+                          : kind == BF16_WEIGHTS || kind == BF16_PAIRS ? inputs / 2
+                          : kind == BYTE_WEIGHTS                       ? inputs / 4
+                                                                       : words;
     for (int64_t k = 0; k < whole; k++) {
         uvec both[8];
 #pragma GCC unroll 8
@@ -212,7 +323,7 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
             const int64_t row = group * each, count = rows - row < each ? rows - row : each;
             Ahead ahead = {{AHEAD * LANES, AHEAD * LANES}};
             if (next) ahead = (Ahead){{group == 0 ? panel : 0, group == 1 ? panel : 0}};
-            if (groups > 1 || kind == BYTE_WEIGHTS || kind == BYTE_FOURS)
+            if (groups > 1 || kind == BYTE_WEIGHTS || kind == BYTE_FOURS || kind == CODES)
                 panels_with(kind, 1, p, x, row, count, begin, end, &ahead, out);
             else
                 panels_with(kind, 0, p, x, row, count, begin, end, &ahead, out);
@@ -241,6 +352,22 @@ static void some_panels_of_bytes(
 }
 #endif
 
+#if defined(__AVX512BF16__)
+static void some_panels_of_codes(
+    const Product *p, const uint16_t *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    enum { TOGETHER = FEW_GROUPS * MOST_ROWS };
+    const int64_t most = rows < TOGETHER ? rows : TOGETHER;
+    uint32_t blocks[(most + !most) * (p->inputs / NIBBLE_BLOCK) * PAIRS_AND_SUM];
+    for (int64_t row = 0; row < rows; row += TOGETHER) {
+        const int64_t count = rows - row < TOGETHER ? rows - row : TOGETHER, at = row * p->outputs;
+        const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
+                          out->y_is_bf16, out->add_is_bf16};
+        to_pairs_and_sums(x + row * p->inputs, count, p->inputs, blocks);
+        panels_of(CODES, p, blocks, count, &here, first, last);
+    }
+}
+#endif
+
 // Panels [first, last) of a product.
 static void some_panels(
     const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int64_t first,
@@ -248,7 +375,10 @@ static void some_panels(
     if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
     else if (p->kind == BYTES) some_panels_of_bytes(p, x, rows, out, first, last);
 #if defined(__AVX512BF16__)
+    else if (p->kind == NIBBLES) some_panels_of_codes(p, x, rows, out, first, last);
     else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
+#else
+    else if (p->kind == NIBBLES) panels_of(CODES, p, x, rows, out, first, last);
 #endif
     else panels_of(BF16_WEIGHTS, p, x, rows, out, first, last);
 }

@@ -183,7 +183,8 @@ def _inputs(module: nn.Module, rows: int) -> tuple:
         conditioned = module.linear.in_features == 2 * size
         return random(rows, size), random(rows, size) if conditioned else None
     weight = module.get_parameter("weight")
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    # PyTorch's kernel for codes rounds its inputs.
+    dtype = weight.dtype if weight.is_floating_point() else torch.bfloat16
     return (_random(dtype, weight.device)(1, rows, module.in_features),)
 
 
