@@ -352,8 +352,8 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(li
     heads = DraftHeads(32, num_heads=2, kind=kind)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    # FBGEMM packs heads in 16 bits, which hold these weights, and the native library in 8, which do not. Where it rounds
-    # inputs to 8 bits, too, these small heads are off by up to 0.023 (150 random ones of each kind).
+    # FBGEMM packs heads in 16 bits, which hold these weights, and the native library in 8, which do not. Where it
+    # rounds inputs to 8 bits, too, these small heads are off by up to 0.023 (150 random ones of each kind).
     heads = heads.half().to(dtype)
     tolerance = 0.03 if libraries == "native" else tolerance
     hidden = torch.randn(4, 32)

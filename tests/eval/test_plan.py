@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import decoder
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.kernels import native
+from decoder.model.short_weights import dtype_around
 from ts_eval import floors, plan, planning
 from ts_eval.cli import main
 from ts_eval.model_shape import ModelShape, read_shape
@@ -55,13 +56,16 @@ def test_weights_and_heads_are_those_of_the_published_models(name):
     assert shape.heads_bytes(3) / 2e6 == pytest.approx(HEADS_MILLIONS[name], abs=0.1)
 
 
-def test_four_bits_are_held_in_layers_alone():
-    short, whole = read_shape("llama-3.1-8b", "int4"), read_shape("llama-3.1-8b", "float32")
-    layers = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
-    # Half a byte each, and two bfloat16 numbers per group of 32.
-    assert whole.weight_bytes - short.weight_bytes == 4 * layers - (layers // 2 + 4 * layers // 32)
+def test_short_weights_are_those_of_layers_and_head_alone():
+    whole, short, bytes_of = (read_shape("llama-3.1-8b", dtype) for dtype in (dtype_around(), "int4", "int8"))
+    layers, head = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336), 128256 * 4096
+    # Of 32 weights half a byte each and two bfloat16 numbers, or a byte each and a word.
+    saved = whole.value_bytes * (layers + head) - head * 36 // 32
+    assert whole.weight_bytes - short.weight_bytes == saved - layers * 20 // 32
+    assert whole.weight_bytes - bytes_of.weight_bytes == saved - layers * 36 // 32
     assert short.cache_bytes(100) == whole.cache_bytes(100)
-    assert "8.6 GB" in run("--model", "llama-3.1-8b", "--dtype", "int4", "--bandwidth", "40").stdout
+    held = f"{whole.weight_bytes / 1e9 - (saved - layers * 20 // 32) / 1e9:.1f} GB"
+    assert held in run("--model", "llama-3.1-8b", "--dtype", "int4", "--bandwidth", "40").stdout
     refused = run("--model", "llama-3.1-8b", "--dtype", "int4")
     assert refused.exit_code == 2 and "give its --bandwidth" in refused.stderr
     refused = run("--model", "llama-3.1-8b", "--dtype", "int5")

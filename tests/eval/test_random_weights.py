@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import decoder
-from decoder.kernels.int4 import dtype_name
+from decoder.model.short_weights import dtype_name
 from ts_eval import measurement, random_weights
 from ts_eval.cli import main
 from ts_eval.method_spec import MethodSpec
@@ -64,8 +64,9 @@ def test_the_model_is_the_configurations_in_the_dtype_asked_for(config):
     assert whole.dtype == torch.float32
     # They are what a checkpoint of the configuration's dtype could hold.
     assert all(torch.equal(one, one.bfloat16().float()) for one in whole.parameters())
-    short = sources(config, "ar").load("cpu", "int4")[None].model
-    assert dtype_name(short) == "int4" and ModelShape.of(short) == read_shape(config, "int4")
+    for dtype in ("int4", "int8"):
+        short = sources(config, "ar").load("cpu", dtype)[None].model
+        assert dtype_name(short) == dtype and ModelShape.of(short) == read_shape(config, dtype)
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
@@ -142,7 +143,7 @@ def test_without_methods_all_are_timed_that_need_no_small_model(config, tmp_path
         (["--draft-model", "x"], "leave out --draft-model"),
         (["--prompts", "x"], "leave out --prompts"),
         (["triforce"], "triforce drafts with a small model"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--dtype", "int5"], "unknown dtype 'int5'"),
         (["--device", "abacus"], "abacus"),
         (["--tokens-per-step", "ar=2@4"], "one token per step"),
         (["--random-weights", "llama-3.1-9b"], "known by name are deepseek-r1-distill-qwen-32b, llama-3.1-8b"),

@@ -30,9 +30,9 @@ from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Decoder, methods
 from decoder.drafters import METHODS
-from decoder.kernels.int4 import dtype_name
 from decoder.loader import device_named
 from decoder.model.loading import out_of_memory, read_config, read_tokenizer
+from decoder.model.short_weights import dtype_name
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import Chunk
 from decoder.parallel.ranks import ALONE, ending_in_words, join, linked

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.cache.rounding import rounding_cache
-from decoder.kernels.int4 import has_int4
+from decoder.model.short_weights import INT4, short_dtype
 from decoder.sampling.filters import first_argmax
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook, Sampler
@@ -174,7 +174,7 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
     if both.shape[-1] < 2:
         return 0.0
     deviation = (both[0] - both[1]).std(-1).amax()
-    rounded_to = torch.bfloat16 if has_int4(model) else at_once.dtype
+    rounded_to = torch.bfloat16 if short_dtype(model) == INT4 else at_once.dtype
     spacing = torch.finfo(rounded_to).eps * both.abs().amax()
     return _DEVIATIONS * float(torch.maximum(deviation, spacing / 4))
 

@@ -10,14 +10,14 @@ from transformers import PreTrainedConfig
 from decoder.decoder import Decoder
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.kernels import native
-from decoder.kernels.int4 import INT4, layers_for_int4, make_int4
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.gguf import is_gguf
 from decoder.model.loading import HUB_ARGUMENTS, check_source, empty_model, read_config, read_model, read_tokenizer
+from decoder.model.short_weights import SHORT, make_short, short_layers
 from decoder.parallel.ranks import ALONE, Ranks, join, linked
 from decoder.parallel.sharding import digest_of, refuse_unshareable, sharding
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", INT4)
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *SHORT)
 """The names of dtypes that `load` takes."""
 
 
@@ -41,9 +41,9 @@ def load(
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
             checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32. "int4"
-            rounds the weights of the model's linear layers to four bits (`kernels.int4`), on a CPU: the text is that
-            of the model with these weights. All else, and the draft model, is then bfloat16 if the native library
-            multiplies it here and bitwise decoding holds, otherwise float32.
+            and "int8" round the weights of the model's linear layers (`model.short_weights`), on a CPU: the text is
+            that of the model with these weights. All else, and the draft model, is then bfloat16 if the native
+            library multiplies it here and bitwise decoding holds, otherwise float32.
         bitwise, prefix_cache_bytes: see `Decoder`.
         tensor_parallel: whether the processes that torchrun has started share the model: each holds a part of the
             weights and some of the KV heads, on a device of its own, and all run the same program.
@@ -62,9 +62,9 @@ def load(
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
-    short = dtype == INT4
+    short = dtype if dtype in SHORT else None
     if short and (device.type != "cpu" or tensor_parallel):
-        raise ValueError("dtype 'int4' is for one process on a CPU: use device 'cpu', or another dtype")
+        raise ValueError(f"dtype {dtype!r} is for one process on a CPU: use device 'cpu', or another dtype")
     ranks = join(device) if tensor_parallel else ALONE
     if ranks.size > 1:
         device = _own_device(device)
@@ -77,8 +77,8 @@ def load(
         chosen, narrow = dtype == "auto" and device.type == "cpu", False
         if short or chosen:
             # The model's own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
-            # Beside weights of four bits any model's other numbers may be rounded to bfloat16.
-            own = short or (getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model))
+            # Beside short weights any model's other numbers may be rounded to bfloat16.
+            own = bool(short) or (getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model))
             narrow = own and bitwise is not False and ranks.size == 1 and native.multiplies(torch.bfloat16)
         around = "bfloat16" if narrow else "float32"
         dtype = around if chosen else dtype
@@ -89,7 +89,7 @@ def load(
         read_as = ("float32" if is_gguf(model) else "auto") if short else dtype
         target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
         if short:
-            make_int4(target, getattr(torch, around))
+            make_short(target, short, getattr(torch, around))
         small = None
         if draft_model is not None:
             small = read_model(draft_model, device, dtype=around if short else dtype, **of_draft)
@@ -110,7 +110,7 @@ def _checked(
     heads: HeadsLike | Mapping[str, HeadsLike] | None,
     draft_model: str | os.PathLike | None,
     model_kwargs: Mapping[str, Any],
-    short: bool,
+    short: str | None,
     ranks: Ranks,
 ) -> tuple[PreTrainedConfig, dict[str, str]]:
     """Check what can be checked without reading weights; the configuration, and what tells checkpoints from others."""
@@ -120,7 +120,7 @@ def _checked(
     config = read_config(model, **from_hub)
     # Code of a model's own is fetched and run only once, with the weights.
     if short and not getattr(config, "auto_map", None):
-        layers_for_int4(empty_model(config, model))
+        short_layers(empty_model(config, model), short)
     if draft_model is not None:
         read_config(draft_model, **{name: value for name, value in from_hub.items() if name != "revision"})
     if ranks.size == 1:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import decoder
 from decoder.drafters import METHODS
-from decoder.kernels.int4 import dtype_name
 from decoder.kernels.memory import available_memory
+from decoder.model.short_weights import dtype_name
 from ts_eval import defaults, measurement
 from ts_eval.computed import Assumption, computed, read_assumptions
 from ts_eval.data_dir import find_data_dir

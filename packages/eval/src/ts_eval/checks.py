@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # How far apart two differently shaped matrix products may put two logits, where results do not say what was measured,
 # by the model's dtype: a few units in the last place of a logit of magnitude 16 to 32 in the short formats, and the
 # contract's 1e-4 in float32. Products with weights of four bits are rounded to bfloat16.
-TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5, "int4": 0.5}
+TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5, "int4": 0.5, "int8": 0.5}
 
 _MEASURED = 4  # prompts
 

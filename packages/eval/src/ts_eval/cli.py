@@ -329,7 +329,7 @@ def report(folder):
 @click.option("--draft-model", help="The same of the small model that drafts for triforce.")
 @click.option("--max-new-tokens", type=int, default=102_400, show_default=True)
 @click.option("--prompt-tokens", type=int, default=0, show_default=True)
-@click.option("--dtype", default="auto", show_default=True, help="auto: the configuration's. int4: on a CPU.")
+@click.option("--dtype", default="auto", show_default=True, help="auto: the configuration's. int8, int4: on a CPU.")
 @click.option("--num-heads", type=int, default=3, show_default=True, help="Draft heads.")
 @click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks.  [default: 1,3,3,3]")
 @click.option("--ngrams", type=int, help="n-grams retrieved per step.  [default: 20]")

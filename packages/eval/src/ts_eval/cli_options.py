@@ -181,7 +181,7 @@ device_options = together(
         "--dtype",
         default="auto",
         show_default=True,
-        help="auto: the checkpoint's, on a CPU float32 unless bfloat16 is faster. int4: four bits, on a CPU.",
+        help="auto: the checkpoint's, on a CPU float32 unless bfloat16 is faster. int8, int4: shorter, on a CPU.",
     ),
 )
 bitwise_option = click.option(

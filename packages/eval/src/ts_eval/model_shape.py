@@ -1,7 +1,6 @@
 """What of a model decides its bytes, read from its configuration alone or from the loaded model."""
 
 import json
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,11 +8,11 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from decoder.cache.form import CacheForm
-from decoder.kernels.int4 import INT4, int4_bytes, layers_for_int4
 from decoder.loader import DTYPES
 from decoder.model import loading
 from decoder.model.gguf import is_gguf
 from decoder.model.loading import empty_model
+from decoder.model.short_weights import SHORT, dtype_around, short_bytes
 from decoder.parallel.sharding import refuse_unshareable, shared_parameters
 from ts_eval.checkpoints import named, refuse_missing
 
@@ -47,18 +46,16 @@ class ModelShape:
     shared_parameters: int = 0
 
     @classmethod
-    def of(cls, model, dtype: torch.dtype | None = None, int4: Collection[str] = ()) -> "ModelShape":
+    def of(cls, model, dtype: torch.dtype | None = None, short: str | None = None) -> "ModelShape":
         """Of a loaded model, or of one on the meta device.
 
-        ``dtype`` is what it shall be held in if that is another, and ``int4`` are the layers that shall have weights
-        of four bits.
+        ``dtype`` is what it shall be held in if that is another, and ``short`` that of its linear layers' weights.
         """
         config = model.config.get_text_config()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         value_bytes = (dtype or head.dtype).itemsize
         sizes = {name: one.numel() if dtype else one.nbytes // value_bytes for name, one in model.named_parameters()}
-        for name in (f"{path}.weight" for path in int4):
-            sizes[name] = int4_bytes(sizes[name]) // value_bytes
+        sizes |= {name: size // value_bytes for name, size in short_bytes(model, short).items()}
         parameters = sum(sizes.values())
         heads = config.num_attention_heads
         return cls(
@@ -140,8 +137,7 @@ def read_shape(model: str, dtype: str = "auto", processes: int = 1) -> ModelShap
     if processes > 1:
         refuse_unshareable(config, processes)
     empty = empty_model(config, model)
-    int4 = layers_for_int4(empty) if dtype == INT4 else ()
-    return ModelShape.of(empty, held_dtype(config, dtype), int4).shared(processes)
+    return ModelShape.of(empty, held_dtype(config, dtype), dtype if dtype in SHORT else None).shared(processes)
 
 
 def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
@@ -153,7 +149,7 @@ def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
-    return torch.float32 if dtype == INT4 else getattr(torch, dtype)
+    return getattr(torch, dtype_around() if dtype in SHORT else dtype)
 
 
 def read_config(model: str) -> PreTrainedConfig:

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from tqdm import tqdm
 
 import decoder
-from decoder.kernels.int4 import dtype_name
+from decoder.model.short_weights import dtype_name
 from decoder.text.prompts import chat_ids, text_ids
 from ts_eval import defaults
 from ts_eval.data_dir import find_data_dir

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 import decoder
 from decoder.eagle3.config import Eagle3Config
 from decoder.heads import EAGLE3, Heads
-from decoder.kernels.int4 import INT4, make_int4
 from decoder.kernels.memory import available_memory
 from decoder.loader import device_named
 from decoder.model.architectures import refuse_unsupported
+from decoder.model.short_weights import SHORT, make_short
 from ts_eval.decoders import DEFAULT_KINDS, Sources
 from ts_eval.memory import short_of_memory
 from ts_eval.method_spec import MethodSpec
@@ -73,11 +73,11 @@ class RandomSources(Sources):
         shape = read_shape(self.model, dtype)
         kinds = list(dict.fromkeys(self.heads.values()))
         heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
-        if dtype == INT4 and where.type != "cpu":
-            raise ValueError("dtype 'int4' is for a CPU: use device 'cpu', or another dtype")
+        if dtype in SHORT and where.type != "cpu":
+            raise ValueError(f"dtype {dtype!r} is for a CPU: use device 'cpu', or another dtype")
         needed = max(shape.weight_bytes, read_shape(self.model).weight_bytes) + heads_size
         free = available_memory(where)
-        name = INT4 if dtype == INT4 else str(held).removeprefix("torch.")
+        name = dtype if dtype in SHORT else str(held).removeprefix("torch.")
         sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {name}"
         if needed > free:
             raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")
@@ -86,8 +86,8 @@ class RandomSources(Sources):
                 torch.manual_seed(self.seed)
                 with torch.device(where):
                     model = AutoModelForCausalLM.from_config(config, dtype=held_dtype(config, "auto")).eval()
-                if dtype == INT4:
-                    make_int4(model)
+                if dtype in SHORT:
+                    make_short(model, dtype, held)
                 elif model.dtype != held:
                     model.to(held)
                 loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model, bitwise=wanted)}

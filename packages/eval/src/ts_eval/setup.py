@@ -10,7 +10,7 @@ import torch
 
 import decoder
 from decoder.drafters import METHODS
-from decoder.kernels.int4 import dtype_name
+from decoder.model.short_weights import dtype_name
 from decoder.text.stops import eos_ids
 from ts_eval import checkpoints, defaults, plan
 from ts_eval.data_dir import find_data_dir

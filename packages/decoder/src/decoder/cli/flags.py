@@ -55,7 +55,7 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         metavar="T",
-        help="default: the checkpoint's, on a CPU float32 unless bfloat16 is faster; int4: four bits, on a CPU",
+        help="default: the checkpoint's, on a CPU float32 unless bfloat16 is faster; int8, int4: shorter, on a CPU",
     )
     parser.add_argument(
         "--bitwise",

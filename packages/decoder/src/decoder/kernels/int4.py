@@ -1,8 +1,4 @@
-"""Linear layers with weights of four bits, for a CPU: what `decoder.load(..., dtype="int4")` makes of a model.
-
-A step of a small model takes as long as reading its weights, and these are a third of bfloat16's. The weights change, so
-this is another model than the one that was read, with a text of its own: plain decoding of it is what all methods
-reproduce.
+"""Linear layers with weights of four bits, for a CPU, a third of bfloat16's.
 
 The native library multiplies the codes of 32 weights by inputs of bfloat16, in single precision, and their sum by what
 these weights share; where the processor does not multiply bfloat16 it restores the weights. Elsewhere the kernel is
@@ -14,20 +10,18 @@ from itertools import product
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from decoder.kernels import native
 from decoder.kernels.packed_weight import NativeWeight
 
-INT4 = "int4"
-"""The name of this dtype."""
-
 GROUP = 32
 """Weights of a row that share a step and a centre, as in llama.cpp's formats."""
 
+OUTPUTS = 16
+"""PyTorch's kernel takes multiples of this number of outputs."""
+
 _CODES = 16
 _WORDS = 4  # of eight codes in a group
-_OUTPUTS = 16  # PyTorch's kernel takes multiples of this number of outputs
 # What either end of a group is multiplied by. A step that is too small for a few weights suits the others better.
 _SHRUNK = (1.0, 0.9, 0.8)
 _SAME = 0.01  # an error, as a share of the weights' norm, with which they have been on such a grid before
@@ -106,7 +100,7 @@ class NativeInt4Weight(NativeWeight):
         self._hold((outputs, inputs), dtype, self._words(codes, _for_kernel(scales)), bias)
 
     def _words(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """In panels of outputs and blocks of inputs, [panels, blocks x 5 words, outputs, 4 bytes], as native.h has them.
+        """In panels of outputs and blocks of inputs, [panels, blocks x 5 words, outputs, 4 bytes], as in native.h.
 
         Args:
             codes: [out, in / 2].
@@ -123,7 +117,10 @@ class NativeInt4Weight(NativeWeight):
 def _joined(layers: Sequence[Int4Linear]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scales and biases of layers with the same input, one behind the other."""
     biases = [layer.bias.data for layer in layers if layer.bias is not None]
-    codes, scales = torch.cat([layer.weight.data for layer in layers]), torch.cat([one.scales.data for one in layers], 1)
+    codes, scales = (
+        torch.cat([layer.weight.data for layer in layers]),
+        torch.cat([one.scales.data for one in layers], 1),
+    )
     return codes, scales, torch.cat(biases) if biases else None
 
 
@@ -145,16 +142,6 @@ def _product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: t
 def _for_kernel(scales: torch.Tensor) -> torch.Tensor:
     """Scales of a layer as [in / 32, out, 2] in bfloat16; they are of another dtype if the user has cast the model."""
     return scales.to(torch.bfloat16).view(len(scales), -1, 2)
-
-
-def dtype_name(model: PreTrainedModel) -> str:
-    """The dtype of a model by the name that `decoder.load` takes."""
-    return INT4 if has_int4(model) else str(model.dtype).removeprefix("torch.")
-
-
-def has_int4(model: nn.Module) -> bool:
-    """Whether a layer of the model has weights of four bits."""
-    return any(isinstance(module, Int4Linear) for module in model.modules())
 
 
 def int4_bytes(weights: int) -> int:
@@ -213,52 +200,6 @@ def _error(groups: torch.Tensor, step: torch.Tensor, centre: torch.Tensor) -> to
     return torch.linalg.vector_norm(from_centre, dim=1, keepdim=True)
 
 
-def make_int4(model: PreTrainedModel, around: torch.dtype = torch.float32) -> None:
-    """Replace the linear layers of a model by `Int4Linear` ones, and make all else ``around``.
-
-    Embeddings and the language-model head keep their numbers but for that.
-
-    Raises:
-        ValueError: weights are not on a CPU, or `layers_for_int4` raises it.
-    """
-    found = layers_for_int4(model)
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        raise ValueError("weights of four bits are for a CPU: use device 'cpu' or another dtype")
-    for path in found:
-        model.set_submodule(path, Int4Linear.of(model.get_submodule(path)))
-    for module in model.modules():
-        if not isinstance(module, Int4Linear):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor.data = tensor.data.to(around) if tensor.is_floating_point() else tensor.data
-    model.config.dtype = around
-
-
-def layers_for_int4(model: PreTrainedModel) -> list[str]:
-    """The paths of a model's layers that four bits are for. The model may be on the meta device.
-
-    Raises:
-        ValueError: the model has an adapter or is rounded already; or something else than a linear layer holds a
-            matrix, or one that is no multiple of 32 inputs and 16 outputs.
-    """
-    head, found = model.get_output_embeddings(), []
-    for path, module in model.named_modules():
-        if "base_layer" in module._modules:
-            raise ValueError(f"{path} has an adapter, which four bits would spoil: merge it into the model first")
-        if isinstance(module, Int4Linear):
-            raise ValueError(f"{path} has weights of four bits already")
-        if module is head or isinstance(module, nn.Embedding):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim > 1 and not _fits(module):
-                shape = "x".join(map(str, parameter.shape))
-                raise ValueError(
-                    f"{path}.{name} ({type(module).__name__}, {shape}) cannot be held in four bits, which takes plain "
-                    f"Linear layers with multiples of {GROUP} inputs and {_OUTPUTS} outputs: use another dtype"
-                )
-        if type(module) is nn.Linear:
-            found.append(path)
-    return found
-
-
-def _fits(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not module.in_features % GROUP and not module.out_features % _OUTPUTS
+def fits_int4(module: nn.Module) -> bool:
+    """Whether a module is a layer that four bits can hold."""
+    return type(module) is nn.Linear and not module.in_features % GROUP and not module.out_features % OUTPUTS

@@ -32,7 +32,7 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _SECONDS = 120  # in which it must be compiled
 
 
-FLOATS, HALVES, BYTES, NIBBLES = range(4)  # kinds of weights, as native.h has them
+FLOATS, HALVES, BYTES, NIBBLES, BLOCKS = range(5)  # kinds of weights, as native.h has them
 
 
 class NativeUnavailable(Exception):

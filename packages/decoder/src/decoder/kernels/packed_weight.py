@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from decoder.kernels import native
+from decoder.kernels.mxint8 import BLOCK, mxint8_holds, mxint8_steps
 from decoder.kernels.native import Product
 
 # The share of its norm by which a row of weights may be off. In large matrices saved in bfloat16 a few numbers (below
@@ -141,6 +142,30 @@ class ByteWeight(NativeWeight):
         return weight.abs().amax(1).float().clamp_min_(torch.finfo(torch.float32).tiny) / 127
 
 
+class MXInt8Weight(NativeWeight):
+    """The same, of weights in a byte each, times a power of two for each `BLOCK` inputs of an output.
+
+    The bits are those of `NativeWeight`: what the bytes stand for are bfloat16 numbers.
+    """
+
+    _kind = native.BLOCKS
+
+    def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        return torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """[panels, blocks x 9 words, outputs, 4 bytes], as native.h has them."""
+        blocks = self._in_panels(weight, torch.float32).unflatten(2, (-1, BLOCK))
+        steps = mxint8_steps(blocks)
+        bytes_of = (blocks / steps).round_().to(torch.int8)  # [panels, outputs, blocks, inputs]
+        panels, outputs, count, _ = bytes_of.shape
+        # Four inputs of half a panel's outputs stand side by side: two of all of them, then the other two.
+        fours = bytes_of.view(panels, 2, outputs // 2, count, -1, 2, 2).permute(0, 3, 4, 1, 5, 2, 6)
+        words = fours.reshape(panels, count, -1, outputs, 4)
+        shared = steps.squeeze(3).transpose(1, 2).contiguous().view(torch.int8).view(panels, count, 1, outputs, 4)
+        return torch.cat((shared, words), 2).flatten(1, 2).contiguous()
+
+
 class HalfWeight:
     """FBGEMM's product of float32 inputs with weights in half precision, which are summed in float32."""
 
@@ -186,7 +211,9 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     # An old compiler may not know what multiplies bfloat16, where oneDNN does.
     can = native.available() and (native.multiplies(weight.dtype) or onednn_dtype(weight.dtype) == torch.float32)
     if can and _bf16_holds(weight):
-        return NativeWeight(weight, bias)
+        # The library's product of bytes takes one dtype of inputs, the narrowest that this processor multiplies.
+        bytes_too = native.multiplies(torch.bfloat16) == (weight.dtype == torch.bfloat16) and mxint8_holds(weight)
+        return MXInt8Weight(weight, bias) if bytes_too else NativeWeight(weight, bias)
     half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
     half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
     if half:

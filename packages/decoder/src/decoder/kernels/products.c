@@ -10,9 +10,9 @@ enum { PANELS_HELD = 1 << 19 };  // bytes of weights that a core holds
 enum { AHEAD = 128 };            // vectors of weights that are fetched ahead
 enum { FEW_GROUPS = 4 };         // of rows, up to which a panel is read once for all of them
 
-// A word of weights has one number, two of bfloat16, or four bytes; codes come in blocks, as native.h has them. BF16_PAIRS
-// and BYTE_FOURS are multiplied as they are, with inputs that stand in words like theirs.
-typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS, CODES } Kind;
+// A word of weights has one number, two of bfloat16, or four bytes; codes and bytes may come in blocks, as native.h
+// has them. BF16_PAIRS and BYTE_FOURS are multiplied as they are, with inputs that stand in words like theirs.
+typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS, CODES, BYTE_BLOCKS } Kind;
 
 // How many words of weights ahead a tile fetches, for the even vectors of a step and for the odd ones.
 typedef struct {
@@ -35,10 +35,11 @@ ONCE void finish(
         }
 }
 
-enum { NIBBLE_WORDS = NIBBLE_BLOCK / 8 };  // of codes in a block
+enum { NIBBLE_WORDS = BLOCK_INPUTS / 8, BYTE_WORDS = BLOCK_INPUTS / 4 };  // of codes in a block, of bytes
 
 INLINE int64_t words_of_row(const Kind kind, int64_t inputs) {
-    if (kind == CODES) return inputs / NIBBLE_BLOCK * (1 + NIBBLE_WORDS);
+    if (kind == CODES) return inputs / BLOCK_INPUTS * (1 + NIBBLE_WORDS);
+    if (kind == BYTE_BLOCKS) return inputs / BLOCK_INPUTS * (1 + BYTE_WORDS);
     const int64_t each = kind == FLOAT_WEIGHTS ? 1 : kind == BF16_WEIGHTS || kind == BF16_PAIRS ? 2 : 4;
     return (inputs + each - 1) / each;
 }
@@ -78,11 +79,11 @@ static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fou
 #endif
 
 // Inputs for codes: blocks of pairs, each with the sum of its inputs behind it.
-enum { PAIRS_AND_SUM = NIBBLE_BLOCK / 2 + 1 };
+enum { PAIRS_AND_SUM = BLOCK_INPUTS / 2 + 1 };
 
 #if defined(__AVX512BF16__)
 static void to_pairs_and_sums(const uint16_t *x, int64_t rows, int64_t inputs, uint32_t *blocks) {
-    for (int64_t i = 0; i < rows * inputs; i += NIBBLE_BLOCK, blocks += PAIRS_AND_SUM) {
+    for (int64_t i = 0; i < rows * inputs; i += BLOCK_INPUTS, blocks += PAIRS_AND_SUM) {
         __m512i pairs;
         memcpy(&pairs, x + i, sizeof pairs);
         memcpy(blocks, &pairs, sizeof pairs);
@@ -98,7 +99,7 @@ static void to_pairs_and_sums(const uint16_t *x, int64_t rows, int64_t inputs, u
 INLINE void tile_of_codes(
     const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel, const Ahead *ahead,
     vec *sums) {
-    const int64_t blocks = p->inputs / NIBBLE_BLOCK, words = words_of_row(CODES, p->inputs);
+    const int64_t blocks = p->inputs / BLOCK_INPUTS, words = words_of_row(CODES, p->inputs);
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
 #if defined(__AVX512BF16__)
     const uint32_t *pairs = (const uint32_t *)x + row * blocks * PAIRS_AND_SUM;
@@ -160,7 +161,7 @@ INLINE void tile_of_codes(
 #pragma GCC unroll 14
                     for (int r = 0; r < rows; r++) {
                         vec *to = &sums[r * panels * 2 + i];
-                        *to = fused(splat(wide[r * p->inputs + b * NIBBLE_BLOCK + w * 8 + n]), weights, *to);
+                        *to = fused(splat(wide[r * p->inputs + b * BLOCK_INPUTS + w * 8 + n]), weights, *to);
                     }
                 }
             }
@@ -181,6 +182,85 @@ INLINE void tile_of_codes(
     }
 }
 
+// `tile` where weights are bytes in blocks, to its sums: with the weights restored, those of bfloat16 bit for bit.
+INLINE void tile_of_blocks(
+    const int again, const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel,
+    const Ahead *ahead, vec *sums) {
+    const int64_t inputs = p->inputs, words = words_of_row(BYTE_BLOCKS, inputs);
+    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
+#if defined(__AVX512BF16__)
+    const uint16_t *narrow = (const uint16_t *)x + row * inputs;
+    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+#else
+    const float *wide = (const float *)x + row * inputs;
+#endif
+    for (int64_t k = 0; k < inputs; weight += PANEL) {
+        vec steps[8];
+#if defined(__AVX512BF16__)
+        vec others[8];
+#endif
+#pragma GCC unroll 8
+        for (int i = 0; i < panels * 2; i++) {
+            const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
+            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, again ? 2 : 0);
+            memcpy(&steps[i], at, sizeof(vec));
+#if defined(__AVX512BF16__)
+            others[i] = (vec)_mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), (__m512)steps[i]);
+            steps[i] = (vec)_mm512_permutexvar_ps(twice, (__m512)steps[i]);
+#endif
+        }
+        for (int w = 0; w < BYTE_WORDS; w++, k += 4) {
+            weight += PANEL;
+#pragma GCC unroll 8
+            for (int i = 0; i < panels * 2; i++) {
+                const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
+                __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, again ? 2 : 0);
+            }
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++) {
+#if defined(__AVX512BF16__)
+                __m512bh both[8];
+#endif
+#pragma GCC unroll 8
+                for (int i = 0; i < panels * 2; i++) {
+                    const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES + j * LANES / 2;
+#if defined(__AVX512BF16__)
+                    __m128i first, second;
+                    memcpy(&first, at, sizeof first), memcpy(&second, at + LANES / 4, sizeof second);
+                    const vec low = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)) * steps[i];
+                    const vec high = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second)) * others[i];
+                    both[i] = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+                    halves two;
+                    memcpy(&two, at, sizeof two);
+                    const uvec whole = __builtin_convertvector(two, uvec);
+                    const vec even = __builtin_convertvector((ivec)(whole << 24) >> 24, vec) * steps[i];
+                    const vec odd = __builtin_convertvector((ivec)(whole << 16) >> 24, vec) * steps[i];
+#pragma GCC unroll 14
+                    for (int r = 0; r < rows; r++) {
+                        vec *to = &sums[r * panels * 2 + i];
+                        *to += wide[r * inputs + k + 2 * j] * even;
+                        *to += wide[r * inputs + k + 2 * j + 1] * odd;
+                    }
+#endif
+                }
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 14
+                for (int r = 0; r < rows; r++) {
+                    uint32_t pair;
+                    memcpy(&pair, narrow + r * inputs + k + 2 * j, 4);
+#pragma GCC unroll 8
+                    for (int i = 0; i < panels * 2; i++) {
+                        vec *to = &sums[r * panels * 2 + i];
+                        *to = (vec)_mm512_dpbf16_ps((__m512)*to, both[i], (__m512bh)_mm512_set1_epi32((int)pair));
+                    }
+                }
+#endif
+            }
+        }
+    }
+}
+
 // Rows [rows, inputs] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, with BYTE_FOURS what
 // `to_fours` makes, otherwise float32. Weights that are read again soon are fetched to a cache where they stay; others
 // would only drive out what each step needs: states, caches of texts, draft heads.
@@ -196,8 +276,9 @@ INLINE void tile(
 #pragma GCC unroll 28
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
     if (kind == CODES) tile_of_codes(rows, panels, p, x, row, panel, ahead, sums);
+    if (kind == BYTE_BLOCKS) tile_of_blocks(again, rows, panels, p, x, row, panel, ahead, sums);
     // Words whose numbers are all inputs.
-    const int64_t whole = kind == CODES                                  ? 0
+    const int64_t whole = kind == CODES || kind == BYTE_BLOCKS         ? 0
                           : kind == BF16_WEIGHTS || kind == BF16_PAIRS ? inputs / 2
                           : kind == BYTE_WEIGHTS                       ? inputs / 4
                                                                        : words;
@@ -357,7 +438,7 @@ static void some_panels_of_codes(
     const Product *p, const uint16_t *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
     enum { TOGETHER = FEW_GROUPS * MOST_ROWS };
     const int64_t most = rows < TOGETHER ? rows : TOGETHER;
-    uint32_t blocks[(most + !most) * (p->inputs / NIBBLE_BLOCK) * PAIRS_AND_SUM];
+    uint32_t blocks[(most + !most) * (p->inputs / BLOCK_INPUTS) * PAIRS_AND_SUM];
     for (int64_t row = 0; row < rows; row += TOGETHER) {
         const int64_t count = rows - row < TOGETHER ? rows - row : TOGETHER, at = row * p->outputs;
         const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
@@ -373,6 +454,7 @@ static void some_panels(
     const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int64_t first,
     int64_t last) {
     if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
+    else if (p->kind == BLOCKS) panels_of(BYTE_BLOCKS, p, x, rows, out, first, last);
     else if (p->kind == BYTES) some_panels_of_bytes(p, x, rows, out, first, last);
 #if defined(__AVX512BF16__)
     else if (p->kind == NIBBLES) some_panels_of_codes(p, x, rows, out, first, last);

@@ -18,7 +18,6 @@ from torch import nn
 from decoder.kernels import native_attention
 from decoder.kernels.activations import activations
 from decoder.kernels.fast_paths import FUSED, MODEL, NATIVE, NORMS, PACKED, ROTARY, FastPaths, in_words
-from decoder.kernels.int4 import dtype_name
 from decoder.kernels.norms import fused_norms, looks_like_rms_norm
 from decoder.kernels.packed_linear import packed_layers
 from decoder.kernels.rotary import FusedRotary, fused_rotary
@@ -33,6 +32,7 @@ from decoder.kernels.self_test import (
 )
 from decoder.model.fused_layer import FusedLayer, fused_layer_fault, fused_layers
 from decoder.model.fused_model import FusedModel, fused_model, fused_model_fault
+from decoder.model.short_weights import dtype_name
 from decoder.parallel.products import SharedLayers
 
 if TYPE_CHECKING:
