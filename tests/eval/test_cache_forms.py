@@ -10,6 +10,7 @@ from click.testing import CliRunner
 import decoder
 from decoder.cache.form import CacheForm
 from decoder.cache.stored import full_cache
+from decoder.model.short_weights import dtype_around
 from ts_eval import plan, planning
 from ts_eval.cli import main
 from ts_eval.model_shape import ModelShape, read_shape
@@ -53,13 +54,15 @@ def test_rows_are_compared_with_ar_with_weights_of_four_bits(data, tmp_path):
     results, _ = compared(data, tmp_path, *greedy, "--dtype", "int4", "--check-lossless", methods=methods)
     assert results["settings"]["dtype"] == "int4" and results["settings"]["bitwise"]
     assert all(row["identical_to_ar"] for row in results["methods"].values())
-    plain, _ = compared(data, tmp_path / "plain", *greedy, methods=("ar",))
+    around = dtype_around()
+    plain, _ = compared(data, tmp_path / "plain", *greedy, "--dtype", around, methods=("ar",))
     texts = [made["methods"]["ar"]["runs"][0]["logprobs"] for made in (results, plain)]
     assert texts[0] != texts[1]
-    # The plan counts the weights that are held: 5 bits of each of these, in place of 32.
+    # The plan counts what is read of the weights: 5 bits of each of these, and 9 of the head's, which is the embedding.
     short, whole = (made["methods"]["ar"]["planned_memory_bytes"] for made in (results, plain))
     layers = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 64 * 32 * 3)
-    assert short == whole - layers * 4 + layers * 5 // 8
+    head = 32 * json.loads((data / "reference-model" / "config.json").read_text())["vocab_size"]
+    assert short == whole - (layers + head) * getattr(torch, around).itemsize + layers * 5 // 8 + head * 9 // 8
 
 
 def test_transformers_rows_are_not_said_to_be_the_same_model(data, tmp_path):

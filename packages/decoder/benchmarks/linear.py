@@ -3,13 +3,15 @@
     python packages/decoder/benchmarks/linear.py --model data/smollm2
 
 Milliseconds, medians of passes that take turns: PyTorch's own layer, its product with the weights on the left, weights
-packed by oneDNN, weights packed as the decoder packs them, and weights of four bits. Layers with the same input are one
-product in the last three, and the head is as in the one before.
+packed by oneDNN, weights packed as the decoder packs them, and weights of eight and of four bits, whose inputs are bf16
+where the native library multiplies it. Layers with the same input are one product in all but the first two.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,8 +21,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from decoder.kernels import packed_linear
-from decoder.kernels.int4 import make_int4
 from decoder.kernels.packed_weight import OneDnnWeight, pack
+from decoder.model.short_weights import SHORT, dtype_around, make_short
 
 ROWS = (1, 2, 3, 4, 6, 8, 9, 16, 32, 64)
 
@@ -51,20 +53,28 @@ def main() -> None:
     onednn = packed_products(model, lambda weights, biases, exact: OneDnnWeight(torch.cat(weights), None))
     packed = packed_products(model, pack)
     names = [name for name, module in model.named_modules() if module in layers]
-    make_int4(model)
-    short = packed_products(model, pack)
-    rounded = {layer: short[model.get_submodule(name)] for layer, name in zip(layers, names, strict=True)}
+    around = getattr(torch, dtype_around())
+    short = {}
+    for dtype in reversed(SHORT):
+        other = copy.deepcopy(model)
+        make_short(other, dtype, around)
+        found = packed_products(other, pack)
+        short[dtype] = {layer: found[other.get_submodule(name)] for layer, name in zip(layers, names, strict=True)}
     products: dict[str, Product] = {
         "x W^T": lambda layer, x: F.linear(x, layer.weight),
         "W x^T": lambda layer, x: (layer.weight @ x[0].T).T.contiguous(),
         "oneDNN": lambda layer, x: onednn[layer](x),
         "packed": lambda layer, x: packed[layer](x),
-        "int4": lambda layer, x: rounded[layer](x),
+        **{name: partial(lambda products, layer, x: products[layer](x), found) for name, found in short.items()},
     }
     print(f"{torch.get_num_threads()} threads{'rows':>8}" + "".join(f"{name:>10}" for name in products))
     for rows in ROWS:
         inputs = {layer.in_features: torch.randn(1, rows, layer.in_features) for layer in layers}
-        times = [[milliseconds(product, layers, inputs) for product in products.values()] for _ in range(given.passes)]
+        narrow = {size: x.to(around) for size, x in inputs.items()}
+        times = [
+            [milliseconds(one, layers, narrow if name in short else inputs) for name, one in products.items()]
+            for _ in range(given.passes)
+        ]
         cells = [median(column) for column in zip(*times, strict=True)]
         print(f"{rows:17}" + "".join(f"{cell:10.2f}" for cell in cells), flush=True)
 

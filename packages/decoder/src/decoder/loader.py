@@ -58,7 +58,7 @@ def load(
         ConnectionError: another process of the run has ended.
     """
     device = device_named(device)
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
