@@ -212,8 +212,8 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     can = native.available() and (native.multiplies(weight.dtype) or onednn_dtype(weight.dtype) == torch.float32)
     if can and _bf16_holds(weight):
         # The library's product of bytes takes one dtype of inputs, the narrowest that this processor multiplies.
-        bytes_too = native.multiplies(torch.bfloat16) == (weight.dtype == torch.bfloat16) and mxint8_holds(weight)
-        return MXInt8Weight(weight, bias) if bytes_too else NativeWeight(weight, bias)
+        bytes_too = weight.dtype == torch.bfloat16 or not native.multiplies(torch.bfloat16)
+        return MXInt8Weight(weight, bias) if bytes_too and mxint8_holds(weight) else NativeWeight(weight, bias)
     half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
     half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
     if half:

@@ -20,6 +20,7 @@ from decoder.kernels import attention as attention_kernel
 from decoder.kernels.activations import silu
 from decoder.kernels.attention import TextInPass, attend_natively, by_position, more_than_causal, tree_attention
 from decoder.kernels.bitwise_pass import attend_texts
+from decoder.kernels.int4 import Int4Linear
 from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
 from decoder.kernels.self_test import AttentionShape
@@ -230,8 +231,11 @@ def fused_layer_fault(layer: Any, fused: FusedLayer) -> str | None:
         expected = run(type(layer).forward.__get__(layer))
     finally:
         config._attn_implementation = implementation
+    # transformers' forward multiplies codes by PyTorch's kernel, which rounds inputs and outputs.
+    rounds = any(isinstance(module, Int4Linear) for module in layer.modules())
+    allowed = _ALLOWED[torch.bfloat16 if rounds else dtype]
     for name, mine, theirs in zip(("hidden states", "keys", "values"), run(fused), expected, strict=True):
         error = float((mine - theirs).double().norm() / theirs.double().norm())
-        if not error <= _ALLOWED[dtype]:
+        if not error <= allowed:
             return f"the {name} of a {type(layer).__name__} are off by {error:.2g} of their norm"
     return None
