@@ -6,16 +6,15 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import decoder
-from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder import Decoder, SamplingParams
 from decoder.audit import rounding
 from decoder.kernels import native
-from decoder.kernels.fast_paths import FUSED, PACKED
 from decoder.kernels.int4 import GROUP, Int4Linear, Int4Weight, NativeInt4Weight, rounded
 from decoder.kernels.mxint8 import mxint8_holds, rounded_to_mxint8
 from decoder.kernels.packed_linear import packed_layers, product_of
 from decoder.model.short_weights import INT4, dtype_name, make_short
 
-from .conftest import VOCAB, all_heads, random_heads, tiny_llama
+from .conftest import VOCAB, random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -168,51 +167,9 @@ def test_a_rounded_model_is_small_and_all_but_its_layers_is_as_it_was():
         assert (short(x) - wide).norm() < 0.12 * wide.norm()
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def exact(request):
-    if request.param == torch.bfloat16 and not native.multiplies(torch.bfloat16):
-        pytest.skip("the processor does not multiply bfloat16")
-    model = short(around=request.param)
-    small = tiny_llama(request.param, seed=2, num_hidden_layers=1)
-    dec = Decoder(model, heads=all_heads(model), draft_model=small, bitwise=True)
-    assert dec.target.paths[PACKED].on and dec.target.paths[FUSED].on
-    return dec
-
-
 @pytest.fixture(scope="module")
 def prompt():
     return torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(4)).tolist()
-
-
-@pytest.mark.parametrize("params", SAMPLINGS, ids=["sampled", "greedy"])
-@pytest.mark.parametrize("method", [method for method in methods() if method != "ar"])
-def test_every_method_gives_the_text_and_the_bits_of_plain_decoding(exact, prompt, method, params):
-    options = TokenSwiftOptions(tree=(1, 2, 2), ngrams=3, budget=20)
-    given = dict(sampling=params, ignore_eos=True, return_logprobs=True)
-    plain = exact.generate(prompt, 50, "ar", **given)
-    drafted = exact.generate(prompt, 50, method, options=options, **given)
-    assert drafted.token_ids == plain.token_ids and drafted.logprobs == plain.logprobs
-    # And with the text so far as the prompt.
-    resumed = exact.generate(prompt + plain.token_ids[:20], 30, method, options=options, **given)
-    assert resumed.token_ids == plain.token_ids[20:] and resumed.logprobs == plain.logprobs[20:]
-
-
-def test_texts_in_one_pass_are_each_what_they_are_alone(exact, prompt):
-    prompts = [prompt, prompt[:7], prompt[5:31]]
-    together = exact.generate_batch(prompts, 30, "auto", sampling=SAMPLINGS[0], ignore_eos=True)
-    alone = [exact.generate(one, 30, "ar", sampling=SAMPLINGS[0], ignore_eos=True) for one in prompts]
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-
-
-def test_plain_decoding_is_what_transformers_generates_with_the_same_layers_but_for_ties(exact, prompt):
-    own = exact.generate(prompt, 40, "ar", sampling=SamplingParams(temperature=0), ignore_eos=True).token_ids
-    theirs = exact.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)
-    first = next((i for i, pair in enumerate(zip(own, theirs[0, 50:].tolist(), strict=True)) if pair[0] != pair[1]), 40)
-    assert first == 40 or exact.model.dtype == torch.bfloat16
-    with torch.inference_mode():
-        logits = exact.model(torch.tensor([prompt + own])).logits[0, 49:-1].float()
-    behind = logits.amax(-1) - logits.gather(1, torch.tensor(own)[:, None])[:, 0]
-    assert (behind <= 2**-6 * logits.abs().max()).all()
 
 
 def test_a_model_that_is_cast_keeps_its_scales(prompt):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import decoder
-from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder import SamplingParams
 from decoder.kernels import native
 from decoder.kernels.mxint8 import BLOCK, mxint8_holds, rounded_to_mxint8
 from decoder.kernels.packed_weight import MXInt8Weight, NativeWeight, pack
-from decoder.model.short_weights import INT4, INT8, dtype_name, make_short
+from decoder.model.short_weights import INT8, dtype_name, make_short
 
-from .conftest import VOCAB, all_heads, tiny_llama
+from .conftest import tiny_llama
 from .test_using_it import byte_tokenizer
 
 needs_library = pytest.mark.skipif(not native.available(), reason="no native library")
@@ -25,7 +25,7 @@ SAMPLINGS = [
 
 
 def slowly(block):
-    """The specification's conversion of one block (OCP MX 1.0, section 6.3), number by number, as Python has them.
+    """The specification's conversion of one block (OCP MX 1.0), number by number, as Python has them.
 
     An element is a whole number of 64ths, at most 127 of them, and the scale the power of two of the largest number.
     """
@@ -93,53 +93,6 @@ def test_layers_and_head_are_rounded_and_nothing_else():
         if changed:
             assert torch.equal(after, rounded_to_mxint8(before, torch.float32))
             assert (after - before).norm() < 0.01 * before.norm()
-
-
-@pytest.mark.parametrize("dtype", [INT4, INT8])
-def test_a_tied_head_stays_tied(dtype):
-    model = tiny_llama(torch.bfloat16, tie_word_embeddings=True, **SHAPE)
-    make_short(model, dtype, torch.bfloat16)
-    assert model.lm_head.weight is model.model.embed_tokens.weight and mxint8_holds(model.lm_head.weight)
-
-
-@pytest.fixture(scope="module", params=AROUND, ids=str)
-def exact(request):
-    if request.param == torch.bfloat16 and not native.multiplies(torch.bfloat16):
-        pytest.skip("the processor does not multiply bfloat16")
-    model = eight_bits(request.param)
-    small = tiny_llama(request.param, seed=2, num_hidden_layers=1)
-    return Decoder(model, heads=all_heads(model), draft_model=small, bitwise=True)
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    return torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(4)).tolist()
-
-
-@pytest.mark.parametrize("params", SAMPLINGS, ids=["sampled", "greedy"])
-@pytest.mark.parametrize("method", [method for method in methods() if method != "ar"])
-def test_every_method_gives_the_text_and_the_bits_of_plain_decoding(exact, prompt, method, params):
-    options = TokenSwiftOptions(tree=(1, 2, 2), ngrams=3, budget=20)
-    given = dict(sampling=params, ignore_eos=True, return_logprobs=True)
-    plain = exact.generate(prompt, 50, "ar", **given)
-    drafted = exact.generate(prompt, 50, method, options=options, **given)
-    assert drafted.token_ids == plain.token_ids and drafted.logprobs == plain.logprobs
-
-
-@needs_library
-def test_held_in_bytes_or_not_the_text_is_the_same(exact, prompt, monkeypatch):
-    given = dict(sampling=SAMPLINGS[0], ignore_eos=True, return_logprobs=True)
-    model = exact.model
-    fast = exact.generate(prompt, 60, "ar", **given)
-    in_bytes = model.dtype == torch.bfloat16 or not native.multiplies(torch.bfloat16)
-    assert ("MXInt8" in exact.report()) is in_bytes
-    monkeypatch.setattr("decoder.kernels.packed_weight.mxint8_holds", lambda weight: False)
-    other = tiny_llama(model.dtype, **SHAPE)
-    other.load_state_dict(model.state_dict())
-    plain = Decoder(other, bitwise=True)
-    assert "MXInt8" not in plain.report()
-    slow = plain.generate(prompt, 60, "ar", **given)
-    assert slow.token_ids == fast.token_ids and slow.logprobs == fast.logprobs
 
 
 def test_loading(tmp_path):

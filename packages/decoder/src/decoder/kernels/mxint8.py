@@ -1,4 +1,4 @@
-"""Weights of eight bits: MXINT8, the format of the OCP Microscaling specification 1.0 (section 5.3).
+"""Weights of eight bits: MXINT8, the format of that name in the OCP Microscaling specification 1.0.
 
 In a block of 32 weights each is a whole number from -127 to 127 times a power of two that they share. bfloat16 holds
 such numbers exactly, so a matrix of them is an ordinary one, for whatever reads it: `pack` sees that bytes hold it, and

@@ -182,19 +182,23 @@ INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x +
 
 // --------------------------------------------------------------------------------------------------- products, norms
 
-// x W^T, and b if there is one. Weights are packed in panels of PANEL outputs: float32 input after input, bfloat16 in
-// pairs of inputs, of which the lower half of a word is the first, bytes in fours of inputs, the lowest first, each 128
-// more than its weight, with a scale per output. Codes of four bits stand in blocks of BLOCK_INPUTS inputs: for each output a
-// word with two bfloat16 numbers, the step in the lower half and the centre in the upper one, and four words of eight
-// codes, of which the lower half has those of the even inputs and the upper half those of the odd ones, the first in the
-// lowest bits. A weight is step * (code - 8) + centre. Signed bytes in blocks of as many inputs have a word for each output
-// with its step, a power of two in float32, and then four inputs in LANES words: of two inputs those of all outputs, an
-// output's two beside each other, and then the other two. A weight is step * byte, which bfloat16 holds.
+// x W^T, and b if there is one. Weights are packed in panels of PANEL outputs, in words of 32 bits:
+//
+// FLOATS    float32, input after input.
+// HALVES    bfloat16 in pairs of inputs, of which the lower half of a word is the first.
+// BYTES     fours of inputs, the lowest byte first, each 128 more than its weight, with a scale per output.
+// NIBBLES   blocks of BLOCK_INPUTS inputs. For each output a word with two bfloat16 numbers, the step in the lower half
+//           and the centre in the upper one, then four words of eight codes: the lower half has those of the even
+//           inputs, the upper half those of the odd ones, the first in the lowest bits. A weight is
+//           step * (code - 8) + centre. x is bfloat16 where `multiplies_bf16`.
+// BLOCKS    blocks of as many inputs. For each output a word with its step, a power of two in float32, then signed bytes,
+//           four inputs in LANES words: of two inputs those of all outputs, an output's two beside each other, and then
+//           the other two. A weight is step * byte, which bfloat16 holds. x is bfloat16 where `multiplies_bf16`.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;
     const float *bias, *scales;
-    int32_t kind;  // of weights: float32, bfloat16, bytes, codes of four bits or bytes in blocks
+    int32_t kind;
 } Product;
 
 enum { FLOATS, HALVES, BYTES, NIBBLES, BLOCKS };

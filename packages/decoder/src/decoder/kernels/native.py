@@ -3,7 +3,7 @@
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
 as long as a small one of them. The library runs all layers of a pass in one call (`layers.c`), reads weights once for
 all rows of a step, and sums every row in an order of its own. It also draws tokens (`tokens.c`) and runs draft heads
-(`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some five seconds, and later found
+(`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some ten seconds, and later found
 without a compiler.
 """
 

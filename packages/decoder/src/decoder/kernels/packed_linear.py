@@ -58,8 +58,10 @@ class PackedLinears:
         short = [layer for layer in layers if isinstance(layer, Int4Linear)]
         given = [layer.weight for layer in layers], [layer.bias for layer in layers]
         exact = not any(isinstance(layer, DraftRows) for layer in layers)
-        of_codes = NativeInt4Weight if native.available() else Int4Weight
-        self._weight = of_codes(short) if short else pack(*given, exact)
+        if short:
+            self._weight = NativeInt4Weight(short) if native.available() else Int4Weight(short)
+        else:
+            self._weight = pack(*given, exact)
 
     @property
     def weight(self) -> PackedWeight:

@@ -55,7 +55,8 @@ enum { BEHIND_FOURS = 2 };
 
 #if defined(__AVX512VNNI__)
 // Rows of `inputs` numbers in such words; there are zeros behind the last input.
-static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fours) {
+static void to_fours(const void *given, int64_t rows, int64_t inputs, uint32_t *fours) {
+    const float *x = given;
     const int64_t words = words_of_row(BYTE_FOURS, inputs);
     for (int64_t r = 0; r < rows; r++, x += inputs, fours += words + BEHIND_FOURS) {
         vec most = {0};
@@ -82,7 +83,8 @@ static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fou
 enum { PAIRS_AND_SUM = BLOCK_INPUTS / 2 + 1 };
 
 #if defined(__AVX512BF16__)
-static void to_pairs_and_sums(const uint16_t *x, int64_t rows, int64_t inputs, uint32_t *blocks) {
+static void to_pairs_and_sums(const void *given, int64_t rows, int64_t inputs, uint32_t *blocks) {
+    const uint16_t *x = given;
     for (int64_t i = 0; i < rows * inputs; i += BLOCK_INPUTS, blocks += PAIRS_AND_SUM) {
         __m512i pairs;
         memcpy(&pairs, x + i, sizeof pairs);
@@ -94,8 +96,20 @@ static void to_pairs_and_sums(const uint16_t *x, int64_t rows, int64_t inputs, u
 }
 #endif
 
+// The words of some panels from `weight` on, one vector for each LANES outputs, and fetch those that come later.
+INLINE void words_at(
+    const uint32_t *weight, const int again, const int panels, int64_t words, const Ahead *ahead, uvec *both) {
+#pragma GCC unroll 8
+    for (int i = 0; i < panels * 2; i++) {
+        const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
+        __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, again ? 2 : 0);
+        memcpy(&both[i], at, sizeof(uvec));
+    }
+}
+
 // `tile` where weights are codes, to its sums. Where the processor multiplies bfloat16, x is what `to_pairs_and_sums`
-// makes: the codes of a block are multiplied as bfloat16 numbers, and their sum by the step. Elsewhere weights are restored.
+// makes: the codes of a block are multiplied as bfloat16 numbers, and their sum by the step. Elsewhere weights are
+// restored.
 INLINE void tile_of_codes(
     const int rows, const int panels, const Product *p, const void *x, int64_t row, int64_t panel, const Ahead *ahead,
     vec *sums) {
@@ -112,28 +126,18 @@ INLINE void tile_of_codes(
     const float *wide = (const float *)x + row * p->inputs;
 #endif
     for (int64_t b = 0; b < blocks; b++, weight += (1 + NIBBLE_WORDS) * PANEL) {
+        uvec both[8];
         vec steps[8], centres[8];
+        words_at(weight, 1, panels, words, ahead, both);
 #pragma GCC unroll 8
-        for (int i = 0; i < panels * 2; i++) {
-            uvec both;
-            const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
-            memcpy(&both, at, sizeof both);
-            steps[i] = (vec)(both << 16), centres[i] = (vec)(both & 0xffff0000u);
-        }
+        for (int i = 0; i < panels * 2; i++) steps[i] = (vec)(both[i] << 16), centres[i] = (vec)(both[i] & 0xffff0000u);
 #if defined(__AVX512BF16__)
         vec parts[MOST_ROWS * 2];
 #pragma GCC unroll 28
         for (int i = 0; i < rows * panels * 2; i++) parts[i] = (vec){0};
 #endif
         for (int w = 0; w < NIBBLE_WORDS; w++) {
-            uvec both[8];
-#pragma GCC unroll 8
-            for (int i = 0; i < panels * 2; i++) {
-                const uint32_t *at = weight + ((i >> 1) * words + 1 + w) * PANEL + (i & 1) * LANES;
-                __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
-                memcpy(&both[i], at, sizeof(uvec));
-            }
+            words_at(weight + (1 + w) * PANEL, 1, panels, words, ahead, both);
 #if defined(__AVX512BF16__)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
@@ -195,27 +199,22 @@ INLINE void tile_of_blocks(
     const float *wide = (const float *)x + row * inputs;
 #endif
     for (int64_t k = 0; k < inputs; weight += PANEL) {
+        uvec whole[8];
         vec steps[8];
+        words_at(weight, again, panels, words, ahead, whole);
+#pragma GCC unroll 8
+        for (int i = 0; i < panels * 2; i++) steps[i] = (vec)whole[i];
 #if defined(__AVX512BF16__)
         vec others[8];
-#endif
 #pragma GCC unroll 8
         for (int i = 0; i < panels * 2; i++) {
-            const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, again ? 2 : 0);
-            memcpy(&steps[i], at, sizeof(vec));
-#if defined(__AVX512BF16__)
             others[i] = (vec)_mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), (__m512)steps[i]);
             steps[i] = (vec)_mm512_permutexvar_ps(twice, (__m512)steps[i]);
-#endif
         }
+#endif
         for (int w = 0; w < BYTE_WORDS; w++, k += 4) {
             weight += PANEL;
-#pragma GCC unroll 8
-            for (int i = 0; i < panels * 2; i++) {
-                const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
-                __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, again ? 2 : 0);
-            }
+            words_at(weight, again, panels, words, ahead, whole);
 #pragma GCC unroll 2
             for (int j = 0; j < 2; j++) {
 #if defined(__AVX512BF16__)
@@ -233,9 +232,9 @@ INLINE void tile_of_blocks(
 #else
                     halves two;
                     memcpy(&two, at, sizeof two);
-                    const uvec whole = __builtin_convertvector(two, uvec);
-                    const vec even = __builtin_convertvector((ivec)(whole << 24) >> 24, vec) * steps[i];
-                    const vec odd = __builtin_convertvector((ivec)(whole << 16) >> 24, vec) * steps[i];
+                    const uvec pair = __builtin_convertvector(two, uvec);
+                    const vec even = __builtin_convertvector((ivec)(pair << 24) >> 24, vec) * steps[i];
+                    const vec odd = __builtin_convertvector((ivec)(pair << 16) >> 24, vec) * steps[i];
 #pragma GCC unroll 14
                     for (int r = 0; r < rows; r++) {
                         vec *to = &sums[r * panels * 2 + i];
@@ -284,12 +283,7 @@ INLINE void tile(
                                                                        : words;
     for (int64_t k = 0; k < whole; k++) {
         uvec both[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < panels * 2; i++) {
-            const uint32_t *at = weight + ((i >> 1) * words + k) * PANEL + (i & 1) * LANES;
-            __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, again ? 2 : 0);
-            memcpy(&both[i], at, sizeof(uvec));
-        }
+        words_at(weight + k * PANEL, again, panels, words, ahead, both);
 #pragma GCC unroll 14
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -412,42 +406,45 @@ INLINE void panels_of(const Kind kind, const Product *p, const void *x, int64_t 
     }
 }
 
-#if defined(__AVX512VNNI__)
-static void some_panels_of_bytes(
-    const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    enum { TOGETHER = FEW_GROUPS * MOST_ROWS };
-    const int64_t most = rows < TOGETHER ? rows : TOGETHER;
-    uint32_t fours[(most + !most) * (words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS)];
-    for (int64_t row = 0; row < rows; row += TOGETHER) {
-        const int64_t count = rows - row < TOGETHER ? rows - row : TOGETHER, at = row * p->outputs;
-        const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
-                          out->y_is_bf16, out->add_is_bf16};
-        to_fours(x + row * p->inputs, count, p->inputs, fours);
-        panels_of(BYTE_FOURS, p, fours, count, &here, first, last);
-    }
-}
-#else
-static void some_panels_of_bytes(
-    const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
-}
-#endif
+enum { IN_OTHER_WORDS = 1 << 18 };  // words of inputs on a thread's stack
 
-#if defined(__AVX512BF16__)
-static void some_panels_of_codes(
-    const Product *p, const uint16_t *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    enum { TOGETHER = FEW_GROUPS * MOST_ROWS };
-    const int64_t most = rows < TOGETHER ? rows : TOGETHER;
-    uint32_t blocks[(most + !most) * (p->inputs / BLOCK_INPUTS) * PAIRS_AND_SUM];
-    for (int64_t row = 0; row < rows; row += TOGETHER) {
-        const int64_t count = rows - row < TOGETHER ? rows - row : TOGETHER, at = row * p->outputs;
+// `panels_of` with BYTE_FOURS or CODES, whose inputs come in other words: `convert` makes them for some rows at a time.
+INLINE void panels_of_converted(
+    const Kind kind, const Product *p, const char *x, int64_t row_bytes, int64_t row_words,
+    void (*convert)(const void *, int64_t, int64_t, uint32_t *), int64_t rows, const Out *out, int64_t first,
+    int64_t last) {
+    const int64_t room = IN_OTHER_WORDS / row_words, fit = room > 1 ? room : 1;
+    const int64_t most = FEW_GROUPS * MOST_ROWS < fit ? FEW_GROUPS * MOST_ROWS : fit;
+    const int64_t together = rows < most ? rows : most;
+    uint32_t words[(together + !together) * row_words];
+    for (int64_t row = 0; row < rows; row += together) {
+        const int64_t count = rows - row < together ? rows - row : together, at = row * p->outputs;
         const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
                           out->y_is_bf16, out->add_is_bf16};
-        to_pairs_and_sums(x + row * p->inputs, count, p->inputs, blocks);
-        panels_of(CODES, p, blocks, count, &here, first, last);
+        convert(x + row * row_bytes, count, p->inputs, words);
+        panels_of(kind, p, words, count, &here, first, last);
     }
 }
+
+static void some_panels_of_bytes(
+    const Product *p, const void *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+#if defined(__AVX512VNNI__)
+    const int64_t words = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
+    panels_of_converted(BYTE_FOURS, p, x, p->inputs * 4, words, to_fours, rows, out, first, last);
+#else
+    panels_of(BYTE_WEIGHTS, p, x, rows, out, first, last);
 #endif
+}
+
+static void some_panels_of_codes(
+    const Product *p, const void *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+#if defined(__AVX512BF16__)
+    const int64_t words = p->inputs / BLOCK_INPUTS * PAIRS_AND_SUM;
+    panels_of_converted(CODES, p, x, p->inputs * 2, words, to_pairs_and_sums, rows, out, first, last);
+#else
+    panels_of(CODES, p, x, rows, out, first, last);
+#endif
+}
 
 // Panels [first, last) of a product.
 static void some_panels(
@@ -456,11 +453,9 @@ static void some_panels(
     if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
     else if (p->kind == BLOCKS) panels_of(BYTE_BLOCKS, p, x, rows, out, first, last);
     else if (p->kind == BYTES) some_panels_of_bytes(p, x, rows, out, first, last);
-#if defined(__AVX512BF16__)
     else if (p->kind == NIBBLES) some_panels_of_codes(p, x, rows, out, first, last);
+#if defined(__AVX512BF16__)
     else if (x_is_bf16) panels_of(BF16_PAIRS, p, x, rows, out, first, last);
-#else
-    else if (p->kind == NIBBLES) panels_of(CODES, p, x, rows, out, first, last);
 #endif
     else panels_of(BF16_WEIGHTS, p, x, rows, out, first, last);
 }

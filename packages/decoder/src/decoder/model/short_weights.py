@@ -35,7 +35,7 @@ def dtype_around() -> str:
 
 
 def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
-    """Round the weights of a model's linear layers, and make all else ``around``.
+    """Round the weights of a model's linear layers, and make its other parameters ``around``.
 
     "int4" makes `Int4Linear` ones of them, and rounds the language-model head to MXINT8. "int8" rounds layers and head
     to MXINT8, which changes numbers and no module. Embeddings are the head's where they share its weights.
@@ -52,9 +52,13 @@ def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
         weight = model.get_submodule(path).get_parameter("weight")
         weight.data = rounded_to_mxint8(weight, around)
     for module in model.modules():
-        if not isinstance(module, Int4Linear):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor.data = tensor.data.to(around) if tensor.is_floating_point() else tensor.data
+        parameters = () if isinstance(module, Int4Linear) else module.parameters(recurse=False)
+        for parameter in parameters:
+            parameter.data = parameter.data.to(around)
+        # Buffers such as a rotary embedding's frequencies must not lose digits, which tell far positions apart.
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, around))
     model.config.dtype = around
     setattr(model, _NAME, dtype)
 
