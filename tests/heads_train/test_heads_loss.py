@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from heads_train import chunked_cross_entropy, loss
+from heads_train import chunked_loss, loss
 from heads_train.draft_vocabulary import expected_counts, most_expected
 from heads_train.loss import log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
@@ -41,7 +41,7 @@ def test_chunked_loss_and_gradient_equal_the_referees(case, chunk_tokens, with_b
     bias = bias if with_bias else None
     naive = referee(hidden, weight, targets, bias)
     (naive_grad,) = torch.autograd.grad(3.0 * naive, hidden)
-    loss, _, _ = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens)
+    loss, _, _ = chunked_loss(hidden, weight, targets, bias, chunk_tokens)
     (grad,) = torch.autograd.grad(3.0 * loss, hidden)
     assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
@@ -56,23 +56,46 @@ def test_distilling_loss_gradient_and_overlap_equal_torchs(case, chunk_tokens):
     logits = F.linear(hidden, weight, bias)
     naive = F.cross_entropy(logits, wanted)
     (naive_grad,) = torch.autograd.grad(3.0 * naive, hidden, retain_graph=True)
-    loss, _, overlap = chunked_cross_entropy(hidden, weight, targets, bias, chunk_tokens, teacher=teacher, soft=True)
+    loss, _, overlap = chunked_loss(
+        hidden, weight, targets, bias, chunk_tokens, teacher=teacher, objective="distribution"
+    )
     (grad,) = torch.autograd.grad(3.0 * loss, hidden)
     assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
     variation = (logits.softmax(-1) - wanted).abs().sum(-1) / 2
     assert torch.allclose(overlap, 1 - variation.mean(), rtol=0, atol=1e-9)
-    hard, ranks, same = chunked_cross_entropy(
-        hidden, weight, targets, bias, chunk_tokens, with_ranks=True, teacher=teacher
-    )
+    hard, ranks, same = chunked_loss(hidden, weight, targets, bias, chunk_tokens, with_ranks=True, teacher=teacher)
     assert torch.allclose(hard, naive_loss(hidden, weight, targets, bias), rtol=0, atol=1e-9)
     assert torch.allclose(same, overlap) and len(ranks) == 37
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 512])
+def test_overlap_loss_and_gradient_equal_autograds(case, chunk_tokens):
+    hidden, weight, bias, targets = case
+    teacher = torch.randn(37, 16, dtype=torch.float64)
+    wanted = F.linear(teacher, weight, bias).softmax(-1)
+    common = torch.minimum(F.linear(hidden, weight, bias).softmax(-1), wanted).sum(-1)
+    naive = -common.log().mean()
+    (naive_grad,) = torch.autograd.grad(3.0 * naive, hidden)
+    loss, _, overlap = chunked_loss(hidden, weight, targets, bias, chunk_tokens, teacher=teacher, objective="overlap")
+    (grad,) = torch.autograd.grad(3.0 * loss, hidden)
+    assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
+    assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
+    assert torch.allclose(overlap, common.mean(), rtol=0, atol=1e-9)
+
+
+def test_overlap_loss_is_finite_where_distributions_have_nothing_in_common():
+    """In float32 the overlap underflows to zero, whose logarithm is not finite."""
+    hidden, teacher = torch.tensor([[200.0, -200.0]], requires_grad=True), torch.tensor([[-200.0, 200.0]])
+    loss, _, _ = chunked_loss(hidden, torch.eye(2), torch.tensor([0]), teacher=teacher, objective="overlap")
+    loss.backward()
+    assert loss.isfinite() and hidden.grad.isfinite().all()
 
 
 def test_loss_in_bf16_stays_near_the_float64_loss(case):
     hidden, weight, _, targets = case
     exact = F.cross_entropy(hidden @ weight.T, targets)
-    loss, _, _ = chunked_cross_entropy(hidden.float(), weight.bfloat16(), targets, chunk_tokens=8)
+    loss, _, _ = chunked_loss(hidden.float(), weight.bfloat16(), targets, chunk_tokens=8)
     assert loss.dtype == torch.float32
     assert abs(loss.item() - exact.item()) < 0.02 * exact.item()
 
@@ -81,14 +104,14 @@ def test_ranks_count_the_likelier_tokens(case):
     hidden, weight, _, targets = case
     order = (hidden @ weight.T).argsort(-1, descending=True)
     expected = (order == targets[:, None]).int().argmax(-1)
-    _, ranks, _ = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=8, with_ranks=True)
+    _, ranks, _ = chunked_loss(hidden, weight, targets, chunk_tokens=8, with_ranks=True)
     assert torch.equal(ranks, expected)
 
 
 def test_top_k_accuracy_equals_torchmetrics(case):
     hidden, weight, _, targets = case
     logits = hidden @ weight.T
-    _, ranks, _ = chunked_cross_entropy(hidden, weight, targets, with_ranks=True)
+    _, ranks, _ = chunked_loss(hidden, weight, targets, with_ranks=True)
     metric = TopKAccuracy(3)
     metric.update(ranks[:10])
     metric.update(ranks[10:])
@@ -122,7 +145,7 @@ def test_tokens_per_step_count_the_heads_in_a_row_that_are_right():
 # Not ru_maxrss, which a process takes over from the one that started it. The package would import what trains, too.
 PEAK = """
 import re, runpy, sys, torch
-chunked_cross_entropy = runpy.run_path(sys.argv.pop(1))["chunked_cross_entropy"]
+chunked_loss = runpy.run_path(sys.argv.pop(1))["chunked_loss"]
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
 tokens, vocabulary, hidden_size, chunk_tokens = map(int, sys.argv[1:])
@@ -130,10 +153,10 @@ weight = torch.empty(vocabulary, hidden_size, dtype=torch.bfloat16).normal_()
 targets = torch.randint(vocabulary, (tokens,))
 # What the first product loads of libraries is none of the loss's, and differs with what the system has in its cache.
 little = torch.randn(8, hidden_size, requires_grad=True)
-chunked_cross_entropy(little, weight, targets[:8], chunk_tokens=8)[0].backward()
+chunked_loss(little, weight, targets[:8], chunk_tokens=8)[0].backward()
 before = memory("VmRSS")
 heads = [torch.randn(tokens, hidden_size, requires_grad=True) for _ in range(3)]
-sum(chunked_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens)[0] for hidden in heads).backward()
+sum(chunked_loss(hidden, weight, targets, chunk_tokens=chunk_tokens)[0] for hidden in heads).backward()
 assert all(hidden.grad is not None for hidden in heads)
 print(memory("VmHWM") - before)
 """
@@ -172,9 +195,7 @@ def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_toke
     logits = F.linear(hidden, *rows)
     naive = F.cross_entropy(logits, place[targets], ignore_index=-1)
     (naive_grad,) = torch.autograd.grad(naive, hidden, retain_graph=True)
-    hard, ranks, _ = chunked_cross_entropy(
-        hidden, rows[0], place[targets], rows[1], chunk_tokens=chunk_tokens, with_ranks=True
-    )
+    hard, ranks, _ = chunked_loss(hidden, rows[0], place[targets], rows[1], chunk_tokens=chunk_tokens, with_ranks=True)
     (grad,) = torch.autograd.grad(hard, hidden)
     assert torch.allclose(hard, naive, rtol=0, atol=1e-9) and torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
     assert ((ranks == 20) == ~torch.isin(targets, chosen)).all()
@@ -186,8 +207,8 @@ def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_toke
     (naive_grad,) = torch.autograd.grad(naive, hidden)
     sums, covered = log_sum_exp(teacher, weight, bias, chosen, chunk_tokens)
     assert torch.allclose(covered, p[:, chosen].sum(-1), rtol=0, atol=1e-9)
-    soft, _, overlap = chunked_cross_entropy(
-        hidden, rows[0], place[targets], rows[1], chunk_tokens, teacher=teacher, soft=True, log_sums=sums
+    soft, _, overlap = chunked_loss(
+        hidden, rows[0], place[targets], rows[1], chunk_tokens, teacher=teacher, objective="distribution", log_sums=sums
     )
     (grad,) = torch.autograd.grad(soft, hidden)
     assert torch.allclose(soft, naive, rtol=0, atol=1e-9) and torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)

@@ -73,6 +73,12 @@ def test_a_distilled_head_learns_the_models_own_distribution_of_its_token(module
         shared = sum(torch.minimum(own[row, t + i], log_probs[row, t].exp()).sum() for row, t in pairs) / len(pairs)
         assert torch.allclose(losses[i - 1], naive, rtol=0, atol=1e-9)
         assert torch.allclose(overlaps[i - 1], shared, rtol=0, atol=1e-9)
+    module.distill_loss = "overlap"
+    for i, loss in enumerate(module.losses(ids, with_ranks=False)[0], start=1):
+        log_probs = module.backbone.get_output_embeddings()(module(ids)[0][i - 1]).log_softmax(-1)
+        pairs = [(row, t) for row in range(2) for t in range(20 - 1 - i)]
+        shared = [torch.minimum(own[row, t + i], log_probs[row, t].exp()).sum().log() for row, t in pairs]
+        assert torch.allclose(loss, -sum(shared) / len(pairs), rtol=0, atol=1e-9)
 
 
 def test_every_heads_loss_is_torchs_cross_entropy_of_its_token(module):
@@ -232,6 +238,21 @@ def test_a_run_with_other_settings_is_not_gone_on_with(flags, model, tmp_path, c
     halves = ["--data.batch_size=2", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=3"]
     assert main(["fit", *flags, *halves]) == 0
     assert main(["validate", *flags, "--model.learning_rate=1", f"--data.source={more}", "--ckpt_path=last"]) == 0
+
+
+def test_the_overlap_is_learned_where_it_is_asked_for(flags, tmp_path, capsys):
+    flags = [*flags, "--model.kind=gated", "--save_every=1"]
+    assert main(["fit", *flags, "--model.distill_loss=overlap"]) == 2
+    assert "model.distill_loss overlap needs the model's own distributions" in capsys.readouterr().err
+    flags += ["--model.distill=true"]
+    assert main(["fit", *flags, "--model.distill_loss=overlap"]) == 0
+    training = json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]
+    assert training["distill_loss"] == "overlap"
+    untrained, trained = training["untrained"], training["validation"]
+    assert trained["val_overlap_head1"] > untrained["val_overlap_head1"]
+    capsys.readouterr()
+    assert main(["fit", *flags]) == 2
+    assert "made with model.distill_loss overlap, this run has cross_entropy" in capsys.readouterr().err
 
 
 def test_a_run_whose_books_have_changed_is_not_gone_on_with(flags, tmp_path, capsys):

@@ -91,6 +91,7 @@ class ExportHeads(L.Callback):
             "warmup_steps": module.warmup_steps,
             "head_weights": module.head_weights,
             "distill": module.distill,
+            "distill_loss": module.distill_loss if module.distill else None,
             "draft_vocab_size": module.draft_vocab_size,
             "precision": str(trainer.precision),
             "untrained": self.untrained,

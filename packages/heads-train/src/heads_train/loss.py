@@ -1,19 +1,25 @@
-"""Cross entropy of a frozen language-model head, without the [tokens, vocabulary] matrix of a whole sequence."""
+"""Losses behind a frozen language-model head, without the [tokens, vocabulary] matrix of a whole sequence."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+Objective = Literal["tokens", "distribution", "overlap"]
+_LEAST_OVERLAP = 1e-6  # bounds the gradient where two distributions have nothing in common
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+
+class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradient chunk by chunk in one pass: the gradient exists before a chunk's logits are dropped."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, teacher, soft, chunk_tokens, with_ranks, log_sums):
+    def forward(ctx, hidden, weight, bias, targets, teacher, objective, chunk_tokens, with_ranks, log_sums):
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         grad = torch.empty_like(hidden) if hidden.requires_grad else None
         ranks = torch.empty_like(targets) if with_ranks else None
         overlap = torch.zeros_like(total)
+        soft = objective != "tokens"
         counted = len(targets) if soft else (targets >= 0).sum().clamp_min(1)
         for begin in range(0, len(targets), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
@@ -29,12 +35,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # Of the whole vocabulary where its log-sum-exp is given; renormalised over these rows else.
                 p = None if log_sums is None else (wanted.to(total.dtype) - log_sums[part, None]).exp()
                 wanted = wanted.softmax(-1, dtype=total.dtype) if p is None or soft else None
-            total -= (wanted * log_probs).sum() if soft else own[known].sum()
+            if objective != "overlap":
+                total -= (wanted * log_probs).sum() if soft else own[known].sum()
             probs = log_probs.exp_()
             if teacher is not None:
                 overlap += torch.minimum(wanted if p is None else p, probs).sum()
+            if objective == "overlap":
+                common = torch.minimum(wanted, probs).sum(-1, keepdim=True).clamp_min_(_LEAST_OVERLAP)
+                total -= common.log().sum()
             if grad is not None:
-                if soft:
+                if objective == "overlap":
+                    # Only where q is the smaller one does the overlap change with it.
+                    rising = probs.where(probs < wanted, 0)
+                    error = probs.mul_(rising.sum(-1, keepdim=True)).sub_(rising).div_(common)
+                elif soft:
                     error = probs.sub_(wanted)
                 else:
                     error = probs.scatter_add_(-1, target, torch.full_like(own, -1.0)).mul_(known)
@@ -51,7 +65,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad * (grad_loss / counted.to(grad_loss.device)).to(grad.dtype), *[None] * 8
 
 
-def chunked_cross_entropy(
+def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -59,29 +73,31 @@ def chunked_cross_entropy(
     chunk_tokens: int = 512,
     with_ranks: bool = False,
     teacher: Tensor | None = None,
-    soft: bool = False,
+    objective: Objective = "tokens",
     log_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean cross entropy, in nats per token, of ``hidden @ weight.T + bias`` against ``targets``.
+    """Mean loss, the cross entropy in nats per token, of ``hidden @ weight.T + bias`` against ``targets``.
 
     ``hidden`` [n, d], ``weight`` [vocabulary, d] and ``bias`` [vocabulary] of the frozen language-model head (no
     gradient flows to them), ``targets`` [n] token ids. At most ``chunk_tokens`` x vocabulary logits exist at a
     time. Value and gradient are those of ``torch.nn.functional.cross_entropy`` on all logits. The matrix products
     run in the dtype of ``weight``, the softmax in float32 or wider.
 
-    ``teacher`` [n, d] are states that the same head turns into the model's own distributions p; with ``soft`` these
-    take the targets' place in the loss, -sum p log q.
+    ``teacher`` [n, d] are states that the same head turns into the model's own distributions p. With the objective
+    ``distribution`` these take the targets' place in the loss, -sum p log q. With ``overlap`` the loss is -log sum
+    min(p, q) (LK losses, arXiv 2602.23881): the overlap tells how often drafts are right, where cross entropy spends
+    much of what small heads can hold on tokens that are hardly ever drawn.
 
     With a draft vocabulary ``weight`` and ``bias`` are its rows alone, ``targets`` count among them, and -1 is one that
-    is none of them: it counts in no mean of the loss. ``soft`` then learns p renormalised over the draft vocabulary;
-    ``log_sums`` [n], the log-sum-exp of the teacher's logits over the whole vocabulary, makes the overlap that with p
-    itself.
+    is none of them: it counts in no mean of the loss. The other objectives then learn p renormalised over the draft
+    vocabulary; ``log_sums`` [n], the log-sum-exp of the teacher's logits over the whole vocabulary, makes the overlap
+    that is returned the one with p itself.
 
     Also returns, if asked, each target's rank [n]: how many tokens have a larger logit (0: the target is top-1; as many
     as there are tokens: it is none of them); and with a teacher the mean overlap sum min(p, q), which is 1 - the total
     variation between the two.
     """
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, teacher, soft, chunk_tokens, with_ranks, log_sums)
+    return _ChunkedLoss.apply(hidden, weight, bias, targets, teacher, objective, chunk_tokens, with_ranks, log_sums)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from decoder.heads import Heads
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
 from heads_train.divergence import LossWatch
 from heads_train.draft_vocabulary import expected_counts, most_expected
-from heads_train.loss import chunked_cross_entropy, log_sum_exp
+from heads_train.loss import Objective, chunked_loss, log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
 from heads_train.new_heads import copy_head, fit_features, new_heads, start_heads
 from heads_train.run_identity import describe_run, refuse_other_run
@@ -56,6 +56,8 @@ class HeadsModule(L.LightningModule):
             that the model reads a chunk once however many epochs and runs there are; None keeps none.
         distill: learn the model's own distributions instead of the text's tokens; suits conditioned and gated heads,
             which know the tokens before.
+        distill_loss: what is made small then, the ``cross_entropy`` with these distributions or minus the logarithm of
+            the ``overlap`` with them, which drafts live on; the second is for heads that are trained already.
         loss_chunk_tokens: tokens whose logits exist at the same time.
         backbone_dtype: dtype of the frozen weights; ``auto`` follows the trainer's precision.
         compile: run the backbone's layers through ``torch.compile``; needs a C++ compiler.
@@ -78,6 +80,7 @@ class HeadsModule(L.LightningModule):
         draft_vocab_size: int | None = None,
         state_cache: str | None = None,
         distill: bool = False,
+        distill_loss: Literal["cross_entropy", "overlap"] = "cross_entropy",
         loss_chunk_tokens: int = 512,
         backbone_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         compile: bool = False,
@@ -102,7 +105,9 @@ class HeadsModule(L.LightningModule):
             )
         self.draft_vocab_size, self.state_cache = draft_vocab_size, state_cache
         self.draft_weights: tuple[Tensor, Tensor | None] | None = None
-        self.distill = distill
+        if distill_loss == "overlap" and not distill:
+            raise ValueError("model.distill_loss overlap needs the model's own distributions: add --model.distill true")
+        self.distill, self.distill_loss = distill, distill_loss
         self.loss_chunk_tokens = loss_chunk_tokens
         self.backbone_dtype = backbone_dtype
         self.compile_layers = compile
@@ -247,8 +252,8 @@ class HeadsModule(L.LightningModule):
     def losses(
         self, input_ids: Tensor, with_ranks: bool, with_overlap: bool = False
     ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
-        """Per head: mean cross entropy in nats per token; and where asked for the ranks [targets] of its targets, and
-        the mean overlap (1 - total variation) of its distribution with the model's own."""
+        """Per head: its mean loss in nats per token; and where asked for the ranks [targets] of its targets, and the
+        mean overlap (1 - total variation) of its distribution with the model's own."""
         lm_head = self.backbone.get_output_embeddings()
         outputs, hidden = self(input_ids)
         weight, bias = self._draft_rows()
@@ -270,7 +275,7 @@ class HeadsModule(L.LightningModule):
         results = []
         for i, states in enumerate(outputs, start=1):
             results.append(
-                chunked_cross_entropy(
+                chunked_loss(
                     states[:, : -1 - i].flatten(0, 1),
                     weight,
                     targets[:, 1 + i :].flatten(),
@@ -279,12 +284,17 @@ class HeadsModule(L.LightningModule):
                     with_ranks,
                     # The state at t + i gives the model's own distribution of token t + 1 + i.
                     None if own is None else own[:, i:-1].flatten(0, 1),
-                    self.distill,
+                    self._objective(),
                     None if log_sums is None else log_sums[:, i:-1].flatten(),
                 )
             )
         losses, ranks, overlaps = (list(column) for column in zip(*results, strict=True))
         return losses, ranks, overlaps
+
+    def _objective(self) -> Objective:
+        if not self.distill:
+            return "tokens"
+        return "overlap" if self.distill_loss == "overlap" else "distribution"
 
     def training_step(self, input_ids: Tensor, batch_idx: int) -> Tensor:
         # Ranks cost a pass over the logits: only where they are looked at.

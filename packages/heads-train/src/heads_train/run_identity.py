@@ -45,6 +45,7 @@ def describe_run(module: "HeadsModule") -> dict:
         "model.warmup_steps": module.warmup_steps,
         "model.head_weights": module.head_weights,
         "model.distill": module.distill,
+        "model.distill_loss": module.distill_loss,
         "model.backbone_dtype": module.backbone_dtype,
         **data.describe(),
         "trainer.precision": str(trainer.precision),
