@@ -237,17 +237,20 @@ def test_a_rest_is_tried_now_and_then_and_sooner_where_it_may_pay(brings):
                 tried.append(policy.steps)
         return tried
 
-    assert steps(150) == [120] and not policy.rest_pays
+    assert steps(30) == [24] and not policy.rest_pays
     policy.observe_rest(1.5)
-    assert steps(810) == [504, 888]
+    assert steps(3110) == [1560, 3096]
+    for _ in range(20):
+        policy.observe_rest(1.2)
+    assert steps(900) == [3480, 3864]
     for _ in range(20):
         policy.observe_rest(1.05)
-    assert steps(100) == [984, 1032] and not policy.rest_pays
+    assert steps(100) == [4056, 4104] and not policy.rest_pays
 
 
-def test_rests_are_taken_where_they_clearly_pay_until_they_clearly_do_not():
+def test_rests_are_taken_where_they_pay_until_they_clearly_do_not():
     policy = LevelPolicy(most=1)
-    for share, pays in ((1.1, False), (0.95, False), (0.93, True), (0.97, True), (0.99, False), (0.95, False)):
+    for share, pays in ((1.1, False), (1.01, False), (0.99, True), (1.05, True), (1.07, False), (1.01, False)):
         for _ in range(30):
             policy.observe_rest(share)
         assert policy.rest_pays == pays

@@ -24,11 +24,11 @@ _DEEPEST = 8  # levels of conditioned heads at most
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
-_SHORTEST_REST, _LONGEST_REST = 8, 256  # steps; each rest of a text in a row is twice as long as the one before
-_WARM = 4  # steps of a rest before its time counts: the first ones find other weights in the processor's caches
+_SHORTEST_REST, _LONGEST_REST = 16, 256  # steps; each rest of a text in a row is twice as long as the one before
+_WARM = 8  # steps of a rest before its time counts: the first ones find other weights in the processor's caches
 _RECENT = 8  # steps of a rest, the last ones, whose time counts
 _LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
-_MANY = 3  # tokens of one step after which the next ones may bring as many: no time to rest
+_MANY = 5  # tokens of one step after which the next ones may bring as many: no time to rest
 
 
 class CostTuned:

@@ -10,13 +10,13 @@ _TRIAL = 48  # steps in which each number next to the best one is run once, to s
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
 _LEARN_GAP = 0.15  # and of the newest comparison of a step without levels with those before it
-# Steps between two trials of resting, fewer where it might pay soon, and before the first: none is followed by a trial
-# of a number of levels.
-_REST_TRIAL, _SOON, _FIRST_REST = 384, 48, 120
-_NEAR = 1.1  # it might where looking for drafts brings less than this share of what a rest brings
-# What steps that look for drafts bring, of what a rest brings in their time: below the first rests begin to pay, and
-# from the second on they no longer do. One bound would be crossed by chance, to and fro.
-_CLEARLY, _NO_LONGER = 0.94, 0.98
+# Steps between two trials of resting, where looking for drafts brings up to so many times what a rest brings in its
+# time. Each is a multiple of the first, behind which no number of levels is on trial.
+_REST_TRIALS = ((1.1, 48), (1.3, 384), (float("inf"), 1536))
+_FIRST_REST = 24  # steps before the first trial
+# Where looking brings less than the first, rests begin to pay, and from the second on they no longer do. One bound
+# would be crossed by chance, to and fro.
+_CLEARLY, _NO_LONGER = 1.0, 1.06
 _LEARN_REST = 0.25  # weight of the newest comparison in their average; each is of some steps
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -99,8 +99,9 @@ class LevelPolicy:
     @property
     def tries_rest(self) -> bool:
         """Whether it is time to try a rest."""
-        every = _SOON if self._looking.seen and self._looking.value < _NEAR else _REST_TRIAL
-        return self.steps % every == _FIRST_REST % every
+        brought = self._looking.value if self._looking.seen else _NO_LONGER
+        every = next(steps for bound, steps in _REST_TRIALS if brought < bound)
+        return self.steps % every == _FIRST_REST
 
     def observe_rest(self, share: float) -> None:
         """The steps behind a rest brought this ``share`` of the tokens that it would have brought in their time."""
