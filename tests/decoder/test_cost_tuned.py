@@ -537,6 +537,7 @@ class Rests:
 
     def __init__(self, monkeypatch, model):
         self.looking, self.pace, self.cheap = 0.3, 1.0, 10**9
+        self.cold = 0.0  # by how much longer the first half of a rest's steps take
         self.resting, self.compared = [], []  # by step, and what the policy was told
         self.dec = Decoder(model)
         now, forward, match, commit = [0.0], Target.forward, SuffixIndex.match, CostTuned.commit
@@ -544,6 +545,8 @@ class Rests:
 
         def timed_forward(target, *args, **named):
             now[0] += self.pace
+            if len(self.resting) and self.drafter._resting and len(self.drafter._rested) < 8:
+                now[0] += self.cold
             return forward(target, *args, **named)
 
         def timed_match(index):
@@ -583,6 +586,25 @@ def test_rests_follow_from_the_time_that_looking_takes(model, prompt, monkeypatc
     assert sum(steps[300:900]) > 500 and sum(steps[-700:]) <= 2 * 16
     assert rests.compared[-1] == pytest.approx(1 / 0.85, abs=0.1)
     assert rests.drafter._next_rest == 16
+
+
+def test_the_first_steps_of_a_rest_do_not_count(model, prompt, monkeypatch):
+    """They find other weights in the processor's caches."""
+    rests = Rests(monkeypatch, model)
+    rests.cold = 1.0
+    rests.text(prompt, 60)
+    assert rests.compared[0] == pytest.approx(1 / 1.3, abs=0.1)
+
+
+@pytest.mark.parametrize("tokens, rests", [(4, True), (5, False)])
+def test_a_text_rests_unless_a_step_has_brought_many_tokens(model, prompt, monkeypatch, tokens, rests):
+    monkeypatch.setattr(LevelPolicy, "rest_pays", True)
+    seen = Rests(monkeypatch, model)
+    seen.text(prompt, 60)
+    seen.drafter.context = replace(seen.drafter.context, running=lambda: 1)  # the engine is gone
+    seen.drafter._rest, seen.drafter._looked, seen.drafter._rested = 0, 100, []
+    seen.drafter._plan_rest(tokens, 1.0, 0.3)
+    assert (seen.drafter._rest > 0) == rests
 
 
 def test_a_rest_is_compared_with_the_steps_behind_it_alone(model, prompt, monkeypatch):

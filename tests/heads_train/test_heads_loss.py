@@ -84,12 +84,24 @@ def test_overlap_loss_and_gradient_equal_autograds(case, chunk_tokens):
     assert torch.allclose(overlap, common.mean(), rtol=0, atol=1e-9)
 
 
-def test_overlap_loss_is_finite_where_distributions_have_nothing_in_common():
-    """In float32 the overlap underflows to zero, whose logarithm is not finite."""
-    hidden, teacher = torch.tensor([[200.0, -200.0]], requires_grad=True), torch.tensor([[-200.0, 200.0]])
-    loss, _, _ = chunked_loss(hidden, torch.eye(2), torch.tensor([0]), teacher=teacher, objective="overlap")
+@pytest.mark.parametrize("apart", [1, 9, 15, 200])
+def test_overlap_loss_teaches_where_distributions_have_hardly_anything_in_common(apart):
+    """As autograd in float64, down to an overlap of 1e-13; where it underflows in float32, with finite numbers."""
+    given = torch.tensor([[apart, -apart]], dtype=torch.float64, requires_grad=True)
+    common = torch.minimum(given.softmax(-1), (-given.detach()).softmax(-1)).sum()
+    (wanted,) = torch.autograd.grad(-common.log(), given)
+    hidden = given.detach().float().requires_grad_()
+    loss, _, _ = chunked_loss(hidden, torch.eye(2), torch.tensor([0]), teacher=-hidden.detach(), objective="overlap")
     loss.backward()
     assert loss.isfinite() and hidden.grad.isfinite().all()
+    if apart < 40:
+        assert torch.allclose(hidden.grad.double(), wanted, rtol=1e-3)
+
+
+def test_a_loss_of_distributions_needs_a_teacher():
+    for objective, words in (("overlap", "needs the teacher's states"), ("overlop", "unknown objective 'overlop'")):
+        with pytest.raises(ValueError, match=words):
+            chunked_loss(torch.zeros(1, 2), torch.eye(2), torch.tensor([0]), objective=objective)
 
 
 def test_loss_in_bf16_stays_near_the_float64_loss(case):
@@ -204,7 +216,7 @@ def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_toke
     p = F.linear(teacher, weight, bias).softmax(-1)
     renormalised = p[:, chosen] / p[:, chosen].sum(-1, keepdim=True)
     naive = F.cross_entropy(logits, renormalised)
-    (naive_grad,) = torch.autograd.grad(naive, hidden)
+    (naive_grad,) = torch.autograd.grad(naive, hidden, retain_graph=True)
     sums, covered = log_sum_exp(teacher, weight, bias, chosen, chunk_tokens)
     assert torch.allclose(covered, p[:, chosen].sum(-1), rtol=0, atol=1e-9)
     soft, _, overlap = chunked_loss(
@@ -212,6 +224,14 @@ def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_toke
     )
     (grad,) = torch.autograd.grad(soft, hidden)
     assert torch.allclose(soft, naive, rtol=0, atol=1e-9) and torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
+    common = torch.minimum(logits.softmax(-1), renormalised).sum(-1)
+    (naive_grad,) = torch.autograd.grad(-common.log().mean(), hidden, retain_graph=True)
+    shared, _, whole = chunked_loss(
+        hidden, rows[0], place[targets], rows[1], chunk_tokens, teacher=teacher, objective="overlap", log_sums=sums
+    )
+    (grad,) = torch.autograd.grad(shared, hidden)
+    assert torch.allclose(shared, -common.log().mean(), rtol=0, atol=1e-9)
+    assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9) and torch.allclose(whole, overlap, rtol=0, atol=1e-9)
     q = torch.zeros_like(p)
     q[:, chosen] = logits.softmax(-1)
     assert torch.allclose(overlap, 1 - (p - q).abs().sum(-1).mean() / 2, rtol=0, atol=1e-9)

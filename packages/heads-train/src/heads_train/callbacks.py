@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from heads_train.data import BooksDataModule
 from heads_train.divergence import DIVERGED, TrainingDiverged
-from heads_train.model_card import implied_tokens_per_step, write_model_card
+from heads_train.model_card import implied_tokens_per_step, loss_name, write_model_card
 from heads_train.module import HeadsModule
 
 VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
@@ -247,7 +247,7 @@ class LossCurves(L.Callback):
                     axes.plot(
                         *zip(*points, strict=True), style, color=f"C{i - 1}", alpha=alpha, label=f"head {i} {name}"
                     )
-        axes.set(xlabel="step", ylabel="cross entropy (nats per token)", title=f"{module.heads.kind} heads")
+        axes.set(xlabel="step", ylabel=f"{loss_name(module.distill_loss)} (nats per token)", title=f"{module.heads.kind} heads")
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()

@@ -1,13 +1,12 @@
 """Losses behind a frozen language-model head, without the [tokens, vocabulary] matrix of a whole sequence."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 Objective = Literal["tokens", "distribution", "overlap"]
-_LEAST_OVERLAP = 1e-6  # bounds the gradient where two distributions have nothing in common
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -41,7 +40,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if teacher is not None:
                 overlap += torch.minimum(wanted if p is None else p, probs).sum()
             if objective == "overlap":
-                common = torch.minimum(wanted, probs).sum(-1, keepdim=True).clamp_min_(_LEAST_OVERLAP)
+                common = torch.minimum(wanted, probs).sum(-1, keepdim=True)
+                common.clamp_min_(torch.finfo(common.dtype).tiny)  # where they have nothing at all in common
                 total -= common.log().sum()
             if grad is not None:
                 if objective == "overlap":
@@ -76,12 +76,12 @@ def chunked_loss(
     objective: Objective = "tokens",
     log_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean loss, the cross entropy in nats per token, of ``hidden @ weight.T + bias`` against ``targets``.
+    """Mean loss, in nats per token, of ``hidden @ weight.T + bias`` against ``targets``.
 
     ``hidden`` [n, d], ``weight`` [vocabulary, d] and ``bias`` [vocabulary] of the frozen language-model head (no
     gradient flows to them), ``targets`` [n] token ids. At most ``chunk_tokens`` x vocabulary logits exist at a
-    time. Value and gradient are those of ``torch.nn.functional.cross_entropy`` on all logits. The matrix products
-    run in the dtype of ``weight``, the softmax in float32 or wider.
+    time. With the objective ``tokens``, value and gradient are those of ``torch.nn.functional.cross_entropy`` on all
+    logits. The matrix products run in the dtype of ``weight``, the softmax in float32 or wider.
 
     ``teacher`` [n, d] are states that the same head turns into the model's own distributions p. With the objective
     ``distribution`` these take the targets' place in the loss, -sum p log q. With ``overlap`` the loss is -log sum
@@ -97,6 +97,10 @@ def chunked_loss(
     as there are tokens: it is none of them); and with a teacher the mean overlap sum min(p, q), which is 1 - the total
     variation between the two.
     """
+    if objective not in get_args(Objective):
+        raise ValueError(f"unknown objective {objective!r}; known ones are {', '.join(get_args(Objective))}")
+    if objective != "tokens" and teacher is None:
+        raise ValueError(f"objective {objective} needs the teacher's states")
     return _ChunkedLoss.apply(hidden, weight, bias, targets, teacher, objective, chunk_tokens, with_ranks, log_sums)
 
 

@@ -71,6 +71,11 @@ def implied_tokens_per_step(validation: dict[str, float]) -> str:
     return f"expected tokens per step: {', '.join(figures)} guesses per head"
 
 
+def loss_name(distill_loss: str | None) -> str:
+    """What a loss is called in figures; ``distill_loss`` as in `HeadsModule`, None where nothing was distilled."""
+    return "minus the logarithm of the overlap" if distill_loss == "overlap" else "cross entropy"
+
+
 def _rows(values: dict) -> str:
     return "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in values.items())
 
@@ -84,8 +89,8 @@ def _figures(heads: Heads, training: dict) -> str:
         top = " | ".join(f"{found[f'val_top{k}_head{i}']:.3f}" for k in (1, 2, 3))
         was = f"{before[f'val_loss_head{i}']:.2f}" if before else "-"
         head_rows += f"| {i} | {was} | {found[f'val_loss_head{i}']:.2f} | {top} |\n"
-    return f"""Validated at step {training["validated_at_step"]}: cross entropy in nats per token before the first step
-and then, and how often the token was among a head's first guesses:
+    loss = loss_name(training.get("distill_loss"))
+    return f"""Validated at step {training["validated_at_step"]}: {loss} in nats per token before the first step and then, and how often the token was among a head's first guesses:
 
 | head | before | after | top-1 | top-2 | top-3 |
 |---|---|---|---|---|---|

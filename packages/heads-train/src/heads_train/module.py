@@ -1,4 +1,4 @@
-"""The LightningModule: a frozen backbone, the heads on it, one cross entropy per head."""
+"""The LightningModule: a frozen backbone, the heads on it, one loss per head."""
 
 import os
 import shutil
@@ -27,12 +27,14 @@ from heads_train.states import StateCache
 
 TOP_K = 3
 FITTED_TOKENS = 2**15  # read for the start of an eagle3 draft model
+# By the names that `HeadsModule` gives the losses of distilled heads.
+_OBJECTIVES: dict[str, Objective] = {"cross_entropy": "distribution", "overlap": "overlap"}
 
 
 class HeadsModule(L.LightningModule):
     """Trains draft heads on a frozen model (paper, "Training the heads"): `decoder.DraftHeads`, or EAGLE-3's one layer.
 
-    Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' mean cross entropies. With
+    Head i (from 1) at position t learns token t+1+i; the loss is the sum of the heads' own, mean cross entropies. With
     ``distill`` it learns the model's own distribution of that token instead, given the text before it: a sum over the
     vocabulary says more than one token drawn from it, so the heads learn in fewer steps.
 
@@ -105,6 +107,8 @@ class HeadsModule(L.LightningModule):
             )
         self.draft_vocab_size, self.state_cache = draft_vocab_size, state_cache
         self.draft_weights: tuple[Tensor, Tensor | None] | None = None
+        if distill_loss not in _OBJECTIVES:
+            raise ValueError(f"model.distill_loss must be {' or '.join(_OBJECTIVES)}, got {distill_loss!r}")
         if distill_loss == "overlap" and not distill:
             raise ValueError("model.distill_loss overlap needs the model's own distributions: add --model.distill true")
         self.distill, self.distill_loss = distill, distill_loss
@@ -284,17 +288,12 @@ class HeadsModule(L.LightningModule):
                     with_ranks,
                     # The state at t + i gives the model's own distribution of token t + 1 + i.
                     None if own is None else own[:, i:-1].flatten(0, 1),
-                    self._objective(),
+                    _OBJECTIVES[self.distill_loss] if self.distill else "tokens",
                     None if log_sums is None else log_sums[:, i:-1].flatten(),
                 )
             )
         losses, ranks, overlaps = (list(column) for column in zip(*results, strict=True))
         return losses, ranks, overlaps
-
-    def _objective(self) -> Objective:
-        if not self.distill:
-            return "tokens"
-        return "overlap" if self.distill_loss == "overlap" else "distribution"
 
     def training_step(self, input_ids: Tensor, batch_idx: int) -> Tensor:
         # Ranks cost a pass over the logits: only where they are looked at.

@@ -66,6 +66,7 @@ def refuse_other_run(saved: dict | None, module: "HeadsModule") -> None:
             "the checkpoint is not one of heads-train, or an older version's; give another one or another --output"
         )
     asked = describe_run(module) if module.trainer.state.fn == "fit" else describe_heads(module)
+    saved = {"model.distill_loss": "cross_entropy"} | saved  # checkpoints of before there was another one
     for name, value in asked.items():
         if saved.get(name) != value:
             raise ValueError(

@@ -25,8 +25,7 @@ _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
 _SHORTEST_REST, _LONGEST_REST = 16, 256  # steps; each rest of a text in a row is twice as long as the one before
-_WARM = 8  # steps of a rest before its time counts: the first ones find other weights in the processor's caches
-_RECENT = 8  # steps of a rest, the last ones, whose time counts
+_SETTLED = 8  # steps of a rest, the last ones, whose time counts: the first ones find other weights in the caches
 _LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
 _MANY = 5  # tokens of one step after which the next ones may bring as many: no time to rest
 
@@ -249,21 +248,26 @@ class CostTuned:
         self._compare_rest(self._expected[-1].tokens, seconds + drafting)
         if not self._policy.rest_pays:
             self._next_rest = _SHORTEST_REST
-            if self._policy.tries_rest and self._typical and tokens < _MANY:
+            if self._policy.tries_rest and self._typical and tokens < _MANY and not self._comparing:
                 self._rest = _SHORTEST_REST
         elif self._looked >= _LOOKS:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
         if self._rest:
             self._rested, self._looks, self._before = [], [], None
 
+    @property
+    def _comparing(self) -> bool:
+        """Whether the last rest, which no other text has cut short, is still to be compared with what comes behind it."""
+        return len(self._rested) >= _SHORTEST_REST
+
     def _compare_rest(self, tokens: float, seconds: float) -> None:
         """Compare the last rest with the first steps behind it, of which one was expected to bring so many tokens."""
-        if len(self._rested) <= _WARM:
+        if not self._comparing:
             return
         self._looks.append((tokens, seconds))
         if len(self._looks) == _LOOKS:
             of_tokens, of_seconds = zip(*self._looks[1:], strict=True)
-            rest = self.context.target.ranks.agree(median(self._rested[_WARM:][-_RECENT:]))
+            rest = self.context.target.ranks.agree(median(self._rested[-_SETTLED:]))
             self._policy.observe_rest(fmean(of_tokens) * rest / median(of_seconds))
             self._rested, self._looks = [], []
 

@@ -10,13 +10,13 @@ _TRIAL = 48  # steps in which each number next to the best one is run once, to s
 _CHOOSE = 8  # steps after which the numbers are compared again; to do so takes as long as all else here together
 _LEARN = 0.02  # weight of the newest observation in an average
 _LEARN_GAP = 0.15  # and of the newest comparison of a step without levels with those before it
-# Steps between two trials of resting, where looking for drafts brings up to so many times what a rest brings in its
-# time. Each is a multiple of the first, behind which no number of levels is on trial.
+# Steps from a comparison of a rest to the next trial of one, where looking for drafts brings up to so many times what a
+# rest brings in its time. The last one takes some comparisons: one alone may have been disturbed.
 _REST_TRIALS = ((1.1, 48), (1.3, 384), (float("inf"), 1536))
-_FIRST_REST = 24  # steps before the first trial
+_SURE = 3
 # Where looking brings less than the first, rests begin to pay, and from the second on they no longer do. One bound
 # would be crossed by chance, to and fro.
-_CLEARLY, _NO_LONGER = 1.0, 1.06
+_BEGINS, _ENDS = 1.0, 1.06
 _LEARN_REST = 0.25  # weight of the newest comparison in their average; each is of some steps
 _DISTURBED = 3.0  # a step that took more than so many times the expected counts as that
 
@@ -53,7 +53,7 @@ class LevelPolicy:
     it: where memory becomes faster, steps of many nodes gain less. The best number's neighbours, and none, are run for
     single steps now and then: in many steps in a row a number would be judged by how busy a shared machine was then.
 
-    Where not even looking for drafts pays, a text rests (`rest_pays`): a plain step takes longer where drafts were
+    Where looking for drafts brings nothing, a text rests (`rest_pays`): a plain step takes longer where drafts were
     looked for and none found, with a small model by a fifth. It is tried now and then.
 
     ``levels`` is how many are to be run now, and ``best`` the number that gives most by all that was seen.
@@ -67,6 +67,7 @@ class LevelPolicy:
         self._gap = Average()  # what it takes more without levels
         self._newest: deque[float] = deque(maxlen=4)  # of the newest steps with levels
         self._rest_pays = False
+        self._next_rest = 0  # the step from which on a rest is tried
         self._looking = Average()  # what steps that look for drafts bring, of what resting brings in their time
         self._texts, self._told = texts, 0
 
@@ -93,20 +94,22 @@ class LevelPolicy:
 
     @property
     def rest_pays(self) -> bool:
-        """Whether steps that rest gave clearly more tokens per second than those that look for drafts, and still do."""
+        """Whether steps that rest gave more tokens per second than those that look for drafts, and still give as many."""
         return self._rest_pays
 
     @property
     def tries_rest(self) -> bool:
-        """Whether it is time to try a rest."""
-        brought = self._looking.value if self._looking.seen else _NO_LONGER
-        every = next(steps for bound, steps in _REST_TRIALS if brought < bound)
-        return self.steps % every == _FIRST_REST
+        """Whether it is time to try a rest, and no other number of levels is on trial in the steps behind it."""
+        behind_trials, before_trials = 3 * _CHOOSE, _TRIAL - _CHOOSE
+        return self.steps >= self._next_rest and behind_trials <= self.steps % _TRIAL < before_trials
 
     def observe_rest(self, share: float) -> None:
         """The steps behind a rest brought this ``share`` of the tokens that it would have brought in their time."""
         self._looking.observe(share, _LEARN_REST)
-        self._rest_pays = self._looking.value < (_NO_LONGER if self._rest_pays else _CLEARLY)
+        brings = self._looking.value
+        self._rest_pays = brings < (_ENDS if self._rest_pays else _BEGINS)
+        known = _REST_TRIALS if self._looking.seen >= _SURE else _REST_TRIALS[:-1]
+        self._next_rest = self.steps + next((steps for bound, steps in known if brings < bound), known[-1][1])
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
         """A step whose verification costs ``cost`` took ``drafting`` seconds for drafts and ``rest`` for all else.
