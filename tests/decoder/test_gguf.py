@@ -224,6 +224,39 @@ def test_what_cannot_be_read_is_told_in_a_sentence(hf_model, plain_file, tmp_pat
     refused(path, "rotary embeddings")
 
 
+def test_what_transformers_would_read_wrongly_is_refused(hf_model, plain_file, tmp_path):
+    whole, path = plain_file.read_bytes(), tmp_path / "bad.gguf"
+
+    def changed(key, value):
+        """With another 32-bit number behind a key and its type."""
+        at = whole.index(key) + len(key) + 4
+        path.write_bytes(whole[:at] + np.uint32(value).tobytes() + whole[at + 4 :])
+
+    for key in (b"llama.block_count", b"llama.context_length", b"llama.attention.head_count"):
+        changed(key, 0)
+        refused(path, "is 0: give the model's Hugging Face folder")
+    changed(b"llama.block_count", 1)
+    refused(path, "says 1 layers and has weights of 2")
+    changed(b"tokenizer.ggml.eos_token_id", 10**6)
+    refused(path, "ends texts with token 1000000 of")
+    # The type of a tensor tells how many bytes it has, so the next one would begin elsewhere.
+    name = b"blk.0.attn_q.weight"
+    changed(name, 0)
+    at = whole.index(name) + len(name) + 4 + 2 * 8
+    path.write_bytes(whole[:at] + np.uint32(gguf.GGMLQuantizationType.Q8_0).tobytes() + whole[at + 4 :])
+    refused(path, "is not where it should be: fetch it again")
+    header = reading.Header.read(plain_file)
+    at = header.data_start + header.tensors["output_norm.weight"][2]
+    path.write_bytes(whole[:at] + np.float32(np.nan).tobytes() + whole[at + 4 :])
+    refused(path, "no numbers: fetch it again")
+
+
+def test_an_ending_in_capitals_is_one_as_well(plain_file, tmp_path):
+    path = tmp_path / "MODEL.GGUF"
+    path.write_bytes(plain_file.read_bytes())
+    assert decoder.load(path).model.config.vocab_size == len(vocabulary())
+
+
 def test_a_quantisation_that_nobody_unpacks_is_refused(plain_file, tmp_path):
     header = reading.Header.read(plain_file)
     content = bytearray(plain_file.read_bytes())

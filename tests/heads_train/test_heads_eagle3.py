@@ -84,6 +84,29 @@ def test_it_is_exported_for_other_engines(flags, tmp_path, capsys):
     assert not (tmp_path / "no").exists()
 
 
+def test_one_that_does_not_name_its_layers_is_exported_where_they_are_given(flags, tmp_path, capsys):
+    """As the authors' checkpoints are."""
+    run(flags, *EAGLE3)
+    source = tmp_path / "out" / "last"
+    config = json.loads((source / "config.json").read_text())
+    layers = config.pop("eagle_aux_hidden_state_layer_ids")
+    (source / "config.json").write_text(json.dumps(config))
+    for more, words in (
+        ([], f"{source} does not say which {len(layers)} layers of the model it reads: add --target-layers"),
+        (["--target-layers", "1,x"], f"must be {len(layers)} numbers of layers"),
+        (["--target-layers", "1"], f"must be {len(layers)} numbers of layers"),
+    ):
+        assert main(["export", *more, str(source), str(tmp_path / "no")]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "no").exists()
+    given = ",".join(map(str, layers))
+    for layout in ("speculators", "eagle3"):
+        output = tmp_path / layout
+        assert main(["export", "--format", layout, "--target-layers", given, str(source), str(output)]) == 0
+        assert list(decoder.load_heads(output).target_layers) == layers
+    assert main(["export", "--target-layers", "0,0,0", str(tmp_path / "eagle3"), str(tmp_path / "no")]) == 2
+    assert f"reads layers {given}: leave out --target-layers" in capsys.readouterr().err
+
+
 def test_layers_are_for_eagle3_alone(flags, capsys):
     assert main(["fit", *flags, "--model.target_layers=[1]"]) == 2
     assert "model.target_layers" in capsys.readouterr().err

@@ -282,7 +282,13 @@ class DraftHeads(nn.Module):
         if not path.is_file():
             raise FileNotFoundError(f"{directory} has no {WEIGHTS}")
         fields = {name: config.get(name) for name in ("hidden_size", "num_heads", "norm_eps", "kind")}
-        return cls._build(directory, fields, read_tensors(path))
+        heads = cls._build(directory, fields, read_tensors(path))
+        if (told := config.get("draft_vocab_size")) != heads.draft_vocab_size:
+            raise ValueError(
+                f"{directory / CONFIG} says draft_vocab_size {told}, and {WEIGHTS} has {heads.draft_vocab_size}: copy "
+                "both files anew"
+            )
+        return heads
 
     @classmethod
     def _from_published(cls, directory: Path, config: dict) -> "DraftHeads":
@@ -296,7 +302,9 @@ class DraftHeads(nn.Module):
                 tensors[f"heads.{number}.{PUBLISHED_PARTS[part]}" if part in PUBLISHED_PARTS else found] = tensor
         if not tensors:
             pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
-            hint = "pickle files are not read, only safetensors" if pickled else "give what heads-train has written"
+            hint = "give what heads-train has written"
+            if pickled:
+                hint = "of pickle files those of EAGLE-3 alone are read, and config.json names another architecture"
             fault = "is not a heads checkpoint: it has no tensors of a known heads format"
             raise ValueError(f"{directory} {fault}; {hint}")
         fields = {

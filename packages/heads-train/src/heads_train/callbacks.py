@@ -247,7 +247,8 @@ class LossCurves(L.Callback):
                     axes.plot(
                         *zip(*points, strict=True), style, color=f"C{i - 1}", alpha=alpha, label=f"head {i} {name}"
                     )
-        axes.set(xlabel="step", ylabel=f"{loss_name(module.distill_loss)} (nats per token)", title=f"{module.heads.kind} heads")
+        axes.set(xlabel="step", title=f"{module.heads.kind} heads")
+        axes.set_ylabel(f"{loss_name(module.distill_loss)} (nats per token)")
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()

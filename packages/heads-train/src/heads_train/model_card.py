@@ -90,7 +90,8 @@ def _figures(heads: Heads, training: dict) -> str:
         was = f"{before[f'val_loss_head{i}']:.2f}" if before else "-"
         head_rows += f"| {i} | {was} | {found[f'val_loss_head{i}']:.2f} | {top} |\n"
     loss = loss_name(training.get("distill_loss"))
-    return f"""Validated at step {training["validated_at_step"]}: {loss} in nats per token before the first step and then, and how often the token was among a head's first guesses:
+    return f"""Validated at step {training["validated_at_step"]}: {loss} in nats per token before
+the first step and then, and how often the token was among a head's first guesses:
 
 | head | before | after | top-1 | top-2 | top-3 |
 |---|---|---|---|---|---|

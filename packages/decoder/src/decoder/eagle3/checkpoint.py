@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from decoder.draft_heads import DRAFT_TO_TARGET
+from decoder.draft_heads import DRAFT_TO_TARGET, refuse_not_finite
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import DRAFT_TO_TARGET_OFFSETS, Eagle3DraftModel
 from decoder.heads_files import (
@@ -68,8 +68,9 @@ def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Ea
                 model.make_own_head()
             if "embed_tokens.weight" in tensors:
                 model.make_own_embeddings()
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG} is not of a draft model that can be read: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        told = f"no or an unknown {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{folder / CONFIG} is not of a draft model that can be read: {told}") from error
     if (
         known is not None
         and draft_to_target is not None
@@ -98,9 +99,13 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     elif (folder / PICKLED_WEIGHTS).is_file():
         try:
             # Tensors alone: nothing that a pickle could execute.
-            tensors = torch.load(folder / PICKLED_WEIGHTS, map_location="cpu", weights_only=True)
+            found: Any = torch.load(folder / PICKLED_WEIGHTS, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             raise ValueError(f"{folder / PICKLED_WEIGHTS} is no whole file of tensors alone") from error
+        pairs = found.items() if isinstance(found, dict) else [(None, found)]
+        if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in pairs):
+            raise ValueError(f"{folder / PICKLED_WEIGHTS} holds something else than tensors with their names")
+        tensors = found
     else:
         raise FileNotFoundError(f"{folder} has neither {MODEL_WEIGHTS} nor {PICKLED_WEIGHTS}")
     named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -110,6 +115,8 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def _parse_speculators(config: Mapping[str, Any]) -> Eagle3Config:
     layer = config["transformer_layer_config"]
+    if not isinstance(layer, Mapping):
+        raise ValueError(f"its transformer_layer_config is {layer!r} and not the configuration of a layer")
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     found = replace(_parse_layer(layer), target_layers=None if ids is None else tuple(ids), levels=_levels(config))
     return _with_flags(found, config)
@@ -185,8 +192,9 @@ def _completed(config: Eagle3Config, tensors: Mapping[str, torch.Tensor]) -> Eag
 def _load(model: Eagle3DraftModel, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
     refuse_misfits(tensors, expected, folder)
+    for name, tensor in tensors.items():
+        refuse_not_finite(name, tensor, f" in {folder}")
     model.load_state_dict(tensors, assign=True, strict=False)
-    model.check_finite()
 
 
 def save_draft_model(
@@ -208,8 +216,10 @@ def save_draft_model(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; known layouts are {', '.join(LAYOUTS)}")
-    if model.lm_head is None or model.target_layers is None:
-        raise ValueError("a draft model is saved with its language-model head and the numbers of the layers it reads")
+    if model.lm_head is None:
+        raise ValueError(f"the draft model{model._where} has no language-model head, which other engines load with it")
+    if model.target_layers is None:
+        raise ValueError(f"the draft model{model._where} does not say which layers of the model it reads: name them")
     if layout == "eagle3" and (model.config.norm_before_residual or model.config.qk_norm):
         raise ValueError("the layout eagle3 has no draft models that normalise their residuals, queries or keys")
     tensors = {name.replace("layers.0.", _FIRST_LAYER[layout]): one for name, one in model.state_dict().items()}

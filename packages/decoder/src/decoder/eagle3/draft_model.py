@@ -115,7 +115,9 @@ class Eagle3DraftModel(nn.Module):
         self.lm_head = self.embed_tokens = None
         if own_head:
             self.make_own_head()
-        self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()
+        # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
+        with torch.device("cpu"):
+            self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)
 
     def make_own_head(self) -> nn.Linear:
         """Give it a language-model head of its own, for its draft vocabulary."""
@@ -127,10 +129,6 @@ class Eagle3DraftModel(nn.Module):
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def _cos_sin(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._rotary:
-            # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
-            with torch.device("cpu"):
-                self._rotary = (LlamaRotaryEmbedding(_rotary_config(self.config)),)
         return self._rotary[0](state, positions.reshape(1, -1))
 
     @property
@@ -177,14 +175,20 @@ class Eagle3DraftModel(nn.Module):
         which = f"the draft model{self._where}"
         if hidden_size != self.config.target_hidden_size:
             raise ValueError(
-                f"{which} is for hidden size {self.config.target_hidden_size}, the model has {hidden_size}"
+                f"{which} is for hidden size {self.config.target_hidden_size}, the model has {hidden_size}: give a "
+                "draft model of this model"
             )
         if vocab_size is not None and vocab_size != self.config.vocab_size:
-            raise ValueError(f"{which} is for {self.config.vocab_size} tokens, the model has {vocab_size}")
+            raise ValueError(
+                f"{which} is for {self.config.vocab_size} tokens, the model has {vocab_size}: give one of this model"
+            )
         if layers is not None:
             self.target_layers = self.config.target_layers or default_layers(layers)
             if max(self.target_layers) > layers:
-                raise ValueError(f"{which} reads layer {max(self.target_layers)}, the model has {layers} layers")
+                highest = max(self.target_layers)
+                raise ValueError(
+                    f"{which} reads layer {highest}, the model has {layers} layers: give one of this model"
+                )
         if self.embed_tokens is None and self.config.hidden_size != hidden_size:
             raise ValueError(f"{which} has hidden size {self.config.hidden_size} and no embeddings of its own")
         if self.lm_head is None and self.config.hidden_size != hidden_size:

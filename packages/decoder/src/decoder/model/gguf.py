@@ -6,9 +6,10 @@ wrongly without an error are refused.
 """
 
 import os
+import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -29,6 +30,9 @@ _STRING, _ARRAY = 8, 9
 _PREFIX = "tokenizer.ggml."
 # Longer arrays, such as those of the vocabulary, are skipped, since they are not needed here.
 _LONG = 64
+# What must be at least one.
+_SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+_LAYER = re.compile(r"blk\.(\d+)\.")
 # Keys for the tokens at which a text, a turn or a message ends.
 _ENDS = tuple(f"{_PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
 
@@ -89,8 +93,8 @@ class Header:
                     tensors[name] = (kind, prod(sizes), offset)
             except (struct.error, MemoryError, OverflowError, UnicodeDecodeError, KeyError) as error:
                 raise ValueError(_cut_short(path)) from error
-            alignment = int(metadata.get("general.alignment", 32))
-            return cls(path, metadata, tensors, -(-file.tell() // alignment) * alignment)
+            header = cls(path, metadata, tensors, file.tell())
+            return replace(header, data_start=-(-file.tell() // header.alignment) * header.alignment)
 
     def check(self) -> None:
         """Refuse files that cannot be read completely and correctly, before any weights are read.
@@ -100,7 +104,7 @@ class Header:
         """
         import gguf
 
-        end = self.data_start
+        self._check_sizes()
         blocks = {}
         for kind in {kind for kind, *_ in self.tensors.values()}:
             name = str(kind)
@@ -112,14 +116,40 @@ class Header:
                 raise ValueError(
                     f"{self.path} has weights of the quantisation {name}, unknown here: {_ELSE}"
                 ) from error
-        for kind, elements, offset in self.tensors.values():
+        # As llama.cpp asks for: each tensor begins where the one before it ends.
+        end = start = 0
+        for name, (kind, elements, offset) in sorted(self.tensors.items(), key=lambda item: item[1][2]):
+            if offset != start:
+                raise ValueError(f"{self.path} is damaged, its tensor {name} is not where it should be: fetch it again")
             elements_per_block, bytes_per_block = blocks[kind]
-            end = max(end, self.data_start + offset + elements // elements_per_block * bytes_per_block)
-        if self.path.stat().st_size < end:
+            end = offset + elements // elements_per_block * bytes_per_block
+            start = -(-end // self.alignment) * self.alignment
+        if self.path.stat().st_size < self.data_start + end:
             raise ValueError(_cut_short(self.path))
         scaling = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if scaling != "none" or any(name.startswith("rope_f") for name in self.tensors):
             raise ValueError(f"{self.path} scales its rotary embeddings, which would be lost in reading it: {_ELSE}")
+
+    def _check_sizes(self) -> None:
+        """Refuse what transformers would meet with an error that tells nothing, or read wrongly."""
+        for name in _SIZES:
+            size = self.metadata.get(f"{self.architecture}.{name}")
+            if isinstance(size, int) and size < 1:
+                raise ValueError(f"{self.path} says that its {name} is {size}: {_ELSE}")
+        layers, found = self.metadata.get(f"{self.architecture}.block_count"), set(map(_LAYER.match, self.tensors))
+        numbers = {int(one[1]) for one in found if one}
+        if isinstance(layers, int) and numbers and max(numbers) + 1 != layers:
+            raise ValueError(f"{self.path} says {layers} layers and has weights of {max(numbers) + 1}: fetch it again")
+        tokens = self.metadata.get(f"{_PREFIX}tokens", 0)
+        count = tokens if isinstance(tokens, int) else len(tokens)
+        for token in self.end_tokens:
+            if count and not 0 <= token < count:
+                raise ValueError(f"{self.path} ends texts with token {token} of {count}: {_ELSE}")
+
+    @property
+    def alignment(self) -> int:
+        """Each tensor begins at a multiple of so many bytes."""
+        return int(self.metadata.get("general.alignment", 32))
 
     @property
     def architecture(self) -> str:
@@ -137,7 +167,7 @@ class Header:
 
 def is_gguf(source: Any) -> bool:
     """Whether ``source`` is the name of a GGUF file."""
-    return str(source).endswith(SUFFIX)
+    return str(source).lower().endswith(SUFFIX)
 
 
 def arguments(source: str | Path) -> tuple[str, dict[str, str]]:
@@ -211,6 +241,9 @@ def mend_model(model: PreTrainedModel, header: Header) -> PreTrainedModel:
     config.dtype = model.dtype
     with torch.device("meta"):
         plain = type(model)(config)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{header.path} holds values in {name} that are no numbers: fetch it again, or {_ELSE}")
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     # Copy buffers that checkpoints do not hold, such as those of rotary embeddings.

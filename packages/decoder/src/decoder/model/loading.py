@@ -83,7 +83,10 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
     else:
         with _readable("model", source):
             config = AutoConfig.from_pretrained(source, **_NO_CODE | from_hub)
-    refuse_unsupported(config)
+    try:
+        refuse_unsupported(config)
+    except ValueError as error:
+        raise ValueError(f"{source} cannot be used: {error}") from error
     return config
 
 

@@ -257,7 +257,7 @@ class CostTuned:
 
     @property
     def _comparing(self) -> bool:
-        """Whether the last rest, which no other text has cut short, is still to be compared with what comes behind it."""
+        """Whether the last rest, which no other text cut short, is still to be compared with what comes behind it."""
         return len(self._rested) >= _SHORTEST_REST
 
     def _compare_rest(self, tokens: float, seconds: float) -> None:

@@ -94,7 +94,7 @@ class LevelPolicy:
 
     @property
     def rest_pays(self) -> bool:
-        """Whether steps that rest gave more tokens per second than those that look for drafts, and still give as many."""
+        """Whether steps that rest gave more tokens per second than those that look for drafts, and still do."""
         return self._rest_pays
 
     @property
