@@ -24,7 +24,8 @@ _DEEPEST = 8  # levels of conditioned heads at most
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
-_SHORTEST_REST, _LONGEST_REST = 16, 256  # steps; each rest of a text in a row is twice as long as the one before
+_SHORTEST_REST, _LONGEST_REST = 16, 256  # steps
+_LONGER = 4  # how many times as long each rest of a text in a row is as the one before
 _SETTLED = 8  # steps of a rest, the last ones, whose time counts: the first ones find other weights in the caches
 _LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
 _MANY = 5  # tokens of one step after which the next ones may bring as many: no time to rest
@@ -251,7 +252,7 @@ class CostTuned:
             if self._policy.tries_rest and self._typical and tokens < _MANY and not self._comparing:
                 self._rest = _SHORTEST_REST
         elif self._looked >= _LOOKS:
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+            self._rest, self._next_rest = self._next_rest, min(_LONGER * self._next_rest, _LONGEST_REST)
         if self._rest:
             self._rested, self._looks, self._before = [], [], None
 
