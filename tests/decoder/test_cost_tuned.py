@@ -493,7 +493,7 @@ def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model
         assert out.token_ids == dec.generate(prompt, 400, "ar", sampling).token_ids
         if pays:
             # Four steps and then up to 256 of rest; the index has taken in all tokens whenever it is asked.
-            assert 8 <= len(looked) <= 40 and looked == sorted(looked) and looked[-1] > 300
+            assert 8 <= len(looked) <= 60 and looked == sorted(looked) and looked[-1] > 100
         else:
             assert len(looked) > 0.8 * out.stats.steps and out.stats.steps < 240
     # It does not rest behind a step that brought many tokens.
@@ -582,8 +582,9 @@ def test_rests_follow_from_the_time_that_looking_takes(model, prompt, monkeypatc
     assert sum(steps[200:]) > 0.8 * len(steps[200:]) and rests.compared[0] == pytest.approx(1 / 1.3, abs=0.1)
     rests.cheap = 900
     steps = rests.text(prompt, 2700)
-    # When the rests that were to follow are over, trials alone, one in 384 steps.
-    assert sum(steps[300:900]) > 500 and sum(steps[-700:]) <= 2 * 16
+    # One rest more of full length, some short ones, and then trials alone, one in 384 steps.
+    assert sum(steps[300:900]) > 500 and not all(steps[900:1200])
+    assert sum(steps[1300:]) <= 1400 / 384 * 16 + 16
     assert rests.compared[-1] == pytest.approx(1 / 0.85, abs=0.1)
     assert rests.drafter._next_rest == 16
 

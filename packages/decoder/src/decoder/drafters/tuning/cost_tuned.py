@@ -269,7 +269,8 @@ class CostTuned:
         if len(self._looks) == _LOOKS:
             of_tokens, of_seconds = zip(*self._looks[1:], strict=True)
             rest = self.context.target.ranks.agree(median(self._rested[-_SETTLED:]))
-            self._policy.observe_rest(fmean(of_tokens) * rest / median(of_seconds))
+            if self._policy.observe_rest(fmean(of_tokens) * rest / median(of_seconds)):
+                self._next_rest = _SHORTEST_REST  # drafts may pay again: that is soon asked once more
             self._rested, self._looks = [], []
 
     def _begin_step(self) -> bool:

@@ -103,13 +103,18 @@ class LevelPolicy:
         behind_trials, before_trials = 3 * _CHOOSE, _TRIAL - _CHOOSE
         return self.steps >= self._next_rest and behind_trials <= self.steps % _TRIAL < before_trials
 
-    def observe_rest(self, share: float) -> None:
-        """The steps behind a rest brought this ``share`` of the tokens that it would have brought in their time."""
+    def observe_rest(self, share: float) -> bool:
+        """The steps behind a rest brought this ``share`` of the tokens that it would have brought in their time.
+
+        Returns:
+            Whether rests would end if all comparisons were like this one.
+        """
         self._looking.observe(share, _LEARN_REST)
         brings = self._looking.value
         self._rest_pays = brings < (_ENDS if self._rest_pays else _BEGINS)
         known = _REST_TRIALS if self._looking.seen >= _SURE else _REST_TRIALS[:-1]
         self._next_rest = self.steps + next((steps for bound, steps in known if brings < bound), known[-1][1])
+        return share >= _ENDS
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
         """A step whose verification costs ``cost`` took ``drafting`` seconds for drafts and ``rest`` for all else.
