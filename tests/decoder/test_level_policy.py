@@ -258,7 +258,7 @@ def test_one_comparison_alone_does_not_put_off_the_next_trial_for_long():
     for seen in range(4):
         policy.observe_rest(2.0)
         policy.observe([Expected(1.0, 1.0)], 1.0, 0.0)
-        assert policy._next_rest - policy.steps == (383 if seen < 2 else 1535)
+        assert policy._rest_due - policy.steps == (383 if seen < 2 else 1535)
 
 
 def test_rests_are_taken_where_they_pay_until_they_clearly_do_not():

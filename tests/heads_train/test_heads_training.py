@@ -255,6 +255,17 @@ def test_the_overlap_is_learned_where_it_is_asked_for(flags, tmp_path, capsys):
     assert "made with model.distill_loss overlap, this run has cross_entropy" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_before_there_was_another_loss_goes_on(flags, tmp_path):
+    flags = [*flags, "--save_every=1"]
+    assert main(["fit", *flags, "--trainer.max_steps=2"]) == 0
+    path = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    del checkpoint["run"]["model.distill_loss"]
+    torch.save(checkpoint, path)
+    assert main(["fit", *flags, "--trainer.max_steps=3"]) == 0
+    assert torch.load(path, weights_only=False)["global_step"] == 3
+
+
 def test_a_run_whose_books_have_changed_is_not_gone_on_with(flags, tmp_path, capsys):
     books = make_books(tmp_path / "books")
     flags = [*flags, f"--data.source={books}", "--save_every=1"]

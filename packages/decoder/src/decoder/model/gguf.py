@@ -136,8 +136,8 @@ class Header:
             size = self.metadata.get(f"{self.architecture}.{name}")
             if isinstance(size, int) and size < 1:
                 raise ValueError(f"{self.path} says that its {name} is {size}: {_ELSE}")
-        layers, found = self.metadata.get(f"{self.architecture}.block_count"), set(map(_LAYER.match, self.tensors))
-        numbers = {int(one[1]) for one in found if one}
+        layers = self.metadata.get(f"{self.architecture}.block_count")
+        numbers = [int(found[1]) for found in map(_LAYER.match, self.tensors) if found]
         if isinstance(layers, int) and numbers and max(numbers) + 1 != layers:
             raise ValueError(f"{self.path} says {layers} layers and has weights of {max(numbers) + 1}: fetch it again")
         tokens = self.metadata.get(f"{_PREFIX}tokens", 0)

@@ -67,7 +67,7 @@ class LevelPolicy:
         self._gap = Average()  # what it takes more without levels
         self._newest: deque[float] = deque(maxlen=4)  # of the newest steps with levels
         self._rest_pays = False
-        self._next_rest = 0  # the step from which on a rest is tried
+        self._rest_due = 0  # the step from which on a rest is tried
         self._looking = Average()  # what steps that look for drafts bring, of what resting brings in their time
         self._texts, self._told = texts, 0
 
@@ -101,7 +101,7 @@ class LevelPolicy:
     def tries_rest(self) -> bool:
         """Whether it is time to try a rest, and no other number of levels is on trial in the steps behind it."""
         behind_trials, before_trials = 3 * _CHOOSE, _TRIAL - _CHOOSE
-        return self.steps >= self._next_rest and behind_trials <= self.steps % _TRIAL < before_trials
+        return self.steps >= self._rest_due and behind_trials <= self.steps % _TRIAL < before_trials
 
     def observe_rest(self, share: float) -> bool:
         """The steps behind a rest brought this ``share`` of the tokens that it would have brought in their time.
@@ -113,7 +113,7 @@ class LevelPolicy:
         brings = self._looking.value
         self._rest_pays = brings < (_ENDS if self._rest_pays else _BEGINS)
         known = _REST_TRIALS if self._looking.seen >= _SURE else _REST_TRIALS[:-1]
-        self._next_rest = self.steps + next((steps for bound, steps in known if brings < bound), known[-1][1])
+        self._rest_due = self.steps + next((steps for bound, steps in known if brings < bound), known[-1][1])
         return share >= _ENDS
 
     def observe(self, expected: Sequence[Expected], cost: float, drafting: float, rest: float = 0.0) -> None:
