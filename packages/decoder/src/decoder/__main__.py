@@ -22,6 +22,7 @@ import huggingface_hub
 import torch
 import transformers
 
+from decoder.checks import check
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
 from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, heads_of, load_from_flags
@@ -41,12 +42,13 @@ from decoder.stats import Statistics
 from decoder.text.prompts import chat_ids, text_ids
 
 BROKE_OFF, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+_LONGEST_MESSAGE = 300  # characters of what the parser says, which repeats what was typed
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One sentence instead of the whole usage."""
-        _say(f"{message} (--help lists the flags)")
+        _say(f"{message[:_LONGEST_MESSAGE]} (--help lists the flags)")
         sys.exit(WRONG_INPUT)
 
 
@@ -96,6 +98,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--method {args.method} needs --heads")
     if args.method == "triforce" and args.draft_model is None:
         raise ValueError("--method triforce needs --draft-model")
+    check(args.stop, "--stop")
     if "" in args.stop:
         raise ValueError("--stop takes text that is not empty")
     if args.max_new_tokens is not None and args.max_new_tokens < 0:
@@ -121,7 +124,7 @@ def _read(file: str | None) -> str:
     else:
         name, data = "standard input", sys.stdin.buffer.read()
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text") from error
 

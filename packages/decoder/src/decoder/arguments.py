@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from decoder.checks import shown
 from decoder.drafters import METHODS
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.heads import Heads
@@ -75,14 +76,14 @@ def check_arguments(
             raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
     for name, switch in (("ignore_eos", ignore_eos), ("return_logprobs", return_logprobs)):
         if not isinstance(switch, bool):
-            raise ValueError(f"{name} must be true or false, not {switch!r}")
+            raise ValueError(f"{name} must be true or false, not {shown(switch)}")
     if logits_hook is not None and not callable(logits_hook):
         raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
     vocab_size = dec.target.vocab_size
     if type(top_logprobs) is not int or not 0 <= top_logprobs <= vocab_size:
         raise ValueError(
             f"top_logprobs must be an integer of at least 0 and at most {vocab_size}, the size of the vocabulary, "
-            f"not {top_logprobs!r}"
+            f"not {shown(top_logprobs)}"
         )
     context = prompt_ids(prompt, dec.tokenizer, vocab_size)
     limit = _length_limit(dec, len(context), max_new_tokens)
@@ -113,10 +114,10 @@ def _length_limit(dec: "Decoder", prompt_tokens: int, max_new_tokens: int | None
     if wanted is None:
         wanted = max(0, positions - prompt_tokens)
     if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
-        raise ValueError(f"max_new_tokens must be an integer of at least 0, or None, not {max_new_tokens!r}")
+        raise ValueError(f"max_new_tokens must be an integer of at least 0, or None, not {shown(max_new_tokens)}")
     if prompt_tokens + wanted > positions:
         raise ValueError(
-            f"prompt ({prompt_tokens} tokens) + max_new_tokens ({wanted}) is beyond the {positions} positions "
+            f"prompt ({prompt_tokens} tokens) + max_new_tokens ({shown(wanted)}) is beyond the {positions} positions "
             f"of the model: shorten one of them"
         )
     return wanted
@@ -128,7 +129,7 @@ def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> t
     elif method is None:
         method = "tokenswift" if dec.heads else "prompt-lookup"
     if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {shown(method)}: choose one of {', '.join(METHODS)}")
     if issubclass(METHODS[method], CostTuned) and options.verification != "exact":
         raise ValueError(
             "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "

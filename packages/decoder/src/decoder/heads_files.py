@@ -1,6 +1,5 @@
 """Files of a heads checkpoint, in a folder or a Hugging Face hub repository: finding, fetching and reading them."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from decoder.checks import check, parse_json
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
@@ -75,11 +76,12 @@ def read_json(path: Path) -> dict:
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} is not a heads checkpoint: it has no {path.name}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes(), str(path))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
+    check(content, str(path))
     return content
 
 

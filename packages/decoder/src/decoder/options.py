@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decoder.checks import shown
+
 MIN_BUDGET, MAX_BUDGET = 64, 4096  # of the default; the paper takes the 4,096 tokens of its prompts (section 4.1)
 PAPER_TREE, PAPER_NGRAMS = (1, 3, 3, 3), 20  # section 3.3, and its k
 CACHES = ("dynamic", "static", "full")
 DRAFT_CACHES = ("streaming", "snapkv")
 VERIFICATIONS = ("exact", "independent")
 KV_DTYPES = ("int8", "fp8")
+_END = 2**31  # of counts, none of which means anything beyond a text's length
 
 
 @dataclass(frozen=True)
@@ -65,21 +68,24 @@ class TokenSwiftOptions:
             object.__setattr__(self, "tree", _checked_tree(self.tree))
         for name in ("coupled", "ngram_delay", "offload"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         for name in ("ngrams", "sink"):
             value = getattr(self, name)
-            if (type(value) is not int or value < 0) and not (name == "ngrams" and value is None):
-                raise ValueError(f"{name} must be an integer of at least 0, not {value!r}")
+            if value is None and name == "ngrams":
+                continue
+            if type(value) is not int or not 0 <= value < _END:
+                raise ValueError(f"{name} must be an integer of at least 0 and below 2**31, not {shown(value)}")
         for name in ("budget", "draft_budget"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value <= self.sink):
-                raise ValueError(f"{name} must be an integer above sink ({self.sink}), not {value!r}")
+            if value is not None and (type(value) is not int or not self.sink < value < _END):
+                words = f"an integer above sink ({self.sink}) and below 2**31"
+                raise ValueError(f"{name} must be {words}, not {shown(value)}")
         choices = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS}
         if self.kv_dtype is not None:
             choices["kv_dtype"] = KV_DTYPES
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}")
 
     @property
     def fixed_tree(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
@@ -116,20 +122,21 @@ def parse_tree(text: str) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
         return tuple(int(count) for count in text.split(","))
     except ValueError:
         raise ValueError(
-            f"tree is written as branching per depth (1,3,3,3) or as paths of ranks (0.0.0 0.1 1), not {text!r}"
+            f"tree is written as branching per depth (1,3,3,3) or as paths of ranks (0.0.0 0.1 1), not {shown(text)}"
         ) from None
 
 
 def _checked_tree(tree) -> tuple:
     """The tree as nested tuples; a ValueError that says what a tree is."""
     if isinstance(tree, Sequence) and not isinstance(tree, str | bytes) and tree:
-        if all(type(count) is int and count > 0 for count in tree):
+        if all(type(count) is int and 0 < count < _END for count in tree):
             return tuple(tree)
         if all(
-            isinstance(path, Sequence) and path and all(type(rank) is int and rank >= 0 for rank in path)
+            isinstance(path, Sequence) and path and all(type(rank) is int and 0 <= rank < _END for rank in path)
             for path in tree
         ):
             return tuple(tuple(path) for path in tree)
     raise ValueError(
-        f"tree must be positive integers, one per depth, or paths of ranks such as ((0, 0), (0, 1), (1,)), not {tree!r}"
+        "tree must be positive integers, one per depth, or paths of ranks such as ((0, 0), (0, 1), (1,)), not "
+        + shown(tree)
     )

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
+from decoder.checks import shown
 from decoder.decoder import Decoder
 from decoder.heads_beside import heads_beside
 from decoder.loader import load
@@ -27,7 +28,7 @@ def _ids(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"token ids are written like 3,17, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"token ids are written like 3,17, not {shown(text)}") from None
 
 
 _CHOICES = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS, "kv_dtype": KV_DTYPES}

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from decoder.checks import fault, shown
+
 _LEAST_TEMPERATURE = 1e-6
 
 
@@ -42,31 +44,36 @@ class SamplingParams:
         if not isinstance(self.suppress_tokens, Sequence) or not all(
             type(token) is int and token >= 0 for token in self.suppress_tokens
         ):
-            raise ValueError(f"suppress_tokens must be token ids of at least 0, not {self.suppress_tokens!r}")
+            raise ValueError(f"suppress_tokens must be token ids of at least 0, not {shown(self.suppress_tokens)}")
         object.__setattr__(self, "suppress_tokens", tuple(self.suppress_tokens))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "suppress_tokens" and (not isinstance(value, int | float) or isinstance(value, bool)):
-                raise ValueError(f"{field.name} must be a number, not {value!r}")
+                raise ValueError(f"{field.name} must be a number, not {shown(value)}")
+            if words := fault(value):
+                raise ValueError(f"{field.name} {words}")
+            if isinstance(field.default, float):
+                # PyTorch takes no integer of more than 64 bits.
+                object.__setattr__(self, field.name, float(value))
         ranges = {
             "temperature": (
                 self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < float("inf"),
-                "0, or at least 1e-6",
+                "0, or at least 1e-6 and finite",
             ),
-            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_k": (0 <= self.top_k < 2**63, "at least 0 and below 2**63"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "eta_cutoff": (0 <= self.eta_cutoff < 1, "at least 0 and below 1"),
             "repetition_penalty": (1e-3 <= self.repetition_penalty <= 1e3, "between 0.001 and 1,000"),
-            "penalty_window": (self.penalty_window >= 0, "at least 0"),
+            "penalty_window": (0 <= self.penalty_window < 2**63, "at least 0 and below 2**63"),
             "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
         }
         for name in ("top_k", "penalty_window", "seed"):
             if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} must be an integer, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be an integer, not {shown(getattr(self, name))}")
         for name, (fits, words) in ranges.items():
             if not fits:
-                raise ValueError(f"{name} must be {words}, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be {words}, not {shown(getattr(self, name))}")
 
     @property
     def window(self) -> int:

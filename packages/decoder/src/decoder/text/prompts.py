@@ -7,6 +7,8 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from decoder.checks import check, shown
+
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
 
 
@@ -38,7 +40,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
         raise ValueError("the prompt is empty: give at least one token")
     outside = next((i for i in ids if not 0 <= i < vocab_size), None)
     if outside is not None:
-        raise ValueError(f"token id {outside} is outside the vocabulary of {vocab_size}")
+        raise ValueError(f"token id {shown(outside)} is outside the vocabulary of {vocab_size}")
     return ids
 
 
@@ -50,7 +52,7 @@ def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, str]]]:
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text. Raises ValueError when it is not Unicode."""
-    _refuse_surrogates(text)
+    check(text, "the prompt")
     # Not verbose, to avoid a warning of the length, which `check_arguments` compares with the model's limit.
     return tokenizer(text, verbose=False)["input_ids"]
 
@@ -70,17 +72,8 @@ def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokeniz
         raise ValueError("the tokenizer has no chat template, as those of base models: give the prompt as text")
     if any(not isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
         raise ValueError('a chat message is {"role": ..., "content": ...}, both of them text')
-    for message in messages:
-        _refuse_surrogates(message["content"])
+    check({"messages": list(messages)}, "the prompt")
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
         raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
-
-
-def _refuse_surrogates(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        where = f"character {error.start + 1} is the lone surrogate {text[error.start]!a}"
-        raise ValueError(f"the prompt is not valid Unicode: {where}") from None

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoder.checks import check, shown
+
 Stop = str | int | Sequence[str | int] | None
 
 
@@ -11,7 +13,8 @@ def check_stop(stop: Stop, tokenizer: PreTrainedTokenizerBase | None, vocab_size
     """The token ids and the strings of a ``stop`` argument.
 
     Raises:
-        ValueError: ``stop`` has another form, an id outside the vocabulary, or strings when there is no tokenizer.
+        ValueError: ``stop`` has another form, an id outside the vocabulary, a string that is not valid Unicode, or
+            strings when there is no tokenizer.
     """
     given = [] if stop is None else [stop] if isinstance(stop, str | int) else stop
     if (
@@ -19,13 +22,15 @@ def check_stop(stop: Stop, tokenizer: PreTrainedTokenizerBase | None, vocab_size
         or isinstance(given, bytes | bytearray)
         or any(not isinstance(s, str | int) or isinstance(s, bool) or s == "" for s in given)
     ):
-        raise ValueError(f"stop takes non-empty strings and token ids, not {stop!r}")
+        raise ValueError(f"stop takes non-empty strings and token ids, not {shown(stop)}")
     outside = next((s for s in given if isinstance(s, int) and not 0 <= s < vocab_size), None)
     if outside is not None:
-        raise ValueError(f"stop token id {outside} is outside the vocabulary of {vocab_size}")
+        raise ValueError(f"stop token id {shown(outside)} is outside the vocabulary of {vocab_size}")
     strings = [s for s in given if isinstance(s, str)]
     if strings and tokenizer is None:
         raise ValueError("stop strings need a tokenizer: give the Decoder one, or stop at token ids")
+    for string in strings:
+        check(string, f"the stop string {shown(string)}")
     return {s for s in given if isinstance(s, int)}, strings
 
 

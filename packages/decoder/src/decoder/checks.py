@@ -1,0 +1,104 @@
+"""What comes from outside: numbers that no float holds and text that no UTF-8 holds are refused, with their place."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MARK = "\ufeff"
+"""The byte order mark, which some editors write in front of a text and which is no part of it."""
+_MOST_SHOWN = 80  # characters of a value in an error message
+_HUGE = "an integer of more than 308 digits"
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, and free of errors of its own.
+
+    Python refuses to write integers of more than 4,300 digits, and no message need repeat 401 of them.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_MOST_SHOWN:
+        return _HUGE if _too_large(value) else f"{float(value):.3g}"
+    try:
+        text = repr(value)
+    except ValueError:  # such an integer within a list
+        return f"this {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def fault(value: object) -> str | None:
+    """What is wrong with a number or a text in itself, in words that follow its name; None for any other value.
+
+    Infinity and what is not a number are values of a float: who has no use for them refuses them by a range.
+    """
+    if isinstance(value, int) and _too_large(value):
+        return f"must be a number that a float holds, not {_HUGE}"
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            where = f"character {error.start + 1} is the lone surrogate {value[error.start]!a}"
+            return f"is not valid Unicode: {where}"
+    return None
+
+
+def faults(value: object) -> Iterator[tuple[str, str]]:
+    """(place, words of `fault`) of each faulty number or text in a value, as in ``("messages[0].role", ...)``.
+
+    Lists and mappings are searched, keys included; the place of the value itself is "".
+    """
+    # No recursion: lists within lists may go deeper than Python's calls.
+    left: list[tuple[str, object]] = [("", value)]
+    while left:
+        place, one = left.pop()
+        if words := fault(one):
+            yield place, words
+        elif isinstance(one, Mapping):
+            for key, each in reversed(list(one.items())):
+                if words := fault(key):
+                    yield place, f"has a key that {words}"
+                else:
+                    name = str(key)[:_MOST_SHOWN]
+                    left.append((f"{place}.{name}" if place else name, each))
+        elif isinstance(one, list | tuple):
+            left.extend((f"{place}[{index}]", one[index]) for index in reversed(range(len(one))))
+
+
+def check(value: object, name: str = "") -> None:
+    """Refuse a value that is, or has in it, a number that no float holds or text that no UTF-8 holds.
+
+    Args:
+        value: as JSON, YAML or a command line gives it.
+        name: how the message calls it, for instance "the prompt"; "" where the place within it says enough.
+
+    Raises:
+        ValueError: the first of its `faults`, with its place.
+    """
+    for place, words in faults(value):
+        raise ValueError(f"{' in '.join(filter(None, (place, name)))} {words}")
+
+
+def parse_json(text: str | bytes, name: str) -> Any:
+    """The value of a JSON text, whose numbers and texts are still to be checked where they are used.
+
+    Args:
+        text: the JSON; a byte order mark in front of it is skipped.
+        name: how an error's message calls it, for instance "line 3 of prompts.jsonl".
+
+    Raises:
+        ValueError: it is no JSON, or none that Python reads.
+    """
+    try:
+        return json.loads(text.removeprefix(MARK) if isinstance(text, str) else text)
+    except RecursionError as error:
+        raise ValueError(f"{name} is not JSON that can be read: lists or objects lie in others too deep") from error
+    except ValueError as error:
+        known = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        reason = str(error) if known else "an integer has too many digits"
+        raise ValueError(f"{name} is not JSON: {reason}") from error
+
+
+def _too_large(value: int) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return True
+    return False
