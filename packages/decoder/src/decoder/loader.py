@@ -44,7 +44,8 @@ def load(
             and "int8" round the weights of the model's linear layers (`model.short_weights`), on a CPU: the text is
             that of the model with these weights. All else, and the draft model, is then bfloat16 if the native
             library multiplies it here and bitwise decoding holds, otherwise float32.
-        bitwise, prefix_cache_bytes: see `Decoder`.
+        bitwise: see `Decoder`.
+        prefix_cache_bytes: see `Decoder`.
         tensor_parallel: whether the processes that torchrun has started share the model: each holds a part of the
             weights and some of the KV heads, on a device of its own, and all run the same program.
         **model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also

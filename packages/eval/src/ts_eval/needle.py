@@ -105,8 +105,8 @@ class Needle:
 
     Args:
         methods: specifications as in `MethodSpec`, `ar` always with them; all answer greedily.
-        model, heads, draft_model, prompts, device, dtype, bitwise, data_dir: as in `compare.Experiment`; the texts of
-            ``prompts`` are read one behind the other.
+        prompts: as in `compare.Experiment`, as are all fields that are not named here; texts are read one behind the
+            other.
         lengths: tokens of text, hidden sentence and question together, reached to within a few.
         depths: shares of the text before the sentence, in [0, 1].
         phrases: how many are hidden at each place, one after the other; more are added to those in ``output``.

@@ -87,7 +87,8 @@ def mauve(human: torch.Tensor, generated: torch.Tensor) -> float | None:
     pieces where the kinds differ: compare values of as many pieces only. None for fewer than `FEWEST_PIECES` of a kind.
 
     Args:
-        human, generated: features [n, D] and [m, D], such as those of `PieceFeatures`.
+        human: features [n, D], such as those of `PieceFeatures`.
+        generated: the same [m, D].
 
     Raises:
         ValueError: the extra `mauve` is not installed, or a feature is not finite.
