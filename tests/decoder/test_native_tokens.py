@@ -11,7 +11,7 @@ from decoder.drafters import levels as levels_module
 from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together
 from decoder.drafters.native_levels import NativeLevels
 from decoder.kernels import native
-from decoder.sampling.native_choice import NativeChoice, native_choice
+from decoder.sampling.native_choice import IMPLEMENTED, NativeChoice, native_choice
 from decoder.sampling.noise import gumbel
 from decoder.sampling.sampler import Sampler
 
@@ -99,10 +99,63 @@ def test_logits_that_are_no_numbers_are_left_to_the_sampler(value):
         sampler.take(sampler.draw(logits))
 
 
+# For each field of SamplingParams settings that differ in it, so that the text does too.
+OTHERS = {
+    "temperature": [dict(temperature=0.3), dict(temperature=2.0)],
+    "top_k": [dict(top_k=3)],
+    "top_p": [dict(top_p=0.5)],
+    "min_p": [dict(min_p=0.3)],
+    "eta_cutoff": [dict(eta_cutoff=0.3)],
+    "repetition_penalty": [dict(repetition_penalty=1.5), dict(repetition_penalty=0.5)],
+    "penalty_window": [dict(repetition_penalty=1.5, penalty_window=2), dict(repetition_penalty=1.5, penalty_window=0)],
+    "seed": [dict(seed=1), dict(seed=2**62)],
+    "suppress_tokens": [dict(suppress_tokens=(1, 2, 3))],
+}
+PLAIN = {"penalty_window": SamplingParams(repetition_penalty=1.5)}  # what to compare with, where not with the defaults
+
+
+def drawn(params, native):
+    """Tokens of a small vocabulary drawn one after the other; None where the library does not choose."""
+    generator = torch.Generator().manual_seed(0)
+    sampler = Sampler(params, 8, CPU, [1, 2, 3, 4, 5], native=native)
+    if native and sampler.native is None:
+        return None
+    tokens = []
+    for _ in range(60):
+        logits = torch.randn(8, generator=generator)
+        found = sampler.native.highest(logits, len(sampler.context), sampler.window.penalised) if native else None
+        tokens.append(found[0] if native else obvious(sampler, logits))
+        sampler.push(tokens[-1])
+    return tokens
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(SamplingParams)])
+def test_each_field_is_either_implemented_or_left_to_the_sampler(field):
+    assert field in OTHERS, f"add settings of {field} here"
+    for other in OTHERS[field]:
+        expected = drawn(SamplingParams(**other), native=False)
+        assert expected != drawn(PLAIN.get(field, SamplingParams()), native=False), "the text does not depend on it"
+        assert drawn(SamplingParams(**other), native=True) == (expected if field in IMPLEMENTED else None)
+
+
+def test_a_field_that_nobody_has_told_the_library_of_is_left_to_the_sampler():
+    class Unchecked(SamplingParams):
+        def __post_init__(self):
+            pass
+
+    settled = dataclasses.make_dataclass(
+        "Settled", [("dry_multiplier", float, 0.0)], bases=(SamplingParams,), frozen=True
+    )
+    assert native_choice(settled(temperature=0.5), CPU) is not None
+    assert native_choice(settled(temperature=0.5, dry_multiplier=0.8), CPU) is None
+    assert Sampler(settled(dry_multiplier=0.8), 40, CPU, [1], native=True).native_drafts is None
+    # A default that is made anew for each object does not say what is switched off.
+    made_anew = dataclasses.field(default_factory=tuple)
+    listing = dataclasses.make_dataclass("Listing", [("words", tuple, made_anew)], bases=(Unchecked,), frozen=True)
+    assert native_choice(listing(), CPU) is None
+
+
 def test_what_the_library_does_not_know_it_does_not_choose():
-    others = [dict(top_k=3), dict(top_p=0.9), dict(eta_cutoff=1e-3), dict(suppress_tokens=(1,))]
-    for other in others:
-        assert native_choice(dataclasses.replace(SAMPLINGS[0], **other), CPU) is None
     assert native_choice(SAMPLINGS[0], torch.device("meta")) is None
     assert Sampler(SAMPLINGS[0], 40, CPU, [1], logits_hook=lambda ids, logits: logits, native=True).native is None
     choice = NativeChoice(SAMPLINGS[0])

@@ -6,6 +6,7 @@ always. Where it leaves several, the noise of these is computed as everywhere.
 
 import math
 from ctypes import byref, c_double, c_int64
+from dataclasses import fields
 
 import torch
 
@@ -13,6 +14,9 @@ from decoder.kernels import native
 from decoder.kernels.native import Choosing
 from decoder.sampling.noise import gumbel
 from decoder.sampling.params import SamplingParams
+
+IMPLEMENTED = frozenset({"temperature", "min_p", "repetition_penalty", "penalty_window", "seed"})
+"""The fields of `SamplingParams` that the library takes into account; its window comes with each call."""
 
 _ROOM = 64  # tokens that may be left
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -68,6 +72,7 @@ class NativeChoice:
 
 
 def native_choice(params: SamplingParams, device: torch.device) -> NativeChoice | None:
-    """A choice by the library; None on other devices, and with filters that it does not know."""
-    plain = not (params.top_k or params.top_p < 1 or params.eta_cutoff or params.suppress_tokens)
+    """A choice by the library; None on other devices, and where a field it does not implement is not at its default."""
+    others = [field for field in fields(params) if field.name not in IMPLEMENTED]
+    plain = all(getattr(params, field.name) == field.default for field in others)
     return NativeChoice(params) if plain and device.type == "cpu" else None
