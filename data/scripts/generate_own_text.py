@@ -138,11 +138,13 @@ def read_questions(folder: Path, split: str) -> list[list[str]]:
     return lists
 
 
-def make_rows(tokenizer, questions: list[list[str]], books: list[str], count: int, rng: random.Random) -> list[Row]:
+def make_rows(
+    tokenizer, questions: list[list[str]], books: list[str], book_share: float, count: int, rng: random.Random
+) -> list[Row]:
     rows = []
     for number in range(count):
         own = random.Random(rng.random())
-        of_book = number < BOOK_SHARE * count
+        of_book = number < book_share * count
         settings, shares = zip(*(BOOK_SETTINGS if of_book else CHAT_SETTINGS), strict=True)
         sampling = dataclasses.replace(rng.choices(settings, shares)[0], seed=rng.randrange(2**31))
         if of_book:
@@ -161,6 +163,7 @@ def main() -> None:
         "--prompts", type=Path, default=Path("data/prompts"), help="folder: train and validation .jsonl"
     )
     parser.add_argument("--books", type=Path, default=Path("data/pg19"), help="folder: train and validation .jsonl.gz")
+    parser.add_argument("--book-share", type=float, default=BOOK_SHARE, help="share of the texts that continue books")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=128, help="texts of a file")
     parser.add_argument("--together", type=int, default=32, help="texts that are decoded in one pass")
@@ -171,6 +174,8 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.rows, args.together, args.tokens) < 1:
         parser.error("--rows, --together and --tokens must be at least 1")
+    if not 0 <= args.book_share <= 1:
+        parser.error("--book-share must be between 0 and 1")
     try:
         write_files(args)
     except (OSError, ValueError) as error:
@@ -196,7 +201,7 @@ def write_files(args: argparse.Namespace) -> None:
             if path.exists():
                 continue
             rng = random.Random(args.seed * 1_000_003 + number * 2 + (split == "train"))
-            rows = make_rows(dec.tokenizer, questions, books, args.rows, rng)
+            rows = make_rows(dec.tokenizer, questions, books, args.book_share, args.rows, rng)
             ids = write_rows(dec, rows, args.tokens, args.together)
             part = path.with_name(f".writing-{path.name}")
             np.save(part, ids)

@@ -118,12 +118,25 @@ def test_patterns_are_asked_about_all_of_their_subjects(folders):
     assert generating.read_questions(folders / "prompts", "validation") == [["why, validation?"]]
 
 
-def test_no_prompt_to_train_with_is_held_out():
-    prompts = SCRIPT.parents[1] / "prompts"
+@pytest.mark.parametrize(("folder", "least", "least_held_out"), [("prompts", 2_000, 40), ("prompts/code", 1_000, 20)])
+def test_no_prompt_to_train_with_is_held_out(folder, least, least_held_out):
+    prompts = SCRIPT.parents[1] / folder
     own, patterns = generating.read_questions(prompts, "train")
     (held_out,) = generating.read_questions(prompts, "validation")
-    assert len(set(patterns)) == len(patterns) > 2_000 and len(held_out) >= 40
+    assert len(set(patterns)) == len(patterns) > least and len(held_out) >= least_held_out
     assert not {*own, *patterns} & set(held_out)
+
+
+def test_no_text_continues_a_book_where_their_share_is_zero(folders, monkeypatch):
+    for path in run(folders, monkeypatch, "--book-share", "0"):
+        for row in np.load(path):
+            assert PreTrainedTokenizerFast.from_pretrained(folders / "model").decode(row[:8]) == "be kind|"
+
+
+def test_a_share_of_books_is_a_share(folders, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(folders, monkeypatch, "--book-share", "1.5")
+    assert "--book-share must be between 0 and 1" in capsys.readouterr().err
 
 
 def rendered(folders, questions, count):
