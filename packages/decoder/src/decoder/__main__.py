@@ -25,7 +25,15 @@ import transformers
 from decoder.checks import check
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
-from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, heads_of, load_from_flags
+from decoder.cli.flags import (
+    add_flags,
+    add_loading_flags,
+    add_sanitize_flag,
+    check_sources,
+    from_flags,
+    heads_of,
+    load_from_flags,
+)
 from decoder.cli.processes import FLAG, first_speaks, tell
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
@@ -62,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", metavar="TEXT", help="the text itself")
     prompt.add_argument("--chat", metavar="TEXT", help="a message to a chat model")
     prompts.add_argument("--system", metavar="TEXT", help="the system message before it")
+    add_sanitize_flag(prompts)
     length = parser.add_argument_group("length")
     length.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="default: until a stop or the model's last position"
@@ -94,6 +103,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--audit needs exact verification, not {args.verification}")
     if args.system is not None and args.chat is None:
         raise ValueError("--system goes with --chat")
+    if args.sanitize_control_tokens and args.chat is None:
+        raise ValueError("--sanitize-control-tokens goes with --chat")
     if args.method and METHODS[args.method].needs_heads and heads_of(args) is None:
         raise ValueError(f"--method {args.method} needs --heads")
     if args.method == "triforce" and args.draft_model is None:
@@ -134,7 +145,7 @@ def _prompt_ids(args: argparse.Namespace) -> list[int]:
     config, tokenizer = read_config(args.model), read_tokenizer(args.model)
     if args.chat is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        ids = chat_ids([*system, {"role": "user", "content": args.chat}], tokenizer)
+        ids = chat_ids([*system, {"role": "user", "content": args.chat}], tokenizer, args.sanitize_control_tokens)
     else:
         ids = text_ids(text, tokenizer)
     limit = getattr(config, "max_position_embeddings", None)

@@ -85,7 +85,7 @@ def check_arguments(
             f"top_logprobs must be an integer of at least 0 and at most {vocab_size}, the size of the vocabulary, "
             f"not {shown(top_logprobs)}"
         )
-    context = prompt_ids(prompt, dec.tokenizer, vocab_size)
+    context = prompt_ids(prompt, dec.tokenizer, vocab_size, dec.sanitize_control_tokens)
     limit = _length_limit(dec, len(context), max_new_tokens)
     method, heads = _method(dec, method, options)
     stop_ids, strings = check_stop(stop, dec.tokenizer, vocab_size)

@@ -32,7 +32,7 @@ from decoder.report import report
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook
 from decoder.sequence import Sequence
-from decoder.text.prompts import Prompt, is_chat
+from decoder.text.prompts import Prompt, check_sanitizes, is_chat
 from decoder.text.stops import Stop
 
 _MOST_TUNING_STATES = 32  # tuning states that are remembered, one for each combination of settings
@@ -62,6 +62,9 @@ class Decoder:
             on a CPU, in float32 and half precision; on CUDA it must be True.
         prefix_cache_bytes: how much of the caches of texts that have ended is kept, for prompts that begin like them;
             0 keeps nothing. See `PrefixReuse`.
+        sanitize_control_tokens: whether control tokens in the messages of a chat, such as ``<|im_end|>``, are text, as
+            in transformers; otherwise whoever writes a message can end it and write further turns. Prompts that are
+            text, and not chats, are taken as they are.
 
     Raises:
         ValueError: the architecture cannot be decoded exactly; tokenizer, heads or draft model have a wrong type or do
@@ -77,10 +80,14 @@ class Decoder:
         draft_model: PreTrainedModel | None = None,
         bitwise: BitwiseSetting = "auto",
         prefix_cache_bytes: int = 0,
+        sanitize_control_tokens: bool = False,
     ):
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}")
+        if sanitize_control_tokens and tokenizer is not None:
+            check_sanitizes(tokenizer)
         check_heads(heads)
+        self.sanitize_control_tokens = sanitize_control_tokens
         self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
         self.target = Target(model)
         self.draft_target = None if draft_model is None else Target(draft_model)

@@ -31,6 +31,7 @@ def load(
     bitwise: BitwiseSetting = "auto",
     prefix_cache_bytes: int = 0,
     tensor_parallel: bool = False,
+    sanitize_control_tokens: bool = False,
     **model_kwargs: Any,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
@@ -94,11 +95,12 @@ def load(
         small = None
         if draft_model is not None:
             small = read_model(draft_model, device, dtype=around if short else dtype, **of_draft)
-        made = Decoder(target, tokenizer, own_heads, small, bitwise, prefix_cache_bytes)
+        more = bitwise, prefix_cache_bytes, sanitize_control_tokens
+        made = Decoder(target, tokenizer, own_heads, small, *more)
         if narrow and not made.bitwise:
             # Widening changes no weight.
             small = None if small is None else small.float()
-            made = Decoder(target.float(), tokenizer, own_heads, small, bitwise, prefix_cache_bytes)
+            made = Decoder(target.float(), tokenizer, own_heads, small, *more)
         return made
 
 

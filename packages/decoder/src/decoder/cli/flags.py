@@ -78,6 +78,14 @@ def heads_of(args: argparse.Namespace) -> str | None:
     return args.heads or heads_beside(args.model).get(getattr(args, "method", None) or "auto")
 
 
+def add_sanitize_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--sanitize-control-tokens",
+        action="store_true",
+        help="control tokens in the messages of a chat, such as <|im_end|>, are text, and not the end of a turn",
+    )
+
+
 def load_from_flags(args: argparse.Namespace, tensor_parallel: bool = False) -> Decoder:
     """Load what the flags of `add_loading_flags` name. Raises as `decoder.load` does."""
     return load(
@@ -88,6 +96,7 @@ def load_from_flags(args: argparse.Namespace, tensor_parallel: bool = False) -> 
         dtype=args.dtype,
         bitwise=args.bitwise,
         tensor_parallel=tensor_parallel,
+        sanitize_control_tokens=getattr(args, "sanitize_control_tokens", False),
     )
 
 

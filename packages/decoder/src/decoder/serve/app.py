@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import json
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,11 +11,14 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from decoder.serve.body import parse_body
 from decoder.serve.errors import ApiError
 from decoder.serve.requests import Asked, parse
 from decoder.serve.responses import DONE, Answer, event
@@ -46,14 +48,37 @@ def make_app(service: Service) -> Starlette:
             Route("/health", routes.health, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
         ],
+        middleware=_cors(service.settings.allow_origins),
         exception_handlers={HTTPException: _no_route},
     )
 
 
+def _cors(origins: tuple[str, ...]) -> list[Middleware]:
+    """What tells browsers which pages may use the server; not with a browser's credentials: a page sends the key."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            # A page of the internet asks for this before it may reach an address of this network.
+            allow_private_network=True,
+            expose_headers=["Retry-After"],
+        )
+    ]
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = "there is no such path" if error.status_code == 404 else "this path does not take this method"
-    return _response(ApiError(error.status_code, f"{words}: see /v1/completions, /v1/chat/completions and /v1/models"))
+    # With status 405, the methods that the path takes.
+    headers = {"Allow": ", ".join(sorted(error.headers["Allow"].split(", ")))} if error.headers else {}
+    words = f"this path takes {headers['Allow']}" if headers else "there is no such path"
+    words += ": see /v1/completions, /v1/chat/completions and /v1/models"
+    response = _response(ApiError(error.status_code, words))
+    response.headers.update(headers)
+    return response
 
 
 def _response(error: ApiError) -> Response:
@@ -170,10 +195,7 @@ async def _json(request: Request, limit: int) -> Any:
         raise ApiError(408, words) from None
     if size > limit:
         raise ApiError(413, f"the body may have at most {limit:,} bytes: send less", code="body_too_large")
-    try:
-        return json.loads(b"".join(parts))
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON: send an object as application/json") from None
+    return parse_body(b"".join(parts))
 
 
 async def _unless_gone(request: Request, result: Awaitable[Any]) -> Any:

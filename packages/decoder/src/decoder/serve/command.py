@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import re
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,15 @@ from pathlib import Path
 
 import uvicorn
 
-from decoder.cli.flags import add_flags, add_loading_flags, check_sources, from_flags, load_from_flags
+from decoder.checks import shown
+from decoder.cli.flags import (
+    add_flags,
+    add_loading_flags,
+    add_sanitize_flag,
+    check_sources,
+    from_flags,
+    load_from_flags,
+)
 from decoder.decoder import Decoder, methods
 from decoder.kernels.memory import available_memory
 from decoder.options import TokenSwiftOptions
@@ -40,6 +49,8 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
     options = from_flags(TokenSwiftOptions, args)
     if options.verification != "exact":
         raise ValueError(f"a server needs exact verification, not {options.verification}: texts share its passes")
+    for origin in args.allow_origin:
+        _check_origin(origin)
     check_sources(args)
     api_key = None if args.api_key_file is None else _key(args.api_key_file)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -60,6 +71,7 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
             args.method,
             options,
             api_key,
+            tuple(args.allow_origin),
         )
         _run(Service(dec, settings), listener)
 
@@ -75,6 +87,15 @@ def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     default = Settings("")
     server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     server.add_argument("--port", type=int, default=8000, metavar="N", help="default: %(default)s; 0 takes a free one")
+    server.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin, such as https://example.org, use the server from a browser; may be repeated, "
+        "and * is any (default: none)",
+    )
+    add_sanitize_flag(server)
     server.add_argument("--api-key-file", type=Path, metavar="F", help="file with the key that clients must send")
     for name, words in (
         ("max_batch", "texts that are decoded together"),
@@ -108,6 +129,15 @@ def _prefix_cache_bytes(args: argparse.Namespace, dec: Decoder) -> int:
     if asked > memory // 2:
         raise ValueError(f"--prefix-cache-bytes {asked:,} is more than half of the {memory:,} bytes that are available")
     return asked
+
+
+def _check_origin(origin: str) -> None:
+    """Browsers send an origin in one form alone, and what has another form would never be equal to it."""
+    if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(:\d{1,5})?", origin):
+        raise ValueError(
+            f"--allow-origin {shown(origin)} is no origin: write scheme://host or scheme://host:port in small letters, "
+            "without a path, or *"
+        )
 
 
 def _key(file: Path) -> str:

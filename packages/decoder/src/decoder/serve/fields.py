@@ -1,96 +1,271 @@
-"""The fields of a request's body, checked one by one; an error names its field."""
+"""The fields of requests: each is honoured, or cannot change a text, or is refused by its name."""
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from decoder.drafters import METHODS
+from decoder.serve.body import field_of, inside, shown
 from decoder.serve.errors import ApiError
+from decoder.serve.kinds import (
+    CONTENT,
+    FLAG,
+    MESSAGES,
+    NUMBER,
+    OBJECT,
+    PROMPTS,
+    TEXT,
+    Kind,
+    choice,
+    integer,
+    texts,
+    token_ids,
+)
 
-_MOST_STOPS = 16
-_LONGEST_STOP = 1000
+MOST_CHOICES = 128  # of one request
+LARGEST_SEED = 2**63 - 1
+_COMPLETION_TOKENS = 16  # max_tokens of a completion that does not give it, as in OpenAI's protocol
+_MOST_OF_CHAT, _MOST_OF_COMPLETION = 20, 5  # most likely tokens with log-probabilities, as in OpenAI's protocol
+_MOST_STOPS, _LONGEST_STOP = 16, 1000
+_MOST_IDS = 1000  # of tokens that end a text, or that never come
+_LONGEST_NAME = 100  # characters of an unknown name that are compared with known ones
+_LIKE = 0.55  # ratio of equal characters from which on a known name is what may be meant
 
-# Fields that would change the text, which nothing here reads, with the values that stand for their absence.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "echo": (False,),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "typical_p": (1, 1.0),
-    "length_penalty": (1, 1.0),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "truncate_prompt_tokens": (),
+
+@dataclass(frozen=True)
+class Honoured:
+    """A field that does what its name says."""
+
+    kind: Kind
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A field that cannot change a text, whatever its value."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A known field that is not supported.
+
+    Args:
+        harmless: values with which it asks for nothing.
+        instead: what to do, where it asks for something.
+    """
+
+    harmless: tuple[Any, ...] = ()
+    instead: str = "leave it out"
+
+
+Fields = Mapping[str, Honoured | Ignored | Refused]
+
+_SAMPLING: Fields = {
+    "temperature": Honoured(NUMBER),
+    "top_k": Honoured(integer(0, LARGEST_SEED)),
+    "top_p": Honoured(NUMBER),
+    "min_p": Honoured(NUMBER),
+    "eta_cutoff": Honoured(NUMBER),
+    "repetition_penalty": Honoured(NUMBER),
+    "penalty_window": Honoured(integer(0, LARGEST_SEED)),
+    "seed": Honoured(integer(0, LARGEST_SEED)),
+    "suppress_tokens": Honoured(token_ids(_MOST_IDS)),
+}
+_HONOURED: Fields = {
+    **_SAMPLING,
+    "model": Honoured(TEXT),
+    "n": Honoured(integer(1, MOST_CHOICES), 1),
+    "best_of": Honoured(integer(1, MOST_CHOICES)),
+    "stop": Honoured(texts(_LONGEST_STOP, _MOST_STOPS), []),
+    "stop_token_ids": Honoured(token_ids(_MOST_IDS), []),
+    "ignore_eos": Honoured(FLAG, False),
+    "method": Honoured(choice(METHODS)),
+    "stream": Honoured(FLAG, False),
+    "stream_options": Honoured(OBJECT, {}),
+}
+_IGNORED = (
+    # OpenAI's: who asks, where it is booked, and what makes it faster.
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+    # vLLM's, SGLang's and llama.cpp's: order and caches.
+    *("request_id", "rid", "priority", "cache_salt", "cache_prompt", "id_slot", "guided_decoding_backend"),
+    # Of methods that are off, because the field that switches each on is refused.
+    *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "guided_whitespace_pattern"),
+)
+_REFUSED: Fields = {
+    # OpenAI's.
+    "presence_penalty": Refused((0,), "leave it out, or send repetition_penalty"),
+    "frequency_penalty": Refused((0,), "leave it out, or send repetition_penalty"),
+    "logit_bias": Refused(({},), "leave it out, or send suppress_tokens"),
+    "response_format": Refused(({"type": "text"},)),
+    "tools": Refused(([],)),
+    "tool_choice": Refused(("none", "auto")),
+    "functions": Refused(([],)),
+    "function_call": Refused(("none", "auto")),
+    "modalities": Refused((["text"],)),
+    "audio": Refused(),
+    "moderation": Refused(),
+    "reasoning_effort": Refused(("none",)),
+    "verbosity": Refused(("medium",)),
+    "web_search_options": Refused(),
+    # Where a text ends, and how long it is at least.
+    "min_tokens": Refused((0,)),
+    "min_new_tokens": Refused((0,)),
+    "max_new_tokens": Refused((), "send max_tokens"),
+    "n_predict": Refused((), "send max_tokens"),
+    "max_length": Refused((), "send max_tokens"),
+    "t_max_predict_ms": Refused((0,)),
+    "stop_regex": Refused(([], "")),
+    "include_stop_str_in_output": Refused((False,)),
+    "no_stop_trim": Refused((False,)),
+    # How tokens are chosen.
+    "do_sample": Refused((True,), "send temperature 0 for the most likely tokens"),
+    "num_beams": Refused((1,)),
+    "use_beam_search": Refused((False,)),
+    "length_penalty": Refused((1,)),
+    "typical_p": Refused((1,)),
+    "epsilon_cutoff": Refused((0,), "leave it out, or send eta_cutoff or min_p"),
+    "top_a": Refused((0,), "leave it out, or send min_p"),
+    "tfs_z": Refused((1,), "leave it out, or send min_p"),
+    "top_n_sigma": Refused((-1, 0)),
+    "repeat_penalty": Refused((1,), "send repetition_penalty, and penalty_window for its length"),
+    "repeat_last_n": Refused((), "send penalty_window"),
+    "no_repeat_ngram_size": Refused((0,)),
+    "dry_multiplier": Refused((0,)),
+    "xtc_probability": Refused((0,)),
+    "dynatemp_range": Refused((0,)),
+    "mirostat": Refused((0,)),
+    "samplers": Refused(),
+    "min_keep": Refused((0,)),
+    "bad_words": Refused(([],)),
+    "bad_words_ids": Refused(([],), "send suppress_tokens for single tokens"),
+    "allowed_token_ids": Refused(),
+    "logits_processors": Refused(([],)),
+    "custom_logit_processor": Refused(),
+    "thinking_token_budget": Refused(),
+    "lora": Refused(([],)),
+    "lora_path": Refused(),
+    "vllm_xargs": Refused(({},)),
+    # Answers in a given shape.
+    **dict.fromkeys(("grammar", "regex", "ebnf"), Refused(("",))),
+    **dict.fromkeys(("json_schema", "structured_outputs"), Refused()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), Refused()),
+    # How prompts become tokens, and tokens text.
+    "truncate_prompt_tokens": Refused(),
+    "n_keep": Refused((0,)),
+    "skip_special_tokens": Refused((True,)),
+    "spaces_between_special_tokens": Refused((True,)),
+    "prompt_embeds": Refused(),
+    "input_embeds": Refused(),
+    "kv_transfer_params": Refused(),
+    # What an answer would have.
+    "echo": Refused((False,)),
+    "prompt_logprobs": Refused(),
+    "n_probs": Refused((0,), "send logprobs"),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_tokens"), Refused((False,))),
+    **dict.fromkeys(("return_hidden_states", "return_progress", "timings_per_token"), Refused((False,))),
+    **dict.fromkeys(("response_fields", "post_sampling_probs"), Refused((False, []))),
+}
+_BOTH: Fields = {**_REFUSED, **dict.fromkeys(_IGNORED, Ignored()), **_HONOURED}
+COMPLETION: Fields = {
+    **_BOTH,
+    "prompt": Honoured(PROMPTS),
+    "max_tokens": Honoured(integer(1, LARGEST_SEED), _COMPLETION_TOKENS),
+    "logprobs": Honoured(integer(0, _MOST_OF_COMPLETION)),
+    "suffix": Refused(("",)),
+    "add_special_tokens": Refused((True,), "send token ids"),
+    "max_completion_tokens": Refused((), "send max_tokens"),
+    "top_logprobs": Refused((), "send logprobs with the number"),
+    "messages": Refused((), "send them to /v1/chat/completions"),
+}
+CHAT: Fields = {
+    **_BOTH,
+    "messages": Honoured(MESSAGES),
+    "max_tokens": Honoured(integer(1, LARGEST_SEED)),
+    "max_completion_tokens": Honoured(integer(1, LARGEST_SEED)),
+    "logprobs": Honoured(FLAG, False),
+    "top_logprobs": Honoured(integer(0, _MOST_OF_CHAT), 0),
+    "chat_template": Refused(),
+    "chat_template_kwargs": Refused(({},)),
+    "add_generation_prompt": Refused((True,)),
+    "continue_final_message": Refused((False,)),
+    "add_special_tokens": Refused((False,)),
+    "documents": Refused(([],)),
+    "include_reasoning": Refused((True,)),
+    "separate_reasoning": Refused((False,)),
+    "stream_reasoning": Refused((False,)),
+    "reasoning_format": Refused(("none", "auto")),
+    "prompt": Refused((), "send it to /v1/completions"),
+}
+STREAM_OPTIONS: Fields = {
+    "include_usage": Honoured(FLAG, False),
+    "include_obfuscation": Ignored(),
+    "continuous_usage_stats": Refused((False,)),
+}
+MESSAGE: Fields = {
+    "role": Honoured(TEXT),
+    "content": Honoured(CONTENT),
+    "name": Honoured(TEXT),
+    # What the answers of some servers have beside their text, and clients send back.
+    "annotations": Ignored(),
+    "refusal": Refused(),
+    "audio": Refused(),
+    "tool_calls": Refused(([],)),
+    "tool_call_id": Refused(),
+    "function_call": Refused(),
+    "reasoning": Refused(),
+    "reasoning_content": Refused(),
+}
+PART: Fields = {
+    "type": Honoured(choice(("text",))),
+    "text": Honoured(TEXT),
+    "cache_control": Ignored(),
+    "prompt_cache_breakpoint": Ignored(),
 }
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raise a 400 for a field that would change the text and is not supported."""
-    for name, harmless in _UNSUPPORTED.items():
-        value = body.get(name)
-        if value is not None and value not in harmless:
-            raise ApiError(400, f"{name} is not supported here and would change the text: leave it out", name)
+def read(given: Mapping[str, Any], fields: Fields, place: str = "") -> dict[str, Any]:
+    """The values of all honoured fields of an object, with the defaults of those that it does not have.
+
+    Null stands for a field that is not there.
+
+    Raises:
+        ApiError: 400, with the place of a field that is unknown, not supported or of another kind.
+    """
+    values = {name: field.default for name, field in fields.items() if isinstance(field, Honoured)}
+    for name, value in given.items():
+        match fields.get(name):
+            case None:
+                refuse(inside(place, name), f"is no known field: {_meant(name, fields)}")
+            case Refused(harmless, instead):
+                if value is not None and not any(_same(value, one) for one in harmless):
+                    refuse(inside(place, name), f"is not supported here: {instead}")
+            case Honoured(kind):
+                if value is not None:
+                    require(kind, value, inside(place, name))
+                    values[name] = value
+    return values
 
 
-class Fields:
-    """Reads fields of a body, which is checked to be a JSON object; null stands for a field that is not there."""
+def require(kind: Kind, value: Any, place: str) -> None:
+    """Raise a 400 with the place of a value that is not of a kind."""
+    if not kind.fits(value):
+        refuse(place, f"must be {kind.words}")
 
-    def __init__(self, body: Any):
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        self.body = body
 
-    def _read(self, name: str, fits: Callable[[Any], bool], words: str, default: Any) -> Any:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not fits(value):
-            raise ApiError(400, f"{name} must be {words}", name)
-        return value
+def refuse(place: str, words: str) -> None:
+    """Raise a 400 with a place in the body."""
+    raise ApiError(400, f"{shown(place)} {words}", field_of(place))
 
-    def integer(self, name: str, least: int, most: int, default: int | None = None) -> int | None:
-        words = f"an integer of at least {least:,} and at most {most:,}"
-        return self._read(name, lambda value: type(value) is int and least <= value <= most, words, default)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        return self._read(name, lambda value: isinstance(value, bool), "true or false", default)
+def _meant(name: str, fields: Fields) -> str:
+    """What to do about an unknown name."""
+    near = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), fields, 1, _LIKE)
+    return f"leave it out, or is {near[0]} meant?" if near else "leave it out"
 
-    def text(self, name: str) -> str | None:
-        return self._read(name, lambda value: isinstance(value, str), "text", None)
 
-    def number(self, name: str) -> float | None:
-        """A number, whose range `SamplingParams` checks."""
-        fits = lambda value: isinstance(value, int | float) and not isinstance(value, bool)  # noqa: E731
-        return self._read(name, fits, "a number", None)
-
-    def stops(self) -> list[str]:
-        """The strings at which the text ends."""
-        value = self.body.get("stop")
-        listed = [] if value is None else [value] if isinstance(value, str) else value
-        if (
-            not isinstance(listed, list)
-            or len(listed) > _MOST_STOPS
-            or not all(isinstance(one, str) and 0 < len(one) <= _LONGEST_STOP for one in listed)
-        ):
-            words = f"text of 1 to {_LONGEST_STOP:,} characters, or a list of at most {_MOST_STOPS} of these"
-            raise ApiError(400, f"stop must be {words}", "stop")
-        return listed
+def _same(value: Any, harmless: Any) -> bool:
+    # In Python false equals 0, which in JSON is another kind.
+    return isinstance(value, bool) == isinstance(harmless, bool) and value == harmless

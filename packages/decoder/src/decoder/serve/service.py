@@ -31,6 +31,7 @@ class Settings:
         method: for requests that do not name one; None chooses.
         options: how to draft.
         api_key: what clients must send; None lets everybody in.
+        allow_origins: of pages that browsers let use the server; "*" is any.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Settings:
     method: str | None = None
     options: TokenSwiftOptions | None = None
     api_key: str | None = None
+    allow_origins: tuple[str, ...] = ()
 
 
 class Running:
@@ -114,21 +116,32 @@ class Service:
         if asked.model not in (None, self.settings.model):
             words = f"there is no such model: this server has {self.settings.model}"
             raise ApiError(404, words, "model", "model_not_found")
-        prompts = [await self._ids(prompt) for prompt in asked.prompts]
+        self._check_vocabulary(asked)
+        prompts = [await self._ids(prompt, "messages" if asked.chat else "prompt") for prompt in asked.prompts]
         arguments = [one for ids in prompts for one in self._arguments(asked, ids)]
         running = Running(self.worker, arguments, self.settings.timeout)
         prompt_tokens = sum(map(len, prompts))
         self.metrics.prompt_tokens.inc(prompt_tokens)
         return running, prompt_tokens
 
-    async def _ids(self, prompt: Prompt) -> list[int]:
+    def _check_vocabulary(self, asked: Asked) -> None:
+        size = self.dec.target.vocab_size
+        for name, ids in (
+            ("stop_token_ids", asked.stop_token_ids),
+            ("suppress_tokens", asked.sampling.suppress_tokens),
+        ):
+            outside = next((token for token in ids if not 0 <= token < size), None)
+            if outside is not None:
+                raise ApiError(400, f"{name}: token id {outside} is outside the vocabulary of {size}", name)
+
+    async def _ids(self, prompt: Prompt, field: str) -> list[int]:
         def ids() -> list[int]:
-            return prompt_ids(prompt, self.tokenizer, self.dec.target.vocab_size)
+            return prompt_ids(prompt, self.tokenizer, self.dec.target.vocab_size, self.dec.sanitize_control_tokens)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, ids)
         except ValueError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, str(error), field) from None
 
     def _arguments(self, asked: Asked, ids: list[int]) -> list[Arguments]:
         """The arguments of each choice for one prompt; raises ApiError 400 where they are of no use."""
@@ -149,7 +162,7 @@ class Service:
                 asked.method or settings.method,
                 asked.sampling,
                 settings.options,
-                asked.stop,
+                [*asked.stop, *asked.stop_token_ids],
                 asked.ignore_eos,
                 asked.logprobs,
                 None,

@@ -1,5 +1,6 @@
 """Prompts as token ids: text through the tokenizer, chat messages through its chat template."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -8,12 +9,21 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoder.checks import check, shown
+from decoder.text.roles import with_known_roles
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
 
 
-def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+def prompt_ids(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    sanitize_control_tokens: bool = False,
+) -> list[int]:
     """The token ids of a prompt in any of its forms.
+
+    Args:
+        sanitize_control_tokens: whether control tokens in the messages of a chat are text.
 
     Raises:
         ValueError: the prompt has another form, is empty, has ids outside the vocabulary, or needs a tokenizer when
@@ -24,7 +34,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
             raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
         ids = text_ids(prompt, tokenizer)
     elif is_chat(prompt):
-        ids = chat_ids(prompt, tokenizer)
+        ids = chat_ids(prompt, tokenizer, sanitize_control_tokens)
     elif isinstance(prompt, torch.Tensor):
         no_ids = prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool
         if no_ids or prompt.ndim not in (1, 2):
@@ -57,14 +67,22 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text, verbose=False)["input_ids"]
 
 
-def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+def chat_ids(
+    messages: Sequence[Mapping[str, str]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    sanitize_control_tokens: bool = False,
+) -> list[int]:
     """Token ids of a chat, up to where the assistant's answer begins.
 
     Args:
-        messages: ``{"role": ..., "content": ...}`` each, the oldest first.
+        messages: ``{"role": ..., "content": ...}`` each, the oldest first. The role ``developer`` is taken for
+            ``system`` where the template does not know it.
+        sanitize_control_tokens: whether control tokens in the messages are text, as in transformers; otherwise they
+            are what the template's own are, so that a text can end its turn and begin another one.
 
     Raises:
-        ValueError: no tokenizer, one without a chat template, or messages that its template does not take.
+        ValueError: no tokenizer, one without a chat template, messages that its template does not take, a role that it
+            does not know, or control tokens cannot be made text with this tokenizer.
     """
     if tokenizer is None:
         raise ValueError("chat messages need a tokenizer: give the Decoder one, or give token ids")
@@ -73,7 +91,21 @@ def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokeniz
     if any(not isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
         raise ValueError('a chat message is {"role": ..., "content": ...}, both of them text')
     check({"messages": list(messages)}, "the prompt")
+    if sanitize_control_tokens:
+        check_sanitizes(tokenizer)
+    # Older releases would take it for a variable of the template.
+    sanitizing = {"sanitize_control_tokens": True} if sanitize_control_tokens else {}
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        chat = with_known_roles(messages, tokenizer.get_chat_template(), tokenizer)
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **sanitizing)
     except TemplateError as error:
         raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
+
+
+def check_sanitizes(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ValueError unless a tokenizer's chats can have control tokens as text."""
+    if "sanitize_control_tokens" not in inspect.signature(tokenizer.apply_chat_template).parameters:
+        raise ValueError(
+            "control tokens in chats cannot be made text here: install transformers 5.20 or newer, or leave out "
+            "sanitize_control_tokens"
+        )
