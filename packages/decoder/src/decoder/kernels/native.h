@@ -194,6 +194,8 @@ INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x +
 // BLOCKS    blocks of as many inputs. For each output a word with its step, a power of two in float32, then signed bytes,
 //           four inputs in LANES words: of two inputs those of all outputs, an output's two beside each other, and then
 //           the other two. A weight is step * byte, which bfloat16 holds. x is bfloat16 where `multiplies_bf16`.
+// QUANTISED weights of GGUF files, which `formats/formats.h` describes; `weight` points to a `Quantised`. x may always be
+//           bfloat16.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;
@@ -201,8 +203,24 @@ typedef struct {
     int32_t kind;
 } Product;
 
-enum { FLOATS, HALVES, BYTES, NIBBLES, BLOCKS };
+enum { FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED };
 enum { BLOCK_INPUTS = 32 };
+
+// Some outputs of a QUANTISED product: a format of `formats/` and its packed weights. All parts but the last have whole
+// panels, of `quantised_width` outputs.
+typedef struct {
+    int64_t format, outputs;
+    const uint8_t *weight;
+} QuantisedPart;
+
+enum { MOST_PARTS = 3 };
+
+typedef struct {
+    int64_t count;
+    QuantisedPart parts[MOST_PARTS];
+} Quantised;
+
+_Static_assert(sizeof(Quantised) == 8 + 24 * MOST_PARTS, "as native.py has it");
 
 // Where a product goes: to `y` [rows, outputs], with `add` [rows, outputs] added if there is one.
 typedef struct {
@@ -211,8 +229,13 @@ typedef struct {
     int32_t y_is_bf16, add_is_bf16;
 } Out;
 
-// A thread's share of a product. x is bfloat16 only where `multiplies_bf16`.
+// A thread's share of a product. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED weights.
 INNER void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
+
+// Panels [first, last), of `quantised_width` outputs, of a QUANTISED product.
+INNER void quantised_panels(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last);
+int quantised_width(void);
 
 // Some columns of a matrix: [first, last).
 typedef struct {

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -27,12 +27,15 @@ from decoder.kernels.fast_paths import in_words
 
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fPIC", "-fopenmp", "-shared")
 _COMPILERS = ("gcc", "cc")
-_NAMES = ("native.h", "attention.h", "tokens.h", "products.c", "attention.c", "layers.c", "tokens.c", "levels.c")
-SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
+_NAMES = (
+    *("native.h", "attention.h", "tokens.h", "products.c", "attention.c", "layers.c", "tokens.c", "levels.c"),
+    *("quantised.c", "formats/formats.h", "formats/formats.c", "formats/avx2.c", "formats/vnni.c"),
+)
+SOURCES = tuple(Path(__file__).parent / name for name in _NAMES)
 _SECONDS = 120  # in which it must be compiled
 
 
-FLOATS, HALVES, BYTES, NIBBLES, BLOCKS = range(5)  # kinds of weights, as native.h has them
+FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED = range(6)  # kinds of weights, as native.h has them
 
 
 class NativeUnavailable(Exception):
@@ -49,6 +52,33 @@ class Product(ctypes.Structure):
         ("bias", c_void_p),
         ("scales", c_void_p),
         ("kind", c_int32),
+    )
+
+
+MOST_PARTS = 3  # of a product with quantised weights
+
+
+class QuantisedPart(ctypes.Structure):
+    """`QuantisedPart` of native.h."""
+
+    _fields_ = (("format", c_int64), ("outputs", c_int64), ("weight", c_void_p))
+
+
+class Quantised(ctypes.Structure):
+    """`Quantised` of native.h."""
+
+    _fields_ = (("count", c_int64), ("parts", QuantisedPart * MOST_PARTS))
+
+
+class Format(ctypes.Structure):
+    """`Format` of formats.h."""
+
+    _fields_ = (
+        ("name", c_char_p),
+        ("number", c_int32),
+        ("inputs", c_int32),
+        ("bytes", c_int32),
+        ("packed_bytes", c_int32),
     )
 
 
@@ -195,7 +225,11 @@ _ARGUMENTS = {
     "contenders": (POINTER(Choosing), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
     "draft_numbers": (POINTER(Drafter), c_int64, c_int64),
     "draft_levels": (POINTER(Drafter), POINTER(Drafts), c_int64, c_void_p, c_int),
-    **dict.fromkeys(("multiplies_bf16", "panel_width", "rows_together", "rows_held", "keys_together", "most_dim"), ()),
+    "pack_weights": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "unpack_rows": (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int),
+    "weight_format": (c_int,),
+    "use_instructions": (c_int,),
+    **dict.fromkeys(("multiplies_bf16", "panel_width", "quantised_width", "rows_together", "rows_held", "keys_together", "most_dim"), ()),
 }
 
 
@@ -366,4 +400,5 @@ def _opened(file: Path) -> ctypes.CDLL:
         getattr(library, name).argtypes = arguments
     for name in _LONG:
         getattr(library, name).restype = c_int64
+    library.weight_format.restype = POINTER(Format)
     return library

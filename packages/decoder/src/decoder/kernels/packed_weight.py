@@ -63,18 +63,23 @@ class NativeWeight:
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
-        packed: torch.Tensor,
+        packed: torch.Tensor | int,
         bias: torch.Tensor | None,
         scales: torch.Tensor | None = None,
     ) -> None:
-        """What the library reads for weights [out, in] of this ``shape`` and inputs of this ``dtype``."""
+        """What the library reads for weights [out, in] of this ``shape`` and inputs of this ``dtype``.
+
+        Args:
+            packed: the weights, or where they stand.
+        """
         self._outputs, inputs = shape
         self.dtype, self._is_bf16 = dtype, dtype == torch.bfloat16
         # The library reads their memory.
         self._packed, self._scales = packed, scales
         self._bias = None if bias is None else bias.float().contiguous()
         bias_at, scales_at = (None if one is None else one.data_ptr() for one in (self._bias, self._scales))
-        self.product = Product(inputs, self._outputs, self._packed.data_ptr(), bias_at, scales_at, self._kind)
+        packed_at = packed if isinstance(packed, int) else packed.data_ptr()
+        self.product = Product(inputs, self._outputs, packed_at, bias_at, scales_at, self._kind)
         self._given, self._multiply = byref(self.product), native.library().linear
 
     def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:

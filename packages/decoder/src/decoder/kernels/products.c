@@ -448,9 +448,9 @@ static void some_panels_of_codes(
 
 // Panels [first, last) of a product.
 static void some_panels(
-    const Product *p, const void *x, int x_is_bf16 __attribute__((unused)), int64_t rows, const Out *out, int64_t first,
-    int64_t last) {
-    if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    if (p->kind == QUANTISED) quantised_panels(p, x, x_is_bf16, rows, out, first, last);
+    else if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, p, x, rows, out, first, last);
     else if (p->kind == BLOCKS) panels_of(BYTE_BLOCKS, p, x, rows, out, first, last);
     else if (p->kind == BYTES) some_panels_of_bytes(p, x, rows, out, first, last);
     else if (p->kind == NIBBLES) some_panels_of_codes(p, x, rows, out, first, last);
@@ -460,15 +460,17 @@ static void some_panels(
     else panels_of(BF16_WEIGHTS, p, x, rows, out, first, last);
 }
 
+static int64_t width_of(const Product *p) { return p->kind == QUANTISED ? quantised_width() : PANEL; }
+
 void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
-    const int64_t panels = (p->outputs + PANEL - 1) / PANEL;
+    const int64_t width = width_of(p), panels = (p->outputs + width - 1) / width;
     some_panels(p, x, x_is_bf16, rows, out, panels * thread / threads, panels * (thread + 1) / threads);
 }
 
 Columns share_halves(
     const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
-    const int64_t half = p->outputs / 2, panels = half / PANEL;
-    if (half % PANEL) {  // a panel belongs to both halves
+    const int64_t width = width_of(p), half = p->outputs / 2, panels = half / width;
+    if (half % width) {  // a panel belongs to both halves
         share(p, x, x_is_bf16, rows, out, thread, threads);
 #pragma omp barrier
         const int64_t vectors = (half + LANES - 1) / LANES, last = vectors * (thread + 1) / threads * LANES;
@@ -477,7 +479,7 @@ Columns share_halves(
     const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
     some_panels(p, x, x_is_bf16, rows, out, first, last);
     some_panels(p, x, x_is_bf16, rows, out, panels + first, panels + last);
-    return (Columns){first * PANEL, last * PANEL};
+    return (Columns){first * width, last * width};
 }
 
 int multiplies_bf16(void) {

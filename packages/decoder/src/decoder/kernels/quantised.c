@@ -1,0 +1,107 @@
+// Products with the weights of `formats/`: rounding inputs, and panels of outputs for all rows of a call.
+
+#include "native.h"
+#include "formats/formats.h"
+
+// A part of 32 inputs: rounded to the nearest of 127 steps to either side of zero.
+static void round_part(const void *x, int64_t at, int is_bf16, Input *to) {
+    vec numbers[PART / LANES];
+    ivec most = {0};
+    for (int i = 0; i < PART / LANES; i++) {
+        numbers[i] = load(x, at + i * LANES, is_bf16, LANES);
+        // As whole numbers: what is no number is the largest, and makes the step none.
+        const ivec size = (ivec)numbers[i] & 0x7fffffff;
+        most = (ivec)choose(size > most, (vec)size, (vec)most);
+    }
+    int32_t largest = 0;
+    for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
+    float size;
+    memcpy(&size, &largest, 4);
+    if (size < 1e-30f) size = 0;  // its inverse would not be a number
+    to->step = size / 127;
+    const float rate = to->step > 0 ? 127 / size : 0;
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    for (int i = 0; i < PART / LANES; i++) {
+        const bytes codes = __builtin_convertvector(__builtin_convertvector(to_whole(numbers[i] * rate), ivec), bytes);
+        memcpy(to->codes + i * LANES, &codes, sizeof codes);
+    }
+    int32_t pairs[2][2] = {{0}};
+    for (int i = 0; i < PART; i++) pairs[i / 16][i / 2 % 2] += to->codes[i];
+    for (int i = 0; i < 2; i++) {
+        to->halves[i] = pairs[i][0] + pairs[i][1];
+        to->pairs[0][i] = (int16_t)pairs[0][i], to->pairs[1][i] = (int16_t)pairs[1][i];
+        to->pairs[2][i] = (int16_t)(pairs[0][i] + pairs[1][i]);
+    }
+    to->sum = to->halves[0] + to->halves[1];
+    to->total = to->step * (float)to->sum;
+}
+
+static void finish(const Product *p, const float *sums, int rows, int64_t row, int64_t column, const Out *out) {
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < SIDE; i += LANES) {
+            const int64_t left = p->outputs - column - i, at = (row + r) * p->outputs + column + i;
+            if (left <= 0) break;
+            vec y = load(sums, r * SIDE + i, 0, LANES);
+            if (p->bias) y += load(p->bias, column + i, 0, left);
+            if (out->add) y += load(out->add, at, out->add_is_bf16, left);
+            store(out->y, at, out->y_is_bf16, y, left);
+        }
+}
+
+// Some rows of rounded inputs with panels [first, last) of the outputs.
+static void multiply(
+    const Product *p, const Input *x, int64_t row, int rows, const Out *out, int64_t first, int64_t last) {
+    const Quantised *q = p->weight;
+    const int64_t stride = p->inputs / PART;
+    float sums[ROWS_HELD * SIDE];
+    for (int64_t part = 0, begin = 0; part < q->count; part++) {
+        const QuantisedPart *of = &q->parts[part];
+        const Format *f = &weight_formats[of->format];
+        const int64_t blocks = p->inputs / f->inputs, end = begin + (of->outputs + SIDE - 1) / SIDE;
+        const Tile tile = tile_of((int)of->format);
+        for (int64_t panel = first > begin ? first : begin; panel < last && panel < end; panel++) {
+            tile(of->weight + (panel - begin) * blocks * f->packed_bytes, blocks, x, stride, rows, sums);
+            finish(p, sums, rows, row, panel * SIDE, out);
+        }
+        begin = end;
+    }
+}
+
+enum { INPUTS_HELD = 1 << 14 };     // parts of inputs on a thread's stack, 1 MB
+enum { PANELS_HELD = 1 << 18 };     // weights, about, that a core holds while one group of rows follows another
+
+void quantised_panels(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    const int64_t parts = p->inputs / PART, fit = INPUTS_HELD / parts, most = fit > 1 ? fit : 1;
+    const int64_t together = rows < most ? rows : most, held = PANELS_HELD / (p->inputs * SIDE);
+    Input inputs[(together + !together) * parts];
+    for (int64_t begin = 0; begin < rows; begin += together) {
+        const int64_t count = rows - begin < together ? rows - begin : together;
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t i = 0; i < parts; i++)
+                round_part(row_of(x, (begin + r) * p->inputs, x_is_bf16), i * PART, x_is_bf16, &inputs[r * parts + i]);
+        const int64_t groups = (count + ROWS_HELD - 1) / ROWS_HELD, each = (count + groups - 1) / groups;
+        const int64_t step = groups == 1 ? last - first : held > 1 ? held : 1;
+        for (int64_t panel = first; panel < last; panel += step)
+            for (int64_t row = 0; row < count; row += each)
+                multiply(p, inputs + row * parts, begin + row, (int)(count - row < each ? count - row : each), out, panel,
+                         panel + step < last ? panel + step : last);
+    }
+}
+
+int quantised_width(void) { return SIDE; }
+
+// Weights [outputs, inputs] as a file has them to panels; `to` is zero.
+void pack_weights(int format, const uint8_t *from, int64_t outputs, int64_t inputs, uint8_t *to, int threads) {
+    const int64_t panels = (outputs + SIDE - 1) / SIDE;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        pack_panel(format, from, outputs, inputs, panel, to);
+}
+
+// Rows of packed weights, by their numbers, to `to` [count, inputs].
+void unpack_rows(
+    int format, const uint8_t *packed, int64_t inputs, const int64_t *rows, int64_t count, float *to, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < count; r++) unpack_row(format, packed, inputs, rows[r], to + r * inputs);
+}

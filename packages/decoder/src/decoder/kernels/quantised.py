@@ -1,0 +1,186 @@
+"""Weights in the formats of GGUF files, which the native library multiplies by inputs that it rounds to eight bits.
+
+A matrix keeps its codes and scales; they only stand in another order, see formats/formats.h. Inputs are rounded in
+parts of 32 to whole numbers from -127 to 127 times a step. Sums of a part are exact, and parts are added in one order,
+so the bits of an output depend on its own row of inputs alone.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from decoder.kernels import native
+from decoder.kernels.native import MOST_PARTS, Quantised, QuantisedPart
+from decoder.kernels.packed_weight import NativeWeight
+
+
+class WeightFormat(NamedTuple):
+    """A format of weights.
+
+    Attributes:
+        place: in the library's table.
+        name: as in llama.cpp, such as "Q4_K".
+        number: in GGUF files.
+        inputs: weights of a block.
+        bytes_of_block: in a file.
+        packed_bytes: of a block of as many outputs as lie interleaved.
+    """
+
+    place: int
+    name: str
+    number: int
+    inputs: int
+    bytes_of_block: int
+    packed_bytes: int
+
+
+@cache
+def weight_formats() -> dict[int, WeightFormat]:
+    """The formats that the native library multiplies, by their numbers in GGUF files; none where there is no library."""
+    found: dict[int, WeightFormat] = {}
+    while native.available() and (entry := native.library().weight_format(len(found))):
+        one = entry.contents
+        sizes = one.inputs, one.bytes, one.packed_bytes
+        found[one.number] = WeightFormat(len(found), one.name.decode(), one.number, *sizes)
+    return found
+
+
+def width() -> int:
+    """How many outputs lie interleaved."""
+    return native.library().quantised_width()
+
+
+class QuantisedMatrix:
+    """Weights [out, in] of one format.
+
+    Args:
+        kind: the format.
+        blocks: the blocks of a file, row by row, uint8 [out, bytes]; a multiple of the block's inputs.
+
+    Attributes:
+        shape: (out, in).
+        packed: uint8 [panels, bytes].
+    """
+
+    def __init__(self, kind: WeightFormat, blocks: torch.Tensor):
+        outputs, row_bytes = blocks.shape
+        count, rest = divmod(row_bytes, kind.bytes_of_block)
+        if rest or blocks.dtype != torch.uint8:
+            raise ValueError(f"rows of {row_bytes} bytes are no whole blocks of {kind.name}")
+        blocks = blocks.contiguous()
+        self.kind, self.shape = kind, (outputs, count * kind.inputs)
+        self.packed = torch.zeros(-(-outputs // width()), count * kind.packed_bytes, dtype=torch.uint8)
+        given = kind.place, blocks.data_ptr(), *self.shape, self.packed.data_ptr()
+        native.library().pack_weights(*given, native.threads())
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The weights float32 [..., in] of the outputs of these numbers [...]."""
+        return unpacked_rows(self.kind, self.packed, self.shape, numbers)
+
+
+def unpacked_rows(
+    kind: WeightFormat, packed: torch.Tensor, shape: tuple[int, int], numbers: torch.Tensor
+) -> torch.Tensor:
+    """The weights float32 [..., in] of the outputs of these ``numbers`` [...], of a matrix of this ``shape``.
+
+    Raises:
+        IndexError: there is no such output.
+    """
+    numbers = numbers.contiguous().long()
+    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < shape[0]:
+        raise IndexError(f"rows from {int(numbers.min())} to {int(numbers.max())} of {shape[0]}")
+    out = torch.empty(*numbers.shape, shape[1], dtype=torch.float32)
+    given = kind.place, packed.data_ptr(), shape[1], numbers.data_ptr(), numbers.numel(), out.data_ptr()
+    native.library().unpack_rows(*given, native.threads() if numbers.numel() > 1 else 1)
+    return out
+
+
+class _Held(nn.Module):
+    """A module with a quantised matrix.
+
+    Attributes:
+        weight: the packed matrix.
+        kind: its format.
+    """
+
+    like: torch.Tensor
+
+    def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype):
+        super().__init__()
+        self.kind, self.matrix_shape = matrix.kind, matrix.shape
+        self.weight = nn.Parameter(matrix.packed, requires_grad=False)
+        # It follows conversions of the model, and so tells its dtype.
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and outputs."""
+        return self.like.dtype
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The weights float32 [..., in] of the outputs of these numbers [...]."""
+        return unpacked_rows(self.kind, self.weight.data, self.matrix_shape, numbers)
+
+
+class QuantisedLinear(_Held):
+    """A linear layer with quantised weights.
+
+    Attributes:
+        bias: [out] or None.
+    """
+
+    def __init__(self, matrix: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype):
+        super().__init__(matrix, dtype)
+        self.out_features, self.in_features = matrix.shape
+        self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., out] for inputs [..., in] of any floating dtype."""
+        return QuantisedWeight([self])(x.to(self.dtype)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind.name}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class QuantisedEmbedding(_Held):
+    """Embeddings whose rows are unpacked when they are looked up."""
+
+    def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype):
+        super().__init__(matrix, dtype)
+        self.num_embeddings, self.embedding_dim = matrix.shape
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [..., in] of the ids [...]."""
+        return self.rows(ids).to(self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind.name}, {self.num_embeddings}, {self.embedding_dim}"
+
+
+class QuantisedWeight(NativeWeight):
+    """The native library's product of one `QuantisedLinear`, or of several with the same input; it copies no weights.
+
+    Of several all but the last must have whole panels of outputs, see `width`.
+    """
+
+    _kind = native.QUANTISED
+
+    def __init__(self, layers: Sequence[QuantisedLinear]):
+        outputs, inputs = sum(layer.out_features for layer in layers), layers[0].in_features
+        assert len(layers) <= MOST_PARTS and all(not layer.out_features % width() for layer in layers[:-1])
+        biases = [
+            torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers
+        ]
+        bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases)
+        held = [layer.weight.data for layer in layers]  # the library reads their memory
+        parts = [
+            QuantisedPart(layer.kind.place, layer.out_features, weight.data_ptr())
+            for layer, weight in zip(layers, held, strict=True)
+        ]
+        self._structure = Quantised(len(parts), (QuantisedPart * MOST_PARTS)(*parts))
+        self._weights = held
+        self._hold((outputs, inputs), layers[0].dtype, ctypes.addressof(self._structure), bias)
