@@ -229,7 +229,18 @@ _ARGUMENTS = {
     "unpack_rows": (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int),
     "weight_format": (c_int,),
     "use_instructions": (c_int,),
-    **dict.fromkeys(("multiplies_bf16", "panel_width", "quantised_width", "rows_together", "rows_held", "keys_together", "most_dim"), ()),
+    **dict.fromkeys(
+        (
+            "multiplies_bf16",
+            "panel_width",
+            "quantised_width",
+            "rows_together",
+            "rows_held",
+            "keys_together",
+            "most_dim",
+        ),
+        (),
+    ),
 }
 
 

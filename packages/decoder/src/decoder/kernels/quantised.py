@@ -40,7 +40,7 @@ class WeightFormat(NamedTuple):
 
 @cache
 def weight_formats() -> dict[int, WeightFormat]:
-    """The formats that the native library multiplies, by their numbers in GGUF files; none where there is no library."""
+    """The formats that the native library multiplies, by their numbers in GGUF files; none without the library."""
     found: dict[int, WeightFormat] = {}
     while native.available() and (entry := native.library().weight_format(len(found))):
         one = entry.contents
