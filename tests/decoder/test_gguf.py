@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import decoder
 from decoder.kernels.int4 import rounded
-from decoder.model import gguf as reading
+from decoder.model.gguf import formats
+from decoder.model.gguf.file import GgufFile
 
 CHAT = "{% for m in messages %}<|a|>{{ m['content'] }}<|b|>{% endfor %}"
 # Byte letters, the tokens between turns, and what merges make.
@@ -245,8 +246,8 @@ def test_what_transformers_would_read_wrongly_is_refused(hf_model, plain_file, t
     at = whole.index(name) + len(name) + 4 + 2 * 8
     path.write_bytes(whole[:at] + np.uint32(gguf.GGMLQuantizationType.Q8_0).tobytes() + whole[at + 4 :])
     refused(path, "is not where it should be: fetch it again")
-    header = reading.Header.read(plain_file)
-    at = header.data_start + header.tensors["output_norm.weight"][2]
+    header = GgufFile.read(plain_file)
+    at = header.data_start + header.tensors["output_norm.weight"].offset
     path.write_bytes(whole[:at] + np.float32(np.nan).tobytes() + whole[at + 4 :])
     refused(path, "no numbers: fetch it again")
 
@@ -258,7 +259,7 @@ def test_an_ending_in_capitals_is_one_as_well(plain_file, tmp_path):
 
 
 def test_a_quantisation_that_nobody_unpacks_is_refused(plain_file, tmp_path):
-    header = reading.Header.read(plain_file)
+    header = GgufFile.read(plain_file)
     content = bytearray(plain_file.read_bytes())
     # The number of a tensor's type stands behind its name, its number of axes and its sizes.
     name = b"blk.0.attn_q.weight"
@@ -274,6 +275,15 @@ def test_a_quantisation_that_nobody_unpacks_is_refused(plain_file, tmp_path):
             refused(path, f"quantisation {named}")
 
 
-def test_missing_packages_are_named(plain_file, monkeypatch):
-    monkeypatch.setattr(reading, "find_spec", lambda name: None)
-    refused(plain_file, "pip install gguf accelerate")
+def test_the_missing_package_is_named(plain_file, tmp_path, monkeypatch):
+    """Only formats that need large tables need the package gguf."""
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    assert decoder.load(plain_file).model.config.vocab_size == len(vocabulary())
+    path = tmp_path / "rare.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("a", np.zeros((1, 66), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(path, "pip install gguf")

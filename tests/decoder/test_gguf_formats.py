@@ -11,19 +11,42 @@ from decoder.model.gguf.formats import FORMATS, unpacked
 KNOWN = [number for number, format in FORMATS.items() if format.fault() is None]
 
 
+def reference(blocks, format):
+    if format.name == "F64":
+        return blocks.view("<f8").astype(np.float32)
+    return gguf.dequantize(blocks, gguf.GGMLQuantizationType(format.number))
+
+
 @pytest.mark.parametrize("number", KNOWN, ids=lambda number: FORMATS[number].name)
 @np.errstate(all="ignore")
 def test_any_bytes_are_the_references_numbers(number, monkeypatch):
     monkeypatch.setattr(formats, "_AT_ONCE", 1024)  # so that a row is unpacked in several parts
     format = FORMATS[number]
-    blocks = np.random.default_rng(number).integers(0, 256, (24, 8 * format.bytes), np.uint8)
+    random = np.random.default_rng(number)
+    blocks = random.integers(0, 256, (200, 8 * format.bytes), np.uint8)
     if format.name == "F64":
-        expected = blocks.view("<f8").astype(np.float32)
-    else:
-        expected = gguf.dequantize(blocks, gguf.GGMLQuantizationType(number))
-    assert np.array_equal(unpacked(blocks, format, torch.float32).numpy(), expected, equal_nan=True)
-    narrow = unpacked(blocks, format, torch.bfloat16)
-    torch.testing.assert_close(narrow, torch.from_numpy(expected.copy()).bfloat16(), rtol=0, atol=0, equal_nan=True)
+        # Most of any bytes would be beyond float32.
+        blocks = random.standard_normal((200, 8)).view(np.uint8)
+    expected = reference(blocks, format)
+    if format.unpack is not None:
+        ours = format.unpack(blocks.reshape(-1, format.bytes)).reshape(expected.shape)
+        assert np.array_equal(ours, expected, equal_nan=True)
+    finite = np.isfinite(expected).all(axis=1)
+    blocks, expected = blocks[finite], torch.from_numpy(expected[finite])
+    assert len(blocks) > 50
+    assert torch.equal(unpacked(blocks, format, torch.float32), expected)
+    assert torch.equal(unpacked(blocks, format, torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_found_and_what_only_sums_to_infinity_is_not(value):
+    large = np.full(1000, 3e38, np.float32)
+    assert unpacked(large.view(np.uint8)[None], FORMATS[0], torch.float32).isfinite().all()
+    large[777] = value
+    with pytest.raises(FloatingPointError):
+        unpacked(large.view(np.uint8)[None], FORMATS[0], torch.float32)
+    with pytest.raises(FloatingPointError):
+        unpacked(np.float32([1.0, 70_000.0]).view(np.uint8)[None], FORMATS[0], torch.float16)
 
 
 def test_sizes_of_blocks_are_ggmls():

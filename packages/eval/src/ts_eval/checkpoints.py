@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from decoder.model.gguf import is_gguf, open_header
+from decoder.model.gguf import is_gguf, open_checked
 
 
 def refuse_missing(what: str, path: str | None, holding: str | None = "config.json") -> None:
@@ -13,7 +13,7 @@ def refuse_missing(what: str, path: str | None, holding: str | None = "config.js
     if not path:
         return
     if holding and is_gguf(path):
-        open_header(path)
+        open_checked(path)
         return
     if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
         raise FileNotFoundError(f"there is no {what} folder {path}, and it is no hub id (owner/name) either")

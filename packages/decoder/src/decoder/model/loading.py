@@ -16,9 +16,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
+from decoder.model.gguf.architectures import read_config as gguf_config
+from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
+from decoder.model.gguf.weights import state_dict as gguf_weights
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -50,7 +54,7 @@ def check_source(what: str, source: str | os.PathLike) -> None:
     if path.is_dir():
         return
     if gguf.is_gguf(source):
-        gguf.open_header(source)
+        gguf.open_checked(source)
         return
     if path.exists():
         raise NotADirectoryError(f"{source} is a file, and a {what} folder is needed")
@@ -64,8 +68,7 @@ def check_source(what: str, source: str | os.PathLike) -> None:
 def read_tokenizer(source: str | os.PathLike, **from_hub: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; ``from_hub`` are `HUB_ARGUMENTS`. Raises OSError when it cannot be read."""
     if gguf.is_gguf(source):
-        header = gguf.open_header(source)
-        return gguf.mend_tokenizer(_from_gguf("tokenizer", AutoTokenizer, header), header)
+        return gguf_tokenizer(gguf.open_checked(source))
     with _readable("tokenizer", source):
         return AutoTokenizer.from_pretrained(source, **_NO_CODE | from_hub)
 
@@ -78,8 +81,7 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
         ValueError: the architecture is not supported.
     """
     if gguf.is_gguf(source):
-        header = gguf.open_header(source)
-        config = gguf.mend_config(_from_gguf("model", AutoConfig, header), header)
+        config = gguf_config(gguf.open_checked(source))
     else:
         with _readable("model", source):
             config = AutoConfig.from_pretrained(source, **_NO_CODE | from_hub)
@@ -108,12 +110,8 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
     """
     # Tensors that do not fit are named below; transformers' own error only points to its log.
     kwargs |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
-    header = gguf.open_header(source) if gguf.is_gguf(source) else None
-    if header is not None:
-        # The file has quantised blocks, which are unpacked, and so no dtype that "auto" could take.
-        if kwargs.get("dtype") == "auto":
-            kwargs["dtype"] = torch.bfloat16
-        model, found = _from_gguf("model", AutoModelForCausalLM, header, **gguf.unpacking(), **kwargs)
+    if gguf.is_gguf(source):
+        model, found = _from_gguf(source, **kwargs)
     else:
         # transformers looks for an adapter beside the model, too, and would ask the hub for it.
         adapter = {name: kwargs[name] for name in ("cache_dir", "local_files_only") if name in kwargs}
@@ -128,16 +126,23 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"the model {source} {fault}: {names[0]}{more}")
-    if header is not None:
-        model = gguf.mend_model(model, header)
     return model.to(device).eval()
 
 
-def _from_gguf(what: str, auto_class: Any, header: gguf.Header, **kwargs: Any) -> Any:
-    """Read a GGUF file with an auto class of transformers. Raises OSError, with what to do, if that fails."""
-    folder, file_name = gguf.arguments(header.path)
-    with _readable(what, header.path, lambda error: gguf.reason_of(error, header)):
-        return auto_class.from_pretrained(folder, **file_name, **kwargs)
+def _from_gguf(source: str | os.PathLike, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of a GGUF file and what transformers tells of its loading. Raises OSError if it cannot be made."""
+    file = gguf.open_checked(source)
+    config = read_config(source)
+    kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
+    dtype = kwargs.pop("dtype", "auto")
+    # The file has blocks, which are unpacked, and so no dtype that "auto" could take.
+    dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    weights = gguf_weights(file, config, dtype)
+    with _readable("model", source):
+        of_config = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model, found = of_config.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **kwargs)
+    model.name_or_path = model.config.name_or_path = str(source)
+    return model, found
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -60,6 +60,9 @@ class Texts:
     def __len__(self) -> int:
         return len(self._starts)
 
+    def __getitem__(self, index: int) -> str:
+        return self._buffer[self._starts[index] : self._ends[index]].decode()
+
     def __iter__(self) -> Iterator[str]:
         """Raises UnicodeDecodeError at a text that is not UTF-8."""
         buffer = self._buffer

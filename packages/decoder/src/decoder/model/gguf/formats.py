@@ -51,6 +51,9 @@ def unpacked(blocks: np.ndarray, format: Format, dtype: torch.dtype, out: torch.
         blocks: bytes [rows, bytes of a row].
         format: one whose `Format.fault` is None.
         out: a contiguous tensor [rows, columns] for them.
+
+    Raises:
+        FloatingPointError: some are infinite or no numbers.
     """
     rows, columns = len(blocks), blocks.shape[1] // format.bytes * format.elements
     out = torch.empty(rows, columns, dtype=dtype) if out is None else out
@@ -58,9 +61,14 @@ def unpacked(blocks: np.ndarray, format: Format, dtype: torch.dtype, out: torch.
     blocks = blocks.reshape(-1, format.bytes)
     step = max(1, _AT_ONCE // format.elements)
     for start in range(0, len(blocks), step):
-        part = unpack(blocks[start : start + step]).reshape(-1)
-        at = start * format.elements
-        flat[at : at + len(part)] = torch.from_numpy(part)
+        with np.errstate(all="ignore"):
+            part = unpack(blocks[start : start + step]).reshape(-1)
+            # A sum is quick, and finite only if all numbers are; one that overflowed is looked into.
+            finite = np.isfinite(part.sum()) or np.isfinite(part).all()
+        piece = flat[start * format.elements :][: len(part)]
+        piece.copy_(torch.from_numpy(part))
+        if not finite or (dtype == torch.float16 and not piece.isfinite().all()):
+            raise FloatingPointError("infinite, or no number")
     return out
 
 
