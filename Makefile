@@ -31,7 +31,8 @@ test: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The three packages as wheels and source archives in dist/, checked, and installed into an empty environment.
+# The three packages as wheels and source archives in dist/, checked, and installed into an empty environment; then each
+# package and each extra by itself, with the tests of what it promises, which takes a quarter of an hour.
 dist: $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
 	rm -rf dist
@@ -41,6 +42,7 @@ dist: $(INSTALLED)
 	dist/empty/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd dist && empty/bin/python -m decoder --help > help.txt && empty/bin/heads-train --help > help.txt && empty/bin/ts-eval methods
 	rm -rf dist/empty dist/help.txt
+	$(BIN)/python tests/installs.py dist
 
 # Installed once: only a change of what is installed runs it again.
 $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-train/pyproject.toml packages/eval/pyproject.toml
@@ -49,7 +51,7 @@ $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-tra
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis ruff \
 		mypy peft openai mkdocs-material 'mkdocstrings[python]' \
 		"triton ; platform_system == 'Linux' and platform_machine == 'x86_64'" \
-		-e 'packages/decoder[gguf,serve]' -e packages/heads-train -e packages/eval
+		-e 'packages/decoder[gguf,serve,tensor-parallel]' -e packages/heads-train -e packages/eval
 	touch $(INSTALLED)
 
 clean:

@@ -15,7 +15,7 @@ from decoder.model.gguf import is_gguf
 from decoder.model.loading import HUB_ARGUMENTS, check_source, empty_model, read_config, read_model, read_tokenizer
 from decoder.model.short_weights import SHORT, make_short, short_layers
 from decoder.parallel.ranks import ALONE, Ranks, join, linked
-from decoder.parallel.sharding import digest_of, refuse_unshareable, sharding
+from decoder.parallel.sharding import digest_of, refuse_unshareable, refuse_without_accelerate, sharding
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *SHORT)
 """The names of dtypes that `load` takes."""
@@ -56,7 +56,8 @@ def load(
     Raises:
         OSError: a model, tokenizer or heads checkpoint cannot be found or read.
         ValueError: one of them does not fit or lacks tensors; device or dtype are unknown; or the model cannot be
-            shared among so many processes, or these were given different models or arguments.
+            shared among so many processes, or not without the extra ``tensor-parallel``, or these were given different
+            models or arguments.
         ConnectionError: another process of the run has ended.
     """
     device = device_named(device)
@@ -68,6 +69,7 @@ def load(
     if short and (device.type != "cpu" or tensor_parallel):
         raise ValueError(f"dtype {dtype!r} is for one process on a CPU: use device 'cpu', or another dtype")
     ranks = join(device) if tensor_parallel else ALONE
+    refuse_without_accelerate(ranks)
     if ranks.size > 1:
         device = _own_device(device)
     # A revision belongs to one repository: the given one is the model's.

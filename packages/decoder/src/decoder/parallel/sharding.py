@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ def sharding(ranks: Ranks) -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=ranks.size, tp_plan="auto")}
+
+
+def refuse_without_accelerate(ranks: Ranks) -> None:
+    """Raise ValueError where transformers cannot read a share of a model for want of a package."""
+    if ranks.size > 1 and find_spec("accelerate") is None:
+        extra = "pip install 'tokenswift-decoder[tensor-parallel]'"
+        raise ValueError(f"tensor parallelism needs accelerate, which is not installed: {extra}")
 
 
 def refuse_unshareable(config: PreTrainedConfig, size: int) -> None:
