@@ -15,10 +15,9 @@ from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS
 from decoder.drafters.native_levels import NativeLevels
-from decoder.engine import Engine
 from decoder.kernels import native
 from decoder.model.target import Target
-from decoder.sampling.sampler import Sampler
+from decoder.sampling.draft_context import DraftContext
 from ts_eval import bench, bench_page, figures, measurement, stopwatch
 from ts_eval.cli import main
 from ts_eval.model_shape import ModelShape
@@ -199,7 +198,7 @@ def test_a_prompt_longer_than_the_text_is_cut(data, tmp_path):
 
 def test_a_slow_part_shows_as_that_part(data, tmp_path, monkeypatch, pass_by):
     def slowed(patch, owner, name):
-        original = owner.__dict__[name]
+        original = getattr(owner, name)
 
         def slow(*args, **kwargs):
             pass_by(0.02)
@@ -209,7 +208,7 @@ def test_a_slow_part_shows_as_that_part(data, tmp_path, monkeypatch, pass_by):
 
     # draft_choice calls draft_scores: what took time once must not be counted twice.
     with monkeypatch.context() as patch:
-        slowed(patch, Sampler, "draft_scores")
+        slowed(patch, DraftContext, "in_window")
         assert run(data, tmp_path / "a", "magicdec").exit_code == 0
     shares = load(tmp_path / "a")["methods"]["magicdec"]["shares"]
     assert max(shares, key=lambda part: shares[part]["median"]) == "scoring"
@@ -220,31 +219,32 @@ def test_a_slow_part_shows_as_that_part(data, tmp_path, monkeypatch, pass_by):
     assert max(shares, key=lambda part: shares[part]["median"]) == "rest"
 
 
-def touched() -> list:
-    names = [(owner, name) for owner, name, _ in stopwatch._WATCHED]
-    return [owner.__dict__[name] for owner, name in [*names, (Engine, "decode"), (Target, "prefill")]]
-
-
 def test_timing_changes_neither_the_text_nor_the_decoder(data, monkeypatch):
-    before, tree = touched(), decoder.TokenSwiftOptions(tree=(1, 1))  # heads in every step, whatever the clock says
+    tree = decoder.TokenSwiftOptions(tree=(1, 1))  # heads in every step, whatever the clock says
     dec = decoder.load(str(data / "reference-model"), heads=str(data / "heads-chained"))
-    plain = dec.generate(list(range(30)), 20, method="tokenswift", options=tree, ignore_eos=True).token_ids
+    arguments = dict(max_new_tokens=20, method="tokenswift", options=tree, ignore_eos=True)
+    plain = dec.generate(list(range(30)), **arguments).token_ids
     watch = stopwatch.Stopwatch(dec.target.wait, parts=True)
     with watch.watching():
-        assert touched() != before
-        timed = dec.generate(list(range(30)), 20, method="tokenswift", options=tree, ignore_eos=True).token_ids
-    assert timed == plain and touched() == before
+        timed = dec.generate(list(range(30)), **arguments).token_ids
+    assert timed == plain
     assert set(watch.seconds) == {"step", *stopwatch.PARTS} - {"rest"}
+    # Nobody is told of what comes behind the block, whether it ended by itself or by an exception.
+    told = watch.steps, dict(watch.seconds)
+    dec.generate(list(range(30)), **arguments)
+    assert (watch.steps, watch.seconds) == told
 
     def fail(*_):
         raise RuntimeError("no")
 
     monkeypatch.setattr(DraftHeads, "advance", fail)
     monkeypatch.setattr(NativeLevels, "fill", fail)
-    failing = touched()
-    with pytest.raises(RuntimeError, match="no"), watch.watching():
-        dec.generate(list(range(30)), 20, method="tokenswift", options=tree, ignore_eos=True)
-    assert touched() == failing
+    failing = stopwatch.Stopwatch(dec.target.wait, parts=True)
+    with pytest.raises(RuntimeError, match="no"), failing.watching():
+        dec.generate(list(range(30)), **arguments)
+    steps = failing.steps
+    dec.generate(list(range(30)), 3, method="ar", ignore_eos=True)
+    assert failing.steps == steps
 
 
 def test_prefill_is_not_counted(data, monkeypatch, pass_by):

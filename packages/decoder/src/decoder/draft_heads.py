@@ -22,6 +22,7 @@ from decoder.heads_files import (
     read_tensors,
     refuse_misfits,
 )
+from decoder.timings import stage
 
 KINDS = ("chained", "independent", "conditioned", "gated")
 ARCHITECTURE = "tokenswift-heads"
@@ -147,6 +148,7 @@ class DraftHeads(nn.Module):
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, num_heads={self.num_heads}, hidden_size={self.hidden_size}"
 
+    @stage("draft")
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor | None = None, count: int | None = None
     ) -> list[torch.Tensor]:
@@ -167,6 +169,7 @@ class DraftHeads(nn.Module):
             outputs.append(output)
         return outputs
 
+    @stage("draft")
     def advance(
         self, index: int, state: torch.Tensor, embedding: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

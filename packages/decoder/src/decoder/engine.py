@@ -28,6 +28,7 @@ from decoder.sampling.acceptance import Step, Walk, walk
 from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
+from decoder.timings import stage
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ class Engine:
             self._prefill()
             self.target.bitwise.check()
             stepped = [sequence for sequence in self.running if sequence not in self._prefills]
-            tokens = self.decode([sequence for sequence in stepped if not sequence.done])
+            live = [sequence for sequence in stepped if not sequence.done]
+            tokens = self.decode(live) if live else {}
         self.running = [sequence for sequence in self.running if not sequence.done]
         for sequence in stepped:
             if sequence.done:
@@ -191,6 +193,7 @@ class Engine:
             with torch.inference_mode():
                 self.prefixes.keep(sequence.sampler.context, sequence.cache)
 
+    @stage("step")
     def decode(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
         """The pipeline of a step, for sequences whose prompts are prefilled: the new tokens of each.
 
@@ -219,6 +222,7 @@ class Engine:
             sequence.statistics.shared_seconds += seconds / len(tokens)
         return tokens
 
+    @stage("propose")
     def _propose(self, sequences: list[Sequence]) -> dict[Sequence, TokenTree]:
         """The tree that each sequence's drafter proposes; a sequence whose drafter fails is left out."""
         # A step gives one token more than it accepts, and no pass may read beyond the model's last position.
@@ -242,6 +246,7 @@ class Engine:
                     wanted.append(sequence.wants_levels(sequence.cache, sequence.sampler, depth))
         fill_together([one for one in wanted if one is not None])
 
+    @stage("accept")
     def _launch(self, steps: list[tuple[Sequence, TokenTree, Verification]]) -> dict[Sequence, Walk]:
         """The walk of each sequence along the tokens that the target chooses; see `sampling.acceptance`.
 
@@ -269,6 +274,7 @@ class Engine:
             _read(reads, self.target.ranks)
         return walks
 
+    @stage("commit")
     def _accept(self, sequence: Sequence, tree: TokenTree, verification: Verification, walked: Walk) -> list[int]:
         """Append the walk's tokens to the text, until it ends, and commit the path to the cache and the drafter."""
         ranks = self.target.ranks

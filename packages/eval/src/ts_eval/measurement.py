@@ -36,7 +36,7 @@ from ts_eval.device_trace import DeviceTrace
 from ts_eval.figures import milliseconds, ratio, statistic, summary
 from ts_eval.memory import short_of_memory
 from ts_eval.model_shape import ModelShape
-from ts_eval.stopwatch import Stopwatch, replaced
+from ts_eval.stopwatch import Stopwatch
 
 COPIED_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 """Of the buffer that is copied and read: far more than any cache of the device holds."""
@@ -246,8 +246,11 @@ class Measurement:
             queries = filled(target, text, cache)
 
         def decode() -> float:
-            with replaced(Target, "prefill", filled):
+            Target.prefill = filled  # type: ignore[method-assign]
+            try:
                 run = self._generate("ar", text, AR_TOKENS)
+            finally:
+                Target.prefill = prefill  # type: ignore[method-assign]
             return run["seconds"]["step"] / run["tokens"]
 
         def verify(width: int) -> float:

@@ -1,17 +1,10 @@
-"""Where a generation's time goes: the decoder's own functions, timed from outside while they run."""
+"""Where a generation's time goes: the stages that the decoder tells of, timed while it runs."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
 
-from decoder.draft_heads import DraftHeads
-from decoder.drafters.native_levels import NativeLevels
-from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.engine import Engine
-from decoder.model.target import Target
-from decoder.sampling.sampler import Sampler, TreeDraws
-from decoder.sequence import Sequence
+from decoder.timings import listening
 
 FORWARDS = ("verify", "draft")
 PARTS = (*FORWARDS, "scoring", "sampling", "rest")
@@ -26,35 +19,6 @@ PARTS = (*FORWARDS, "scoring", "sampling", "rest")
 
 The first two are model forwards, the others bookkeeping.
 """
-
-_WATCHED = (
-    (Target, "forward", "verify"),
-    (Target, "draft", "draft"),
-    (Target, "head", "draft"),
-    (Target, "embed", "draft"),
-    (DraftHeads, "forward", "draft"),
-    (DraftHeads, "advance", "draft"),
-    (NativeLevels, "fill", "draft"),
-    (Eagle3DraftModel, "combine", "draft"),
-    (Eagle3DraftModel, "project", "draft"),
-    (Eagle3DraftModel, "finish", "draft"),
-    (Sampler, "draft_scores", "scoring"),
-    (Sampler, "draft_choice", "scoring"),
-    (Sampler, "branch_scores", "scoring"),
-    (Sampler, "draw", "sampling"),
-    (TreeDraws, "__init__", "sampling"),
-)
-
-
-@contextmanager
-def replaced(owner: type, name: str, function: Callable) -> Iterator[None]:
-    """``owner.name`` is ``function`` until the end of the block."""
-    original = owner.__dict__[name]
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class Stopwatch:
@@ -83,17 +47,15 @@ class Stopwatch:
         self.wait, self.leading, self.trace = wait, leading, trace
         self.seconds: dict[str, float] = {}
         self.steps = self.tokens = 0
-        self._watched = _WATCHED if parts else ()
+        self._parts = PARTS[:-1] if parts else ()
         self._began = self._ended = 0.0
-        self._inside = False
+        self._depth, self._start = 0, 0.0  # of stages that are parts, within each other
+        self._ahead, self._stack = leading, ExitStack()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Time what is generated in this block."""
-        with ExitStack() as stack:
-            stack.enter_context(replaced(Engine, "decode", self._stepping(Engine.decode, stack)))
-            for owner, name, part in self._watched:
-                stack.enter_context(replaced(owner, name, self._timed(owner.__dict__[name], part)))
+        with self._stack, listening(self):
             yield
             if not self.steps:
                 late = f"its step {self.leading + 1}, with which the clock starts"
@@ -104,43 +66,30 @@ class Stopwatch:
         self.wait()
         return time.perf_counter()
 
-    def _stepping(self, decode: Callable, stack: ExitStack) -> Callable:
-        ahead = self.leading
+    def begin(self, stage: str) -> None:
+        if stage == "step" and not self._ahead and not self.steps:
+            self.seconds = dict.fromkeys(self._parts, 0.0)
+            self._clock()
+            if self.trace is not None:
+                self._stack.enter_context(self.trace)
+            self._began = self._clock()
+        elif stage in self._parts:
+            # Of stages within each other the outermost is timed.
+            self._depth += 1
+            if self._depth == 1:
+                self._start = self._clock()
 
-        @wraps(decode)
-        def stepped(engine: Engine, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-            nonlocal ahead
-            if ahead or not sequences:
-                ahead -= bool(sequences)
-                return decode(engine, sequences)
-            if not self.steps:
-                self.seconds = {part: 0.0 for _, _, part in self._watched}
-                self._clock()
-                if self.trace is not None:
-                    stack.enter_context(self.trace)
-                self._began = self._clock()
-            tokens = decode(engine, sequences)
-            if all(sequence.done for sequence in sequences):
+    def end(self, stage: str, result: object) -> None:
+        if stage == "step" and self._ahead:
+            self._ahead -= 1
+        elif stage == "step" and isinstance(result, dict):
+            if all(sequence.done for sequence in result):
                 self.wait()
             # What follows the last step, such as freeing its caches, is none.
             self._ended = time.perf_counter()
             self.steps += 1
-            self.tokens += sum(map(len, tokens.values()))
-            return tokens
-
-        return stepped
-
-    def _timed(self, function: Callable, part: str) -> Callable:
-        @wraps(function)
-        def timed(*args, **kwargs):
-            # Of functions that call each other the outermost is timed.
-            if self._inside:
-                return function(*args, **kwargs)
-            self._inside, start = True, self._clock()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[part] = self.seconds.get(part, 0.0) + self._clock() - start
-                self._inside = False
-
-        return timed
+            self.tokens += sum(map(len, result.values()))
+        elif stage in self._parts:
+            self._depth -= 1
+            if not self._depth:
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock() - self._start

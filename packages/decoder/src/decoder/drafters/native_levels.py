@@ -12,6 +12,7 @@ from decoder.kernels import native
 from decoder.kernels.native import Drafter, Drafts, Head, Product
 from decoder.kernels.packed_linear import PackedHead, product_of
 from decoder.kernels.packed_weight import NativeWeight, PackedWeight
+from decoder.timings import stage
 
 if TYPE_CHECKING:
     from decoder.drafters.draft_vocabulary import DraftVocabulary
@@ -76,6 +77,7 @@ class NativeLevels:
         )
         self._library, self._room = native.library(), torch.empty(0, dtype=torch.float32, device="cpu")
 
+    @stage("draft")
     def fill(self, wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
         """What `HeadLevels.read` takes of each; all of them have these heads, and an own level or none.
 

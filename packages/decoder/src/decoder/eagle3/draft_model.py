@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decoder.draft_heads import DRAFT_TO_TARGET, RMSNorm, refuse_not_finite
 from decoder.eagle3.config import Eagle3Config, default_layers
+from decoder.timings import stage
 
 KIND = "eagle3"
 DRAFT_TO_TARGET_OFFSETS = "d2t"
@@ -221,6 +222,7 @@ class Eagle3DraftModel(nn.Module):
             last.weight.zero_()
         self.norm.weight.copy_(weight)
 
+    @stage("draft")
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """The state [..., d] that the target's features [..., layers x target d] stand for."""
         features = features.to(self.fc.weight.dtype)
@@ -231,6 +233,7 @@ class Eagle3DraftModel(nn.Module):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
 
+    @stage("draft")
     def project(
         self, state: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -255,6 +258,7 @@ class Eagle3DraftModel(nn.Module):
         residual = normalised if config.norm_before_residual else state
         return _rotated(query, cos, sin), _rotated(key, cos, sin), value, residual
 
+    @stage("draft")
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What follows attention, ``attended`` [..., heads, D]: the next state and the normalised one, [..., d]."""
         layer = self._layer

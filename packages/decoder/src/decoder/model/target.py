@@ -38,6 +38,7 @@ from decoder.parallel.ranks import ranks_of
 from decoder.parallel.sharding import refuse_unshareable
 from decoder.sampling.native_choice_test import native_choice_fault
 from decoder.sampling.token_tree import TokenTree
+from decoder.timings import stage
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _PREFILL_CHUNK = 512
@@ -301,6 +302,7 @@ class Target:
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
         return (self._rule or FREE).borders(count, size)
 
+    @stage("prefill")
     def prefill(
         self,
         tokens: Sequence[int],
@@ -351,6 +353,7 @@ class Target:
         """The largest number of nodes that a tree may have; None if there is no limit."""
         return None if self._rule is None else self._rule.most
 
+    @stage("verify")
     def forward(
         self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool = False
     ) -> list[Verification]:
@@ -407,6 +410,7 @@ class Target:
             verifications.append(Verification.of(output.part(slice(start, end), queries)))
         return verifications
 
+    @stage("draft")
     def draft(self, tokens: Sequence[int] | torch.Tensor, position: int, cache: LayeredCache) -> torch.Tensor:
         """A draft pass: the hidden states h0 [T, d] before the final norm of T tokens in a row, without logits.
 
@@ -420,6 +424,7 @@ class Target:
         """
         return self._pass(self.decoder, tokens, range(position, position + len(tokens)), cache).hidden
 
+    @stage("draft")
     def embed(self, tokens: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """The input embedding [d] of a token, or those of several [n, d]; a tensor must be on the model's device."""
         ids = tokens if isinstance(tokens, torch.Tensor) else upload(tokens, self.device)
@@ -430,6 +435,7 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @stage("draft")
     def head(self, normalised: torch.Tensor, rows: nn.Module | None = None) -> torch.Tensor:
         """Logits [..., V] of normalised hidden states [..., d], scaled as the model scales its own.
 

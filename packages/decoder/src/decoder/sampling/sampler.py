@@ -17,6 +17,7 @@ from decoder.sampling.noise import NoiseRows
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.penalty_window import PenaltyWindow
 from decoder.sampling.token_tree import TokenTree
+from decoder.timings import stage
 
 LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
 
@@ -147,6 +148,7 @@ class Sampler:
     def _perturbed(self, filtered: torch.Tensor) -> torch.Tensor:
         return filtered if self.params.greedy else filtered + self.noise.rows(len(self.context), 1)[0]
 
+    @stage("sampling")
     def draw(self, logits: torch.Tensor) -> Drawn:
         """Choose the token of the next position from the target's logits [V]; the host waits for it."""
         position = len(self.context)
@@ -221,6 +223,7 @@ class Sampler:
         self.context.append(token)
         self.window.push(token)
 
+    @stage("scoring")
     def draft_scores(
         self,
         logits: torch.Tensor,
@@ -247,6 +250,7 @@ class Sampler:
             return filtered
         return filtered + context.noise(len(logits), skip, token_ids)
 
+    @stage("scoring")
     def branch_scores(
         self,
         logits: torch.Tensor,
@@ -269,6 +273,7 @@ class Sampler:
             return filtered
         return filtered + context.noise(1, length, token_ids)[0].float()
 
+    @stage("scoring")
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from a draft's logits [V] for it."""
         return int(first_argmax(self.draft_scores(logits[None], coupled, self.draft_context(drafted))[0]))
@@ -294,6 +299,7 @@ class TreeDraws:
             columns [T] of `Sampler.collected`.
     """
 
+    @stage("sampling")
     def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, apart: bool = False):
         self._tree, self.sampler, self._apart = tree, sampler, apart
         nodes, device = len(tree), logits.device
