@@ -41,7 +41,7 @@ INSTALLS = {
     "decoder": Install(
         ("decoder",),
         ("decoder/test_plain_install.py", "decoder/test_using_it.py", "decoder/test_command.py"),
-        ("click", "lightning", "datasets", *OF_EXTRAS),
+        ("lightning", "datasets", *OF_EXTRAS),
     ),
     "decoder[gguf]": Install(
         ("decoder[gguf]",), ("decoder/test_gguf*.py",), ("starlette", "uvicorn", "mauve", "triton")

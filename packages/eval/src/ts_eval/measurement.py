@@ -246,7 +246,7 @@ class Measurement:
             queries = filled(target, text, cache)
 
         def decode() -> float:
-            Target.prefill = filled  # type: ignore[method-assign]
+            Target.prefill = filled  # type: ignore[assignment, method-assign]
             try:
                 run = self._generate("ar", text, AR_TOKENS)
             finally:
