@@ -435,3 +435,18 @@ def test_a_wrong_command_is_told_all_of_them(capsys, arguments):
     assert main(arguments) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and all(command in told for command in ("fit", "validate", "test", "export", "push"))
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_a_run_without_a_precision_takes_one_that_the_processor_multiplies(
+    flags, tmp_path, capsys, monkeypatch, multiplies
+):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: multiplies)
+    unset = [flag for flag in flags if not flag.startswith("--trainer.precision")]
+    assert main(["fit", *unset, "--trainer.max_steps=1"]) == 0
+    taken = "bf16-mixed" if multiplies else "32-true"
+    assert f"trainer.precision: {taken}, chosen for this machine" in capsys.readouterr().err
+    told = json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]
+    assert told["precision"] == taken
+    assert main(["validate", *unset, "--ckpt_path=last", "--trainer.precision=64-true"]) == 0
+    assert "chosen for this machine" not in capsys.readouterr().err

@@ -94,6 +94,7 @@ def short_run(model: Path, books: Path, folder: Path) -> list[str]:
         "data.cache_dir": folder / "cache",
         "output": folder / "out",
         "trainer.accelerator": "cpu",
+        "trainer.precision": "32-true",  # the same numbers on every processor
         "trainer.max_steps": 12,
         "trainer.log_every_n_steps": 1,
         "trainer.val_check_interval": 6,

@@ -30,6 +30,7 @@ from heads_train.data import BooksDataModule
 from heads_train.divergence import TrainingDiverged
 from heads_train.export import export
 from heads_train.module import HeadsModule
+from heads_train.precision import chosen_precision
 from heads_train.push import push
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -109,6 +110,9 @@ class HeadsCLI(LightningCLI):
         every = config["log_every_n_steps"]
         if every is not None and every < 1:
             raise ValueError(f"trainer.log_every_n_steps must be at least 1, got {every}")
+        if config["precision"] is None:
+            config["precision"] = chosen_precision(config["accelerator"])
+            print(f"trainer.precision: {config['precision']}, chosen for this machine", file=sys.stderr)
         if config["logger"] in (None, True):
             config["logger"] = TensorBoardLogger(self.output, name="", version="")
         if config["default_root_dir"] is None:
