@@ -401,3 +401,67 @@ def test_the_next_turn_of_a_chat_prefills_what_is_new(dec, monkeypatch):
     monkeypatch.setattr(dec, "prefixes", None)
     for turn, text in enumerate(texts):
         assert dec.generate(messages[: 2 + 2 * turn], 20, sampling=seeded(turn)).text == text
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+
+
+def test_pages_of_other_origins_cannot_use_the_server_unless_they_are_let(server):
+    asked = {"Origin": "https://example.org"}
+    answer = server.post(dict(prompt="x", max_tokens=1), headers=asked)
+    assert answer.status_code == 200 and not any(name.startswith("access-control") for name in answer.headers)
+    answer = server.http.options("/v1/completions", headers=asked | PREFLIGHT)
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("origin", ["https://example.org", "http://[::1]:3000", "*"])
+def test_pages_that_are_let_use_the_server_from_a_browser(dec, origin):
+    asked = {"Origin": "https://anywhere.example" if origin == "*" else origin}
+    with served(dec, api_key="secret", allow_origins=("https://other.example", origin)) as server:
+        # A preflight has no key.
+        answer = server.http.options("/v1/chat/completions", headers=asked | PREFLIGHT)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == (
+            "*" if origin == "*" else origin
+        )
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert answer.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+        key = {"Authorization": "Bearer secret"}
+        for headers, body, status in (
+            (asked, {"prompt": "x"}, 401),
+            (asked | key, {"prompt": "x", "max_tokens": 0}, 400),
+            (asked | key, {"prompt": "x", "max_tokens": 1}, 200),
+            (asked | key, {"prompt": "x", "max_tokens": 1, "stream": True}, 200),
+        ):
+            answer = server.post(body, headers=headers)
+            assert answer.status_code == status and answer.headers["access-control-allow-origin"] in (origin, "*")
+            assert "access-control-allow-credentials" not in answer.headers
+        if origin != "*":
+            other = {"Origin": "https://evil.example"}
+            answer = server.post({"prompt": "x", "max_tokens": 1}, headers=other | key)
+            assert "access-control-allow-origin" not in answer.headers
+            answer = server.http.options("/v1/completions", headers=other | PREFLIGHT)
+            assert answer.status_code == 400 and "access-control-allow-origin" not in answer.headers
+        assert server.http.options("/v1/completions", headers=asked).headers["allow"] == "POST"
+
+
+def test_a_fault_in_a_body_is_told_while_other_texts_go_on(server):
+    """Over HTTP, where an answer with half of a surrogate pair would be a fault of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.post, dict(prompt="Call me", max_tokens=500, seed=1, ignore_eos=True))
+        for path, text, place in (
+            ("/v1/completions", '{"prompt": "a", "temperature": 1%s}' % ("0" * 400), "temperature"),
+            ("/v1/completions", '{"prompt": ["a", "\\udc00"]}', "prompt[1]"),
+            ("/v1/completions", '{"prompt": [1, 1e999]}', "prompt[1]"),
+            ("/v1/completions", '{"\\ud800": "a"}', "the body"),
+            ("/v1/completions", '{"prompt": "a", "stop": ["b", "\\udfff"]}', "stop[1]"),
+            ("/v1/completions", '{"prompt": "a", "model": "\\ud83d"}', "model"),
+            ("/v1/completions", '{"prompt": "a", "prompt": "b"}', "prompt"),
+            ("/v1/completions", '{"prompt": "a", "user": -Infinity}', "user"),
+            ("/v1/chat/completions", '{"messages": [{"role": "\\ud83d", "content": "a"}]}', "messages[0].role"),
+            ("/v1/chat/completions", '{"messages": [], "metadata": {"a b": NaN}}', 'metadata["a b"]'),
+            ("/v1/chat/completions", '{"messages": %s}' % ("[" * 90 + "]" * 90), "messages[0]"),
+        ):
+            answer = server.http.post(path, content=text)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["message"].startswith(place), text
+        assert other.result().status_code == 200

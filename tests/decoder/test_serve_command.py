@@ -74,6 +74,10 @@ USAGE = {
     "no batch": (lambda port, tmp: [*MODEL, "--max-batch", "0"], "--max-batch must be at least 1"),
     "no time": (lambda port, tmp: [*MODEL, "--timeout", "nan"], "--timeout must be at least 1"),
     "no bytes": (lambda port, tmp: [*MODEL, "--prefix-cache-bytes", "-1"], "--prefix-cache-bytes must be at least 0"),
+    "no origin": (lambda port, tmp: [*MODEL, "--allow-origin", "example.org"], "--allow-origin 'example.org' is no"),
+    "a path": (lambda port, tmp: [*MODEL, "--allow-origin", "https://example.org/"], "is no origin"),
+    "capitals": (lambda port, tmp: [*MODEL, "--allow-origin", "https://Example.org"], "is no origin"),
+    "two lines": (lambda port, tmp: [*MODEL, "--allow-origin", "https://a.b\nc"], "is no origin"),
     "biased": (lambda port, tmp: [*MODEL, "--verification", "independent"], "exact verification"),
 }
 
