@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import httpx2
 import openai
 import uvicorn
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decoder import Decoder
 from decoder.serve.app import make_app
@@ -18,6 +19,20 @@ from .test_using_it import byte_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me?"}]
+
+
+LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def byte_of(dec, token):
+    """The byte that a token of `byte_tokenizer` stands for, whether it is a character or a part of one."""
+    return LETTERS[dec.tokenizer.convert_ids_to_tokens(token)]
+
+
+def name_of(dec, token):
+    """What a completion calls a token."""
+    text = dec.tokenizer.decode([token])
+    return text if text != "\ufffd" else f"bytes:\\x{byte_of(dec, token):02x}"
 
 
 def speaking_decoder():

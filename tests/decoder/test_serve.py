@@ -16,7 +16,7 @@ from decoder.engine import Engine
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
 
-from .serving import CHAT, served, speaking_decoder, within
+from .serving import CHAT, name_of, served, speaking_decoder, within
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_completion_is_the_text_of_generate(server, dec, method):
         expected = dec.generate("Call me Ishmael", 60, "ar", sampling, return_logprobs=True)
         assert choice.text == expected.text and choice.finish_reason == expected.finish_reason == "length"
         assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs)
-        assert choice.logprobs.tokens == [dec.tokenizer.decode([token]) for token in expected.token_ids]
+        assert choice.logprobs.tokens == [name_of(dec, token) for token in expected.token_ids]
     assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (15, 120, 135)
 
 

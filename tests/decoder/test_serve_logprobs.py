@@ -5,7 +5,7 @@ import pytest
 from decoder import Decoder, SamplingParams
 
 from .conftest import tiny_llama
-from .serving import CHAT, served, speaking_decoder
+from .serving import CHAT, byte_of, name_of, served, speaking_decoder
 from .test_using_it import byte_tokenizer
 
 
@@ -22,8 +22,8 @@ def server(dec):
 
 def entries(dec, likely):
     """The most likely tokens of a position as a chat gives them, with values that are compared up to rounding."""
-    texts = [(dec.tokenizer.decode([token]), value) for token, value in likely]
-    return [(text, pytest.approx(value), None if "\ufffd" in text else list(text.encode())) for text, value in texts]
+    letters = [(token, dec.tokenizer.decode([token]), value) for token, value in likely]
+    return [(text, pytest.approx(value), [byte_of(dec, token)]) for token, text, value in letters]
 
 
 @pytest.mark.parametrize("method", [None, "ar", "tokenswift"])
@@ -60,9 +60,9 @@ def test_the_most_likely_tokens_of_a_completion_are_those_of_generate(server, de
         return
     expected = []
     for token, logprob, likely in zip(out.token_ids, out.logprobs, out.top_logprobs, strict=True):
-        # Bytes that are parts of characters have the same text. The most likely one counts, or the one that was drawn.
-        of_text = {dec.tokenizer.decode([one]): value for one, value in reversed(likely)}
-        expected.append(pytest.approx(of_text | {dec.tokenizer.decode([token]): logprob}))
+        of_name = {name_of(dec, one): value for one, value in [*likely, (token, logprob)]}
+        assert len(of_name) == len({one for one, _ in likely} | {token})
+        expected.append(pytest.approx(of_name))
     assert whole.top_logprobs == expected and streamed == expected
     assert any(len(likely) == number + 1 for likely in whole.top_logprobs)
     for token, logprob, likely in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):

@@ -69,7 +69,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         *begun(arguments.context, arguments.limit),
         arguments.limit,
         arguments.stop_ids,
-        None if dec.tokenizer is None else TextStream(dec.tokenizer, arguments.stop_strings),
+        None if dec.tokenizer is None else TextStream(dec.tokenizer, arguments.stop_strings, arguments.context),
         exact if exactly else Independent(sampling.seed, target.device),
         # Reading from a GPU takes long, so all is read at once; but a hook needs each logits vector on the host.
         draws_whole_trees=exactly and hook is None and target.draws_whole_trees,

@@ -37,7 +37,8 @@ class GenerationOutput:
 
     Attributes:
         token_ids: the new tokens, a stop token included.
-        text: their text, without special tokens and without a stop string; "" when there is no tokenizer.
+        text: what they add to the prompt's text, without special tokens and without a stop string; "" when there is no
+            tokenizer.
         finish_reason: "length" or "stop".
         stats: counts and times.
         request: the arguments that the text follows from; `decoder.audit` needs them.

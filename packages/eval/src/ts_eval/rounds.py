@@ -208,7 +208,8 @@ class Rounds:
 
     def _record(self, turn: Turn, pair: Pair, kept: Progress, peak_memory: int | None) -> dict:
         text = turn.spec.text
-        written, pieces = TextStream(self.setup.decoders[text].tokenizer), []
+        prompt_ids = self.setup.prompts[pair[0]].token_ids
+        written, pieces = TextStream(self.setup.decoders[text].tokenizer, prompt_ids=prompt_ids), []
         for place, token in enumerate(kept.token_ids):
             written.push(token)
             pieces.append(written.take(final=place == len(kept.token_ids) - 1))

@@ -75,7 +75,7 @@ def _run(
     stop: Sequence[str],
     finish_reason: str | None,
 ) -> Generator[Chunk, None, None]:
-    text, token_ids = TextStream(decoder.tokenizer, stop), list(token_ids)
+    text, token_ids = TextStream(decoder.tokenizer, stop, request.prompt_ids), list(token_ids)
     for token in token_ids:
         text.push(token)
 

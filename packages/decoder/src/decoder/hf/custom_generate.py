@@ -1,6 +1,7 @@
 """The decoding loop that `model.generate(..., custom_generate=...)` calls in place of transformers' own."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.streamers import BaseStreamer, TextStreamer
 
 from decoder.decoder import Decoder
 from decoder.heads import HeadsLike, check_heads
@@ -21,6 +22,7 @@ from decoder.hf.inputs import refuse_unsupported, unpadded
 from decoder.hf.processors import as_hook, sampling_fields
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
+from decoder.text.stream import REPLACEMENT, end_of_text
 
 _NATIVE_STOPS = (MaxLengthCriteria, EosTokenCriteria)
 
@@ -39,7 +41,8 @@ def custom_generate(
     Args:
         heads, method, options: as for `Decoder` and `Decoder.generate`.
         streamer: gets the prompt and then each new token; `end` is called however the generation ends. It is given
-            here since transformers does not hand its own argument of that name to a callable.
+            here since transformers does not hand its own argument of that name to a callable. One of transformers' that
+            skips the prompt shows what the tokens add to the prompt's text, which may begin with a space.
         tokenizer: needed for ``model.generate(..., stop_strings=...)``, for the same reason.
 
     Raises:
@@ -109,6 +112,15 @@ class CustomGenerate:
                 self.streamer.end()
 
 
+def _continue_behind(prompt: list[int], streamer: BaseStreamer) -> None:
+    """Let a streamer that skips the prompt decode new tokens behind its end, lest the first word lose its space."""
+    if isinstance(streamer, TextStreamer) and streamer.skip_prompt:
+        decode = partial(streamer.tokenizer.decode, **streamer.decode_kwargs)
+        streamer.token_cache = end_of_text(prompt, decode)
+        # What the prompt shows of an unfinished character is shown as the character that it becomes.
+        streamer.print_len = len(decode(streamer.token_cache).rstrip(REPLACEMENT))
+
+
 class _Run:
     """One call of `generate`."""
 
@@ -161,6 +173,7 @@ class _Run:
         device, streamer = self.input_ids.device, self.hook.streamer
         if streamer is not None:
             streamer.put(self.input_ids.cpu())
+            _continue_behind(prompt, streamer)
         chunks = self.dec.stream(
             prompt,
             self.limit,

@@ -157,7 +157,7 @@ class Routes:
         with ExitStack() as ending:
             ending.callback(lambda: metrics.seconds.observe(clock() - began))
             ending.callback(running.close)
-            answer = Answer(asked, self.service.settings.model, self.service.tokenizer, prompt_tokens)
+            answer = Answer(asked, self.service.settings.model, self.service.tokenizer, prompt_tokens, running.contexts)
             # What goes wrong before the first piece still has a status of its own.
             first = await _unless_gone(request, running.piece())
             metrics.first.observe(clock() - began)

@@ -4,13 +4,14 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from decoder.serve.requests import Asked
 from decoder.serve.worker import Piece
+from decoder.text.stream import REPLACEMENT
+from decoder.text.tokens import TextOffsets, TokenTexts
 
 
 class Answer:
@@ -21,12 +22,19 @@ class Answer:
         model: the name of the model.
         tokenizer: for the texts of single tokens, next to log-probabilities.
         prompt_tokens: of all prompts together.
+        contexts: the prompt's token ids of each choice, behind which its text begins; None where each shows some text.
     """
 
-    def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int):
+    def __init__(
+        self,
+        asked: Asked,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_tokens: int,
+        contexts: Sequence[Sequence[int]] | None = None,
+    ):
         self.asked, self.prompt_tokens = asked, prompt_tokens
-        # The most likely tokens are often the same ones, and each is decoded once.
-        self._text_of = cache(lambda token: tokenizer.decode([token]))
+        self._texts = TokenTexts(tokenizer)
         self._kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
@@ -34,7 +42,8 @@ class Answer:
             "model": model,
         }
         self._begun: set[int] = set()
-        self._offsets = [0] * asked.choices
+        before: Sequence[Sequence[int] | None] = contexts or [None] * asked.choices
+        self._offsets = [TextOffsets(self._texts, ids) for ids in before]
         self._generated = 0
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
@@ -102,18 +111,21 @@ class Answer:
                 for token, value, top in entries
             ]
             return {"content": content, "refusal": None}
-        tokens, offsets = [self._text_of(token) for token in ids], []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+        tokens, offsets = [self._key(token) for token in ids], [self._offsets[index].next(token) for token in ids]
         by_text = [self._by_text(*entry) for entry in entries] if self.asked.top_logprobs else None
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": by_text, "text_offset": offsets}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """A token of a chat with its log-probability."""
-        text = self._text_of(token)
         # A token can be a part of a character, which has no text of its own.
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token))}
+
+    def _key(self, token: int) -> str:
+        """A token of a completion, whose bytes, as there is no field for them, stand for the text that it lacks."""
+        text = self._texts.text(token)
+        if REPLACEMENT not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._texts.bytes_of(token))
 
     def _by_text(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """The log-probabilities of the most likely tokens of a completion, and of the one that was drawn, by text.
@@ -122,8 +134,8 @@ class Answer:
         """
         found: dict[str, float] = {}
         for other, value in top:
-            found.setdefault(self._text_of(other), value)
-        return {**found, self._text_of(token): logprob}
+            found.setdefault(self._key(other), value)
+        return {**found, self._key(token): logprob}
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -52,11 +52,15 @@ class Running:
     Args:
         arguments: of each choice.
         timeout: seconds from now that the request may take.
+
+    Attributes:
+        contexts: the prompt's token ids of each choice.
     """
 
     def __init__(self, worker: Worker, arguments: list[Arguments], timeout: float):
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
+        self.contexts = [one.context for one in arguments]
         self._worker, self._pieces, self._open, self._timeout = worker, pieces, len(arguments), timeout
         self._deadline = loop.time() + timeout
 

@@ -1,16 +1,23 @@
 """Incremental detokenization: from tokens to text, piece by piece, without half characters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from os.path import commonprefix
 
 from transformers import PreTrainedTokenizerBase
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # tokens of a character, if each is one byte of UTF-8
 _MOST_OPEN = 16  # tokens that may wait for the end of a character before they count as invalid bytes
+_PROMPT_END = 8  # tokens of a prompt's end, at least, that new tokens are decoded behind
 
 
 class TextStream:
     """Turns tokens into text as they come, and looks for stop strings.
+
+    The text of the tokens is what prompt and tokens together decode to beyond what the prompt does. By themselves they
+    may decode to something else: tokenizers like SentencePiece leave out the space in front of the first word, and a
+    prompt can end within a character, which then belongs to the new text as a whole.
 
     Text is settled, which means that no later token can change it, once it decodes without an unfinished character. A
     short tail of settled tokens is decoded again with each new token, because a token's text can depend on the one
@@ -19,21 +26,24 @@ class TextStream:
     Args:
         tokenizer: decodes the tokens.
         stop: strings that end the text; they and what follows them are left out.
+        prompt_ids: the tokens in front, of which only the end is decoded.
 
     Attributes:
         stopped: whether a stop string has been found.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
-        self._ids: list[int] = []
         self._tail = 0  # index of the first token of the settled tail
-        self._settled = 0  # how many tokens are settled
         self._given: list[str] = []  # what `take` has returned
         self._open = ""  # settled text that `take` has not returned
         self._single: dict[int, str] = {}
-        self._skipped = _special_ids(tokenizer)
+        self._skipped = special_ids(tokenizer)
+        self._of_prompt = ""  # what the prompt shows of a character that it leaves unfinished
+        self._ids = end_of_text(prompt_ids, self._decode, self._skipped)
+        self._settled = self._settled_of_prompt()  # how many tokens are settled
+        self._of_prompt = self._beyond_tail(self._decode(self._ids), len(self._ids))
 
     @property
     def text(self) -> str:
@@ -42,6 +52,12 @@ class TextStream:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _settled_of_prompt(self) -> int:
+        """How many of the prompt's tokens no later token can change the text of."""
+        fewest = max(0, len(self._ids) - _LONGEST_CHARACTER + 1)
+        ends = range(len(self._ids), fewest, -1)
+        return next((end for end in ends if not self._decode(self._ids[:end]).endswith(REPLACEMENT)), fewest)
 
     def _tail_text(self) -> str:
         """The text of the settled tail by itself; usually the tail is one token, whose text is cached."""
@@ -59,19 +75,28 @@ class TextStream:
             return
         self._ids.append(token)
         text = self._decode(self._ids[self._tail :])
-        if not text.endswith(_REPLACEMENT):
+        if not text.endswith(REPLACEMENT):
             self._settle(text, len(self._ids))
         elif len(self._ids) - self._settled > _MOST_OPEN:
             # No character has so many bytes, so all but the last few are invalid whatever comes.
             ends = range(len(self._ids) - _LONGEST_CHARACTER, self._settled, -1)
             texts = {end: self._decode(self._ids[self._tail : end]) for end in ends}
-            end = next((end for end, text in texts.items() if not text.endswith(_REPLACEMENT)), ends[0])
+            end = next((end for end, text in texts.items() if not text.endswith(REPLACEMENT)), ends[0])
             self._settle(texts[end], end)
 
     def _settle(self, text: str, end: int) -> None:
         """Settle the tokens up to index ``end``; ``text`` is what the tail and they decode to."""
-        self._extend(text[len(self._tail_text()) :])
-        self._tail, self._settled = self._settled, end
+        self._extend(self._beyond_tail(text, end))
+        self._tail, self._settled, self._of_prompt = self._settled, end, ""
+
+    def _beyond_tail(self, text: str, end: int) -> str:
+        """What ``text``, of the settled tail and the tokens up to index ``end``, has beyond the tail and the prompt."""
+        tail = self._tail_text()
+        if not text.startswith(tail):
+            # Tokens that stand for bytes are all shown as invalid where those behind them are: whole characters stay.
+            text, tail = self._decode(self._ids[self._settled : end]), ""
+        new = text[len(tail) :]
+        return new[len(commonprefix((new, self._of_prompt))) :]  # noqa: RUF071 (characters are meant)
 
     def _extend(self, new: str) -> None:
         # `take` never returns the beginning of a stop string, so only text that it has not returned is searched.
@@ -85,7 +110,7 @@ class TextStream:
     def take(self, final: bool = False) -> str:
         """The text since the last call; unless ``final``, an end that may become a stop string is held back."""
         if final and not self.stopped:
-            self._extend(self._decode(self._ids[self._tail :])[len(self._tail_text()) :])
+            self._extend(self._beyond_tail(self._decode(self._ids[self._tail :]), len(self._ids)))
         end = len(self._open) if final or self.stopped else len(self._open) - self._pending()
         piece, self._open = self._open[:end], self._open[end:]
         self._given.append(piece)
@@ -97,7 +122,20 @@ class TextStream:
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._open[-n:]) for s in self.stop)), 0)
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_of_text(ids: Sequence[int], decode: Callable[[list[int]], str], skipped: Collection[int] = ()) -> list[int]:
+    """The last tokens of a text, without those that are ``skipped``, behind which others decode as in the whole text.
+
+    There are enough of them to show a character that is neither unfinished nor a space, which might be left out.
+    """
+    count = _PROMPT_END
+    while True:
+        end = list(islice((token for token in reversed(ids) if token not in skipped), count))[::-1]
+        if len(end) < count or decode(end).replace(REPLACEMENT, "").strip():
+            return end
+        count *= 2
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The special tokens, which decoding with ``skip_special_tokens`` leaves out."""
     marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return marked | set(tokenizer.all_special_ids)
