@@ -22,6 +22,7 @@ from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
 from decoder.model.gguf.architectures import read_config as gguf_config
 from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
+from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
@@ -137,6 +138,7 @@ def _from_gguf(source: str | os.PathLike, **kwargs: Any) -> tuple[PreTrainedMode
     dtype = kwargs.pop("dtype", "auto")
     # The file has blocks, which are unpacked, and so no dtype that "auto" could take.
     dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    check_shapes(file, empty_model(config, source))
     weights = gguf_weights(file, config, dtype)
     with _readable("model", source):
         of_config = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import AutoConfig, PreTrainedConfig
 
-from decoder.model.gguf.file import ELSE, FETCH, GgufFile
+from decoder.model.gguf.file import ELSE, FETCH, GgufFile, named
 from decoder.model.gguf.tokenizer import end_tokens, token_count, token_of_role
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
@@ -21,7 +21,6 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-_MOST_LAYERS = 1 << 12
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -111,7 +110,7 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
     values[architecture.norm[1]] = _get(file, architecture.norm[0], float)
     heads = values["num_attention_heads"]
-    head_size = _get(file, "attention.key_length", int)
+    head_size = _size(file, "attention.key_length")
     if head_size is None and values["hidden_size"] and heads:
         head_size = values["hidden_size"] // heads
     values |= {"head_dim": head_size, "vocab_size": _vocabulary_size(file)}
@@ -149,7 +148,7 @@ def sources(file: GgufFile, config: PreTrainedConfig) -> dict[str, Source]:
         if known is None or leaf not in ("weight", "bias"):
             if name in _OF_ROTARY or (layer and layer[2] == "attn_rot_embd"):
                 continue
-            raise ValueError(f"{file.path} has a tensor {name!r}, unknown in {file.architecture} models: {ELSE}")
+            raise ValueError(f"{file.path} has a tensor {named(name)}, unknown in {file.architecture} models: {ELSE}")
         # Stacks of experts are parameters themselves, not weights of modules.
         ours = known if ".experts." in known else f"{known}.{leaf}"
         ours = f"{architecture.layers}.{layer[1]}.{ours}" if layer else ours
@@ -169,9 +168,14 @@ def sources(file: GgufFile, config: PreTrainedConfig) -> dict[str, Source]:
 
 
 def _get(file: GgufFile, key: str, kind: Any, default: Any = None) -> Any:
-    value = file.get(f"{file.architecture}.{key}", kind, default)
+    full = f"{file.architecture}.{key}"
+    value = file.get(full, kind, default)
+    if not isinstance(value, float):
+        return value
+    if not 0 <= value < np.finfo(np.float32).max:
+        raise ValueError(f"{file.path} says that its {full} is {value}: {ELSE}")
     # The file stores float32: 1e-05 is read as 9.999999747378752e-06.
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return float(str(np.float32(value)))
 
 
 def _size(file: GgufFile, key: str) -> int | None:
@@ -179,7 +183,9 @@ def _size(file: GgufFile, key: str) -> int | None:
     if isinstance(file.metadata.get(full), np.ndarray):
         raise ValueError(f"{file.path} has a {full} of its own for each layer, which is not read: {ELSE}")
     size = file.get(full, int)
-    if size is not None and not 1 <= size < 2**31:
+    # Far beyond any model, and small enough for products of four to be numbers of 64 bits.
+    most = {"context_length": 2**31, "expert_count": 2**12, "expert_used_count": 2**12}.get(key, 2**18)
+    if size is not None and not 1 <= size <= most:
         raise ValueError(f"{file.path} says that its {full} is {size}: {ELSE}")
     return size
 
@@ -187,29 +193,30 @@ def _size(file: GgufFile, key: str) -> int | None:
 def _vocabulary_size(file: GgufFile) -> int | None:
     tokens = token_count(file)
     embeddings = file.tensors.get("token_embd.weight")
-    rows = _get(file, "vocab_size", int) or tokens if embeddings is None else embeddings.shape[0]
+    rows = _size(file, "vocab_size") or tokens if embeddings is None else embeddings.shape[0]
     if tokens > rows:
         raise ValueError(f"{file.path} has {tokens} tokens and embeddings of {rows}: {FETCH}, or {ELSE}")
     return rows or None
 
 
 def _check_layers(file: GgufFile, layers: int) -> None:
-    numbers = {int(found[1]) for found in map(_LAYER.fullmatch, file.tensors) if found}
-    if layers > _MOST_LAYERS or (numbers and max(numbers) + 1 != layers):
-        raise ValueError(
-            f"{file.path} says {layers} layers and has weights of {max(numbers, default=-1) + 1} "
-            f"({file.architecture}.block_count): {FETCH}"
-        )
+    found = len({layer[1] for layer in map(_LAYER.fullmatch, file.tensors) if layer})
+    if found != layers:
+        key = f"{file.architecture}.block_count"
+        raise ValueError(f"{file.path} says {layers} layers and has weights of {found} ({key}): {FETCH}")
 
 
 _OF_ROTARY = ("rope_freqs.weight",)
 
 
 def _rotary(file: GgufFile, head_size: int | None) -> dict[str, Any]:
-    base = _get(file, "rope.freq_base", float, 10000.0)
+    base = _get(file, "rope.freq_base", float, 10000.0) or 10000.0
     turned = _get(file, "rope.dimension_count", int)
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    if turned and head_size and turned != head_size:
+    if turned is not None and not (head_size and 2 <= turned <= head_size and turned % 2 == 0):
+        key = f"{file.architecture}.rope.dimension_count"
+        raise ValueError(f"{file.path} turns {turned} of {head_size} numbers of each head ({key}): {ELSE}")
+    if turned and turned != head_size:
         rotary["partial_rotary_factor"] = turned / head_size
     scaling = _get(file, "rope.scaling.type", str, "none")
     factor = _get(file, "rope.scaling.factor", float, 1.0) * _get(file, "rope.scale_linear", float, 1.0)
@@ -290,12 +297,11 @@ def _gemma3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     """Its layers have windows, but for each sixth, and rotary embeddings of their own."""
     base = _get(file, "rope.freq_base", float, 10000.0)
     local = _get(file, "rope.freq_base_swa", float, 10000.0)
-    layers, period = _size(file, "block_count") or 1, _get(file, "attention.sliding_window_pattern", int, 6)
+    layers, period = _size(file, "block_count") or 1, _size(file, "attention.sliding_window_pattern") or 6
     kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
     heads, size = _size(file, "attention.head_count"), _size(file, "embedding_length")
     # As in llama.cpp, the largest model is the one that scales its scores by another size than that of its heads.
-    scale = {"query_pre_attn_scalar": size // heads} if layers == 62 and size and heads else {}
-    scale = scale or {"query_pre_attn_scalar": _get(file, "attention.key_length", int)}
+    scale = size // heads if layers == 62 and size and heads else _size(file, "attention.key_length")
     return {
         "sliding_window": _get(file, "attention.sliding_window", int),
         "layer_types": kinds,
@@ -303,7 +309,7 @@ def _gemma3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
             "full_attention": {"rope_type": "default", "rope_theta": base},
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
-        **scale,
+        "query_pre_attn_scalar": scale,
     }
 
 

@@ -6,6 +6,7 @@ texts, and a tensor is a view of its bytes in the file.
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _MOST_TEXTS = 1 << 22
 _MOST_KEYS = 1 << 16
 _MOST_AXES = 4
 _LONGEST_NAME = 1 << 16
+_ARCHITECTURE = re.compile(r"[a-zA-Z0-9._-]{1,64}")
 Wanted = TypeVar("Wanted")
 
 
@@ -52,22 +54,32 @@ class GgufTensor(NamedTuple):
 
 
 class Texts:
-    """An array of texts in the header: its bytes, and where each text lies in them."""
+    """An array of texts in the header: its bytes, and where each lies in them. One that is not UTF-8 is a ValueError.
 
-    def __init__(self, buffer: mmap.mmap, starts: np.ndarray, ends: np.ndarray):
-        self._buffer, self._starts, self._ends = buffer, starts, ends
+    Args:
+        buffer: the file.
+        starts: where each text begins, and behind them where one more would; before each are eight bytes of its length.
+        where: what these texts are, for the message.
+    """
+
+    def __init__(self, buffer: mmap.mmap, starts: np.ndarray, where: str):
+        self._buffer, self._starts, self._where = buffer, starts, where
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> str:
-        return self._buffer[self._starts[index] : self._ends[index]].decode()
+        return self._text(int(self._starts[index]), int(self._starts[index + 1]))
 
     def __iter__(self) -> Iterator[str]:
-        """Raises UnicodeDecodeError at a text that is not UTF-8."""
-        buffer = self._buffer
-        for start, end in zip(self._starts.tolist(), self._ends.tolist(), strict=True):
-            yield buffer[start:end].decode()
+        starts = self._starts.tolist()
+        return map(self._text, starts[:-1], starts[1:])
+
+    def _text(self, start: int, following: int) -> str:
+        try:
+            return self._buffer[start : following - 8].decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self._where} that are no text, so it is damaged: {FETCH}") from error
 
 
 @dataclass(frozen=True)
@@ -121,9 +133,9 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         """llama.cpp's name for the model's architecture. Raises ValueError if the file has none."""
-        name = self.get("general.architecture", str)
-        if not name:
-            raise ValueError(f"{self.path} names no architecture: {ELSE}")
+        name = self.get("general.architecture", str) or ""
+        if not _ARCHITECTURE.fullmatch(name):
+            raise ValueError(f"{self.path} names no architecture (general.architecture): {ELSE}")
         return name
 
 
@@ -141,9 +153,9 @@ def _opened(path: Path, state: tuple[int, ...]) -> GgufFile:
     return GgufFile.read(path)
 
 
-def _named(content: bytes) -> str:
-    """A name of the file for a message, in which what is no plain text is escaped, and which is never long."""
-    text = content.decode("utf-8", "backslashreplace")
+def named(text: str | bytes) -> str:
+    """A text of the file for a message: what is not printed is escaped, and it is never long."""
+    text = text if isinstance(text, str) else text.decode("utf-8", "backslashreplace")
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
 
 
@@ -161,14 +173,14 @@ class _Parser:
         for number in range(self._count(key_count, "keys", _MOST_KEYS)):
             key = self._name(f"the name of key {number + 1} of {key_count}")
             if key in metadata:
-                raise self._damaged(f"has the key {_named(key.encode())} twice")
-            self.where = f"the key {_named(key.encode())}"
+                raise self._damaged(f"has the key {named(key)} twice")
+            self.where = f"the key {named(key)}"
             metadata[key] = self._value(self._number(_U32))
         tensors: dict[str, tuple[Format, tuple[int, ...], int]] = {}
         for number in range(self._count(tensor_count, "tensors", _MOST_KEYS)):
             name = self._name(f"the name of tensor {number + 1} of {tensor_count}")
             if name in tensors:
-                raise self._damaged(f"has the tensor {_named(name.encode())} twice")
+                raise self._damaged(f"has the tensor {named(name)} twice")
             tensors[name] = self._tensor(name)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -219,7 +231,7 @@ class _Parser:
         try:
             return content.decode()
         except UnicodeDecodeError as error:
-            raise self._damaged(f"has {_named(content)} for {where}, which is no text") from error
+            raise self._damaged(f"has {named(content)} for {where}, which is no text") from error
 
     def _value(self, kind: int) -> Any:
         if kind == _ARRAY:
@@ -254,23 +266,22 @@ class _Parser:
         if count * 8 > self.size - self.at:
             raise self._cut_short()
         self._count(count, f"texts at {self.where}", _MOST_TEXTS)
-        starts = np.empty(count, np.int64)
-        lengths = np.empty(count, np.int64)
+        starts = np.empty(count + 1, np.int64)
         buffer, unpack, at, last = self.buffer, _U64.unpack_from, self.at, self.size - 8
         for i in range(count):
             if at > last:
                 raise self._cut_short()
-            (length,) = unpack(buffer, at)
             at += 8
+            starts[i] = at
+            (length,) = unpack(buffer, at - 8)
             if length > self.size - at:
                 raise self._cut_short()
-            starts[i], lengths[i] = at, length
             at += length
-        self.at = at
-        return Texts(buffer, starts, starts + lengths)
+        self.at, starts[count] = at, at + 8
+        return Texts(buffer, starts, f"{self.path} has texts at {self.where}")
 
     def _tensor(self, name: str) -> tuple[Format, tuple[int, ...], int]:
-        what = f"the tensor {_named(name.encode())}"
+        what = f"the tensor {named(name)}"
         self.where = what
         axes = self._number(_U32)
         if not 1 <= axes <= _MOST_AXES:
@@ -294,13 +305,11 @@ class _Parser:
         placed = {}
         for name, (stored, shape, offset) in sorted(tensors.items(), key=lambda item: item[1][2]):
             if offset != expected:
-                raise ValueError(
-                    f"{self.path} is damaged, its tensor {_named(name.encode())} is not where it should be: {FETCH}"
-                )
+                raise ValueError(f"{self.path} is damaged, its tensor {named(name)} is not where it should be: {FETCH}")
             rows, row_bytes = prod(shape[:-1]), shape[-1] // stored.elements * stored.bytes
             end = offset + rows * row_bytes
             if start + end > self.size:
-                self.where = f"the tensor {_named(name.encode())}"
+                self.where = f"the tensor {named(name)}"
                 raise self._cut_short()
             blocks = np.frombuffer(self.buffer, np.uint8, rows * row_bytes, start + offset).reshape(rows, row_bytes)
             placed[name] = GgufTensor(stored, shape, blocks, offset)

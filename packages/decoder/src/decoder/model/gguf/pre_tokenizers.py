@@ -19,12 +19,14 @@ class Splitting:
         gpt2: whether the rest is split as GPT-2 does.
         whole_words: whether a word that is a token is that token, whatever the merges make of it.
         begins: whether texts begin with the beginning-of-sequence token where the file does not say.
+        composed: whether letters and their accents become one character first (NFC), which llama.cpp leaves out.
     """
 
     patterns: tuple[str, ...] = ()
     gpt2: bool = False
     whole_words: bool = False
     begins: bool = False
+    composed: bool = False
 
     def pre_tokenizer(self) -> PreTokenizer:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
@@ -68,11 +70,9 @@ _KINDS = (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
     ),
     (Splitting((_LLAMA3,)), "dbrx smaug-bpe glm4 chatglm-bpe"),
-    (
-        Splitting((_QWEN2,)),
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    ),
-    (Splitting((_QWEN35,)), "qwen35"),
+    (Splitting((_QWEN2,), composed=True), "qwen2 f2llmv2"),
+    (Splitting((_QWEN2,)), "deepseek-r1-qwen kormo megrez stablelm2 hunyuan solar-open grok-2"),
+    (Splitting((_QWEN35,), composed=True), "qwen35"),
     (Splitting((_TEKKEN,), whole_words=True, begins=True), "tekken"),
     (Splitting((_GPT_4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
     (

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from decoder.model.gguf.file import ELSE, FETCH, GgufFile, Texts
+from decoder.model.gguf.file import ELSE, GgufFile, Texts, named
 from decoder.model.gguf.pre_tokenizers import SPLITTINGS, Splitting
 
 PREFIX = "tokenizer.ggml."
@@ -143,13 +143,15 @@ def _refuse_unknown(file: GgufFile) -> None:
             raise ValueError(f"{file.path} asks for {meaning} ({PREFIX}{name}), which is not done here: {ELSE}")
     for key in file.metadata:
         if key.startswith(PREFIX) and key not in _READ and not _OTHER_ROLE.fullmatch(key):
-            raise ValueError(f"{file.path} has the key {key!r}, which is unknown here and may change tokens: {ELSE}")
+            raise ValueError(
+                f"{file.path} has the key {named(key)}, which is unknown here and may change tokens: {ELSE}"
+            )
 
 
 def _kind(file: GgufFile) -> str:
     kind = file.get(f"{PREFIX}model", str)
     if kind not in ("gpt2", "llama"):
-        found = f"has a tokenizer of the kind {kind!r}" if kind else f"has no {PREFIX}model"
+        found = f"has a tokenizer of the kind {named(kind)}" if kind else f"has no {PREFIX}model"
         raise ValueError(f"{file.path} {found}, and 'gpt2' and 'llama' are read: {ELSE}")
     return kind
 
@@ -158,18 +160,11 @@ def _tokens(file: GgufFile) -> list[str]:
     texts = file.get(f"{PREFIX}tokens", Texts)
     if not texts:
         raise ValueError(f"{file.path} has no {PREFIX}tokens: {ELSE}")
-    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_decoded(file, "tokens", texts))]
+    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
     if len(set(tokens)) < len(tokens):
         twice = next(token for token, times in Counter(tokens).items() if times > 1)
-        raise ValueError(f"{file.path} has the token {twice!r} twice in {PREFIX}tokens: {ELSE}")
+        raise ValueError(f"{file.path} has the token {named(twice)} twice in {PREFIX}tokens: {ELSE}")
     return tokens
-
-
-def _decoded(file: GgufFile, name: str, texts: Texts) -> list[str]:
-    try:
-        return list(texts)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file.path} has {PREFIX}{name} that are no text, so it is damaged: {FETCH}") from error
 
 
 def _numbers(file: GgufFile, name: str, count: int) -> np.ndarray | None:
@@ -182,7 +177,7 @@ def _numbers(file: GgufFile, name: str, count: int) -> np.ndarray | None:
 def _splitting(file: GgufFile) -> Splitting:
     name = file.get(f"{PREFIX}pre", str)
     if name not in SPLITTINGS:
-        found = "names no pre-tokenizer" if name is None else f"names the pre-tokenizer {name!r}"
+        found = "names no pre-tokenizer" if name is None else f"names the pre-tokenizer {named(name)}"
         raise ValueError(f"{file.path} {found} ({PREFIX}pre), which is unknown here: {ELSE}")
     if file.get(f"{PREFIX}add_space_prefix", bool, False):
         raise ValueError(
@@ -198,14 +193,18 @@ def _byte_level(file: GgufFile, tokens: list[str], splitting: Splitting) -> Toke
         raise ValueError(f"{file.path} has no {PREFIX}merges, which its byte-level tokenizer needs: {ELSE}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = []
-    for text in _decoded(file, "merges", texts):
+    for text in texts:
         # As in llama.cpp, a space at the beginning belongs to the first part.
         cut = text.find(" ", 1)
         pair = text[:cut], text[cut + 1 :]
         if cut < 0 or pair[0] not in vocabulary or pair[1] not in vocabulary or "".join(pair) not in vocabulary:
-            raise ValueError(f"{file.path} merges {text!r} ({PREFIX}merges), which is not in its vocabulary: {ELSE}")
+            raise ValueError(
+                f"{file.path} merges {named(text)} ({PREFIX}merges), which is not in its vocabulary: {ELSE}"
+            )
         merges.append(pair)
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
+    if splitting.composed:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splitting.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -251,10 +250,12 @@ def _merges(
 def _add_tokens(backend: Tokenizer, file: GgufFile, tokens: list[str], types: np.ndarray) -> None:
     """Have the tokens found whole in a text that stand for no text (special ones) or that users have defined."""
     known = set(tokens)
-    added = [] if (more := file.get(f"{PREFIX}added_tokens", Texts)) is None else _decoded(file, "added_tokens", more)
+    added = list(file.get(f"{PREFIX}added_tokens", Texts) or ())
     for text in added:
         if text not in known:
-            raise ValueError(f"{file.path} adds the token {text!r} ({PREFIX}added_tokens), which has no id: {ELSE}")
+            raise ValueError(
+                f"{file.path} adds the token {named(text)} ({PREFIX}added_tokens), which has no id: {ELSE}"
+            )
     # Phi-3's own take the spaces behind them along, which no key says.
     sentencepiece_of_phi3 = file.architecture == "phi3" and file.metadata[f"{PREFIX}model"] == "llama"
     special = []
@@ -296,10 +297,10 @@ def _chat_templates(file: GgufFile) -> str | dict[str, str] | None:
     names = file.get("tokenizer.chat_templates", Texts)
     if names is None:
         return template
-    named = {} if template is None else {"default": template}
+    templates = {} if template is None else {"default": template}
     for name in names:
         text = file.get(f"tokenizer.chat_template.{name}", str)
         if text is None:
-            raise ValueError(f"{file.path} lists a chat template {name!r} and has no tokenizer.chat_template.{name}")
-        named[name] = text
-    return named
+            raise ValueError(f"{file.path} lists a chat template {named(name)} (tokenizer.chat_templates) and has none")
+        templates[name] = text
+    return templates

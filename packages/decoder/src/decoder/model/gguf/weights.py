@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoder.model.gguf.architectures import Source, sources
 from decoder.model.gguf.file import ELSE, FETCH, GgufFile
@@ -20,6 +20,33 @@ def state_dict(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> 
         if name.endswith("shared_expert_gate.weight"):
             made[name] = weight.view(1, -1)
     return made
+
+
+def check_shapes(file: GgufFile, model: PreTrainedModel) -> None:
+    """Refuse a file whose tensors are not those of its configuration, before any is unpacked.
+
+    Args:
+        model: the model of the configuration, which may be on the meta device.
+
+    Raises:
+        ValueError: it has too few, or of other sizes; both are named.
+    """
+    made = sources(file, model.config)
+    tied = set(model.all_tied_weights_keys)
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if name not in made:
+            if name in tied:
+                continue
+            raise ValueError(f"{file.path} lacks a tensor that its configuration asks for: {name}")
+        source = made[name]
+        shapes = [file.tensors[each].shape for each in source.tensors]
+        joined = (*shapes[0][:-2], sum(shape[-2] for shape in shapes), shapes[0][-1]) if len(shapes) > 1 else shapes[0]
+        expected = tuple(weight.T.shape if source.transposed else weight.shape)
+        if joined != expected and (1, *joined) != expected:
+            sizes, others = "x".join(map(str, joined)), "x".join(map(str, expected))
+            raise ValueError(
+                f"{file.path} has a tensor {source.tensors[0]} of {sizes} numbers, and its configuration says {others}"
+            )
 
 
 def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tensor:
