@@ -236,6 +236,11 @@ def test_a_wrong_base_is_one_sentence(files, reason, tmp_path, monkeypatch, caps
         (["--data.max_chunks=0"], "data.max_chunks must be at least 1, got 0"),
         (["--trainer.log_every_n_steps=0"], "trainer.log_every_n_steps must be at least 1, got 0"),
         (["--trainer.callbacks=probes.Hungry"], "memory ran out; lower --data.batch_size or --model.loss_chunk_tokens"),
+        ([f"--model.learning_rate=1{'0' * 400}"], "learning_rate"),
+        ([f"--data.batch_size=1{'0' * 400}"], "batch_size"),
+        (["--model.learning_rate=.inf"], "model.learning_rate must be at least 0 and finite, got inf"),
+        (["--model.beta2=1.0"], "model.beta2 must be at least 0 and below 1, got 1.0"),
+        (["--model.weight_decay", "-1" + "0" * 5000], "--model.weight_decay must be a number that a float holds"),
         (["--trainer.strategy=fsdp", "--trainer.devices=auto"], "give --trainer.devices"),
     ],
 )

@@ -243,6 +243,28 @@ def test_ranks_share_an_epoch_without_overlap():
         ("train.parquet", "no parquet", "is not a parquet file"),
         ("train.jsonl", "[1]\n", "line 1 of .* is no JSON object"),
         ("train.jsonl", '{"text": null}\n', "column 'text' of .* holds NoneType, no text; give --data.text_column"),
+        (
+            "train.jsonl",
+            '{"text": "a"}\n\n{"text": null}\n',
+            "'text' of line 3 of .*train.jsonl holds NoneType, no text",
+        ),
+        (
+            "train.jsonl",
+            '{"text": "a"}\n{"text": 7}\n{"text": "b"}',
+            "'text' of line 2 of .*train.jsonl holds int, no text",
+        ),
+        ("train.jsonl", '{"text": "a"}\n{"body": "a"}\n', "line 2 of .* has no text column 'text' but body"),
+        (
+            "train.jsonl",
+            '{"text": "a"}\n{"text": "\\udc00"}\n',
+            "'text' of line 2 of .* is not valid Unicode: character 1",
+        ),
+        (
+            "train.jsonl",
+            '{"text": "a"}\n{"n": ' + "1" * 5000 + "}",
+            "line 2 of .* is not JSON: an integer has too many digits",
+        ),
+        ("train.jsonl", '{"text": "a"}\n' + "[" * 99_999, "line 2 of .* too deep"),
         ("train.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("train.txt", "the sea", "none of 1 books .* has 8 tokens; lower --data.chunk_tokens"),
     ],
@@ -251,6 +273,22 @@ def test_unusable_books_are_refused_with_the_reason(chunks_of, tmp_path, name, c
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=reason):
         chunks_of(tmp_path)
+
+
+def test_a_null_text_of_a_parquet_file_is_told_with_its_row(chunks_of, tmp_path):
+    pq.write_table(pa.table({"text": [words(9)] * 30 + [None, words(9)]}), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"column 'text' of row 31 of .*train.parquet holds NoneType, no text"):
+        chunks_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train.txt", "train.jsonl", "train.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_a_book(chunks_of, model, tmp_path, name):
+    content = words(20) if name == "train.txt" else json.dumps({"text": words(20)}) + "\n\n"
+    (tmp_path / "marked").mkdir()
+    for folder, text in ((tmp_path, content), (tmp_path / "marked", "\ufeff" + content)):
+        data = text.encode()
+        (folder / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert chunks_of(tmp_path / "marked").tolist() == chunks_of(tmp_path).tolist() != []
 
 
 def test_missing_sources_are_refused_with_the_name(tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ def from_file(context: click.Context, parameter: click.Parameter, path: str | No
             flags[key] = value = [value]
         try:
             known[key].type_cast_value(context, value)
-        except (click.BadParameter, TypeError, AttributeError) as error:
+        except (click.BadParameter, TypeError, AttributeError, OverflowError) as error:
             reason = error.message if isinstance(error, click.BadParameter) else f"{value!r} does not fit"
             raise click.ClickException(f"{path}: {key}: {reason}") from error
     context.default_map = flags

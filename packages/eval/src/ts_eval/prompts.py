@@ -2,17 +2,18 @@
 
 import gzip
 import itertools
-import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoder.checks import MARK, check, parse_json
 from decoder.text.prompts import chat_ids, is_chat
 
 SHIPPED = "pg19/test.jsonl.gz"
 HUB_SPLIT = "test"
+_NAMES = ("short_book_title", "title", "name")
 
 
 Messages = Sequence[Mapping[str, str]]
@@ -67,13 +68,13 @@ def _file_texts(path: Path, limit: int | None) -> list[tuple[str, str | Messages
     texts: list[tuple[str, str | Messages]] = []
     try:
         if not path.name.endswith((".jsonl", ".jsonl.gz")):
-            texts.append((path.name, path.read_text(encoding="utf-8")))
+            texts.append((path.name, path.read_text(encoding="utf-8-sig")))
             return texts[:limit]
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if len(texts) == limit:
                     break
-                if line.strip():
+                if line.strip().strip(MARK):
                     texts.append(_record(path, number, line))
         return texts
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -81,18 +82,18 @@ def _file_texts(path: Path, limit: int | None) -> list[tuple[str, str | Messages
 
 
 def _record(path: Path, number: int, line: str) -> tuple[str, str | Messages]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+    where = f"line {number} of {path}"
+    record = parse_json(line, where)
     if not isinstance(record, dict):
-        raise ValueError(f"line {number} of {path} is no JSON object")
-    return _named_text(record, path.name, number, f"line {number} of {path}")
+        raise ValueError(f"{where} is no JSON object")
+    return _named_text(record, path.name, number, where)
 
 
 def _named_text(record: dict, source: str, number: int, where: str) -> tuple[str, str | Messages]:
-    name = str(record.get("short_book_title") or record.get("title") or record.get("name") or f"{source}:{number}")
-    text, messages = record.get("text"), record.get("messages")
+    used = {field: record.get(field) for field in (*_NAMES, "text", "messages")}
+    check(used, where)
+    name = str(next(filter(None, map(used.get, _NAMES)), f"{source}:{number}"))
+    text, messages = used["text"], used["messages"]
     if messages is None:
         if not isinstance(text, str):
             raise ValueError(f"{where} has no field 'text' that is a string, and no 'messages'")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from decoder.checks import check
 from ts_eval.results import write_text
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ def read_run_file(path: str) -> dict:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no YAML mapping.
+        ValueError: it is no YAML mapping, or has a number or a text that `check` refuses.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    check(content, path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no YAML mapping such as methods: [ar, tokenswift]")
     return {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}

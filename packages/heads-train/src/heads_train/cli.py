@@ -2,9 +2,11 @@
 
 import errno
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -17,6 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
+from decoder.checks import check
 from decoder.model.loading import out_of_memory
 from heads_train.callbacks import (
     Checkpoints,
@@ -217,8 +220,9 @@ def with_bases(name: str) -> list[Path]:
 def _base_of(file: Path) -> str | None:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not YAML: {error}") from error
+    check(content, str(file))
     return content.get("base") if isinstance(content, dict) else None
 
 
@@ -240,6 +244,14 @@ def _with_configs(args: Sequence[str]) -> list[str]:
     return [*found, "--config"] if is_name else found
 
 
+def _check_numbers(args: Sequence[str]) -> None:
+    """Refuse integers that no float holds here, since the parser fails at them without the argument's name."""
+    for before, arg in pairwise(["", *args]):
+        option, equals, value = arg.partition("=")
+        for digits in re.findall(r"(?<![\d.])\d{309,}", value if equals else arg):
+            check(int(digits[:310]), option if equals else before)
+
+
 def _no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip: " not in record.getMessage()
 
@@ -248,6 +260,7 @@ def run(args: Sequence[str]) -> HeadsCLI:
     """Run ``heads-train`` with these arguments; errors are raised."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
+    _check_numbers(args)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
     return HeadsCLI(
         HeadsModule,

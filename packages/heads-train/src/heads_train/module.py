@@ -1,5 +1,6 @@
 """The LightningModule: a frozen backbone, the heads on it, one loss per head."""
 
+import math
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 from transformers import get_cosine_schedule_with_warmup
 
+from decoder.checks import shown
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
@@ -90,6 +92,8 @@ class HeadsModule(L.LightningModule):
         super().__init__()
         if loss_chunk_tokens < 1:
             raise ValueError(f"model.loss_chunk_tokens must be at least 1, got {loss_chunk_tokens}")
+        _check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
+        _check_rates(1, beta1=beta1, beta2=beta2)
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if compile and shutil.which(compiler) is None:
             raise ValueError(f"model.compile needs a C++ compiler: install {compiler}, or name another one in CXX")
@@ -397,3 +401,11 @@ class HeadsModule(L.LightningModule):
         refuse_other_run(checkpoint.get("run"), self)
         self.watch.first, self.watch.high = checkpoint["first_loss"], checkpoint["high_batches"]
         self.val_metrics, self.val_step = checkpoint["val_metrics"], checkpoint["val_step"]
+
+
+def _check_rates(end: float = math.inf, **rates: float) -> None:
+    """Refuse numbers of the optimizer that are negative, not finite, or not below ``end``."""
+    for name, value in rates.items():
+        if not 0 <= value < end:
+            words = "finite" if end == math.inf else f"below {end}"
+            raise ValueError(f"model.{name} must be at least 0 and {words}, got {shown(value)}")

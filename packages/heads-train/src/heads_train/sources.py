@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from decoder.checks import MARK, check, parse_json
 from decoder.heads_files import is_repository
 
 SPLITS = ("train", "validation", "test")
@@ -60,11 +61,12 @@ class Source:
         # A stream may not know its columns before the first row.
         if column in (rows.column_names or ()):
             rows = rows.select_columns([column])
-        rows = iter(rows)
+        rows, number = iter(rows), 0
         while row := _from_hub(self.name, next, rows, None):
             if column not in row:
                 raise _no_column(self.name, column, list(row))
-            yield _text(self.name, column, row[column])
+            number += 1
+            yield _text(f"row {number} of {self.name}", column, row[column])
 
 
 def find_source(name: str, split: str, subset: str | None = None, streaming: bool = False) -> Source:
@@ -144,9 +146,11 @@ def _no_column(name: str, column: str, columns: list[str]) -> ValueError:
     return ValueError(f"{name} has no text column {column!r} but {', '.join(columns)}; give --data.text_column")
 
 
-def _text(name: str, column: str, value) -> str:
+def _text(where: str, column: str, value) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"column {column!r} of {name} holds {type(value).__name__}, no text; give --data.text_column")
+        words = "no text; give --data.text_column, or leave this one out"
+        raise ValueError(f"column {column!r} of {where} holds {type(value).__name__}, {words}")
+    check(value, f"column {column!r} of {where}")
     return value
 
 
@@ -174,7 +178,7 @@ def _rows(path: Path) -> np.ndarray:
 
 def _decoded(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text") from error
 
@@ -189,9 +193,11 @@ def _parquet_texts(path: Path, column: str) -> Iterator[str]:
         raise ValueError(f"{path} is not a parquet file") from error
     if column not in file.schema_arrow.names:
         raise _no_column(str(path), column, file.schema_arrow.names)
+    number = 0
     for batch in file.iter_batches(batch_size=16, columns=[column]):
         for value in batch.column(0).to_pylist():
-            yield _text(str(path), column, value)
+            number += 1
+            yield _text(f"row {number} of {path}", column, value)
 
 
 def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
@@ -199,15 +205,15 @@ def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                try:
-                    book = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"line {number} of {path} is not JSON") from error
+                where = f"line {number} of {path}"
+                if not line.strip().strip(MARK):
+                    continue
+                book = parse_json(line, where)
                 if not isinstance(book, dict):
-                    raise ValueError(f"line {number} of {path} is no JSON object")
+                    raise ValueError(f"{where} is no JSON object")
                 if column not in book:
-                    raise _no_column(str(path), column, list(book))
-                yield _text(str(path), column, book[column])
+                    raise _no_column(where, column, list(book))
+                yield _text(where, column, book[column])
     except EOFError as error:
         raise OSError(f"{path} is cut short") from error
     except (zlib.error, gzip.BadGzipFile) as error:

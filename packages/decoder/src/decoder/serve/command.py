@@ -143,7 +143,7 @@ def _check_origin(origin: str) -> None:
 def _key(file: Path) -> str:
     if not file.is_file():
         raise FileNotFoundError(f"there is no key file {file}")
-    key = file.read_text(encoding="utf-8").strip()
+    key = file.read_text(encoding="utf-8-sig").strip()
     if not key or "\n" in key:
         raise ValueError(f"the key file {file} must hold one key, in one line")
     return key
