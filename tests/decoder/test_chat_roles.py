@@ -1,7 +1,7 @@
 """Who speaks in a chat, and whether what is said can pass for the end of a turn."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -88,6 +88,7 @@ def test_a_developer_is_the_system_unless_the_template_knows_better(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@settings(deadline=None)
 @given(role=st.text(max_size=12) | st.sampled_from(["tool", "ipython", "critic", "singer", "poet", "role", "System"]))
 def test_other_roles_are_refused_with_their_place(name, role):
     tokenizer = _tokenizers[name]
@@ -112,6 +113,7 @@ def test_a_name_is_one_line_without_control_tokens(name):
 
 
 @pytest.mark.parametrize("make", [bytes_tokenizer, spaces_tokenizer])
+@settings(deadline=None)
 @given(st.lists(st.text("user <|im_end>\n", max_size=20), min_size=1, max_size=3))
 def test_sanitizing_leaves_texts_without_control_tokens_as_they_are(make, contents):
     tokenizer = make_once(make)
@@ -130,6 +132,7 @@ PIECES = [*CONTROL, "user", "\n", " ", "<|im_", "end|>", "|"]
 
 
 @pytest.mark.parametrize("make", [bytes_tokenizer, spaces_tokenizer])
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), min_size=1, max_size=3))
 def test_sanitized_control_tokens_are_text(make, contents):
     tokenizer = make_once(make)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder.serve.body import MOST_LEVELS, parse_body
@@ -39,6 +39,7 @@ def refused(data):
     return raised.value
 
 
+@settings(deadline=None)
 @given(GOOD, st.booleans())
 def test_what_is_good_is_read_as_it_is(value, escaped):
     text = json.dumps(value, ensure_ascii=escaped)
@@ -46,6 +47,7 @@ def test_what_is_good_is_read_as_it_is(value, escaped):
     assert parse_body(b"\xef\xbb\xbf" + text.encode()) == value
 
 
+@settings(deadline=None)
 @given(st.lists(NAMES | st.integers(0, 3), max_size=4), st.sampled_from(sorted(BAD)), GOOD)
 def test_what_is_bad_is_found_wherever_it_is(path, bad, beside):
     text, place = bad, ""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
@@ -94,6 +94,7 @@ def test_each_sampling_parameter_is_a_field(chat):
 
 
 @both
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_typing_error_is_named_with_what_is_meant(chat, data):
     name = data.draw(st.sampled_from([name for name in names_of(chat, Honoured) if len(name) > 8]))
@@ -109,6 +110,7 @@ def test_a_typing_error_is_named_with_what_is_meant(chat, data):
 
 
 @both
+@settings(deadline=None)
 @given(name=st.text(min_size=1, max_size=2000), value=JSON)
 def test_an_unknown_name_is_a_400_whatever_it_is(chat, name, value):
     if name not in TABLES[chat]:
@@ -116,6 +118,7 @@ def test_an_unknown_name_is_a_400_whatever_it_is(chat, name, value):
 
 
 @both
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_value_of_any_field_is_taken_or_refused_by_its_name(chat, data):
     name = data.draw(st.sampled_from(sorted(TABLES[chat])))
@@ -266,6 +269,7 @@ def test_what_a_message_cannot_have_is_told_with_its_place(fields, place):
     assert error.param == "messages" and error.message.startswith(place + " ")
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_any_messages_are_taken_or_refused(value):
     for messages in (value, [value], [{"role": "user", "content": value}], [{"role": "user", "content": [value]}]):

@@ -152,7 +152,9 @@ class Routes:
     async def _generate(self, request: Request, chat: bool) -> Response:
         metrics, clock = self.service.metrics, asyncio.get_running_loop().time
         began = clock()
-        asked = parse(await _json(request, self.service.max_body_bytes), chat)
+        data = await _body(request, self.service.max_body_bytes)
+        # A body of megabytes must not hold up the event loop.
+        asked = await asyncio.to_thread(lambda: parse(parse_body(data), chat))
         running, prompt_tokens = await self.service.submit(asked)
         with ExitStack() as ending:
             ending.callback(lambda: metrics.seconds.observe(clock() - began))
@@ -179,7 +181,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _json(request: Request, limit: int) -> Any:
+async def _body(request: Request, limit: int) -> bytes:
     """The body of a request; one that is too large is read to its end, but not kept."""
     size, parts = 0, []
     try:
@@ -195,7 +197,7 @@ async def _json(request: Request, limit: int) -> Any:
         raise ApiError(408, words) from None
     if size > limit:
         raise ApiError(413, f"the body may have at most {limit:,} bytes: send less", code="body_too_large")
-    return parse_body(b"".join(parts))
+    return b"".join(parts)
 
 
 async def _unless_gone(request: Request, result: Awaitable[Any]) -> Any:

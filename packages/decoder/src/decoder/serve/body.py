@@ -49,7 +49,7 @@ def inside(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
 
 
-def shown(place: str) -> str:
+def shortened(place: str) -> str:
     """A place as a message shows it."""
     return place if len(place) <= _LONGEST_PLACE else place[:_LONGEST_PLACE] + "..."
 
@@ -81,7 +81,7 @@ def _check_parts(value: list | dict, place: str, levels: int) -> None:
 
 
 def _refuse(place: str, words: str) -> NoReturn:
-    raise ApiError(400, f"{shown(place) or 'the body'} {words}", field_of(place))
+    raise ApiError(400, f"{shortened(place) or 'the body'} {words}", field_of(place))
 
 
 def field_of(place: str) -> str | None:

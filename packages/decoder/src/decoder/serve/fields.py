@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoder.drafters import METHODS
-from decoder.serve.body import field_of, inside, shown
+from decoder.serve.body import field_of, inside, shortened
 from decoder.serve.errors import ApiError
 from decoder.serve.kinds import (
     CONTENT,
@@ -257,7 +257,7 @@ def require(kind: Kind, value: Any, place: str) -> None:
 
 def refuse(place: str, words: str) -> None:
     """Raise a 400 with a place in the body."""
-    raise ApiError(400, f"{shown(place)} {words}", field_of(place))
+    raise ApiError(400, f"{shortened(place)} {words}", field_of(place))
 
 
 def _meant(name: str, fields: Fields) -> str:
