@@ -108,7 +108,7 @@ class Decoder:
                 self.target.read_features(module.target_layers)
             else:
                 module.check_fits(self.target.hidden_size, self.target.vocab_size)
-            self.heads[module.kind] = module.to(self.target.device, self.target.lm_head.weight.dtype).eval()
+            self.heads[module.kind] = module.to(self.target.device, self.target.dtype).eval()
             module.check_finite()
             self.target.speed_up(module)
             # Its copy of rows of the language-model head is made now, and not in the first step.

@@ -12,7 +12,16 @@ from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.kernels import native
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.gguf import is_gguf
-from decoder.model.loading import HUB_ARGUMENTS, check_source, empty_model, read_config, read_model, read_tokenizer
+from decoder.model.loading import (
+    HUB_ARGUMENTS,
+    check_source,
+    empty_model,
+    keeps_formats,
+    read_config,
+    read_model,
+    read_quantised,
+    read_tokenizer,
+)
 from decoder.model.short_weights import SHORT, make_short, short_layers
 from decoder.parallel.ranks import ALONE, Ranks, join, linked
 from decoder.parallel.sharding import digest_of, refuse_unshareable, refuse_without_accelerate, sharding
@@ -41,7 +50,8 @@ def load(
         draft_model: folder or hub id of a small model with the same vocabulary.
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
-            checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32. "int4"
+            checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32; the matrices
+            of a quantised GGUF file stay on a CPU in the file's own formats, where the native library is to be had. "int4"
             and "int8" round the weights of the model's linear layers (`model.short_weights`), on a CPU: the text is
             that of the model with these weights. All else, and the draft model, is then bfloat16 if the native
             library multiplies it here and bitwise decoding holds, otherwise float32.
@@ -79,10 +89,15 @@ def load(
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
         config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, short, ranks))
         chosen, narrow = dtype == "auto" and device.type == "cpu", False
+        kept = chosen and ranks.size == 1 and keeps_formats(model, **model_kwargs)
         if short or chosen:
             # The model's own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
-            # Beside short weights any model's other numbers may be rounded to bfloat16.
-            own = bool(short) or (getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model))
+            # Beside short weights, and those of a GGUF file, any model's other numbers may be rounded to bfloat16.
+            own = (
+                bool(short)
+                or kept
+                or (getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model))
+            )
             narrow = own and bitwise is not False and ranks.size == 1 and native.multiplies(torch.bfloat16)
         around = "bfloat16" if narrow else "float32"
         dtype = around if chosen else dtype
@@ -91,7 +106,10 @@ def load(
         # The checkpoint's own dtype takes the least memory until its weights are rounded. Those of a GGUF file may have
         # four bits already, which another rounding before would change.
         read_as = ("float32" if is_gguf(model) else "auto") if short else dtype
-        target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
+        if kept:
+            target = read_quantised(model, getattr(torch, dtype))
+        else:
+            target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
         if short:
             make_short(target, short, getattr(torch, around))
         small = None

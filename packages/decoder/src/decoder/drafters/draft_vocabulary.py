@@ -6,6 +6,7 @@ from torch import nn
 from decoder.drafters.native_levels import NativeLevels, native_levels
 from decoder.heads import Heads
 from decoder.kernels.packed_linear import DraftRows
+from decoder.kernels.quantised import QuantisedLinear
 from decoder.model.fast_layers import FastLayers
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part, whole
@@ -69,9 +70,10 @@ class DraftVocabulary:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        weight, bias = self.target.lm_head.weight, getattr(self.target.lm_head, "bias", None)
+        head, bias = self.target.lm_head, getattr(self.target.lm_head, "bias", None)
         self._copied = self._state()
-        self._rows.weight = nn.Parameter(whole(weight)[self.ids], requires_grad=False)
+        rows = head.rows(self.ids).to(head.dtype) if isinstance(head, QuantisedLinear) else whole(head.weight)[self.ids]
+        self._rows.weight = nn.Parameter(rows, requires_grad=False)
         if bias is not None:
             self._rows.bias = nn.Parameter(whole(bias)[self.ids], requires_grad=False)
 

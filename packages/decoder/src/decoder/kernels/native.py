@@ -32,7 +32,7 @@ _NAMES = (
     *("quantised.c", "formats/formats.h", "formats/formats.c", "formats/avx2.c", "formats/vnni.c"),
 )
 SOURCES = tuple(Path(__file__).parent / name for name in _NAMES)
-_SECONDS = 120  # in which it must be compiled
+_SECONDS = 600  # in which it must be compiled; a busy machine may take long
 
 
 FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED = range(6)  # kinds of weights, as native.h has them
@@ -79,6 +79,7 @@ class Format(ctypes.Structure):
         ("inputs", c_int32),
         ("bytes", c_int32),
         ("packed_bytes", c_int32),
+        ("head_bytes", c_int32),
     )
 
 

@@ -18,8 +18,9 @@ from decoder.kernels.int4 import Int4Linear, Int4Weight, NativeInt4Weight
 from decoder.kernels.memory import available_memory
 from decoder.kernels.norms import FusedNorm
 from decoder.kernels.packed_weight import ByteWeight, PackedWeight, onednn_dtype, pack
+from decoder.kernels.quantised import QuantisedLinear, QuantisedWeight
 
-Linear = nn.Linear | Int4Linear
+Linear = nn.Linear | Int4Linear | QuantisedLinear
 
 _SHARE = 0.5  # the share of available memory that packed copies may take
 _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where it is given none
@@ -58,7 +59,9 @@ class PackedLinears:
         short = [layer for layer in layers if isinstance(layer, Int4Linear)]
         given = [layer.weight for layer in layers], [layer.bias for layer in layers]
         exact = not any(isinstance(layer, DraftRows) for layer in layers)
-        if short:
+        if quantised := [layer for layer in layers if isinstance(layer, QuantisedLinear)]:
+            self._weight = QuantisedWeight(quantised)
+        elif short:
             self._weight = NativeInt4Weight(short) if native.available() else Int4Weight(short)
         else:
             self._weight = pack(*given, exact)
@@ -187,7 +190,8 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     """Faster forwards for the linear layers and draft heads among ``modules``, with their weights as they are now.
 
     The forwards hold a copy of the weights. If new copies would take more than half of the available memory, there are
-    no forwards. Layers on a CPU in float32, bfloat16 and four bits (`Int4Linear`) get one, others none.
+    no forwards. Layers on a CPU in float32, bfloat16, four bits (`Int4Linear`) and
+    formats of GGUF files (`QuantisedLinear`, whose weights are not copied) get one, others none.
     """
     modules = list(modules)
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
@@ -246,7 +250,7 @@ def product_of(forward: Callable | None) -> PackedLinears | None:
 
 
 def _packable(module: nn.Module) -> bool:
-    if type(module) is Int4Linear:
+    if type(module) in (Int4Linear, QuantisedLinear):
         return module.weight.device.type == "cpu"
     if type(module) not in (nn.Linear, DraftRows) or not torch.backends.mkldnn.is_available():
         return False
@@ -275,6 +279,8 @@ def _products(head: DraftHead) -> list[nn.Module]:
 
 def _nbytes(layer: nn.Module) -> int:
     """How many bytes the packed copy takes at most."""
+    if isinstance(layer, QuantisedLinear):
+        return 0  # nothing is copied
     # The native library keeps bfloat16 as it is.
     dtypes = ((one.numel(), one.dtype if native.available() else onednn_dtype(one.dtype)) for one in layer.parameters())
     return sum(numbers * dtype.itemsize for numbers, dtype in dtypes)

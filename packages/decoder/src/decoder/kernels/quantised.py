@@ -17,6 +17,8 @@ from decoder.kernels import native
 from decoder.kernels.native import MOST_PARTS, Quantised, QuantisedPart
 from decoder.kernels.packed_weight import NativeWeight
 
+_INFINITE = 0x7C00  # the exponent of half precision that is no number's
+
 
 class WeightFormat(NamedTuple):
     """A format of weights.
@@ -27,7 +29,8 @@ class WeightFormat(NamedTuple):
         number: in GGUF files.
         inputs: weights of a block.
         bytes_of_block: in a file.
-        packed_bytes: of a block of as many outputs as lie interleaved.
+        packed_bytes: of a block of as many outputs as lie interleaved,
+        head_bytes: and of its scales and minima in half precision, which come first.
     """
 
     place: int
@@ -36,6 +39,7 @@ class WeightFormat(NamedTuple):
     inputs: int
     bytes_of_block: int
     packed_bytes: int
+    head_bytes: int
 
 
 @cache
@@ -44,7 +48,7 @@ def weight_formats() -> dict[int, WeightFormat]:
     found: dict[int, WeightFormat] = {}
     while native.available() and (entry := native.library().weight_format(len(found))):
         one = entry.contents
-        sizes = one.inputs, one.bytes, one.packed_bytes
+        sizes = one.inputs, one.bytes, one.packed_bytes, one.head_bytes
         found[one.number] = WeightFormat(len(found), one.name.decode(), one.number, *sizes)
     return found
 
@@ -77,6 +81,14 @@ class QuantisedMatrix:
         given = kind.place, blocks.data_ptr(), *self.shape, self.packed.data_ptr()
         native.library().pack_weights(*given, native.threads())
 
+    @property
+    def finite(self) -> bool:
+        """Whether all scales are numbers."""
+        if self.kind.name == "MXFP4":
+            return True
+        halves = self.packed.view(-1, self.kind.packed_bytes)[:, : self.kind.head_bytes].contiguous().view(torch.int16)
+        return not bool(((halves & _INFINITE) == _INFINITE).any())
+
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The weights float32 [..., in] of the outputs of these numbers [...]."""
         return unpacked_rows(self.kind, self.packed, self.shape, numbers)
@@ -99,20 +111,22 @@ def unpacked_rows(
     return out
 
 
-class _Held(nn.Module):
-    """A module with a quantised matrix.
+class QuantisedMatrixModule(nn.Module):
+    """A module with a quantised matrix, or with that of another such module.
 
     Attributes:
         weight: the packed matrix.
         kind: its format.
+        shape: (out, in).
     """
 
     like: torch.Tensor
 
-    def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype):
+    def __init__(self, matrix: "QuantisedMatrix | QuantisedMatrixModule", dtype: torch.dtype):
         super().__init__()
-        self.kind, self.matrix_shape = matrix.kind, matrix.shape
-        self.weight = nn.Parameter(matrix.packed, requires_grad=False)
+        self.kind, self.shape = matrix.kind, matrix.shape
+        own = isinstance(matrix, QuantisedMatrix)
+        self.weight = nn.Parameter(matrix.packed, requires_grad=False) if own else matrix.weight
         # It follows conversions of the model, and so tells its dtype.
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
@@ -123,17 +137,17 @@ class _Held(nn.Module):
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The weights float32 [..., in] of the outputs of these numbers [...]."""
-        return unpacked_rows(self.kind, self.weight.data, self.matrix_shape, numbers)
+        return unpacked_rows(self.kind, self.weight.data, self.shape, numbers)
 
 
-class QuantisedLinear(_Held):
+class QuantisedLinear(QuantisedMatrixModule):
     """A linear layer with quantised weights.
 
     Attributes:
         bias: [out] or None.
     """
 
-    def __init__(self, matrix: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype):
+    def __init__(self, matrix: QuantisedMatrix | QuantisedMatrixModule, bias: torch.Tensor | None, dtype: torch.dtype):
         super().__init__(matrix, dtype)
         self.out_features, self.in_features = matrix.shape
         self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
@@ -146,7 +160,7 @@ class QuantisedLinear(_Held):
         return f"{self.kind.name}, in_features={self.in_features}, out_features={self.out_features}"
 
 
-class QuantisedEmbedding(_Held):
+class QuantisedEmbedding(QuantisedMatrixModule):
     """Embeddings whose rows are unpacked when they are looked up."""
 
     def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype):

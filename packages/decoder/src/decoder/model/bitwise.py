@@ -200,7 +200,7 @@ class Bitwise:
             return id(module), type(module), forward, hooks, type(weight), runs
 
         around = *_around(), target.recorder is not None
-        return *around, target.attends_natively, target.lm_head.weight.dtype, tuple(map(of, target.model.modules()))
+        return *around, target.attends_natively, target.dtype, tuple(map(of, target.model.modules()))
 
     def _find(self) -> tuple[PassRule | None, str]:
         """The cheapest rule that passes all tests, with a description; or None, with what was wrong."""
@@ -213,11 +213,11 @@ class Bitwise:
             return None, "sums over processes that share a model have an order of their own"
         if any(isinstance(module._modules.get("experts"), torch.nn.Module) for module in target.model.modules()):
             return None, "a mixture of experts gives each of them another number of rows in every pass"
-        if target.lm_head.weight.dtype == torch.float64 and self.wanted == "auto":
+        if target.dtype == torch.float64 and self.wanted == "auto":
             return None, "float64 is left as it is: its roundings are too small to meet a tie"
         if target.recorder is not None:
             return self._find_on_cuda()
-        shape = target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
+        shape = target.attention_shape._replace(dtype=target.dtype)
         attention, fault = None, None
         if target.attends_natively:
             fault = bitwise_attention_test.native_fault(shape)
@@ -251,7 +251,7 @@ class Bitwise:
         target = self._target
         if self.wanted == "auto":
             return None, "on CUDA only where it is asked for, since nobody has measured there what it costs"
-        shape = target.attention_shape._replace(dtype=target.lm_head.weight.dtype)
+        shape = target.attention_shape._replace(dtype=target.dtype)
         if shape.dtype == torch.float32 and rounds_to_tf32():
             return None, "float32 products are rounded to TF32 (torch.backends.cuda.matmul.fp32_precision)"
         if any(size * shape.dtype.itemsize % 16 for size in (shape.dim, shape.value_dim)):

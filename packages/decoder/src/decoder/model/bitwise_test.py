@@ -78,7 +78,7 @@ def price(target: "Target", rule: "PassRule") -> float:
 
 def _seconds(target: "Target", width: int, other: int) -> tuple[float, float] | None:
     """What products of two numbers of rows take, the best of some turns; None for a small model, which is not timed."""
-    widths, like = (width, other), target.lm_head.weight
+    widths, like = (width, other), torch.empty(0, dtype=target.dtype, device=target.device)
     with replaced(target.replacements().layers):
         products, numbers, owners = [], 0, set()
         for _, size, _, product in _products(target):
@@ -136,7 +136,7 @@ def _compared_products(target: "Target", rule: "PassRule") -> Iterator[_Compared
         tested.add(kind)
         rows = rule.most or (_ROWS_OF_VOCABULARY if kind[0] is target.lm_head else _MOST_ROWS)
         rows += rule.padding(rows)
-        x = torch.randn(1, rows, size, generator=generator).to(target.device, target.lm_head.weight.dtype)
+        x = torch.randn(1, rows, size, generator=generator).to(target.device, target.dtype)
         yield _ComparedProduct(name, product, x, product(x))
 
 

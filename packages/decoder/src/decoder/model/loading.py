@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
 from decoder.model.gguf.architectures import read_config as gguf_config
+from decoder.model.gguf.quantised import holds_quantised, quantised_model
 from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
 from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
@@ -145,6 +146,27 @@ def _from_gguf(source: str | os.PathLike, **kwargs: Any) -> tuple[PreTrainedMode
         model, found = of_config.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **kwargs)
     model.name_or_path = model.config.name_or_path = str(source)
     return model, found
+
+
+def keeps_formats(source: str | os.PathLike, **kwargs: Any) -> bool:
+    """Whether `read_quantised` can read the model: from a GGUF file of such formats, with arguments for the hub alone."""
+    return (
+        gguf.is_gguf(source) and not kwargs.keys() - set(HUB_ARGUMENTS) and holds_quantised(gguf.open_checked(source))
+    )
+
+
+def read_quantised(source: str | os.PathLike, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a GGUF file on the CPU, its matrices in the file's own formats and all else in ``dtype``.
+
+    Raises:
+        ValueError: weights are missing, are no numbers, or are none of this model's.
+        OSError: it cannot be read.
+    """
+    config = read_config(source)
+    with _readable("model", source):
+        model = quantised_model(gguf.open_checked(source), config, dtype)
+    model.name_or_path = model.config.name_or_path = str(source)
+    return model
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -49,7 +49,7 @@ def probe(target: "Target") -> Probed:
         ValueError: the model cannot be decoded exactly, for a reason that its configuration does not show.
     """
     experts = getattr(target.model.config, "_experts_implementation", None)
-    if target.lm_head.weight.dtype == torch.float64 and experts == "grouped_mm":
+    if target.dtype == torch.float64 and experts == "grouped_mm":
         raise ValueError(f"{target.name} runs in float64 only with experts_implementation='eager': load it with that")
     tree = TokenTree(0)
     for token in (0, 1 % target.vocab_size):

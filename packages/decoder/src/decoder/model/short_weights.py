@@ -16,12 +16,20 @@ INT4, INT8 = "int4", "int8"
 SHORT = (INT4, INT8)
 """The names of these dtypes."""
 
+GGUF = "gguf"
+"""The name of the dtype of a model whose weights are in the formats of the GGUF file that they were read from."""
+
 _NAME = "_short_weights"  # of a model's attribute
 
 
 def short_dtype(model: nn.Module) -> str | None:
-    """Which of `SHORT` a model's weights are, if one of them."""
+    """Which of `SHORT` a model's weights are, or `GGUF`, if one of them."""
     return getattr(model, _NAME, None)
+
+
+def mark_short(model: nn.Module, dtype: str) -> None:
+    """Note of which such dtype a model's weights are."""
+    setattr(model, _NAME, dtype)
 
 
 def dtype_name(model: PreTrainedModel) -> str:
@@ -60,7 +68,7 @@ def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, around))
     model.config.dtype = around
-    setattr(model, _NAME, dtype)
+    mark_short(model, dtype)
 
 
 def short_layers(model: PreTrainedModel, dtype: str) -> dict[str, list[str]]:
@@ -94,6 +102,8 @@ def short_bytes(model: PreTrainedModel, dtype: str | None = None) -> dict[str, i
     """By name, what passes read of the parameters that ``dtype`` shortens; of a model that has such weights, of those
     that are held in more. It may be on the meta device."""
     held = short_dtype(model)
+    if held == GGUF:
+        return {}  # its parameters are as many bytes as are read
     layers = {INT8: _eight_bits(model, held)} if held else short_layers(model, dtype) if dtype in SHORT else {}
     bytes_of = {INT4: int4_bytes, INT8: mxint8_bytes}
     return {

@@ -23,6 +23,7 @@ from decoder.kernels.bitwise_attention import BitwiseText, tail_slots
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
 from decoder.kernels.fast_paths import DRAWS, FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
+from decoder.kernels.quantised import QuantisedLinear
 from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
@@ -73,7 +74,7 @@ class Target:
                 f"the language-model head ({kind}) holds no weights as numbers: quantise the other layers alone"
             )
         self.norm: nn.Module = norm
-        self.vocab_size, self.hidden_size = self.lm_head.weight.shape
+        self.vocab_size, self.hidden_size = self._head_shape()
         refuse_devices(model, self.device)
         self.ranks = ranks_of(model)
         """The processes that share the model."""
@@ -125,7 +126,7 @@ class Target:
         Raises:
             ValueError: the vocabulary has changed.
         """
-        if self.lm_head.weight.shape[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
+        if self._head_shape()[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._take_in()
         self._test_attention()
@@ -141,7 +142,7 @@ class Target:
 
     def _test_attention(self) -> None:
         """Find out whether the native library attends for the model as it is now."""
-        shape = self.attention_shape._replace(dtype=self.lm_head.weight.dtype)
+        shape = self.attention_shape._replace(dtype=self.dtype)
         # The user may have moved the model since the paths were tested.
         on_cpu = self.recorder is None and self.device.type == "cpu"
         self.attends_natively = on_cpu and tested_attention(shape, self.paths)
@@ -165,6 +166,16 @@ class Target:
     @property
     def _rule(self) -> PassRule | None:
         return self.bitwise.rule
+
+    def _head_shape(self) -> tuple[int, int]:
+        """How many outputs and inputs the language-model head has; quantised weights are in an order of their own."""
+        head = self.lm_head
+        return head.shape if isinstance(head, QuantisedLinear) else tuple(head.weight.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and logits."""
+        return self.lm_head.dtype if isinstance(self.lm_head, QuantisedLinear) else self.lm_head.weight.dtype
 
     @property
     def device(self) -> torch.device:

@@ -58,10 +58,10 @@ class VerifyCosts:
 
     def _key(self, cache: FullCache, texts: int) -> tuple:
         """What costs depend on."""
-        target, weight = self.target, self.target.lm_head.weight
+        target = self.target
         # With the root, which is not committed: a prompt of 2,048 tokens is measured once, and not again a step later.
         length = max(cache.length + 1, _SHORTEST).bit_length()
-        return texts, length, weight.dtype, weight.device, torch.get_num_threads(), target.width(1), cache.form
+        return texts, length, target.dtype, target.device, torch.get_num_threads(), target.width(1), cache.form
 
     def _measure(self, cache: FullCache, seconds: dict[int, float]) -> list[float]:
         """Powers of two are measured as far as trees may pay, others interpolated; more nodes never cost less.

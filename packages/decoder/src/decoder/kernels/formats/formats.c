@@ -32,7 +32,7 @@ EACH_FORMAT(SIZE_OF_BLOCK)
 #define PACKED_BYTES(inputs, bits, minimum, scales, minima) \
     (HEAD_BYTES(minimum) + (inputs) / PART * PART_BYTES(bits, scales, minima))
 #define ENTRY(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values) \
-    {#name, number, inputs, bytes, PACKED_BYTES(inputs, bits, minimum, scales, minima)},
+    {#name, number, inputs, bytes, PACKED_BYTES(inputs, bits, minimum, scales, minima), HEAD_BYTES(minimum)},
 const Format weight_formats[FORMATS] = {EACH_FORMAT(ENTRY)};
 
 #define LAYOUT_AT(name, ...) &LAYOUT_##name,

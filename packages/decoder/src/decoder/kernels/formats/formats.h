@@ -99,7 +99,8 @@ typedef struct {
     int32_t number;        // in GGUF files
     int32_t inputs;        // of a block
     int32_t bytes;         // of a block in a file
-    int32_t packed_bytes;  // of a block of SIDE outputs
+    int32_t packed_bytes;  // of a block of SIDE outputs,
+    int32_t head_bytes;    // and of what stands before its parts
 } Format;
 
 extern PRIVATE const Format weight_formats[FORMATS];
