@@ -44,6 +44,7 @@ def blocks_of(name, outputs, inputs=INPUTS, seed=0):
 
     def halves():
         sizes = random.uniform(0.001, 0.02, blocks.shape[:2]) * random.choice((-1, 1), blocks.shape[:2])
+        sizes /= {"Q4_K": 32, "Q5_K": 32, "Q6_K": 64}.get(name, 1)  # whole numbers multiply them
         return sizes.astype(np.float16)[..., None].view(np.uint8)
 
     if name == "MXFP4":

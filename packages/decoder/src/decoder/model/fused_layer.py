@@ -232,8 +232,8 @@ def fused_layer_fault(layer: Any, fused: FusedLayer) -> str | None:
         expected = run(type(layer).forward.__get__(layer))
     finally:
         config._attn_implementation = implementation
-    # transformers' forward multiplies codes by PyTorch's kernel, which rounds inputs and outputs. Products with quantised
-    # weights round inputs, and an input that is off by a rounding may be rounded to its neighbour.
+    # transformers' forward multiplies codes by PyTorch's kernel, which rounds inputs and outputs. Products with
+    # quantised weights round inputs, and one that is off by a rounding may be rounded to its neighbour.
     rounds = any(isinstance(module, Int4Linear | QuantisedLinear) for module in layer.modules())
     allowed = _ALLOWED[torch.bfloat16 if rounds else dtype]
     for name, mine, theirs in zip(("hidden states", "keys", "values"), run(fused), expected, strict=True):

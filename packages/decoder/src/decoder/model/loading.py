@@ -149,7 +149,7 @@ def _from_gguf(source: str | os.PathLike, **kwargs: Any) -> tuple[PreTrainedMode
 
 
 def keeps_formats(source: str | os.PathLike, **kwargs: Any) -> bool:
-    """Whether `read_quantised` can read the model: from a GGUF file of such formats, with arguments for the hub alone."""
+    """Whether `read_quantised` reads the model: a GGUF file of such formats, with no ``kwargs`` but for the hub."""
     return (
         gguf.is_gguf(source) and not kwargs.keys() - set(HUB_ARGUMENTS) and holds_quantised(gguf.open_checked(source))
     )
