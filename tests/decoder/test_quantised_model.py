@@ -42,7 +42,8 @@ def write(path, name, head=None, architecture="qwen2"):
         (writer.add_rope_freq_base, 10000.0), (writer.add_layer_norm_rms_eps, 1e-6),
         (writer.add_tokenizer_model, "gpt2"), (writer.add_tokenizer_pre, "qwen2"),
         (writer.add_token_list, TOKENS),
-        (writer.add_token_types, [1] * VOCABULARY), (writer.add_token_merges, [f"{TOKENS[0]} {TOKENS[0]}"]), (writer.add_eos_token_id, 1),
+        (writer.add_token_types, [1] * VOCABULARY), (writer.add_token_merges, [" ".join(TOKENS[-1])]),
+        (writer.add_eos_token_id, 1),
     ):  # fmt: skip
         add(value)
 

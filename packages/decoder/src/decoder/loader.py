@@ -50,8 +50,8 @@ def load(
         draft_model: folder or hub id of a small model with the same vocabulary.
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
-            checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32; matrices of
-            a quantised GGUF file stay in its own formats on a CPU for which there is the native library. "int4"
+            checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32; matrices
+            of a quantised GGUF file stay in its own formats on a CPU for which there is the native library. "int4"
             and "int8" round the weights of the model's linear layers (`model.short_weights`), on a CPU: the text is
             that of the model with these weights. All else, and the draft model, is then bfloat16 if the native
             library multiplies it here and bitwise decoding holds, otherwise float32.

@@ -67,7 +67,7 @@ class QuantisedMatrix:
 
     Attributes:
         shape: (out, in).
-        packed: uint8 [panels, bytes].
+        weight: the packed matrix, uint8 [panels, bytes].
     """
 
     def __init__(self, kind: WeightFormat, blocks: torch.Tensor):
@@ -77,21 +77,24 @@ class QuantisedMatrix:
             raise ValueError(f"rows of {row_bytes} bytes are no whole blocks of {kind.name}")
         blocks = blocks.contiguous()
         self.kind, self.shape = kind, (outputs, count * kind.inputs)
-        self.packed = torch.zeros(-(-outputs // width()), count * kind.packed_bytes, dtype=torch.uint8)
-        given = kind.place, blocks.data_ptr(), *self.shape, self.packed.data_ptr()
+        packed = torch.zeros(-(-outputs // width()), count * kind.packed_bytes, dtype=torch.uint8)
+        given = kind.place, blocks.data_ptr(), *self.shape, packed.data_ptr()
         native.library().pack_weights(*given, native.threads())
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
     @property
     def finite(self) -> bool:
         """Whether all scales are numbers."""
         if self.kind.name == "MXFP4":
             return True
-        halves = self.packed.view(-1, self.kind.packed_bytes)[:, : self.kind.head_bytes].contiguous().view(torch.int16)
+        halves = (
+            self.weight.data.view(-1, self.kind.packed_bytes)[:, : self.kind.head_bytes].contiguous().view(torch.int16)
+        )
         return not bool(((halves & _INFINITE) == _INFINITE).any())
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The weights float32 [..., in] of the outputs of these numbers [...]."""
-        return unpacked_rows(self.kind, self.packed, self.shape, numbers)
+        return unpacked_rows(self.kind, self.weight.data, self.shape, numbers)
 
 
 def unpacked_rows(
@@ -112,9 +115,10 @@ def unpacked_rows(
 
 
 class QuantisedMatrixModule(nn.Module):
-    """A module with a quantised matrix, or with that of another such module.
+    """A module with a quantised matrix.
 
     Attributes:
+        matrix: as it was made.
         weight: the packed matrix.
         kind: its format.
         shape: (out, in).
@@ -122,11 +126,9 @@ class QuantisedMatrixModule(nn.Module):
 
     like: torch.Tensor
 
-    def __init__(self, matrix: "QuantisedMatrix | QuantisedMatrixModule", dtype: torch.dtype):
+    def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype):
         super().__init__()
-        self.kind, self.shape = matrix.kind, matrix.shape
-        own = isinstance(matrix, QuantisedMatrix)
-        self.weight = nn.Parameter(matrix.packed, requires_grad=False) if own else matrix.weight
+        self.matrix, self.kind, self.shape, self.weight = matrix, matrix.kind, matrix.shape, matrix.weight
         # It follows conversions of the model, and so tells its dtype.
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
@@ -147,7 +149,7 @@ class QuantisedLinear(QuantisedMatrixModule):
         bias: [out] or None.
     """
 
-    def __init__(self, matrix: QuantisedMatrix | QuantisedMatrixModule, bias: torch.Tensor | None, dtype: torch.dtype):
+    def __init__(self, matrix: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype):
         super().__init__(matrix, dtype)
         self.out_features, self.in_features = matrix.shape
         self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)

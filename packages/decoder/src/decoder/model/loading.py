@@ -162,9 +162,7 @@ def read_quantised(source: str | os.PathLike, dtype: torch.dtype) -> PreTrainedM
         ValueError: weights are missing, are no numbers, or are none of this model's.
         OSError: it cannot be read.
     """
-    config = read_config(source)
-    with _readable("model", source):
-        model = quantised_model(gguf.open_checked(source), config, dtype)
+    model = quantised_model(gguf.open_checked(source), read_config(source), dtype)
     model.name_or_path = model.config.name_or_path = str(source)
     return model
 
