@@ -118,8 +118,7 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     values["rope_parameters"] = _rotary(file, head_size)
     values |= {f"{name}_token_id": token_of_role(file, f"{name}_token") for name in ("bos", "pad")}
     ends = end_tokens(file)
-    if ends:
-        values["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    values["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     missing = [key for key, name in _SIZES.items() if values[name] is None]
     if missing:
         raise ValueError(f"{file.path} has no {file.architecture}.{missing[0]}: {ELSE}")
@@ -127,7 +126,9 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         values |= architecture.extra(file, architecture)
     _check_layers(file, values["num_hidden_layers"])
     try:
-        config = AutoConfig.for_model(architecture.model_type, **{k: v for k, v in values.items() if v is not None})
+        # What the file does not say is the architecture's default, but for tokens.
+        given = {name: value for name, value in values.items() if value is not None or name.endswith("_token_id")}
+        config = AutoConfig.for_model(architecture.model_type, **given)
     except Exception as error:
         # Validators of configurations raise errors of their own.
         reason = " ".join(str(error).split())
@@ -139,7 +140,7 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
 def sources(file: GgufFile, config: PreTrainedConfig) -> dict[str, Source]:
     """By the names of a model's parameters, what they are made of. Raises ValueError for a tensor of unknown use."""
     architecture = architecture_of(file)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}
     found: dict[str, Source] = {}
     for name in file.tensors:
         stem, _, leaf = name.rpartition(".")
