@@ -44,7 +44,7 @@ INSTALLS = {
         ("lightning", "datasets", *OF_EXTRAS),
     ),
     "decoder[gguf]": Install(
-        ("decoder[gguf]",), ("decoder/test_gguf*.py",), ("starlette", "uvicorn", "mauve", "triton")
+        ("decoder[gguf]",), ("decoder/test_gguf*.py",), ("accelerate", "starlette", "uvicorn", "mauve", "triton")
     ),
     "decoder[serve]": Install(
         ("decoder[serve]",),

@@ -1,6 +1,7 @@
 """Models in a GGUF file are the models of their Hugging Face folders, and what cannot be read is told in a sentence."""
 
 import json
+import sys
 
 import gguf
 import numpy as np
@@ -278,6 +279,7 @@ def test_a_quantisation_that_nobody_unpacks_is_refused(plain_file, tmp_path):
 def test_the_missing_package_is_named(plain_file, tmp_path, monkeypatch):
     """Only formats that need large tables need the package gguf."""
     monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert decoder.load(plain_file).model.config.vocab_size == len(vocabulary())
     path = tmp_path / "rare.gguf"
     writer = gguf.GGUFWriter(path, "llama")

@@ -91,12 +91,14 @@ class GgufFile:
         metadata: its keys and values: int, float, bool, str, a numpy array or `Texts`.
         tensors: its tensors by llama.cpp's names, in the order of the header.
         data_start: the offset in the file at which the data begins.
+        buffer: the mapped file.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
     data_start: int
+    buffer: mmap.mmap
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
@@ -113,7 +115,14 @@ class GgufFile:
                 raise ValueError(f"{path} is no GGUF file: {ELSE}")
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         metadata, tensors, data_start = _Parser(path, buffer).parse()
-        return cls(path, metadata, tensors, data_start)
+        return cls(path, metadata, tensors, data_start, buffer)
+
+    def release(self, name: str) -> None:
+        """Give back the memory in which a tensor's bytes lie, until somebody looks at them again."""
+        tensor = self.tensors[name]
+        start = (self.data_start + tensor.offset) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.buffer.madvise(mmap.MADV_DONTNEED, start, self.data_start + tensor.offset + tensor.blocks.size - start)
 
     def get(self, key: str, kind: type[Wanted], default: Wanted | None = None) -> Wanted | None:
         """The value of a key, or ``default`` where the file has none.

@@ -63,6 +63,7 @@ def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tenso
             parts.append(unpacked(blocks, tensor.format, exact).view(tensor.shape))
         except FloatingPointError as error:
             raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}") from error
+        file.release(name)
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
     if source.offset:
         joined = (joined - source.offset).to(dtype)
