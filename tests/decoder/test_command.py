@@ -438,6 +438,37 @@ def test_wrong_input_ends_in_one_sentence_before_the_model_is_loaded(
     assert words in told and told.count("\n") == 1 and "Traceback" not in told
 
 
+@pytest.mark.parametrize("text", ["Call me Ishmael.", "\ufeffCall", "\u00e9\n"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run, common, tmp_path, monkeypatch, text):
+    arguments = [*common, "--max-new-tokens", 8]
+    monkeypatch.chdir(tmp_path)
+    Path("plain.txt").write_bytes(text.encode())
+    Path("marked.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    # Of two marks the second one is the text's own.
+    expected = run(*(arg for arg in arguments if arg not in arguments[4:6]), "--prompt", text)[1]
+    assert run(*arguments, "--prompt-file", "marked.txt")[1] == expected != ""
+    if not text.startswith("\ufeff"):
+        assert run(*arguments, "--prompt-file", "plain.txt")[1] == expected
+
+
+@pytest.mark.parametrize("flag", ["--temperature", "--top-k", "--seed", "--ngrams", "--budget", "--max-new-tokens"])
+@pytest.mark.parametrize("value", ["9" * 401, "9" * 5000, "-" + "9" * 401])
+def test_numbers_that_nothing_can_hold_are_one_short_sentence(run, common, flag, value):
+    status, text, told = run(*common, "--max-new-tokens", 8, flag, value)
+    assert (
+        (status, text) == (2, "")
+        and flag[2:].replace("-", "_") in told.replace("-", "_")
+        and len(told) < 700
+        and told.count("\n") == 1
+        and "Traceback" not in told
+    )
+
+
+def test_a_stop_string_that_is_not_unicode_is_told(run, common):
+    status, text, told = run(*common, "--max-new-tokens", 8, "--stop", os.fsdecode(b"a\xff"))
+    assert (status, text) == (2, "") and "[0] in --stop is not valid Unicode: character 2" in told
+
+
 def test_what_a_prompt_lacks_is_told(run, folders, common, monkeypatch):
     plain = ["--model", folders / "plain", "--max-new-tokens", 5]
     status, _, told = run(*plain, "--chat", "Who?")

@@ -7,6 +7,8 @@ import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ts_eval.cli import main
 from ts_eval.prompts import read_texts
@@ -116,3 +118,29 @@ def test_flags_that_nothing_can_hold_are_one_sentence_and_status_2(data, tmp_pat
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1 and result.stdout == "" and result.stderr.startswith("ts-eval: ")
     assert isinstance(result.exception, SystemExit | click.ClickException)
+
+
+def test_a_generations_text_begins_with_its_first_words_space(tmp_path):
+    """With a tokenizer like SentencePiece; measures count words, and a word that is glued to none is the same word."""
+    from click.testing import CliRunner
+
+    words = ["<unk>", "<s>", "</s>", *(f"\u2581{letter}" for letter in "abcdefgh"), *"abcdefgh"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:3]])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(tmp_path / "model")
+    config = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **config)).save_pretrained(tmp_path / "model")
+    (tmp_path / "prompt.txt").write_text("a b c d")
+    asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompt.txt"), "--no-bitwise"]
+    asked += ["--max-new-tokens", "6", "--runs", "16", "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["compare", "ar", *asked])
+    assert result.exit_code == 0, result.output
+    prompt = fast("a b c d")["input_ids"]
+    runs = [json.loads(line) for line in (tmp_path / "out" / "generations.jsonl").read_text().splitlines()]
+    runs = [run for run in runs if "token_ids" in run]
+    assert len(runs) == 16 and any(run["text"].startswith(" ") for run in runs)
+    for run in runs:
+        whole, before = (fast.decode(ids, skip_special_tokens=True) for ids in ([*prompt, *run["token_ids"]], prompt))
+        assert before + run["text"] == whole and run["token_ends"][-1] == len(run["text"])
