@@ -14,7 +14,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.kernels import attention, bitwise_split_kv, fast_paths, native, rotary
-from decoder.model import bitwise_attention_test, fast_layers, target
+from decoder.model import attention_check, fast_layers, target
 
 from .tape import eager_attention, eager_attention_by_position, eager_rotation
 
@@ -121,7 +121,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr("decoder.sampling.sampler.on_host", lambda tensor: False)
     monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(bitwise_split_kv, "bitwise_split_kv_attention", eager_attention_by_position)
-    monkeypatch.setattr(bitwise_attention_test, "_LENGTHS_ON_DEVICE", (1, 97, 300))
+    monkeypatch.setattr(attention_check, "_LENGTHS_ON_DEVICE", (1, 97, 300))
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
     monkeypatch.setattr(fast_layers, "packed_layers", lambda modules: {})
     buffer = LayeredCache._buffer

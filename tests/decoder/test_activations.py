@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from decoder import Decoder
 from decoder.cache.full import FullCache
-from decoder.kernels import native
 from decoder.kernels.activations import Activation, activations
 
 from .conftest import VOCAB, tiny_llama
@@ -44,9 +43,8 @@ def test_rows_have_the_bits_that_they_have_alone(name, width, dtype, threads):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu_new"])
-def test_a_prompt_in_pieces_has_the_same_bits_without_the_library(activation, threads, monkeypatch):
+def test_a_prompt_in_pieces_has_the_same_bits(activation, threads, with_native):
     """In layers that are fused (SiLU) and in transformers' own."""
-    monkeypatch.setattr(native, "_loaded", lambda: "left off")
     dec = Decoder(tiny_llama(torch.float32, intermediate_size=1024, hidden_act=activation), bitwise=True)
     ids = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     caches = []

@@ -436,26 +436,6 @@ def test_a_preempted_text_joins_again_only_where_it_can_stay(open_ended, texts, 
     assert len(preempted[0]) <= (share < 2)
 
 
-def test_a_text_that_enters_a_block_is_planned_as_it_was_there(preempted, without_native):
-    """In float32 with bitwise on: its place has more positions than its cache asked for."""
-    dec = Decoder(tiny_llama(torch.float32), bitwise=True)
-    admission = Admission(4, CacheBytes(int(dec.target.kv_bytes * 2600 / 0.6) + 1))
-    engine = dec.engine(admission)
-    assert engine.blocks is not None
-    sequences = []
-    for tokens, new in ((100, 60), (1100, None)):
-        one = check_arguments(dec, [1] * tokens, new, "ar", GREEDY, None, None, True, False, None)
-        sequences.append(dec.sequence(engine, one))
-        admission.plan(sequences[-1], partial(dec.cache_bytes, one))
-        engine.add(sequences[-1])
-    while not sequences[0].done:
-        engine.step()
-    assert len(preempted[0]) <= 1
-    while len(sequences[1].token_ids) < 5:
-        engine.step()
-    assert len(preempted[0]) <= 1
-
-
 def test_the_prompt_alone_tells_how_many_tokens_were_reused(open_ended, texts, monkeypatch, preempted):
     """What a preempted text has written itself is no part of it, though its prefix is kept like any other."""
     dec = Decoder(open_ended.model, prefix_cache_bytes=10**7)

@@ -10,7 +10,7 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.kernels import bitwise_split_kv
 from decoder.kernels.norms import FusedNorm
-from decoder.model import bitwise, bitwise_attention_test, bitwise_test
+from decoder.model import attention_check, bitwise, bitwise_check
 from decoder.model.bitwise import FREE, PassRule
 from decoder.model.target import Target
 from decoder.sampling import filters
@@ -128,7 +128,7 @@ def test_prompts_are_cut_where_passes_may_end():
     def lengths(rule, count, size=512):
         return [end - start for start, end in pairwise(rule.borders(count, size))]
 
-    fixed = PassRule(None, 64, 64, most=64)
+    fixed = PassRule(64)
     for count in (0, 1, 63, 64, 100, 512, 700, 5000):
         assert lengths(FREE, count) == ([count % 512] if count % 512 else []) + [512] * (count // 512)
         assert sum(lengths(fixed, count)) == count and set(lengths(fixed, count)[1:]) <= {64}
@@ -251,8 +251,8 @@ def test_the_kernels_themselves_in_a_generation(as_on_cuda, prompt, monkeypatch)
     repair_emulation()
     monkeypatch.setattr(bitwise, "_WIDTH_ON_CUDA", 4)
     monkeypatch.setattr(bitwise, "_CHUNKS_ON_CUDA", ())
-    monkeypatch.setattr(bitwise_attention_test, "kernel_fault", lambda shape, device: None)
-    monkeypatch.setattr(bitwise_test, "model_fault", lambda target: None)
+    monkeypatch.setattr(attention_check, "kernel_fault", lambda shape, device: None)
+    monkeypatch.setattr(bitwise_check, "model_fault", lambda target: None)
     model = tiny_llama(torch.float32, num_hidden_layers=1)
     expected = generated(Decoder(model, bitwise=False), prompt[:6], new=3)
     monkeypatch.setattr(bitwise_split_kv, "bitwise_split_kv_attention", KERNELS)

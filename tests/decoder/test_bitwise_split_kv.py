@@ -6,12 +6,11 @@ import torch
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from decoder.kernels import bitwise_split_kv
-from decoder.kernels.attention import _one_softmax
-from decoder.kernels.bitwise_attention import COLUMNS, DEPTH, STRIDE, tail_slots, tail_start
+from decoder.kernels.attention import AttentionShape, _one_softmax
 from decoder.kernels.bitwise_split_kv import bitwise_split_kv_attention
 from decoder.kernels.rotary import rotate
-from decoder.kernels.self_test import AttentionShape
-from decoder.model import bitwise_attention_test
+from decoder.kernels.tails import COLUMNS, DEPTH, STRIDE, tail_slots
+from decoder.model import attention_check
 from decoder.sampling.token_tree import TokenTree
 from tests.decoder.triton_emulation import repair_emulation
 
@@ -153,9 +152,9 @@ def test_where_tokens_look():
         tree = random_tree(length)
         slots = tail_slots(length, tree.depths, tree.ancestor_mask(), NODES + 2)
         for node, depth in enumerate(tree.depths):
-            start = tail_start(length + depth)
+            start = STRIDE * (max(0, length + depth - DEPTH) // STRIDE)
             expected = [*range(start, length), *(length + at for at in tree.path(node))]
-            assert start % STRIDE == 0 and slots[node].tolist() == [start, *expected] + [-1] * (COLUMNS - len(expected))
+            assert slots[node].tolist() == [start, *expected] + [-1] * (COLUMNS - len(expected))
         assert all(slots[row, :3].tolist() == [0, length + row, -1] for row in (NODES, NODES + 1))
     chain = tail_slots(80, range(40), None, 40)
     assert torch.equal(chain, tail_slots(80, range(40), torch.ones(40, 40, dtype=torch.bool).tril(), 40))
@@ -168,11 +167,11 @@ SHAPE = AttentionShape(2, 1, 16, 16, torch.float32)
 def short_test(monkeypatch):
     """The test at load, of as much as an emulation does in a second."""
     for name, value in dict(_LENGTHS_ON_DEVICE=(SPLIT + DEPTH + 1, 150), _NODES_ON_DEVICE=(9, 3), _CHAIN=5).items():
-        monkeypatch.setattr(bitwise_attention_test, name, value)
+        monkeypatch.setattr(attention_check, name, value)
 
 
 def test_the_test_at_load_passes(short_test):
-    assert bitwise_attention_test.kernel_fault(SHAPE, DEVICE) is None
+    assert attention_check.kernel_fault(SHAPE, DEVICE) is None
 
 
 def test_splits_that_follow_from_the_number_of_rows_are_caught(short_test, monkeypatch):
@@ -183,7 +182,7 @@ def test_splits_that_follow_from_the_number_of_rows_are_caught(short_test, monke
         return attention(query, key, value, tails, scaling)
 
     monkeypatch.setattr(bitwise_split_kv, "bitwise_split_kv_attention", leaning)
-    assert "other bits alone" in bitwise_attention_test.kernel_fault(SHAPE, DEVICE)
+    assert "other bits alone" in attention_check.kernel_fault(SHAPE, DEVICE)
 
 
 def test_wrong_numbers_are_caught(short_test, monkeypatch):
@@ -192,7 +191,7 @@ def test_wrong_numbers_are_caught(short_test, monkeypatch):
     monkeypatch.setattr(
         bitwise_split_kv, "bitwise_split_kv_attention", lambda q, k, v, tails, s: attention(q, k, v.flip(2), tails, s)
     )
-    assert "differ from the plain function's" in bitwise_attention_test.kernel_fault(SHAPE, DEVICE)
+    assert "differ from the plain function's" in attention_check.kernel_fault(SHAPE, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -212,7 +211,7 @@ def test_a_token_is_rotated_as_it_is_alone(dtype):
 @pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 2, 256)])
 def test_passes_its_own_test_on_a_gpu(monkeypatch, heads, kv_heads, dim, dtype):
     monkeypatch.undo()
-    assert bitwise_attention_test.kernel_fault(AttentionShape(heads, kv_heads, dim, dim, dtype), DEVICE) is None
+    assert attention_check.kernel_fault(AttentionShape(heads, kv_heads, dim, dim, dtype), DEVICE) is None
 
 
 @pytest.mark.gpu

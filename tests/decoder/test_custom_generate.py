@@ -275,7 +275,7 @@ def test_a_model_of_bitsandbytes_is_its_own_backbone(ids, tmp_path, quantised):
     drafted = decoder.custom_generate(random_heads(model), "tokenswift", TokenSwiftOptions(tree=(2, 2)))
     asked = dict(max_new_tokens=30, do_sample=False)
     assert model.generate(ids, custom_generate=drafted, **asked).equal(model.generate(ids, **asked))
-    assert drafted.decoder.bitwise
+    assert not drafted.decoder.bitwise  # the native library does not multiply its codes
 
 
 @pytest.mark.parametrize("as_object", [False, True])

@@ -10,10 +10,10 @@ import decoder.__main__ as command
 from decoder import Decoder
 from decoder.admission import Admission, CacheBytes
 from decoder.arguments import check_arguments
-from decoder.kernels import fast_paths, norms, packed_linear, packed_weight, rotary, self_test, split_kv
+from decoder.kernels import fast_paths, kernel_check, norms, packed_linear, packed_weight, rotary, split_kv
+from decoder.kernels.attention import AttentionShape
 from decoder.kernels.fast_paths import FUSED, MODEL, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
-from decoder.kernels.self_test import AttentionShape
-from decoder.model import fused_layer, fused_model, recording_test
+from decoder.model import fused_layer, fused_model, recording_check
 from decoder.sequence import Sequence
 
 from .conftest import all_heads, random_heads, tiny_llama
@@ -80,7 +80,7 @@ def on_cuda(as_on_cuda, monkeypatch):
         return recorders[-1]
 
     monkeypatch.setattr(split_kv, "unavailable", lambda device: None)
-    monkeypatch.setattr(recording_test, "CudaGraphs", recorder)
+    monkeypatch.setattr(recording_check, "CudaGraphs", recorder)
     return recorders
 
 
@@ -227,7 +227,7 @@ def test_a_recording_that_replays_something_else_is_left_off(on_cuda, prompt, ex
             outputs = run()
             return (lambda: None), outputs
 
-    monkeypatch.setattr(recording_test, "CudaGraphs", lambda device: Stale())
+    monkeypatch.setattr(recording_check, "CudaGraphs", lambda device: Stale())
     dec = assert_left_off(single, prompt, expected, RECORDED, "wrong")
     assert dec.target.recorder is None and state(dec)[SPLIT_KV]
 
@@ -242,7 +242,7 @@ def test_a_recorder_that_raises_anything_is_left_off(on_cuda, prompt, expected, 
         raise error("the reason\nand more of it")
 
     setattr(Breaking, where, breaks)
-    monkeypatch.setattr(recording_test, "CudaGraphs", lambda device: Breaking())
+    monkeypatch.setattr(recording_check, "CudaGraphs", lambda device: Breaking())
     dec = assert_left_off(single, prompt, expected, RECORDED, error.__name__)
     assert dec.target.recorder is None
 
@@ -274,21 +274,21 @@ def test_the_real_kernels_pass_their_tests(monkeypatch):
     from .triton_emulation import repair_emulation
 
     repair_emulation()
-    monkeypatch.setattr(self_test, "_PASSES", ((1, False), (5, True)))
-    monkeypatch.setattr(self_test, "_LENGTHS", (0, 70))
+    monkeypatch.setattr(kernel_check, "_PASSES", ((1, False), (5, True)))
+    monkeypatch.setattr(kernel_check, "_LENGTHS", (0, 70))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16):
         shape = AttentionShape(4, 2, 16, 24, dtype)
-        assert self_test.split_kv_fault(shape, device) is None
-        assert self_test.rotary_fault(shape, device) is None
-        assert self_test.rms_norm_fault(frozenset([(48, dtype)]), device) is None
+        assert kernel_check.split_kv_fault(shape, device) is None
+        assert kernel_check.rotary_fault(shape, device) is None
+        assert kernel_check.rms_norm_fault(frozenset([(48, dtype)]), device) is None
 
 
 @pytest.mark.parametrize("change", [lambda x: x + 0.2, lambda x: x[..., :-1], lambda x: x.clone().fill_(torch.nan)])
 def test_differences_are_found_and_roundings_are_none(change):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    assert self_test.difference(x.bfloat16(), x, 2**-6) is None
-    assert "its numbers differ" in (fault := self_test.difference(change(x), x, 2**-6)) or "shape" in fault
+    assert kernel_check.difference(x.bfloat16(), x, 2**-6) is None
+    assert "its numbers differ" in (fault := kernel_check.difference(change(x), x, 2**-6)) or "shape" in fault
 
 
 def test_a_report_has_versions_device_and_every_path(model):

@@ -123,7 +123,7 @@ def passes(dec):
     return dec.target.replacements().model is not None
 
 
-def test_a_fused_model_gives_the_bits_that_transformers_forwards_give_around_the_same_layers():
+def test_a_fused_model_gives_the_bits_that_transformers_forwards_give_around_the_same_layers(with_native):
     prompt = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     for name in FUSED_FAMILIES:
         model_type, overrides = FAMILIES[name]

@@ -14,8 +14,8 @@ from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.kernels import attention, cuda_graphs
+from decoder.kernels.attention import AttentionShape
 from decoder.kernels.cuda_graphs import CudaGraphs, padded_width
-from decoder.kernels.self_test import AttentionShape
 from decoder.kernels.split_kv import split_kv_attention
 from decoder.model import target
 from decoder.model.probe import Probed

@@ -203,7 +203,7 @@ def test_loading(tmp_path):
     small = tiny_llama(torch.bfloat16, num_hidden_layers=1, hidden_size=32)
     small.save_pretrained(tmp_path / "small")
     dec = decoder.load(tmp_path / "model", tmp_path / "heads", draft_model=tmp_path / "small", dtype="int4")
-    assert "in int4" in dec.report() and dec.bitwise
+    assert "in int4" in dec.report() and dec.bitwise == native.available()
     around = torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
     assert dec.model.dtype == dec.draft_model.dtype == around and type(dec.draft_model) is LlamaForCausalLM
     make_short(model, INT4, dec.model.dtype)

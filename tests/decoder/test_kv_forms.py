@@ -18,7 +18,7 @@ from decoder.cache.rounding import rounding_cache
 from decoder.cache.stored import StoredCache, full_cache
 from decoder.cache.streaming import RecentCache
 from decoder.engine import Engine
-from decoder.kernels.self_test import AttentionShape
+from decoder.kernels.attention import AttentionShape
 from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 
@@ -215,10 +215,9 @@ def test_what_draft_caches_take_is_what_was_rounded(form, prompt):
     ],
     ids=str,
 )
-def test_bit_for_bit(form, dtype, prompt, monkeypatch):
+def test_bit_for_bit(form, dtype, prompt, monkeypatch, with_native):
     model = tiny_llama(dtype)
     dec = Decoder(model, heads=all_heads(model), bitwise=True)
-    # Tails of attention begin further on from the 96th position.
     expected = dec.generate(prompt, 70, "ar", SAMPLING, options(form), return_logprobs=True)
     for method in ("tokenswift", "medusa", "magicdec", "suffix", "auto"):
         out = dec.generate(prompt, 70, method, SAMPLING, options(form), return_logprobs=True)
@@ -411,8 +410,7 @@ def test_behind_32768_tokens_of_the_reference_model_the_text_is_the_same_with_th
     expected = text("ar")
     assert dec.bitwise and text("auto", offload=True) == expected
     plain, offloaded, sizes = *caches, (dec.target.attention_shape, dec.target.layers, torch.device("cpu"))
-    spare = offloaded.spare * dec.target.kv_bytes // dec.target.layers
-    assert offloaded.nbytes == form.device_bytes(*sizes, tokens=offloaded.capacity) + spare
+    assert offloaded.nbytes == form.device_bytes(*sizes, tokens=offloaded.capacity)
     # Of four layers one is where passes look at it.
     assert offloaded.device_bytes < 0.26 * plain.nbytes and offloaded.length >= 32_767
 

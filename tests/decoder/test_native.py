@@ -212,7 +212,7 @@ def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
 def test_attention_that_gives_wrong_numbers_is_left_off_with_a_warning(prompt, monkeypatch):
     expected = Decoder(tiny_llama(torch.float32), bitwise=False).generate(prompt, 30, "ar", SAMPLING).token_ids
     right = native_attention.native_attention
-    for module in ("kernels.self_test", "kernels.attention"):
+    for module in ("kernels.kernel_check", "kernels.attention"):
         monkeypatch.setattr(f"decoder.{module}.native_attention", lambda *given: right(*given) * 1.1)
     monkeypatch.setattr("decoder.kernels.fast_paths._outcomes", {})
     with pytest.warns(UserWarning, match=f"{NATIVE} left off"):
@@ -220,19 +220,15 @@ def test_attention_that_gives_wrong_numbers_is_left_off_with_a_warning(prompt, m
     assert dec.generate(prompt, 30, "ar", SAMPLING).token_ids == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch, dtype):
-    """In float32; in bfloat16 roundings differ, and what must be the same is each method's text."""
+def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch):
     texts = []
     for left_off in (False, True):
         if left_off:
             monkeypatch.setattr(native, "_loaded", lambda: "left off")
-        model = tiny_llama(dtype)
+        model = tiny_llama(torch.float32)
         dec = Decoder(model, heads=all_heads(model))
-        own = [dec.generate(prompt, 60, method, SAMPLING).token_ids for method in ("ar", "auto", "tokenswift")]
-        assert own[0] == own[1] == own[2]
-        texts.append(own[0])
-    assert dtype == torch.bfloat16 or texts[0] == texts[1]
+        texts += [dec.generate(prompt, 60, method, SAMPLING).token_ids for method in ("ar", "auto", "tokenswift")]
+    assert all(text == texts[0] for text in texts)
 
 
 @pytest.fixture
@@ -345,7 +341,7 @@ def test_a_dtype_is_chosen_that_is_fast_and_lossless(tmp_path, monkeypatch):
     assert decoder.load(short).model.dtype == own
     assert decoder.load(wide).model.dtype == torch.float32
     assert decoder.load(short, bitwise=False).model.dtype == torch.float32
-    monkeypatch.setattr("decoder.model.bitwise_test.model_fault", lambda target: "its sums are shuffled")
+    monkeypatch.setattr("decoder.model.bitwise_check.model_fault", lambda target: "its sums are shuffled")
     dec = decoder.load(short, random_heads(tiny_llama(torch.float32)))
     assert not dec.bitwise and dec.model.dtype == torch.float32
     monkeypatch.setattr(native, "_loaded", lambda: "left off")

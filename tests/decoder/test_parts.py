@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
 from decoder.cache import partial as partial_cache
-from decoder.cache.base import LayeredCache
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
@@ -144,8 +143,7 @@ def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(libraries, r
     if libraries != "native":
         assert not half or dtype == torch.bfloat16 or kind is HalfWeight
     else:
-        # One that FBGEMM holds and the native library only in full.
-        expected_kind = HalfWeight if half else WideNativeWeight
+        expected_kind = WideNativeWeight
         if dtype == torch.bfloat16:
             # An old compiler may not know what multiplies bfloat16, where oneDNN does.
             own = native.multiplies(dtype) or onednn_dtype(dtype) == torch.float32
@@ -451,19 +449,6 @@ def test_full_cache_keeps_the_accepted_nodes_and_forgets_the_rest():
     assert cache.keys._version == writes
     with pytest.raises(ValueError, match="holds 13 positions"):
         cache.update(new, new, 0)
-
-
-def test_slots_that_passes_may_look_at_hold_numbers(monkeypatch):
-    """Also those behind the text, to which nothing was ever written: attention by position multiplies them by zero."""
-    buffer = LayeredCache._buffer
-    monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(torch.nan))
-    cache = FullCache(2500, growable=True)
-    cache.prepare(1, spare=5)
-    for count in (1, 1000, 30, 1400, 200, 1):
-        pairs = torch.ones(1, 1, count, 2)
-        for states in cache.update(pairs, pairs, 0):
-            assert states[:, :, : cache.length + count + 5].isfinite().all()
-        cache.keep(range(count))
 
 
 def test_a_growable_cache_keeps_its_pairs_and_grows_seldom():

@@ -81,7 +81,7 @@ def test_the_turns_of_a_chat_prefill_what_is_new(pair, method, prefilled):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_with_bitwise_a_text_has_the_bits_of_a_fresh_one(dtype):
+def test_with_bitwise_a_text_has_the_bits_of_a_fresh_one(dtype, with_native):
     pair = decoders(dtype, hidden_size=64)
     assert all(dec.bitwise for dec in pair)
     prompt = tokens(150, 1)

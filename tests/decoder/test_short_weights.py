@@ -30,6 +30,8 @@ def short(dtype, around, seed=0, **overrides):
 @pytest.fixture(scope="module", params=[(dtype, around) for dtype in SHORT for around in AROUND], ids=str)
 def exact(request):
     dtype, around = request.param
+    if not native.available():
+        pytest.skip("there is no C compiler here")
     if around == torch.bfloat16 and not native.multiplies(torch.bfloat16):
         pytest.skip("the processor does not multiply bfloat16")
     model = short(dtype, around)

@@ -8,7 +8,6 @@ from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.stored import full_cache
 from decoder.drafters.tuning.verify_costs import WIDEST, VerifyCosts
-from decoder.kernels.bitwise_attention import tail_start
 from decoder.sampling.token_tree import TokenTree
 
 
@@ -97,33 +96,20 @@ def test_they_are_measured_once_until_the_text_is_twice_as_long(model, monkeypat
 
 
 @pytest.mark.parametrize("form", [CacheForm(), CacheForm(kv_dtype="fp8")])
-def test_trees_are_measured_where_all_nodes_have_one_tail(model, monkeypatch, form):
-    """Else every tree would seem to cost what it does in one of 32 places only; prompts of 512 tokens end in one."""
+def test_measuring_commits_nothing(model, form):
     dec = Decoder(model)
-    cache, measured, forward = full_cache(form, 400), [], dec.target.forward
-
-    def recorded(trees, caches):
-        found = forward(trees, caches)
-        if len(trees[0]) > 1:
-            measured.append(caches[0].length)
-            assert torch.isfinite(found[0].logits).all()
-        return found
-
-    monkeypatch.setattr(dec.target, "forward", recorded)
+    cache, forward = full_cache(form, 400), dec.target.forward
     with torch.inference_mode(), dec.target.patched():
         dec.target.prefill([1, 2, 3, 4] * 23, cache)
-        for length in range(92, 129):
+        for length in (92, 93):
             expected = forward([TokenTree(5)], [cache])[0].logits.clone()
             for part in cache.parts:
                 if part.is_floating_point():  # what memory may hold that was never written to
                     part[:, :, :, length:] = torch.nan
-            measured.clear()
             VerifyCosts(dec.target).at(cache)
-            assert cache.length == length and set(measured) in ({length}, {length + 1})
-            assert tail_start(measured[0]) == tail_start(measured[0] + 1)
+            assert cache.length == length
             assert torch.equal(forward([TokenTree(5)], [cache])[0].logits, expected)
             cache.keep([0])
-    assert tail_start(127) != tail_start(128)
 
 
 def test_many_texts_share_a_pass(model, monkeypatch):

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import decoder
 from decoder.cli.journal import whole_lines
 from decoder.drafters import Autoregressive
-from decoder.kernels import native
 from decoder.sampling.sampler import NoiseRows
 from decoder.sequence import Sequence
 from ts_eval import checks, defaults, metrics, processes, rounds
@@ -244,8 +243,7 @@ def test_the_check_compares_log_probabilities_to_the_last_bit(data, tmp_path, mo
 
 def test_demanding_bits_where_they_cannot_be_had_is_one_sentence(data, tmp_path, monkeypatch):
     shuffled = "its sums are shuffled"
-    monkeypatch.setattr("decoder.model.bitwise_attention_test.attention_rule", lambda shape: (None, shuffled))
-    monkeypatch.setattr("decoder.model.bitwise_attention_test.native_fault", lambda shape: shuffled)
+    monkeypatch.setattr("decoder.model.attention_check.native_fault", lambda shape: shuffled)
     result = compare(data, tmp_path / "demanded", "--bitwise")
     assert result.exit_code == 2
     assert result.stderr.strip() == (
@@ -875,13 +873,11 @@ def test_results_say_where_they_come_from(data, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(data / "reference-model", dtype=torch.float32)
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4
     planned = results["methods"]["ar"]["planned_memory_bytes"]
-    # Attention by position with PyTorch's products looks at 128 slots behind the text.
-    spare = 0 if native.available() else 128
-    caches = 2 * 2 * 2 * 8 * 4 * (53 + spare) + 1 + 256 * 4
+    caches = 2 * 2 * 2 * 8 * 4 * 53 + 1 + 256 * 4
     assert planned == weights + caches
     assert results["methods"]["ar"]["planned_memory_above_model_bytes"] == caches
     # auto's trees have up to 64 nodes, whose K and V, mask and logits there is room for.
-    wide = 2 * 2 * 2 * 8 * 4 * (52 + 64 + spare) + 64**2 + 64 * 256 * 4
+    wide = 2 * 2 * 2 * 8 * 4 * (52 + 64) + 64**2 + 64 * 256 * 4
     heads = sum(parameter.nbytes for parameter in decoder.DraftHeads.from_pretrained(data / "heads-gated").parameters())
     auto = results["methods"]["auto"]
     assert auto["planned_memory_above_model_bytes"] == wide

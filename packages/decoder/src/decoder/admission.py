@@ -61,10 +61,5 @@ class Admission:
         """Whether ``candidate`` may join those that are running, or grow where nobody else does."""
         if len(running) >= self.max_batch:
             return False
-        blocks = {one.cache.beside for one in [*running, candidate] if one.cache.beside is not None}
-        # A candidate that has its place, since it may have to leave, takes no other.
-        wanted = candidate.cache.capacity if candidate.cache.block is None else None
-        # A block in which it is alone goes when it grows out of it.
-        left = CacheBytes(sum(each.idle_bytes(wanted) for each in blocks) if running else 0)
-        planned = zip(left, *(self._needed[one](one) for one in [*running, candidate]), strict=True)
+        planned = zip(*(self._needed[one](one) for one in [*running, candidate]), strict=True)
         return all(sum(needed) <= most for needed, most in zip(planned, self.budget, strict=True))

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoder.admission import Admission, CacheBytes, memory_for_caches
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
-from decoder.cache import blocks
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS
@@ -356,8 +355,6 @@ class Decoder:
         if arguments.open_ended and options.verification == "exact":
             before = 0 if sequence is None else sequence.planned_positions
             tokens = min(tokens, max(before, cache.next_capacity))
-        if cache.beside is not None:
-            tokens = max(tokens, blocks.rounded(cache.capacity + target.spare) or 0)
         on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))
         return CacheBytes(on_device + target.kv_bytes * options.budget_for(prompt), on_host)
 

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
-from decoder.cache.blocks import Blocks
 from decoder.drafters.base import DeferredRead, DraftsAhead
 from decoder.drafters.levels import fill_together
-from decoder.kernels.bitwise_attention import DEPTH
+from decoder.kernels.tails import DEPTH
 from decoder.kernels.transfers import download
-from decoder.model.bitwise import FREE
 from decoder.model.loading import out_of_memory
 from decoder.model.target import Target
 from decoder.model.verification import Verification
@@ -54,15 +52,12 @@ class Engine:
         prefixes: where texts begin and what becomes of their caches; None to prefill every prompt as a whole.
 
     Attributes:
-        blocks: buffers for the caches of several texts, where attention takes them together; else None.
         running: the sequences that steps decode.
         waiting: the sequences that have not begun, in the order in which they will.
     """
 
     def __init__(self, target: Target, fits: Fits | None = None, prefixes: PrefixReuse | None = None):
         self.target, self.fits, self.prefixes = target, fits, prefixes
-        together = fits is not None and target.flattens and target.most_nodes is None
-        self.blocks = Blocks() if together and (target.bitwise.rule or FREE).batched else None
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._prefills: dict[Sequence, Generator[int, None, int]] = {}  # of those that run, what is left

@@ -48,10 +48,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
             )
         )
         smallest, growable = len(context) + target.slots(drafter.max_nodes), arguments.open_ended
-        cache = full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
-        if cache.form.plain:
-            cache.beside = engine.blocks
-        return drafter, cache
+        return drafter, full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
 
     sampler = Sampler(
         sampling,

@@ -100,13 +100,10 @@ class ModelShape:
         """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
         return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.value_bytes
 
-    def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA, spare: int = 0) -> tuple[int, int]:
-        """Bytes of a full cache of that form, on the device and in host memory.
-
-        ``spare`` are slots behind the text in the buffers that passes look at.
-        """
-        kept, layers = self.kept_bytes(tokens + spare * form.plain, form), form.working_layers(device)
-        working = self.cache_bytes(tokens + spare) * layers // self.layers
+    def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA) -> tuple[int, int]:
+        """Bytes of a full cache of that form, on the device and in host memory."""
+        kept, layers = self.kept_bytes(tokens, form), form.working_layers(device)
+        working = self.cache_bytes(tokens) * layers // self.layers
         if not form.offload:
             return kept + working, 0
         # Codes arrive on the device before they are restored there.

@@ -85,12 +85,11 @@ def plan_method(
     heads_cache: int = 0,
     draft_model: ModelShape | None = None,
     device: torch.device = CUDA,
-    spare: int = 0,
 ) -> MethodPlan:
     """The plan of one of `HELD`.
 
     ``heads_bytes`` are those of the ``heads`` draft heads, None for chained ones, and ``heads_cache`` those that they
-    keep of the text. ``device`` is where passes run, and ``spare`` the target's own. Where ``options`` have no tree,
+    keep of the text. ``device`` is where passes run. Where ``options`` have no tree,
     methods that then choose one in each step get room for the widest; what they read depends on what they choose, and
     is told as of one level of heads.
 
@@ -111,7 +110,7 @@ def plan_method(
     # A text too short to be tuned takes less, and is planned as any other.
     if issubclass(tuned := drafter_class(method, options, max(max_new_tokens, FEWEST_TUNED)), CostTuned):
         nodes = tuned.max_nodes
-    full_cache, host_cache = model.full_cache(prompt_tokens + max_new_tokens, CacheForm.of(options), device, spare)
+    full_cache, host_cache = model.full_cache(prompt_tokens + max_new_tokens, CacheForm.of(options), device)
     return MethodPlan(
         nodes=nodes,
         depth=depth,

@@ -131,7 +131,6 @@ class Setup:
             heads_cache=plan.heads_cache(heads, longest + self.max_new_tokens),
             draft_model=ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,
             device=dec.target.device,
-            spare=dec.target.spare,
         )
         above = len(self.batches()[0]) * (made.full_cache + made.draft_cache + made.tree + made.logits)
         if dec.target.device.type == "cpu":

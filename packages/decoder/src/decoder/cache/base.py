@@ -6,13 +6,9 @@ from typing import ClassVar
 import torch
 from transformers import Cache
 
-from decoder.cache.blocks import Block, Blocks
 from decoder.cache.pool import BufferPool, Buffers
-from decoder.kernels.bitwise_attention import empty_transposed, ends_in_one_softmax
 from decoder.kernels.cuda_graphs import FixedPass
 from decoder.kernels.packed_linear import under_autocast
-
-_ZEROED_AT_ONCE = 256
 
 
 class LayeredCache(Cache, ABC):
@@ -22,8 +18,7 @@ class LayeredCache(Cache, ABC):
 
     Where passes have fixed shapes (on CUDA), ``kv_length`` holds the number of pairs that stand, int64 [1] in device
     memory: a recorded pass reads there where to write and how far to look, and is handed whole buffers. Elsewhere it
-    is None, and passes are handed views of what is filled; or, where attention is by position, whole buffers, with
-    ``spare`` slots of finite numbers behind what is filled.
+    is None, and passes are handed views of what is filled.
 
     Attributes:
         keys, values: the buffers, empty before the first pass.
@@ -32,10 +27,6 @@ class LayeredCache(Cache, ABC):
         pool: where buffers come from and go back to when the cache goes; None where no passes over it are recorded, so
             that buffers are freed with the cache.
         lender: the pool that other caches of the text may have buffers from.
-        transposed: whether new buffers for keys have the slots of each number beside each other, where one softmax
-            covers a text of that length; see `kernels.bitwise_attention.Rule`.
-        beside: where the buffers are a part of larger ones, beside those of other texts; see `cache.blocks`.
-        block, place: these larger buffers, and which part of them; None and 0 where there are none.
 
     Args:
         capacity: slots, pairs per layer and KV head.
@@ -47,10 +38,6 @@ class LayeredCache(Cache, ABC):
     pool: BufferPool | None = None
     lender: BufferPool | None = None
     pool_generation = 0
-    transposed = False
-    beside: Blocks | None = None
-    block: Block | None = None
-    place = 0
 
     def __init__(self, capacity: int):
         super().__init__(layers=[])
@@ -58,8 +45,6 @@ class LayeredCache(Cache, ABC):
         self.keys = self.values = torch.empty(0)
         self.kv_length: torch.Tensor | None = None
         self.passes: dict[tuple, FixedPass] = {}
-        self.spare = 0
-        self._finite = 0  # slots that hold numbers, with the spare ones
         self._layers = 1
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: torch.Tensor | None = None
@@ -71,22 +56,13 @@ class LayeredCache(Cache, ABC):
         # However a text ends (done, closed, cancelled, failed), its caches go, and at once: nothing refers to them.
         if self.pool is not None:
             self.pool.give_back(self)
-        self._leave_block()
 
-    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0, transposed: bool = False) -> None:
+    def prepare(self, layers: int, pool: BufferPool | None = None) -> None:
         """Tell the cache how many layers it is to hold, and whose buffers it may have where passes have fixed shapes.
 
         Under autocast it gets none: it makes its own, of the dtype that autocast chooses.
-
-        Args:
-            spare: slots behind the last one that passes may look at.
-            transposed: as the attribute.
         """
-        self._layers, self.lender, self.transposed = layers, pool, transposed
-        if spare > self.spare:
-            self.spare = spare
-            if len(self.keys):
-                self.enlarge(self.capacity, self.get_seq_length())
+        self._layers, self.lender = layers, pool
         if pool is not None and self.kv_length is None:
             if not under_autocast() and not len(self.keys):
                 pool.lend(self)
@@ -103,13 +79,13 @@ class LayeredCache(Cache, ABC):
         self.capacity, self.keys, self.values, self.kv_length, self.passes = buffers
         self._of_layer = list(zip(self.keys, self.values, strict=True))
 
-    def begin(self, count: int, padding: int = 0) -> None:
-        """A pass over ``count`` tokens is to come, the last of which are ``padding``.
+    def begin(self, count: int) -> None:
+        """A pass over ``count`` tokens is to come.
 
         Raises:
-            ValueError: there is no room for the others.
+            ValueError: there is no room for them.
         """
-        self._make_room(count, padding)
+        self._make_room(count)
         if self.kv_length is not None:
             # A number in the launch of a kernel: the host does not wait.
             self.kv_length.fill_(self.get_seq_length())
@@ -147,9 +123,6 @@ class LayeredCache(Cache, ABC):
         span = self.get_seq_length(), count
         if span != self._span:
             # Views of all layers are made at once, because calls are most of a small model's step.
-            end = sum(span)
-            if self.spare:
-                self.make_finite(end + self.spare)
             slots = (buffer.narrow(3, *span).unbind() for buffer in (self.keys, self.values))
             self._span, self._slots = span, list(zip(*slots, strict=True))
         return self._slots[layer_idx]
@@ -157,7 +130,7 @@ class LayeredCache(Cache, ABC):
     def seen_by(self, count: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``count`` new tokens attend to once they are written, as `update` gives it."""
         key, value = self._of_layer[layer_idx]
-        if self.kv_length is not None or self.spare:
+        if self.kv_length is not None:
             return key, value
         end = self.get_seq_length() + count
         return key[:, :, :end], value[:, :, :end]
@@ -165,17 +138,6 @@ class LayeredCache(Cache, ABC):
     def at(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [layers, B, G, n, D] of the pairs in the slots ``index``, int64 [n] on the model's device."""
         return self.keys.index_select(3, index), self.values.index_select(3, index)
-
-    def make_finite(self, end: int) -> None:
-        """See that the slots before ``end``, as far as there are any, hold finite numbers.
-
-        Zeros are written where nothing ever was: not in all slots at once, since a buffer may be large.
-        """
-        slots = self.keys.shape[3]
-        if self._finite < min(end, slots):
-            start, self._finite = self._finite, min(end + _ZEROED_AT_ONCE, slots)
-            self.keys[:, :, :, start : self._finite] = 0
-            self.values[:, :, :, start : self._finite] = 0
 
     def allocate_as(self, other: "LayeredCache") -> None:
         """Make the buffers, unless they are there, for pairs like those of ``other``."""
@@ -185,56 +147,31 @@ class LayeredCache(Cache, ABC):
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not len(self.keys):
-            if not self._enter_block(key, value, self._layers):
-                self.keys = self._buffer(key, self._layers, self.transposed)
-                self.values = self._buffer(value, self._layers)
+            self.keys, self.values = self._buffer(key, self._layers), self._buffer(value, self._layers)
             self._of_layer = list(zip(self.keys, self.values, strict=True))
-
-    def _enter_block(self, key: torch.Tensor, value: torch.Tensor, layers: int) -> bool:
-        """Take a part of larger buffers, if there are any for pairs like these."""
-        found = None if self.beside is None else self.beside.enter(key, value, layers, self.capacity + self.spare)
-        if found is None:
-            return False
-        self.block, self.place = found
-        own = slice(self.place, self.place + 1)
-        self.keys, self.values = self.block.keys[:, own], self.block.values[:, own]
-        # An ended text may have left infinities there.
-        self.capacity, self._finite = self.block.slots - self.spare, 0
-        return True
-
-    def _leave_block(self) -> None:
-        if self.block is not None:
-            self.block.free.add(self.place)
-            self.block.left.add(self.place)
-            self.block = self.beside = None
 
     def enlarge(self, capacity: int, filled: int) -> None:
         """Move the first ``filled`` pairs to buffers of ``capacity`` slots."""
-        self.capacity, self._finite = capacity, filled
+        self.capacity = capacity
         # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
         self.passes.clear()
         self._of_layer.clear()
         self._slots, self._span = [], None
-        for name, transposed in (("keys", self.transposed), ("values", False)):
+        for name in ("keys", "values"):
             old = getattr(self, name)
             if len(old):
-                new = self._buffer(old[0], len(old), transposed)
+                new = self._buffer(old[0], len(old))
                 new[:, :, :, :filled] = old[:, :, :, :filled]
                 setattr(self, name, new)
-        # The larger buffers are its own.
-        self._leave_block()
         self._of_layer = list(zip(self.keys, self.values, strict=True))
 
-    def _buffer(self, like: torch.Tensor, layers: int, transposed: bool = False) -> torch.Tensor:
+    def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:
         batch, groups, _, dim = like.shape
-        sizes = layers, batch, groups, self.capacity + self.spare, dim
-        if transposed and ends_in_one_softmax(self.capacity, like.dtype):
-            return empty_transposed(like, *sizes)
-        return like.new_empty(sizes)
+        return like.new_empty(layers, batch, groups, self.capacity, dim)
 
     @abstractmethod
-    def _make_room(self, count: int, padding: int = 0) -> None:
-        """See that ``count`` more pairs, with ``padding``, find room behind those that stand, or raise ValueError."""
+    def _make_room(self, count: int) -> None:
+        """See that ``count`` more pairs find room behind those that stand, or raise ValueError."""
 
     @property
     def nbytes(self) -> int:

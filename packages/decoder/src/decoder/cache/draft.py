@@ -23,7 +23,7 @@ class DraftCache(LayeredCache):
         self._filled = 0
         self._held = 0
 
-    def _make_room(self, count: int, padding: int = 0) -> None:
+    def _make_room(self, count: int) -> None:
         if self._held + count > self.room:
             raise ValueError(f"the draft cache has room for {self.room} drafted tokens; {self._held + count} came")
 

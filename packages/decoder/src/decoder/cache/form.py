@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.kernels.self_test import AttentionShape
+from decoder.kernels.attention import AttentionShape
 from decoder.options import KV_DTYPES, TokenSwiftOptions
 
 

@@ -6,7 +6,7 @@ import torch
 
 from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
-from decoder.kernels.self_test import AttentionShape
+from decoder.kernels.attention import AttentionShape
 from decoder.kernels.transfers import upload
 
 _SMALLEST_GROWTH = 1024
@@ -36,15 +36,12 @@ class FullCache(LayeredCache):
         self.growable = growable
         self.length = 0
 
-    def _make_room(self, count: int, padding: int = 0) -> None:
+    def _make_room(self, count: int) -> None:
         end = self.length + count
         if end <= self.capacity:
             return
         if self.growable:
             self.enlarge(max(end, self.next_capacity), self.length)
-        elif end - padding <= self.capacity:
-            # Passes may be padded more than when the cache was made, if the user has changed the model meanwhile.
-            self.enlarge(end, self.length)
         else:
             raise ValueError(f"the cache holds {self.capacity} positions; {end} were asked for")
 
@@ -97,7 +94,6 @@ class FullCache(LayeredCache):
         )
         for own, part in zip(self.parts, parts, strict=True):
             own[:, :, :, :count] = part
-        self._finite = max(self._finite, count)
         self.length = count
 
     def keep(self, path: Sequence[int]) -> None:

@@ -60,8 +60,8 @@ class StoredCache(FullCache):
     def _buffers(self) -> int:
         return self.form.working_layers(self.keys.device)
 
-    def prepare(self, layers: int, pool: BufferPool | None = None, spare: int = 0, transposed: bool = False) -> None:
-        super().prepare(layers, None, spare)
+    def prepare(self, layers: int, pool: BufferPool | None = None) -> None:
+        super().prepare(layers)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         count = key_states.shape[2]
@@ -163,9 +163,8 @@ class StoredCache(FullCache):
         return torch.empty(shape, dtype=part.dtype, pin_memory=self.keys.is_cuda or part.is_cuda)
 
     def _make_working(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        # Zeros, because attention by position may look at spare slots, which must hold finite numbers.
         def buffer(like: torch.Tensor) -> torch.Tensor:
-            return like.new_zeros(*like.shape[:2], self.capacity + self.spare, like.shape[3])
+            return like.new_empty(*like.shape[:2], self.capacity, like.shape[3])
 
         pairs = [(buffer(key), buffer(value)) for _ in range(self.form.working_layers(key.device))]
         self._of_layer = [pairs[layer % len(pairs)] for layer in range(self._layers)]

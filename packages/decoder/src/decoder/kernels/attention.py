@@ -10,8 +10,6 @@ import torch
 from transformers import AttentionInterface
 
 from decoder.kernels import bitwise_split_kv, split_kv
-from decoder.kernels.bitwise_attention import BitwiseText
-from decoder.kernels.bitwise_pass import attend_texts
 from decoder.kernels.native_attention import NewTokens, native_attention
 
 NAME = "tokenswift"
@@ -34,6 +32,16 @@ _HARMLESS = frozenset(
 )
 
 
+class AttentionShape(NamedTuple):
+    """How many query and KV heads a layer of the model has, their sizes and dtype."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
 class TextInPass(NamedTuple):
     """One text's share of a pass.
 
@@ -42,8 +50,7 @@ class TextInPass(NamedTuple):
         mask: which new token sees which, bool [T, T]; None is plain causal.
         kv_length: where given, the cached tokens' number L in device memory, int64 [1]; key and value are then whole
             buffers, whose entries from L on are the new ones, and what lies behind them means nothing.
-        bitwise: where given, attention is by position; it has mask and length, and the cache to look at.
-        tails: where given, attention is by position on a device: `bitwise_attention.tail_slots` of the new tokens, in
+        tails: where given, the order of all sums follows from positions alone: `tails.tail_slots` of the new tokens, in
             device memory; key and value may be whole buffers.
         native: where given, the native library attends, for all texts of a pass: the cached tokens' number L.
     """
@@ -51,7 +58,6 @@ class TextInPass(NamedTuple):
     tokens: int
     mask: torch.Tensor | None = None
     kv_length: torch.Tensor | None = None
-    bitwise: BitwiseText | None = None
     tails: torch.Tensor | None = None
     native: int | None = None
 
@@ -106,11 +112,6 @@ def tree_attention(
         rows = query[0].transpose(0, 1)
         output = attend_natively(texts, rows, query.shape[1], key, value, scaling)
         return output.view(1, *rows.shape[:2], -1), None
-    bitwise = by_position(texts)
-    if bitwise is not None:
-        heads, tokens = query.shape[1:3]
-        output = attend_texts(bitwise, query[0].transpose(0, 1), heads, module.layer_idx, scaling)
-        return output.view(1, tokens, heads, -1), None
     if isinstance(key, tuple):
         assert texts is not None
         own = query.split([text.tokens for text in texts], 2)
@@ -208,13 +209,6 @@ def _one_softmax(
         weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(value.dtype)
         outputs.append((weights @ value).reshape(batch, heads, count, value.shape[-1]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-
-def by_position(texts: Sequence[TextInPass] | None) -> list[BitwiseText] | None:
-    """What attention by position needs of the texts of a pass, all of which have it or none; None if it is not so."""
-    if not texts or texts[0].bitwise is None:
-        return None
-    return [text.bitwise for text in texts if text.bitwise is not None]
 
 
 def more_than_causal(module: Any, attention_mask: torch.Tensor | None, kwargs: dict) -> str | None:

@@ -1,10 +1,10 @@
-"""Split-KV attention that gives a token the same bits whatever else is in its pass: `bitwise_attention` on a device.
+"""Split-KV attention that gives a token the same bits whatever else is in its pass.
 
-A token at position p sees its prefix, the keys before T(p), and its tail. The prefix is cut into splits of SPLIT keys
-from the first one on, whatever the text's length, the cache's capacity and the number of tokens in the pass. A program
-sums one split for a tile of rows of fixed shape, in which a row's keys from its T(p) on have no weight; splits behind
-T(p) are left out. A second kernel, with a program for each token and head, merges a row's splits in the order of the
-text and goes on with its tail, whose keys it gathers from the slots that `bitwise_attention.tail_slots` gives.
+A token at position p sees its prefix, the keys before T(p), and its tail (`kernels.tails`). The prefix is cut into
+splits of SPLIT keys from the first one on, whatever the text's length, the cache's capacity and the number of tokens in
+the pass. A program sums one split for a tile of rows of fixed shape, in which a row's keys from its T(p) on have no
+weight; splits behind T(p) are left out. A second kernel, with a program for each token and head, merges a row's splits
+in the order of the text and goes on with its tail, whose keys it gathers from the slots that `tail_slots` gives.
 
 A sum's order also follows from how the compiler lays out a tile. So one loop serves all blocks of keys, those that some
 rows do not see as well, and no argument that differs between passes makes Triton compile another version.
@@ -14,8 +14,8 @@ import math
 
 import torch
 
-from decoder.kernels.bitwise_attention import COLUMNS
 from decoder.kernels.split_kv import LaunchShape, device_properties, launch_shape, next_power_of_2, padded
+from decoder.kernels.tails import COLUMNS
 
 SPLIT = 1024
 """Keys of a split. Shorter ones keep more of a GPU busy over a short text; longer ones leave less to be merged."""
@@ -40,7 +40,7 @@ def bitwise_split_kv_attention(
         key: the cache's keys [1, G, C, D], where G divides H. The pairs of the new tokens are in it already. What no
             token sees may be anything, NaN included.
         value: the cache's values [1, G, C, Dv], likewise.
-        tails: `bitwise_attention.tail_slots` of the T tokens, int64 [T, 1 + COLUMNS] on the device. Each sees a key.
+        tails: `tails.tail_slots` of the T tokens, int64 [T, 1 + COLUMNS] on the device. Each sees a key.
         scaling: the factor of the scores.
 
     Returns:

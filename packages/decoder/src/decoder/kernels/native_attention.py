@@ -10,7 +10,7 @@ from decoder.kernels import native
 from decoder.kernels.native import Attention, Text
 
 if TYPE_CHECKING:
-    from decoder.kernels.self_test import AttentionShape
+    from decoder.kernels.attention import AttentionShape
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -4,13 +4,12 @@ A product with packed weights reads them once for all rows. With 16 rows it was 
 PyTorch's own product, and prefill is faster too.
 
 The native library keeps weights that are bfloat16 numbers in two bytes each, whatever the dtype of the inputs, and
-others in float32. Weights that were saved in half precision, and all where it cannot be had, are packed by libraries
-that come with PyTorch. oneDNN packs them in their own dtype. FBGEMM packs them in half precision and multiplies them
-in single precision, so they take half the memory, and a step's time is mostly that of reading them: with SmolLM2-135M
-and a processor without AVX-512, products of 1, 4 and 8 rows were measured to take 0.60, 0.60 and 0.70 of oneDNN's
-time, and those of a prompt 0.9. FBGEMM is used where half precision changes no row of the weights by more than 2**-22
-of its norm, which is less than sums in single precision are off by. That is so for most checkpoints that were saved
-in bfloat16 or in half precision.
+others in float32. Where it cannot be had, weights are packed by libraries that come with PyTorch. oneDNN packs them in
+their own dtype. FBGEMM packs them in half precision and multiplies them in single precision, so they take half the
+memory, and a step's time is mostly that of reading them: with SmolLM2-135M and a processor without AVX-512, products of
+1, 4 and 8 rows were measured to take 0.60, 0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is used
+where half precision changes no row of the weights by more than 2**-22 of its norm, which is less than sums in single
+precision are off by. That is so for most checkpoints that were saved in bfloat16 or in half precision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -215,15 +214,15 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
         return ByteWeight(weight, bias)
     # An old compiler may not know what multiplies bfloat16, where oneDNN does.
     can = native.available() and (native.multiplies(weight.dtype) or onednn_dtype(weight.dtype) == torch.float32)
-    if can and _bf16_holds(weight):
+    if can and not _bf16_holds(weight):
+        return WideNativeWeight(weight, bias)
+    if can:
         # The library's product of bytes takes one dtype of inputs, the narrowest that this processor multiplies.
         bytes_too = weight.dtype == torch.bfloat16 or not native.multiplies(torch.bfloat16)
         return MXInt8Weight(weight, bias) if bytes_too and mxint8_holds(weight) else NativeWeight(weight, bias)
     half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
     half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
-    if half:
-        return HalfWeight(weight, bias)
-    return WideNativeWeight(weight, bias) if can else OneDnnWeight(weight, bias)
+    return HalfWeight(weight, bias) if half else OneDnnWeight(weight, bias)
 
 
 def onednn_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,6 +3,9 @@
 The bits of a token's logits are then a function of the model, its dtype, the device with its number of threads, the
 libraries, and the tokens before it. So verification, plain decoding and prefill agree to the last bit, and rounding
 never decides between two tokens whose scores are nearly equal.
+
+On a CPU it comes from the native library, which sums each row of a product and each token's attention in an order of
+their own. On CUDA all passes have one width.
 """
 
 import logging
@@ -17,11 +20,10 @@ import transformers
 from transformers import PreTrainedModel
 
 from decoder.kernels import native
-from decoder.kernels.bitwise_attention import SPARE, Rule
 from decoder.kernels.cublas import rounds_to_tf32
-from decoder.kernels.fast_paths import BITWISE, RECORDED, fault_of
+from decoder.kernels.fast_paths import BITWISE, NATIVE, PACKED, RECORDED, fault_of
 from decoder.kernels.packed_linear import product_of, under_autocast
-from decoder.model import bitwise_attention_test, bitwise_test
+from decoder.model import attention_check, bitwise_check
 from decoder.model.fused_layer import FusedLayer
 
 if TYPE_CHECKING:
@@ -35,49 +37,24 @@ class PassRule(NamedTuple):
     """What every pass must obey so that the bits of its rows are independent of each other.
 
     Attributes:
-        attention: the rule for PyTorch's products in attention on a CPU; None where kernels need none.
-        least: the least number of tokens in a pass; a shorter pass is padded.
-        multiple: the number of tokens in a pass is padded to a multiple of this one,
-        free: or to one of these numbers.
-        most: the largest number of tokens in a pass, None if there is no limit; prompts are split and trees pruned.
-        chunk: a number of tokens above ``most`` that a piece of a prompt may have, None if there is none.
+        width: the number of tokens that a pass has with its padding; None if it may have any. Prompts are split and
+            trees pruned.
+        chunk: a multiple of ``width`` that a piece of a prompt may have, None if there is none.
     """
 
-    attention: Rule | None = None
-    least: int = 1
-    multiple: int = 1
-    free: frozenset[int] = frozenset()
-    most: int | None = None
+    width: int | None = None
     chunk: int | None = None
-
-    @property
-    def spare(self) -> int:
-        """Slots behind a text's last one at which attention may look."""
-        return 0 if self.attention is None else SPARE
-
-    @property
-    def batched(self) -> bool:
-        """Whether the attention of several texts can share products, if their caches stand in blocks."""
-        return self.attention is not None and self.attention.batched
-
-    @property
-    def transposed(self) -> bool:
-        """As for `kernels.bitwise_attention.Rule`."""
-        return self.attention is not None and self.attention.transposed
 
     def padding(self, count: int) -> int:
         """How many tokens are added to a pass of ``count``."""
-        padded = max(count, self.least)
-        while padded % self.multiple and padded not in self.free:
-            padded += 1
-        return padded - count
+        return 0 if self.width is None else -count % self.width
 
     def borders(self, count: int, size: int) -> list[int]:
         """Where a prompt of ``count`` tokens is cut, both ends included; into pieces of about ``size`` if that is free.
 
         Shorter pieces come first, so that the last one has all queries that are observed.
         """
-        most = self.most or size - size % self.multiple or size
+        most = self.width or size
         chunk = self.chunk or most
         rest = count % chunk
         short = range(rest % most or most, rest, most)
@@ -85,17 +62,10 @@ class PassRule(NamedTuple):
 
 
 FREE = PassRule()
-"""The rule that asks for nothing."""
+"""The rule that asks for nothing: what holds where the native library runs the model."""
 
 # Results for each model, so that several decoders of one model test it once.
 _found: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PassRule | None, str]] = WeakKeyDictionary()
-
-# The (least, multiple, most) to try, the cheapest first. oneDNN splits the sum of a single row. FBGEMM takes rows in
-# blocks of about six, and sums in another order in a block of one or two rows, which no multiple of three leaves over.
-# With the last one all passes have the same width.
-_WIDTHS = ((1, 1, None), (2, 1, None), (3, 3, None), (4, 4, None), (8, 8, None), (16, 16, 16))
-
-_DEAR = 1.2  # in times of a pass without a rule: what "auto" does not pay
 
 # On CUDA libraries choose other kernels for other numbers of rows, so all passes have this width. In half precision a
 # product of so many rows takes about as long as reading its weights, and trees of the paper's size fit. More rows would
@@ -110,7 +80,7 @@ class Bitwise:
     Args:
         target: the model.
         wanted: whether bitwise decoding is on. "auto" switches it off if no rule holds, with the reason in ``reason``
-            and the log, and in float64, whose roundings are too small to matter. True raises ValueError instead.
+            and the log. True raises ValueError instead.
 
     Attributes:
         rule: the rule, None while bitwise decoding is off.
@@ -181,8 +151,6 @@ class Bitwise:
         by = [f"{count} {kind}" for kind, count in sorted(products.items())] or ["no packed products"]
         if self._target.attends_natively:
             by.append("native attention")
-        elif self.rule is not None:
-            by.append(str(self.rule.attention))
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
         return f"{', '.join(by)}; {versions}; {native.library_name()}"
 
@@ -203,7 +171,7 @@ class Bitwise:
         return *around, target.attends_natively, target.dtype, tuple(map(of, target.model.modules()))
 
     def _find(self) -> tuple[PassRule | None, str]:
-        """The cheapest rule that passes all tests, with a description; or None, with what was wrong."""
+        """The rule that holds, with a description; or None, with what is wrong."""
         target = self._target
         if target.device.type != "cpu" and target.recorder is None:
             return None, f"on CUDA it needs {RECORDED}"
@@ -213,68 +181,47 @@ class Bitwise:
             return None, "sums over processes that share a model have an order of their own"
         if any(isinstance(module._modules.get("experts"), torch.nn.Module) for module in target.model.modules()):
             return None, "a mixture of experts gives each of them another number of rows in every pass"
-        if target.dtype == torch.float64 and self.wanted == "auto":
-            return None, "float64 is left as it is: its roundings are too small to meet a tie"
         if target.recorder is not None:
             return self._find_on_cuda()
-        shape = target.attention_shape._replace(dtype=target.dtype)
-        attention, fault = None, None
-        if target.attends_natively:
-            fault = bitwise_attention_test.native_fault(shape)
-        else:
-            attention, fault = bitwise_attention_test.attention_rule(shape)
-        if fault is not None:
-            return None, fault
-        for least, multiple, most in _WIDTHS:
-            rule = PassRule(attention, least, multiple, most=most)
-            fault = fault_of(partial(bitwise_test.products_fault, target, rule))
-            if fault is None:
-                if multiple > 1 and most is None:
-                    rule = rule._replace(free=bitwise_test.free_counts(target, rule))
-                if most is None and attention is not None:
-                    rule = rule._replace(least=bitwise_test.cheaper_least(target, rule))
-                if self.wanted == "auto" and (price := bitwise_test.price(target, rule)) > _DEAR:
-                    rows = 1 + rule.padding(1)
-                    return None, f"products of the {rows} rows that it needs take {price:.1f} times as long as of one"
-                fault = self._fault_under(rule, bitwise_test.model_fault)
-            if fault is None:
-                open_width = f"{rule.least} token{'' if rule.least == 1 else 's'} or more in a pass"
-                width = f"{most} tokens in each pass" if most else open_width
-                if multiple > 1 and not most:
-                    others = sum(count >= rule.least for count in rule.free)
-                    width += f", a multiple of {multiple} or one of {others} other numbers"
-                return rule, width if attention is None else f"{width}, rows by {attention.multiple} in attention"
-        return None, fault
+        for needed in (NATIVE, PACKED):
+            if not target.paths[needed].on:
+                return None, f"on a CPU it needs {needed}, off here: {target.paths[needed].reason}"
+        fault = bitwise_check.multiplied_elsewhere(target)
+        if fault is None:
+            fault = fault_of(partial(attention_check.native_fault, target.attention_shape_now))
+        fault = fault or fault_of(partial(bitwise_check.products_fault, target, FREE))
+        fault = fault or self._fault_under(FREE, bitwise_check.model_fault)
+        return (FREE, "any number of tokens in a pass") if fault is None else (None, fault)
 
     def _find_on_cuda(self) -> tuple[PassRule | None, str]:
         """As `_find`: passes of one width, and pieces of prompts that are as wide as is found to give the same bits."""
         target = self._target
         if self.wanted == "auto":
             return None, "on CUDA only where it is asked for, since nobody has measured there what it costs"
-        shape = target.attention_shape._replace(dtype=target.dtype)
+        shape = target.attention_shape_now
         if shape.dtype == torch.float32 and rounds_to_tf32():
             return None, "float32 products are rounded to TF32 (torch.backends.cuda.matmul.fp32_precision)"
         if any(size * shape.dtype.itemsize % 16 for size in (shape.dim, shape.value_dim)):
             # Triton compiles other versions for other addresses, which follow from the layer and the capacity.
             return None, f"keys of {shape.dim} numbers and values of {shape.value_dim} do not fill pieces of 16 bytes"
-        rule = PassRule(None, _WIDTH_ON_CUDA, _WIDTH_ON_CUDA, most=_WIDTH_ON_CUDA)
+        rule = PassRule(_WIDTH_ON_CUDA)
         try:
-            fault = fault_of(partial(bitwise_attention_test.kernel_fault, shape, target.device))
-            fault = fault or fault_of(partial(bitwise_test.products_fault, target, rule))
-            fault = fault or self._fault_under(rule, bitwise_test.model_fault)
+            fault = fault_of(partial(attention_check.kernel_fault, shape, target.device))
+            fault = fault or fault_of(partial(bitwise_check.products_fault, target, rule))
+            fault = fault or self._fault_under(rule, bitwise_check.model_fault)
             if fault is not None:
                 return None, fault
             positions = getattr(target.model.config, "max_position_embeddings", None) or 0
             for chunk in _CHUNKS_ON_CUDA:
                 wider = rule._replace(chunk=chunk)
-                if chunk <= positions and self._fault_under(wider, bitwise_test.chunk_fault) is None:
+                if chunk <= positions and self._fault_under(wider, bitwise_check.chunk_fault) is None:
                     rule = wider
                     break
         finally:
             # What was recorded in the tests is not worth its memory.
             target.pool.clear()
         wide = "" if rule.chunk is None else f", {rule.chunk} of a prompt"
-        return rule, f"{rule.most} tokens in each pass{wide}"
+        return rule, f"{rule.width} tokens in each pass{wide}"
 
     def _fault_under(self, rule: PassRule, test: "Callable[[Target], str | None]") -> str | None:
         """The outcome of a test whose passes must obey ``rule``."""

@@ -17,12 +17,9 @@ from torch import nn
 
 from decoder.kernels import native_attention
 from decoder.kernels.activations import activations
+from decoder.kernels.attention import AttentionShape
 from decoder.kernels.fast_paths import FUSED, MODEL, NATIVE, NORMS, PACKED, ROTARY, FastPaths, in_words
-from decoder.kernels.norms import fused_norms, looks_like_rms_norm
-from decoder.kernels.packed_linear import packed_layers
-from decoder.kernels.rotary import FusedRotary, fused_rotary
-from decoder.kernels.self_test import (
-    AttentionShape,
+from decoder.kernels.kernel_check import (
     native_attention_fault,
     packed_fault,
     packed_kinds,
@@ -30,6 +27,9 @@ from decoder.kernels.self_test import (
     rms_norm_fault,
     rotary_fault,
 )
+from decoder.kernels.norms import fused_norms, looks_like_rms_norm
+from decoder.kernels.packed_linear import packed_layers
+from decoder.kernels.rotary import FusedRotary, fused_rotary
 from decoder.model.fused_layer import FusedLayer, fused_layer_fault, fused_layers
 from decoder.model.fused_model import FusedModel, fused_model, fused_model_fault
 from decoder.model.short_weights import dtype_name

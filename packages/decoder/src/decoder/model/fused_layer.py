@@ -18,13 +18,17 @@ from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.kernels import attention as attention_kernel
 from decoder.kernels.activations import silu
-from decoder.kernels.attention import TextInPass, attend_natively, by_position, more_than_causal, tree_attention
-from decoder.kernels.bitwise_pass import attend_texts
+from decoder.kernels.attention import (
+    AttentionShape,
+    TextInPass,
+    attend_natively,
+    more_than_causal,
+    tree_attention,
+)
 from decoder.kernels.int4 import Int4Linear
 from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
 from decoder.kernels.quantised import QuantisedLinear
-from decoder.kernels.self_test import AttentionShape
 from decoder.model.native_layer import NativeLayer, NativeScratch, native_weights
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -116,16 +120,13 @@ class FusedLayer:
         key = by_head.narrow(1, self._heads, self._kv_heads)
         value = heads[None].transpose(1, 2).narrow(1, self._rotated, self._kv_heads)
         keys, values = past_key_values.update(key, value, layer)
-        texts = by_position(of_attention["texts"])
         if of_attention["texts"][0].native is not None and of_attention.get("queries") is None:
             given = turned, self._heads, keys, values, self.attention.scaling
             attended = attend_natively(of_attention["texts"], *given)
-        elif texts is None or of_attention.get("queries") is not None:
+        else:
             query = by_head.narrow(1, 0, self._heads)
             scaling = self.attention.scaling
             attended = tree_attention(self.attention, query, keys, values, None, scaling, **of_attention)[0]
-        else:
-            attended = attend_texts(texts, turned, self._heads, layer, self.attention.scaling)
         if native_layer is not None:
             return native_layer.behind_attention(attended, hidden_states)
         hidden = self.products["o"].product(attended.view(1, tokens, -1)).add_(hidden_states)

@@ -16,8 +16,8 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.kernels.attention import TextInPass
+from decoder.kernels.kernel_check import ALLOWED, difference
 from decoder.kernels.packed_linear import replaced
-from decoder.kernels.self_test import ALLOWED, difference
 from decoder.model.fused_layer import FAMILIES, FusedLayer
 from decoder.model.native_pass import NativePass
 

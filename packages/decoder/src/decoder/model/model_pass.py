@@ -98,7 +98,7 @@ class ModelPass:
             return PassOutput(hidden[0], logits, seen, torch.cat(kept, -1)[0] if kept else None)
         inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
         queries: dict[int, torch.Tensor] = {}
-        # Bits are promised where attention is by position.
+        # Bits are promised where attention follows positions.
         with self._patched(faster), nullcontext() if texts[0].tails is None else full_reductions():
             output = module(**inputs, texts=texts, queries=queries if observed else None, observed=observed)
             logits = output.logits[0] if module is self.model else None

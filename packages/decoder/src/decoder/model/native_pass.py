@@ -59,7 +59,7 @@ class NativePass:
 
     def _writes(self, cache: LayeredCache) -> bool:
         """Whether it can write to a cache, whose buffers may not be there yet."""
-        if not cache.recordable or cache.kv_length is not None or cache.transposed or cache.beside is not None:
+        if not cache.recordable or cache.kv_length is not None:
             return False
         pairs = (cache.keys, cache.values) if len(cache.keys) else ()
         return all(one.dtype == self._dtype and one.stride(-1) == 1 and one.is_cpu for one in pairs)

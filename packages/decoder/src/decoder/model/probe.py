@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.kernels.self_test import AttentionShape
+from decoder.kernels.attention import AttentionShape
 from decoder.sampling.token_tree import TokenTree
 
 if TYPE_CHECKING:

@@ -18,13 +18,12 @@ from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
 from decoder.kernels import native
-from decoder.kernels.attention import TextInPass
-from decoder.kernels.bitwise_attention import BitwiseText, tail_slots
+from decoder.kernels.attention import AttentionShape, TextInPass
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
 from decoder.kernels.fast_paths import DRAWS, FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
 from decoder.kernels.packed_linear import replaced, under_autocast
 from decoder.kernels.quantised import QuantisedLinear
-from decoder.kernels.self_test import AttentionShape
+from decoder.kernels.tails import tail_slots
 from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
 from decoder.model.bitwise import FREE, Bitwise, BitwiseSetting, PassRule
@@ -32,12 +31,12 @@ from decoder.model.fast_layers import FastLayers, tested_attention, tested_layer
 from decoder.model.model_pass import ModelPass, PassOutput
 from decoder.model.probe import probe, runs_flattened
 from decoder.model.recorded_state import RecordedState
-from decoder.model.recording_test import tested_recorder
+from decoder.model.recording_check import tested_recorder
 from decoder.model.verification import Verification
 from decoder.parallel.products import SharedLayers
 from decoder.parallel.ranks import ranks_of
 from decoder.parallel.sharding import refuse_unshareable
-from decoder.sampling.native_choice_test import native_choice_fault
+from decoder.sampling.native_choice_check import native_choice_fault
 from decoder.sampling.token_tree import TokenTree
 from decoder.timings import stage
 
@@ -142,10 +141,9 @@ class Target:
 
     def _test_attention(self) -> None:
         """Find out whether the native library attends for the model as it is now."""
-        shape = self.attention_shape._replace(dtype=self.dtype)
         # The user may have moved the model since the paths were tested.
         on_cpu = self.recorder is None and self.device.type == "cpu"
-        self.attends_natively = on_cpu and tested_attention(shape, self.paths)
+        self.attends_natively = on_cpu and tested_attention(self.attention_shape_now, self.paths)
 
     def _test_draws(self) -> bool:
         """Find out whether the native library draws tokens as the sampler defines them."""
@@ -164,8 +162,8 @@ class Target:
         self.bitwise.refresh()
 
     @property
-    def _rule(self) -> PassRule | None:
-        return self.bitwise.rule
+    def _rule(self) -> PassRule:
+        return self.bitwise.rule or FREE
 
     def _head_shape(self) -> tuple[int, int]:
         """How many outputs and inputs the language-model head has; quantised weights are in an order of their own."""
@@ -180,6 +178,11 @@ class Target:
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    @property
+    def attention_shape_now(self) -> AttentionShape:
+        """The shape of heads in the dtype that the model has now."""
+        return self.attention_shape._replace(dtype=self.dtype)
 
     @property
     def draws_whole_trees(self) -> bool:
@@ -254,8 +257,8 @@ class Target:
         observed: int = 0,
     ) -> PassOutput:
         """`_run` for one text, padded as the `PassRule` demands, recorded and replayed if passes are."""
-        rule, count = self._rule if cache.purpose == "text" else None, len(tokens)
-        padding = 0 if rule is None else rule.padding(count)
+        rule, count = self._rule if cache.purpose == "text" else FREE, len(tokens)
+        padding = rule.padding(count)
         if isinstance(tokens, torch.Tensor):
             ids = torch.stack((tokens, upload(positions, self.device)))
         else:
@@ -283,25 +286,17 @@ class Target:
 
     def _text(self, count: int, positions: Sequence[int], mask: torch.Tensor | None, cache: LayeredCache) -> TextInPass:
         """Prepare a text's cache for ``count`` new tokens, and describe them to attention."""
-        self._begin(cache, count, count - len(positions))
-        length, rule = cache.get_seq_length(), None if self._rule is None else self._rule.attention
-        by_position = self._rule is not None and cache.purpose == "text"
-        if not by_position or (rule is None and self.recorder is None):
-            if mask is not None and len(mask) < count:
-                # What pads the pass sees itself.
-                given, mask = mask, torch.eye(count, dtype=torch.bool)
-                mask[: len(given), : len(given)] = given
-            natively = self.attends_natively and not under_autocast()
-            return TextInPass(count, mask, cache.kv_length, native=length if natively else None)
-        depths = [position - length for position in positions]
-        if rule is None:
+        self._begin(cache, count)
+        length = cache.get_seq_length()
+        if self.most_nodes is not None and cache.purpose == "text":
+            depths = [position - length for position in positions]
             return TextInPass(count, tails=tail_slots(length, depths, mask, count))
-        return TextInPass(count, bitwise=BitwiseText(cache, length, depths, mask, rule))
+        natively = self.attends_natively and not under_autocast()
+        return TextInPass(count, mask, cache.kv_length, native=length if natively else None)
 
-    def _begin(self, cache: LayeredCache, count: int, padding: int = 0) -> None:
-        rule = (self._rule or FREE) if cache.purpose == "text" else FREE
-        cache.prepare(self.layers, None if self.recorder is None else self.pool, rule.spare, rule.transposed)
-        cache.begin(count, padding)
+    def _begin(self, cache: LayeredCache, count: int) -> None:
+        cache.prepare(self.layers, None if self.recorder is None else self.pool)
+        cache.begin(count)
 
     def begin_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         """`FullCache.begin_with` with pairs of ``dtype``, for a cache that no pass has prepared yet."""
@@ -311,7 +306,7 @@ class Target:
     def prefill_borders(self, count: int) -> list[int]:
         """Where `prefill` cuts ``count`` tokens for its passes, both ends included."""
         size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
-        return (self._rule or FREE).borders(count, size)
+        return self._rule.borders(count, size)
 
     @stage("prefill")
     def prefill(
@@ -343,26 +338,18 @@ class Target:
 
     def width(self, nodes: int) -> int:
         """How many rows a verification of ``nodes`` nodes computes, which is more if the tree is padded."""
-        if self._rule is not None:
+        if self.recorder is None or self.most_nodes is not None:
             return nodes + self._rule.padding(nodes)
-        return nodes if self.recorder is None else padded_width(nodes)
+        return padded_width(nodes)
 
     def slots(self, nodes: int) -> int:
         """How many cache slots a verification of ``nodes`` nodes may write."""
-        if self._rule is not None:
-            # In a pass over several texts the last one gets all of the padding.
-            return max(nodes, self._rule.least) + self._rule.multiple - 1
         return self.width(nodes)
-
-    @property
-    def spare(self) -> int:
-        """Slots behind a text's last one at which attention may look: on a CPU, where it is by position."""
-        return (self._rule or FREE).spare
 
     @property
     def most_nodes(self) -> int | None:
         """The largest number of nodes that a tree may have; None if there is no limit."""
-        return None if self._rule is None else self._rule.most
+        return self._rule.width
 
     @stage("verify")
     def forward(
@@ -386,7 +373,7 @@ class Target:
 
     def _verify_one(self, tree: TokenTree, cache: FullCache, observe: bool) -> Verification:
         nodes = len(tree)
-        fixed = self.recorder is not None and self._rule is None  # where a rule holds, `_pass` pads
+        fixed = self.recorder is not None and self.most_nodes is None  # else `_pass` pads
         padding = self.width(nodes) - nodes if fixed else 0
         # Padding sees only itself, and no node sees it. Chains get a mask too, so that they share a pass with trees.
         mask = tree.ancestor_mask(nodes + padding if fixed and nodes + padding > 1 else None)
@@ -399,21 +386,17 @@ class Target:
     def _verify(self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool) -> list[Verification]:
         """Verify all trees in one pass, which is never recorded, since its shape changes with every step."""
         counts = list(map(len, trees))
-        padding = 0 if self._rule is None else self._rule.padding(sum(counts))
-        # The last text is padded with its first token, which no other sees.
-        widths = [*counts[:-1], counts[-1] + padding]
         texts, positions = [], []
-        for tree, cache, width in zip(trees, caches, widths, strict=True):
+        for tree, cache, count in zip(trees, caches, counts, strict=True):
             mask = tree.ancestor_mask()
             mask = None if mask is None else upload(mask, self.device)
             own = [cache.length + depth for depth in tree.depths]
-            texts.append(self._text(width, own, mask, cache))
+            texts.append(self._text(count, own, mask, cache))
             positions += own
-        tokens = [token for tree in trees for token in tree.tokens] + [trees[-1].tokens[0]] * padding
-        positions += [caches[-1].length] * padding
+        tokens = [token for tree in trees for token in tree.tokens]
         ids = upload([tokens, positions], self.device)
         observed = len(tokens) if observe else 0
-        cache = FlattenedCaches(caches, widths) if len(caches) > 1 else caches[0]
+        cache = FlattenedCaches(caches, counts) if len(caches) > 1 else caches[0]
         output = self._run(self.model, ids, cache, texts, observed)
         verifications = []
         for start, end in pairwise(accumulate(counts, initial=0)):

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from decoder.cache.full import FullCache
-from decoder.kernels.bitwise_attention import tail_start
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
@@ -68,7 +67,7 @@ class VerifyCosts:
 
         ``seconds``, by number of nodes, keeps the shortest. Those that it holds are measured once more.
         """
-        target, length = self.target, cache.length
+        target = self.target
         narrowest, most = target.width(1), target.most_nodes or WIDEST
         recorded = target.recorder is not None and cache.recordable
 
@@ -77,23 +76,16 @@ class VerifyCosts:
             seconds.update({nodes: min(best, self._time(nodes, cache)) for nodes, best in seconds.items()})
 
         again = bool(seconds)
-        try:
-            if tail_start(length) != tail_start(length + 1):
-                # Attention takes two products for one here, but only in one of `STRIDE` places: one token further on.
-                target.forward([TokenTree(0)], [cache])
-                cache.keep([0])
-            if again:
-                measure_in_turn()
-            for nodes in sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)}):
-                # The first pass of a width prepares it, and on CUDA the second is recorded.
-                if nodes not in seconds:
-                    seconds[nodes] = min(self._time(nodes, cache) for _ in range(5 if recorded else 3))
-                if nodes > max(4, narrowest) and seconds[nodes] > _DEAR * seconds[1]:
-                    break
-            for _ in range(0 if again else 2):
-                measure_in_turn()
-        finally:
-            cache.length = length
+        if again:
+            measure_in_turn()
+        for nodes in sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)}):
+            # The first pass of a width prepares it, and on CUDA the second is recorded.
+            if nodes not in seconds:
+                seconds[nodes] = min(self._time(nodes, cache) for _ in range(5 if recorded else 3))
+            if nodes > max(4, narrowest) and seconds[nodes] > _DEAR * seconds[1]:
+                break
+        for _ in range(0 if again else 2):
+            measure_in_turn()
         # A tree pays for what it is padded with; attention skips the padding of the narrowest pass.
         widths = [nodes if nodes < narrowest else target.width(nodes) for nodes in range(1, WIDEST + 1)]
         order = sorted(seconds)

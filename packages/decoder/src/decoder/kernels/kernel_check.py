@@ -6,13 +6,14 @@ Tolerances allow for rounding only; the errors of a wrong function are about as 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from decoder.draft_heads import DraftHead
 from decoder.kernels import attention, norms, rotary, split_kv
+from decoder.kernels.attention import AttentionShape
 from decoder.kernels.native_attention import NewTokens, native_attention
 from decoder.kernels.packed_linear import DraftRows
 from decoder.kernels.quantised import QuantisedLinear
@@ -28,16 +29,6 @@ _LENGTHS = (0, 77, 1500)  # cached tokens: none, less than a block, many blocks
 _SPARE = 33  # slots behind them, which hold NaN
 _FEW_OUTPUTS = 256
 _ROWS = (1, 2, 16)  # rows of the inputs of packed products
-
-
-class AttentionShape(NamedTuple):
-    """How many query and KV heads a layer of the model has, their sizes and dtype."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, allowed: float) -> str | None:

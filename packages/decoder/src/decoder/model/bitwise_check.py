@@ -1,9 +1,8 @@
-"""The tests for `model.bitwise`: rows alone and among others, through linear layers and whole passes, and their time.
+"""The tests for `model.bitwise`: rows alone and among others, through linear layers and whole passes.
 
-Those of attention are in `model.bitwise_attention_test`.
+Those of attention are in `model.attention_check`.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +10,9 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHead
-from decoder.kernels.packed_linear import product_of, replaced
+from decoder.kernels.packed_linear import PackedLinears, product_of, replaced
+from decoder.kernels.packed_weight import NativeWeight
+from decoder.kernels.quantised import QuantisedEmbedding
 from decoder.model.fused_layer import FusedLayer
 from decoder.sampling.token_tree import TokenTree
 
@@ -25,10 +26,25 @@ _ROWS_OF_VOCABULARY = 48
 _TEXT = 44
 _DECODED = 3
 
-_WIDER = 4  # tokens of a pass that may be faster than fewer
-_CHEAPER = 0.95  # of the time, for the difference to count
-_TURNS = 4
-_FEWEST_NUMBERS, _NUMBERS_TIMED = 2**24, 2**28  # of weights
+
+def multiplied_elsewhere(target: "Target") -> str | None:
+    """In words, the first layer that the native library does not multiply; None if it multiplies all."""
+    within: set[torch.nn.Module] = set()
+    with replaced(target.replacements().layers):
+        for name, module in target.model.named_modules():
+            if isinstance(module, torch.nn.Embedding | QuantisedEmbedding | DraftHead) or module in within:
+                continue
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, FusedLayer):
+                within.update(module.modules())
+                products: list[PackedLinears | None] = [*forward.products.values()]
+            elif not any(own is not None and own.ndim > 1 for own in module._parameters.values()):
+                continue
+            else:
+                products = [product_of(forward)]
+            if not all(product and isinstance(product.weight, NativeWeight) for product in products):
+                return f"the native library does not multiply {name} ({type(module).__name__})"
+    return None
 
 
 @torch.inference_mode()
@@ -40,68 +56,9 @@ def products_fault(target: "Target", rule: "PassRule") -> str | None:
             for count in counts:
                 if compared.differs(count):
                     return f"{compared.name} gives a row other bits among {count} rows than among {compared.rows}"
-            if rule.most is not None and compared.differs_in_place():
+            if rule.width is not None and compared.differs_in_place():
                 return f"{compared.name} gives a row other bits at another place among {compared.rows} rows"
     return None
-
-
-@torch.inference_mode()
-def free_counts(target: "Target", rule: "PassRule") -> frozenset[int]:
-    """The small numbers of rows, no multiples of the rule's, at which no product gives a row other bits."""
-    free = {count for count in range(rule.least, _ROWS_OF_VOCABULARY) if count % rule.multiple}
-    with replaced(target.replacements().layers):
-        for compared in _compared_products(target, rule):
-            free = {count for count in free if not compared.differs(count)}
-    return frozenset(free)
-
-
-@torch.inference_mode()
-def cheaper_least(target: "Target", rule: "PassRule") -> int:
-    """The least number of tokens in passes of a rule that holds: its own, or more where these are multiplied faster.
-
-    oneDNN's products of one to three rows were measured to take up to 1.3 times as long as those of four. A row has the
-    same bits in both, so this is a matter of time alone. A large model is judged by its first layers. For a small one,
-    whose weights stay in the processor's caches, nothing is timed and the rule's own number is taken.
-    """
-    widths = rule.least, _WIDER + rule.padding(_WIDER)
-    own, wider = _seconds(target, *widths) or (0.0, 0.0)
-    return widths[1] if wider < _CHEAPER * own else rule.least
-
-
-@torch.inference_mode()
-def price(target: "Target", rule: "PassRule") -> float:
-    """How many times as long the products of one token take for being padded; 1 where nothing is timed."""
-    width = 1 + rule.padding(1)
-    one, padded = (width > 1 and _seconds(target, 1, width)) or (1.0, 1.0)
-    return padded / one
-
-
-def _seconds(target: "Target", width: int, other: int) -> tuple[float, float] | None:
-    """What products of two numbers of rows take, the best of some turns; None for a small model, which is not timed."""
-    widths, like = (width, other), torch.empty(0, dtype=target.dtype, device=target.device)
-    with replaced(target.replacements().layers):
-        products, numbers, owners = [], 0, set()
-        for _, size, _, product in _products(target):
-            owner = getattr(product, "__self__", product)
-            if owner in owners:
-                continue  # several layers that are joined to one product
-            owners.add(owner)
-            inputs = [like.new_zeros(1, rows, size) for rows in widths]
-            products.append((product, inputs))
-            numbers += size * product(inputs[0]).shape[-1]
-            if numbers > _NUMBERS_TIMED:
-                break
-        if numbers < _FEWEST_NUMBERS:
-            return None
-
-        def seconds(place: int) -> float:
-            start = time.perf_counter()
-            for product, inputs in products:
-                product(inputs[place])
-            return time.perf_counter() - start
-
-        turns = [(seconds(0), seconds(1)) for _ in range(_TURNS)]
-    return min(first for first, _ in turns), min(second for _, second in turns)
 
 
 class _ComparedProduct(NamedTuple):
@@ -134,7 +91,7 @@ def _compared_products(target: "Target", rule: "PassRule") -> Iterator[_Compared
         if kind in tested:
             continue
         tested.add(kind)
-        rows = rule.most or (_ROWS_OF_VOCABULARY if kind[0] is target.lm_head else _MOST_ROWS)
+        rows = rule.width or (_ROWS_OF_VOCABULARY if kind[0] is target.lm_head else _MOST_ROWS)
         rows += rule.padding(rows)
         x = torch.randn(1, rows, size, generator=generator).to(target.device, target.dtype)
         yield _ComparedProduct(name, product, x, product(x))

@@ -6,9 +6,10 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.kernels import split_kv
+from decoder.kernels.attention import AttentionShape
 from decoder.kernels.cuda_graphs import WIDEST_RECORDED, CudaGraphs, Recorder
 from decoder.kernels.fast_paths import RECORDED, SPLIT_KV
-from decoder.kernels.self_test import AttentionShape, difference, split_kv_fault
+from decoder.kernels.kernel_check import difference, split_kv_fault
 from decoder.sampling.token_tree import TokenTree
 
 if TYPE_CHECKING:

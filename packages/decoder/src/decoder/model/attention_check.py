@@ -1,0 +1,114 @@
+"""The tests of attention that promises bits: tokens alone and among others, in the native library and on a device."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from decoder.kernels import attention, bitwise_split_kv, native
+from decoder.kernels.attention import AttentionShape
+from decoder.kernels.bitwise_split_kv import SPLIT
+from decoder.kernels.kernel_check import ALLOWED, difference
+from decoder.kernels.native_attention import NewTokens, native_attention
+from decoder.kernels.tails import COLUMNS, DEPTH, tail_slots
+from decoder.sampling.token_tree import TokenTree
+
+_NODES = (5, 13, 60, 30, 90)
+_CHAIN = 45
+# For a device's kernels: where tails begin to move, on both sides of a split, and more splits than are merged at once.
+_LENGTHS_ON_DEVICE = (1, DEPTH, COLUMNS, 700, SPLIT + DEPTH - 1, SPLIT + DEPTH + 1, 3000, 20 * SPLIT)
+_NODES_ON_DEVICE = (60, 5, 16)
+_CPU = torch.device("cpu")
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sequence[int], torch.Tensor | None], torch.Tensor]
+"""Attention of queries [1, H, T, D] over a cache's keys and values, where the new tokens' pairs stand
+behind the cached ones: takes these three, the cached tokens' number, the depths of the new ones, and their mask."""
+
+
+def _by_kernel(query, key, value, length, depths, mask) -> torch.Tensor:
+    tails = tail_slots(length, depths, mask, len(depths)).to(query.device)
+    return bitwise_split_kv.bitwise_split_kv_attention(query, key, value, tails, query.shape[-1] ** -0.5)
+
+
+def _natively(query, key, value, length, depths, mask) -> torch.Tensor:
+    heads = query[0].transpose(0, 1).contiguous()
+    new = NewTokens(length, len(heads), mask)
+    output = native_attention(heads, heads.shape[1], [key], [value], [new], query.shape[-1] ** -0.5)
+    return output.view(*heads.shape[:2], -1).transpose(0, 1)[None]
+
+
+def native_fault(shape: AttentionShape) -> str | None:
+    """Test whether the native library gives tokens the same bits alone and with others."""
+    split = native.library().keys_together()
+    lengths = (1, split - 10, split - 1, split, 700, 1500, 8 * split - 30, 5000)
+    return attention_fault(shape, _natively, lengths, _NODES)
+
+
+@torch.inference_mode()
+def kernel_fault(shape: AttentionShape, device: torch.device) -> str | None:
+    """Test the kernels of a device against one softmax in float64, and the bits of tokens as `attention_fault` does."""
+    generator = torch.Generator(device).manual_seed(1)
+    for length in _LENGTHS_ON_DEVICE:
+        query, key, value = (
+            torch.randn(1, heads, slots, dim, generator=generator, device=device).to(shape.dtype)
+            for heads, slots, dim in (
+                (shape.heads, _CHAIN, shape.dim),
+                (shape.kv_heads, length + _CHAIN, shape.dim),
+                (shape.kv_heads, length + _CHAIN, shape.value_dim),
+            )
+        )
+        actual = _by_kernel(query, key, value, length, range(_CHAIN), None)
+        blocked = torch.ones(_CHAIN, _CHAIN, dtype=torch.bool, device=device).triu(1)
+        expected = attention._one_softmax(query.double(), key.double(), value.double(), blocked, shape.dim**-0.5)
+        fault = difference(actual, expected, ALLOWED[shape.dtype])
+        if fault:
+            return f"{fault} in attention behind {length} tokens"
+    return attention_fault(shape, _by_kernel, _LENGTHS_ON_DEVICE, _NODES_ON_DEVICE, device)
+
+
+@torch.inference_mode()
+def attention_fault(
+    shape: AttentionShape,
+    attend: Attend,
+    lengths: Sequence[int],
+    nodes: Sequence[int],
+    device: torch.device = _CPU,
+) -> str | None:
+    """Compare the tokens of trees and chains, behind texts of several lengths, with each token alone."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, device=device).to(shape.dtype)
+
+    most = max(*nodes, _CHAIN)
+    slots = max(lengths) + most
+    key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
+    query = random(1, shape.heads, most, shape.dim)
+    trees = [tree_of(count) for count in nodes]
+    for number, length in enumerate(lengths):
+        tree = trees[number % len(trees)]
+        for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
+            found = attend(query[:, :, : len(depths)], key, value, length, depths, mask)
+            for node in (0, 1, len(depths) // 2, len(depths) - 1):
+                # Write the token's own path over the tree for a while, which saves a copy of the cache.
+                end = length + depths[node] + 1
+                others = [states[:, :, length:end].clone() for states in (key, value)]
+                if mask is not None:
+                    path = (length + mask[node].nonzero()[:, 0]).to(device)
+                    for states in (key, value):
+                        states[:, :, length:end] = states[:, :, path]
+                alone = attend(query[:, :, node : node + 1], key, value, end - 1, [0], None)
+                for states, other in zip((key, value), others, strict=True):
+                    states[:, :, length:end] = other
+                if not torch.equal(alone[0, :, 0], found[0, :, node]):
+                    kind = "a run" if mask is None else "a tree"
+                    return f"attention gives a token of {kind} of {len(depths)} behind {length} others other bits alone"
+    return None
+
+
+def tree_of(nodes: int) -> TokenTree:
+    """A tree of a chain, with a sibling for each of its nodes."""
+    tree, parent = TokenTree(0), 0
+    for token in range(1, nodes):
+        child = tree.add(parent, token, "test")
+        parent = child if token % 2 else parent
+    return tree
