@@ -12,7 +12,7 @@ from transformers import AutoConfig, BertConfig, BertModel
 
 from decoder import DraftHeads, Eagle3DraftModel
 from decoder.eagle3.config import Eagle3Config
-from ts_eval import results, rounds
+from ts_eval.comparing import results, rounds
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,10 @@ from decoder.drafters.native_levels import NativeLevels
 from decoder.kernels import native
 from decoder.model.target import Target
 from decoder.sampling.draft_context import DraftContext
-from ts_eval import bench, bench_page, figures, measurement, stopwatch
 from ts_eval.cli import main
-from ts_eval.model_shape import ModelShape
-from ts_eval.terminal import show
+from ts_eval.commands.terminal import show
+from ts_eval.measuring import bench, bench_page, figures, measurement, stopwatch
+from ts_eval.planning.model_shape import ModelShape
 
 LENGTHS, WIDTHS, REPEATS, NEW_TOKENS = (50, 200), (1, 3, 8), 2, 12
 SHORT = ["--prompt-tokens", "40", "--new-tokens", str(NEW_TOKENS), "--repeats", str(REPEATS), "--lengths", "200,50",

@@ -11,9 +11,10 @@ import decoder
 from decoder.cache.form import CacheForm
 from decoder.cache.stored import full_cache
 from decoder.model.short_weights import dtype_around
-from ts_eval import plan, planning
 from ts_eval.cli import main
-from ts_eval.model_shape import ModelShape, read_shape
+from ts_eval.planning import command as planning
+from ts_eval.planning import plan
+from ts_eval.planning.model_shape import ModelShape, read_shape
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "24", "--runs", "1"]
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import decoder
 from ts_eval.cli import main
-from ts_eval.progress import Progress
-from ts_eval.prompts import read_prompts
+from ts_eval.comparing.progress import Progress
+from ts_eval.comparing.prompts import read_prompts
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
 CHAT = [{"role": "user", "content": "Who climbed the stairs?"}]

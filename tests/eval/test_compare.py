@@ -25,12 +25,13 @@ from decoder.cli.journal import whole_lines
 from decoder.drafters import Autoregressive
 from decoder.sampling.sampler import NoiseRows
 from decoder.sequence import Sequence
-from ts_eval import checks, defaults, metrics, processes, rounds
 from ts_eval import compare as experiment
+from ts_eval import defaults, metrics
 from ts_eval.cli import main
-from ts_eval.method_spec import MethodSpec
-from ts_eval.progress import Progress
-from ts_eval.table import describe, notes
+from ts_eval.comparing import checks, processes, rounds
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.progress import Progress
+from ts_eval.report.table import describe, notes
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 import decoder
-from ts_eval import rounds
 from ts_eval.cli import main
-from ts_eval.progress import Progress
+from ts_eval.comparing import rounds
+from ts_eval.comparing.progress import Progress
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "12", "--tree", "1,2", "--ngrams", "2", "--dtype", "float64"]
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from decoder import DraftHeads
 from ts_eval import compare as experiment
 from ts_eval.cli import main
-from ts_eval.method_spec import MethodSpec
+from ts_eval.comparing.method_spec import MethodSpec
 
 SHORT = ["--prompt-tokens", "40", "--max-new-tokens", "8", "--runs", "1", "--tree", "1,2", "--ngrams", "2"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ts_eval.computed import Assumption, computed, mean_along, read_assumptions
-from ts_eval.method_spec import MethodSpec
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.measuring.computed import Assumption, computed, mean_along, read_assumptions
 
 
 def at(length: int, ar: float, verify: dict[int, float]) -> dict:

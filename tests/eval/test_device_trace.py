@@ -7,7 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ts_eval.device_trace import DeviceTrace, Operation, covered_seconds, operations
+from ts_eval.measuring.device_trace import DeviceTrace, Operation, covered_seconds, operations
 
 
 def microseconds(found: list[Operation]) -> float:

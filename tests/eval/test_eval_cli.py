@@ -12,8 +12,9 @@ from tiny_reference import save_model
 from transformers import AutoTokenizer
 
 import decoder
-from ts_eval import data_dir, demo
+from ts_eval import demo
 from ts_eval.cli import main
+from ts_eval.comparing import data_dir
 
 
 def test_methods_lists_the_decoders_and_transformers_own():

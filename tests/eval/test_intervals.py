@@ -6,7 +6,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from ts_eval.intervals import median_interval, weighted_median
+from ts_eval.comparing.intervals import median_interval, weighted_median
 
 
 def interval(values_of_prompts):

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 import decoder
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.short_weights import dtype_around
-from ts_eval import floors, plan, planning
 from ts_eval.cli import main
-from ts_eval.model_shape import ModelShape, read_shape
+from ts_eval.planning import command as planning
+from ts_eval.planning import floors, plan
+from ts_eval.planning.model_shape import ModelShape, read_shape
 
 # The paper's review discussion: the full cache at 102,400 tokens in bf16, and head parameters of section 4.1.
 FULL_CACHE_GB = {

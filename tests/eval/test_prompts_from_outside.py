@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ts_eval.cli import main
-from ts_eval.prompts import read_texts
-from ts_eval.run_file import read_run_file
+from ts_eval.commands.run_file import read_run_file
+from ts_eval.comparing.prompts import read_texts
 
 MARK = "\ufeff"
 surrogates = st.characters(min_codepoint=0xD800, max_codepoint=0xDFFF)

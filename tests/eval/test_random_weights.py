@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 import decoder
 from decoder.model.short_weights import dtype_name
-from ts_eval import measurement, random_weights
 from ts_eval.cli import main
-from ts_eval.method_spec import MethodSpec
-from ts_eval.model_shape import CONFIGS, ModelShape, read_shape
-from ts_eval.random_weights import RandomSources
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.measuring import measurement, random_weights
+from ts_eval.measuring.random_weights import RandomSources
+from ts_eval.planning.model_shape import CONFIGS, ModelShape, read_shape
 
 CONFIG = {
     "model_type": "llama",

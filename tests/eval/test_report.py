@@ -12,7 +12,7 @@ from ts_eval import metrics
 from ts_eval.cli import main
 from ts_eval.report import html, plots, read_results, texts
 from ts_eval.report.headline import cards, identity_in_words
-from ts_eval.table import text_table
+from ts_eval.report.table import text_table
 
 
 @pytest.fixture(scope="module")

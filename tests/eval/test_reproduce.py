@@ -11,18 +11,19 @@ from click.testing import CliRunner
 from transformers import GPT2Config
 
 import decoder
-from ts_eval import configured, paper, reproduced_page
-from ts_eval import reproduce as reproduction
 from ts_eval.cli import main
+from ts_eval.commands.terminal import show
 from ts_eval.compare import compare
-from ts_eval.method_spec import MethodSpec
-from ts_eval.model_shape import read_shape
-from ts_eval.progress import Progress
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.progress import Progress
+from ts_eval.comparing.results import OtherSettingsError
+from ts_eval.paper import configured, reproduced_page
+from ts_eval.paper import experiments as paper
+from ts_eval.paper import reproduce as reproduction
+from ts_eval.paper.reproduce import cell_of, method_of, reproduce
+from ts_eval.paper.reproduced_page import Found, coinciding, verdict
+from ts_eval.planning.model_shape import read_shape
 from ts_eval.report import read_results
-from ts_eval.reproduce import cell_of, method_of, reproduce
-from ts_eval.reproduced_page import Found, coinciding, verdict
-from ts_eval.results import OtherSettingsError
-from ts_eval.terminal import show
 
 TARGETS = paper.targets()
 

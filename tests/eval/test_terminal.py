@@ -3,7 +3,7 @@
 import pytest
 from rich.cells import cell_len
 
-from ts_eval.terminal import Columns, indented, show
+from ts_eval.commands.terminal import Columns, indented, show
 
 HEADER = ["method", "identical", *(f"figure {n}" for n in range(9))]
 ROWS = [

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from ts_eval import defaults
-from ts_eval.cli_group import INTERRUPTED, SentenceGroup, quiet_libraries, show, told_in_a_sentence
-from ts_eval.cli_options import (
+from ts_eval.commands.group import INTERRUPTED, SentenceGroup, quiet_libraries, show, told_in_a_sentence
+from ts_eval.commands.options import (
     WITHOUT_FLAG,
     IntegerList,
     NumberList,
@@ -98,8 +98,8 @@ def compare(typed, methods, check_lossless, **arguments):
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
     with told_in_a_sentence():
         from ts_eval import compare as experiment
-        from ts_eval.checks import differs
-        from ts_eval.table import comparison
+        from ts_eval.comparing.checks import differs
+        from ts_eval.report.table import comparison
 
         quiet_libraries()
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not arguments["tensor_parallel"]:
@@ -197,8 +197,8 @@ def bench(typed, methods, **arguments):
     METHODs as for compare; without any, all of ours whose heads and draft model are at hand.
     """
     with told_in_a_sentence():
-        from ts_eval import bench as measure
-        from ts_eval.bench_page import tables
+        from ts_eval.measuring import bench as measure
+        from ts_eval.measuring.bench_page import tables
 
         quiet_libraries()
         sampling = sampling_of(arguments)
@@ -220,7 +220,7 @@ def bench(typed, methods, **arguments):
 @main.command()
 def methods():
     """List what `compare` takes: the decoder's methods, and transformers' own generate (hf, ...)."""
-    from ts_eval.method_spec import row_names
+    from ts_eval.comparing.method_spec import row_names
 
     for name in row_names():
         click.echo(name)
@@ -249,7 +249,7 @@ def metrics(files, as_json, **arguments):
     A text that is too short for a measure gets none.
     """
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
-    from ts_eval import text_files
+    from ts_eval.metrics import text_files
 
     with told_in_a_sentence():
         quiet_libraries()
@@ -351,7 +351,7 @@ def report(folder):
 def plan(as_json, **arguments):
     """Tell the memory that a generation needs, and the time per step that reading it costs at least."""
     with told_in_a_sentence():
-        from ts_eval import planning
+        from ts_eval.planning import command as planning
 
         quiet_libraries()
         made = planning.plan_from(**arguments)
@@ -378,8 +378,9 @@ def reproduce(targets, scale, output, **settings):
     whichever TARGETs need it.
     """
     with told_in_a_sentence():
-        from ts_eval import paper, reproduced_page
-        from ts_eval import reproduce as runner
+        from ts_eval.paper import experiments as paper
+        from ts_eval.paper import reproduce as runner
+        from ts_eval.paper import reproduced_page
 
         quiet_libraries()
         names = [name for target in targets for name in (paper.targets() if target == "all" else [target])]

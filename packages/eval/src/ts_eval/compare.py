@@ -16,14 +16,14 @@ import torch
 from decoder.cli.journal import whole_lines
 from decoder.parallel.ranks import ending_in_words, linked
 from ts_eval import defaults, metrics
-from ts_eval.checks import audits, differing, divergence_margin, tie_tolerance
-from ts_eval.processes import working_beside
-from ts_eval.results import SCHEMA_VERSION, GenerationLog, write_json
-from ts_eval.rounds import IN_PROGRESS, Rounds
-from ts_eval.run_file import write_run_file
-from ts_eval.setup import Setup, set_up
-from ts_eval.shared_model import in_step
-from ts_eval.summary import summarise
+from ts_eval.commands.run_file import write_run_file
+from ts_eval.comparing.checks import audits, differing, divergence_margin, tie_tolerance
+from ts_eval.comparing.processes import working_beside
+from ts_eval.comparing.results import SCHEMA_VERSION, GenerationLog, write_json
+from ts_eval.comparing.rounds import IN_PROGRESS, Rounds
+from ts_eval.comparing.setup import Setup, set_up
+from ts_eval.comparing.shared_model import in_step
+from ts_eval.comparing.summary import summarise
 
 WAIT_SECONDS = 1.0
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import click
 
 from ts_eval.cli import main as ts_eval
-from ts_eval.cli_group import WRONG_INPUT, show
-from ts_eval.data_dir import find_data_dir
+from ts_eval.commands.group import WRONG_INPUT, show
+from ts_eval.comparing.data_dir import find_data_dir
 
 PAPER = "tokenswift:tree=1,3,3,3:ngrams=20"
 ROWS = ("compare", "ar", "auto", "tokenswift", PAPER)

@@ -17,13 +17,13 @@ import decoder
 from decoder.model.short_weights import dtype_name
 from decoder.text.prompts import chat_ids, text_ids
 from ts_eval import defaults
-from ts_eval.data_dir import find_data_dir
-from ts_eval.decoders import Sources, with_ar
-from ts_eval.method_spec import MethodSpec
-from ts_eval.prompts import SHIPPED, read_texts, refuse_missing_prompts
-from ts_eval.results import environment, read_results, write_json
-from ts_eval.table import number
-from ts_eval.terminal import Columns
+from ts_eval.commands.terminal import Columns
+from ts_eval.comparing.data_dir import find_data_dir
+from ts_eval.comparing.decoders import Sources, with_ar
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.prompts import SHIPPED, read_texts, refuse_missing_prompts
+from ts_eval.comparing.results import environment, read_results, write_json
+from ts_eval.report.table import number
 
 SCHEMA_VERSION = 3
 RESULTS = "needle.json"

@@ -11,11 +11,11 @@ from typing import Any
 
 import jinja2
 
+from ts_eval.comparing.results import write_text
 from ts_eval.report import plots
 from ts_eval.report.headline import cards
+from ts_eval.report.table import NONE, acceptance_table, describe, length_table, notes, remarks, speed_table, text_table
 from ts_eval.report.texts import coloured_texts
-from ts_eval.results import write_text
-from ts_eval.table import NONE, acceptance_table, describe, length_table, notes, remarks, speed_table, text_table
 
 TABLES: dict[str, Callable[[dict], tuple[list, list]]] = {
     "Speed, acceptance, identity": partial(speed_table, distinct=False),

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ts_eval.checks import differs
-from ts_eval.method_spec import ENDPOINT
-from ts_eval.table import count_of, number, spread, times
+from ts_eval.comparing.checks import differs
+from ts_eval.comparing.method_spec import ENDPOINT
+from ts_eval.report.table import count_of, number, spread, times
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ts_eval.commands.terminal import LONG_NAME
+from ts_eval.comparing.summary import along_length, along_rows
 from ts_eval.metrics import DISTINCT_ORDERS
-from ts_eval.summary import along_length, along_rows
-from ts_eval.terminal import LONG_NAME
 
 POINTS = 40
 MARKERS = "os^Dvp*X"

@@ -18,11 +18,11 @@ from decoder.kernels.memory import available_memory
 from decoder.loader import device_named
 from decoder.model.architectures import refuse_unsupported
 from decoder.model.short_weights import SHORT, make_short
-from ts_eval.decoders import DEFAULT_KINDS, Sources
-from ts_eval.memory import short_of_memory
-from ts_eval.method_spec import MethodSpec
-from ts_eval.model_shape import held_dtype, read_config, read_shape
-from ts_eval.prompts import Prompt
+from ts_eval.comparing.decoders import DEFAULT_KINDS, Sources
+from ts_eval.comparing.memory import short_of_memory
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.prompts import Prompt
+from ts_eval.planning.model_shape import held_dtype, read_config, read_shape
 
 _STD = 0.02
 _PARAMETERS_OF_HEADS = {"gated": 12, "conditioned": 2, "eagle3": 9}

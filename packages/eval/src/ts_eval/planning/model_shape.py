@@ -14,7 +14,7 @@ from decoder.model.gguf import is_gguf
 from decoder.model.loading import empty_model
 from decoder.model.short_weights import SHORT, dtype_around, short_bytes
 from decoder.parallel.sharding import refuse_unshareable, shared_parameters
-from ts_eval.checkpoints import named, refuse_missing
+from ts_eval.comparing.checkpoints import named, refuse_missing
 
 CONFIGS = Path(__file__).parent / "configs"
 """Configurations of published models as far as they decide shapes, by name: llama-3.1-8b and others."""

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 import decoder
 from decoder.model.loading import read_tokenizer
 from ts_eval import defaults, metrics
-from ts_eval.checkpoints import named, refuse_missing
-from ts_eval.prompts import read_texts
-from ts_eval.table import DISTINCT, DISTINCT_HEADER, number
-from ts_eval.terminal import Columns
+from ts_eval.commands.terminal import Columns
+from ts_eval.comparing.checkpoints import named, refuse_missing
+from ts_eval.comparing.prompts import read_texts
+from ts_eval.report.table import DISTINCT, DISTINCT_HEADER, number
 
 
 def measure(

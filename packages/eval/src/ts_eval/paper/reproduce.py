@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from decoder.options import MIN_BUDGET, PAPER_NGRAMS, PAPER_TREE
-from ts_eval import configured
 from ts_eval.compare import compare
-from ts_eval.decoders import Sources
-from ts_eval.method_spec import MethodSpec
-from ts_eval.paper import LENGTHS, K, Row, Target, targets
+from ts_eval.comparing.decoders import Sources
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.results import write_text
+from ts_eval.paper import configured
+from ts_eval.paper.experiments import LENGTHS, K, Row, Target, targets
+from ts_eval.paper.reproduced_page import Found, Values, page
 from ts_eval.report import write_report
-from ts_eval.reproduced_page import Found, Values, page
-from ts_eval.results import write_text
-from ts_eval.table import describe, sampling_in_words
+from ts_eval.report.table import describe, sampling_in_words
 
 SHORTEST = 16
 DISTINCT = tuple(f"distinct{n}" for n in ("1", "2", "3", "4", ""))

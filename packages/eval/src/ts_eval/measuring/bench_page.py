@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from rich.console import Group, RenderableType
 
+from ts_eval.commands.terminal import Columns, indented
+from ts_eval.measuring.stopwatch import FORWARDS, PARTS
 from ts_eval.report.plots import MARKERS, PALETTE
-from ts_eval.stopwatch import FORWARDS, PARTS
-from ts_eval.table import NONE, count_of, drafts_in_words, number, sampling_in_words, times
-from ts_eval.terminal import Columns, indented
+from ts_eval.report.table import NONE, count_of, drafts_in_words, number, sampling_in_words, times
 
 COLOURS = PALETTE["light"]
 

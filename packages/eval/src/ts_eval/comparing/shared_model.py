@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from decoder.loader import device_named
 from decoder.parallel.ranks import join
-from ts_eval.rounds import IN_PROGRESS
+from ts_eval.comparing.rounds import IN_PROGRESS
 
 if TYPE_CHECKING:
     from ts_eval.compare import Experiment

@@ -12,8 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import decoder
 from decoder.cli.continuation import stream_on
-from ts_eval.method_spec import ENDPOINT, HF, HF_ASSISTED
-from ts_eval.progress import COUNTS, counts_of
+from ts_eval.comparing.method_spec import ENDPOINT, HF, HF_ASSISTED
+from ts_eval.comparing.progress import COUNTS, counts_of
 
 OnStep = Callable[[Sequence[int], dict, Sequence[float] | None], None]
 """Is told a step's tokens, the counts so far, and the tokens' log-probabilities if these were asked for."""

@@ -85,7 +85,7 @@ def from_file(context: click.Context, parameter: click.Parameter, path: str | No
     if path is None or context.resilient_parsing:
         return path
     # Imported here because it brings torch, which --help should not cost.
-    from ts_eval.run_file import read_run_file
+    from ts_eval.commands.run_file import read_run_file
 
     try:
         given = read_run_file(path)
@@ -143,7 +143,7 @@ def sampling_of(arguments: dict) -> dict:
     if arguments["preset"] != "paper":
         return sampling
     # Imported here because it reads a file, which --help should not cost.
-    from ts_eval.paper import sampler_for
+    from ts_eval.paper.experiments import sampler_for
 
     context = click.get_current_context()
     given = {name for name in sampling if context.get_parameter_source(name) is not ParameterSource.DEFAULT}

@@ -71,6 +71,6 @@ def quiet_libraries() -> None:
 
 def show(*parts) -> None:
     """`terminal.show`, for whose imports help and wrong usage need not wait."""
-    from ts_eval import terminal
+    from ts_eval.commands import terminal
 
     terminal.show(*parts)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from ts_eval.stopwatch import FORWARDS, PARTS
+from ts_eval.measuring.stopwatch import FORWARDS, PARTS
 
 
 def summary(plain: Sequence[dict], watched: Sequence[dict], traced: Sequence[dict] = ()) -> dict:

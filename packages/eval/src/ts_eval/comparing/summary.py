@@ -8,11 +8,11 @@ from typing import Any
 
 import decoder
 from ts_eval import metrics
-from ts_eval.generation import same_sampling_in_transformers
-from ts_eval.intervals import median_interval, weighted_median
-from ts_eval.method_spec import MethodSpec
-from ts_eval.prompts import Prompt
-from ts_eval.results import GenerationLog
+from ts_eval.comparing.generation import same_sampling_in_transformers
+from ts_eval.comparing.intervals import median_interval, weighted_median
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.prompts import Prompt
+from ts_eval.comparing.results import GenerationLog
 
 MeasureText = Callable[[Sequence[int], str, Sequence[int]], dict]
 Margin = Callable[[Sequence[int], int, int, int], float | None]

@@ -12,15 +12,17 @@ import decoder
 from decoder.drafters import METHODS
 from decoder.model.short_weights import dtype_name
 from decoder.text.stops import eos_ids
-from ts_eval import checkpoints, defaults, plan
-from ts_eval.data_dir import find_data_dir
-from ts_eval.decoders import Sources, with_ar
-from ts_eval.endpoint import Endpoint
-from ts_eval.memory import resident_bytes
-from ts_eval.method_spec import ENDPOINT, NEED_DRAFT_MODEL, MethodSpec
-from ts_eval.model_shape import ModelShape
-from ts_eval.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
-from ts_eval.results import digest_of, environment
+from ts_eval import defaults
+from ts_eval.comparing import checkpoints
+from ts_eval.comparing.data_dir import find_data_dir
+from ts_eval.comparing.decoders import Sources, with_ar
+from ts_eval.comparing.endpoint import Endpoint
+from ts_eval.comparing.memory import resident_bytes
+from ts_eval.comparing.method_spec import ENDPOINT, NEED_DRAFT_MODEL, MethodSpec
+from ts_eval.comparing.prompts import SHIPPED, Prompt, is_hub_dataset, read_prompts, refuse_missing_prompts
+from ts_eval.comparing.results import digest_of, environment
+from ts_eval.planning import plan
+from ts_eval.planning.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from ts_eval.compare import Experiment

@@ -9,16 +9,17 @@ import decoder
 from decoder.drafters import METHODS
 from decoder.kernels.memory import available_memory
 from decoder.model.short_weights import dtype_name
-from ts_eval import defaults, measurement
-from ts_eval.computed import Assumption, computed, read_assumptions
-from ts_eval.data_dir import find_data_dir
-from ts_eval.decoders import Sources, with_ar
-from ts_eval.measurement import Measurement
-from ts_eval.method_spec import MethodSpec
-from ts_eval.model_shape import ModelShape
-from ts_eval.prompts import SHIPPED, Prompt, read_prompts, refuse_missing_prompts
-from ts_eval.random_weights import RandomSources
-from ts_eval.results import environment, read_results, write_json
+from ts_eval import defaults
+from ts_eval.comparing.data_dir import find_data_dir
+from ts_eval.comparing.decoders import Sources, with_ar
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.prompts import SHIPPED, Prompt, read_prompts, refuse_missing_prompts
+from ts_eval.comparing.results import environment, read_results, write_json
+from ts_eval.measuring import measurement
+from ts_eval.measuring.computed import Assumption, computed, read_assumptions
+from ts_eval.measuring.measurement import Measurement
+from ts_eval.measuring.random_weights import RandomSources
+from ts_eval.planning.model_shape import ModelShape
 
 SCHEMA_VERSION = 2
 RESULTS = "bench.json"
@@ -196,7 +197,7 @@ class Bench:
 def save(results: dict, folder: Path) -> list[Path]:
     """Write bench.json and bench.png into ``folder``; returns their paths. Raises OSError, naming the file."""
     # Imported here because a measurement does not need it.
-    from ts_eval.bench_page import plot
+    from ts_eval.measuring.bench_page import plot
 
     write_json(folder / RESULTS, results)
     plot(results, folder / PLOT)

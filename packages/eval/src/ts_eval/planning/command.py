@@ -13,12 +13,12 @@ import decoder
 from decoder.cache.form import CacheForm
 from decoder.model.short_weights import SHORT, dtype_around
 from decoder.options import PAPER_TREE
-from ts_eval.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
-from ts_eval.floors import GPUS
-from ts_eval.model_shape import ModelShape, read_config, read_shape
-from ts_eval.plan import plan, plan_method
-from ts_eval.table import NONE, number, times, tree_in_words
-from ts_eval.terminal import Columns
+from ts_eval.commands.terminal import Columns
+from ts_eval.comparing.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
+from ts_eval.planning.floors import GPUS
+from ts_eval.planning.model_shape import ModelShape, read_config, read_shape
+from ts_eval.planning.plan import plan, plan_method
+from ts_eval.report.table import NONE, number, times, tree_in_words
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
 MEMORIES = (16, 24, 48, 80)

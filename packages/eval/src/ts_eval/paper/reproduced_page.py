@@ -7,9 +7,9 @@ from statistics import fmean, stdev
 
 from rich.console import RenderableType
 
-from ts_eval.paper import Target, Trend
-from ts_eval.table import NONE, count_of
-from ts_eval.terminal import Columns
+from ts_eval.commands.terminal import Columns
+from ts_eval.paper.experiments import Target, Trend
+from ts_eval.report.table import NONE, count_of
 
 QUANTILES = (
     *(12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23),

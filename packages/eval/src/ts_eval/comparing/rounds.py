@@ -14,19 +14,19 @@ from tqdm import tqdm
 import decoder
 from decoder.text.stream import TextStream
 from ts_eval import metrics
-from ts_eval.endpoint import Timing
-from ts_eval.generation import (
+from ts_eval.comparing.endpoint import Timing
+from ts_eval.comparing.generation import (
     can_continue,
     continue_batch_with_decoder,
     continue_with_decoder,
     continue_with_transformers,
 )
-from ts_eval.memory import PeakMemory, held_bytes, short_of_memory
-from ts_eval.method_spec import ENDPOINT
-from ts_eval.progress import COUNTS, Progress
-from ts_eval.results import GenerationLog
-from ts_eval.setup import Pair, Setup, Turn
-from ts_eval.summary import timed_tokens
+from ts_eval.comparing.memory import PeakMemory, held_bytes, short_of_memory
+from ts_eval.comparing.method_spec import ENDPOINT
+from ts_eval.comparing.progress import COUNTS, Progress
+from ts_eval.comparing.results import GenerationLog
+from ts_eval.comparing.setup import Pair, Setup, Turn
+from ts_eval.comparing.summary import timed_tokens
 
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ts_eval.method_spec import MethodSpec
-from ts_eval.plan import METHODS
-from ts_eval.stopwatch import PARTS
+from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.measuring.stopwatch import PARTS
+from ts_eval.planning.plan import METHODS
 
 
 @dataclass(frozen=True)

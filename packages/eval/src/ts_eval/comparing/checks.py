@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import decoder
 from decoder.audit import audit_tokens, rounding
-from ts_eval.method_spec import MethodSpec
+from ts_eval.comparing.method_spec import MethodSpec
 
 if TYPE_CHECKING:
-    from ts_eval.setup import Setup
+    from ts_eval.comparing.setup import Setup
 
 # How far apart two differently shaped matrix products may put two logits, where results do not say what was measured,
 # by the model's dtype: a few units in the last place of a logit of magnitude 16 to 32 in the short formats, and the

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 
 from decoder.drafters import TUNED
-from ts_eval.checks import differs
-from ts_eval.method_spec import ENDPOINT, MethodSpec
+from ts_eval.commands.terminal import Columns, indented
+from ts_eval.comparing.checks import differs
+from ts_eval.comparing.method_spec import ENDPOINT, MethodSpec
 from ts_eval.metrics import BLEU_ORDERS
-from ts_eval.terminal import Columns, indented
 
 NONE = "-"
 DISTINCT = ("1", "2", "3", "4", "mean")

@@ -32,11 +32,11 @@ from decoder.kernels.transfers import download
 from decoder.model.target import Target
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
-from ts_eval.device_trace import DeviceTrace
-from ts_eval.figures import milliseconds, ratio, statistic, summary
-from ts_eval.memory import short_of_memory
-from ts_eval.model_shape import ModelShape
-from ts_eval.stopwatch import Stopwatch
+from ts_eval.comparing.memory import short_of_memory
+from ts_eval.measuring.device_trace import DeviceTrace
+from ts_eval.measuring.figures import milliseconds, ratio, statistic, summary
+from ts_eval.measuring.stopwatch import Stopwatch
+from ts_eval.planning.model_shape import ModelShape
 
 COPIED_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 """Of the buffer that is copied and read: far more than any cache of the device holds."""

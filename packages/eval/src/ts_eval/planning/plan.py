@@ -18,8 +18,8 @@ from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.eagle3.text_cache import Eagle3TextCache
 from decoder.heads import Heads
 from decoder.sampling.token_tree import rank_paths
-from ts_eval.floors import StepFloor
-from ts_eval.model_shape import CUDA, ModelShape
+from ts_eval.planning.floors import StepFloor
+from ts_eval.planning.model_shape import CUDA, ModelShape
 
 METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
 """The methods whose passes are known beforehand, with a tree that is given or the paper's."""

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ts_eval.data_dir import DRAFT_MODEL, find_data_dir
-from ts_eval.model_shape import read_config, read_shape
+from ts_eval.comparing.data_dir import DRAFT_MODEL, find_data_dir
+from ts_eval.planning.model_shape import read_config, read_shape
 
 A100_BANDWIDTH, A100_OPERATIONS = 2.04e12, 312e12
 """Bytes of memory, and operations in bf16, per second: those of the paper's Table 2."""

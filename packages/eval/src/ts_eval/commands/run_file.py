@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from decoder.checks import check
-from ts_eval.results import write_text
+from ts_eval.comparing.results import write_text
 
 if TYPE_CHECKING:
     from ts_eval.compare import Experiment

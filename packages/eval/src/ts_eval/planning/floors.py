@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from decoder.cache.form import CacheForm
-from ts_eval.model_shape import ModelShape
+from ts_eval.planning.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from ts_eval.plan import MethodPlan
+    from ts_eval.planning.plan import MethodPlan
 
 
 @dataclass(frozen=True)

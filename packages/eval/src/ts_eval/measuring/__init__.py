@@ -1,0 +1,1 @@
+"""`ts-eval bench`: what the parts of a step cost here."""

@@ -1,0 +1,1 @@
+"""`ts-eval reproduce`: the paper's experiments beside its figures."""
