@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from decoder.cli.journal import whole_lines
-from decoder.parallel.ranks import ending_in_words, linked
+from decoder.parts import ending_in_words, linked, whole_lines
 from ts_eval import defaults, metrics
 from ts_eval.commands.run_file import write_run_file
 from ts_eval.comparing.checks import audits, differing, divergence_margin, tie_tolerance

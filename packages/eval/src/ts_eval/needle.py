@@ -14,8 +14,7 @@ from rich.console import RenderableType
 from tqdm import tqdm
 
 import decoder
-from decoder.model.short_weights import dtype_name
-from decoder.text.prompts import chat_ids, text_ids
+from decoder.parts import chat_ids, dtype_name, text_ids
 from ts_eval import defaults
 from ts_eval.commands.terminal import Columns
 from ts_eval.comparing.data_dir import find_data_dir

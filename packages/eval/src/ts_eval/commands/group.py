@@ -48,7 +48,7 @@ def told_in_a_sentence() -> Iterator[None]:
             sentence = f"{error.filename}: {error.strerror}"
         context = click.get_current_context()
         if context.params.get("tensor_parallel"):
-            from decoder.parallel.ranks import is_first_to_tell
+            from decoder.parts import is_first_to_tell
 
             if not is_first_to_tell(sentence):
                 sys.exit(WRONG_INPUT)

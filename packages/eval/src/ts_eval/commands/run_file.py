@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from decoder.checks import check
+from decoder.parts import check
 from ts_eval.comparing.results import write_text
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from decoder.model.gguf import is_gguf, open_checked
+from decoder.parts import is_gguf, open_checked
 
 
 def refuse_missing(what: str, path: str | None, holding: str | None = "config.json") -> None:

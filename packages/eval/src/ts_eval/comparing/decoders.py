@@ -9,7 +9,7 @@ from typing import Literal
 import decoder
 from decoder.drafters import METHODS, Drafter
 from decoder.heads import kind_in
-from decoder.heads_beside import heads_beside
+from decoder.parts import heads_beside
 from ts_eval.comparing import checkpoints
 from ts_eval.comparing.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL, MethodSpec

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import decoder
-from decoder.cli.continuation import stream_on
+from decoder.parts import stream_on
 from ts_eval.comparing.method_spec import ENDPOINT, HF, HF_ASSISTED
 from ts_eval.comparing.progress import COUNTS, counts_of
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import decoder
-from decoder.cli.journal import Journal, damaged, whole_lines
+from decoder.parts import Journal, damaged, whole_lines
 
 COUNTS = (
     "steps",

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoder.checks import MARK, check, parse_json
-from decoder.text.prompts import chat_ids, is_chat
+from decoder.parts import MARK, chat_ids, check, is_chat, parse_json
 
 SHIPPED = "pg19/test.jsonl.gz"
 HUB_SPLIT = "test"

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 import decoder
-from decoder.cli.journal import Journal, named, whole_lines
-from decoder.kernels import native
+from decoder.parts import Journal, named, native, whole_lines
 
 SCHEMA_VERSION = 1
 LOG_VERSION = 2

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from tqdm import tqdm
 
 import decoder
-from decoder.text.stream import TextStream
+from decoder.parts import TextStream
 from ts_eval import metrics
 from ts_eval.comparing.endpoint import Timing
 from ts_eval.comparing.generation import (

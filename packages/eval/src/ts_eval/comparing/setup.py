@@ -10,8 +10,7 @@ import torch
 
 import decoder
 from decoder.drafters import METHODS
-from decoder.model.short_weights import dtype_name
-from decoder.text.stops import eos_ids
+from decoder.parts import dtype_name, eos_ids
 from ts_eval import defaults
 from ts_eval.comparing import checkpoints
 from ts_eval.comparing.data_dir import find_data_dir

@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from decoder.loader import device_named
-from decoder.parallel.ranks import join
+from decoder.parts import device_named, join
 from ts_eval.comparing.rounds import IN_PROGRESS
 
 if TYPE_CHECKING:

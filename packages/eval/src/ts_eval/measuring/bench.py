@@ -7,8 +7,7 @@ from pathlib import Path
 
 import decoder
 from decoder.drafters import METHODS
-from decoder.kernels.memory import available_memory
-from decoder.model.short_weights import dtype_name
+from decoder.parts import available_memory, dtype_name
 from ts_eval import defaults
 from ts_eval.comparing.data_dir import find_data_dir
 from ts_eval.comparing.decoders import Sources, with_ar

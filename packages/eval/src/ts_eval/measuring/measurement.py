@@ -22,16 +22,19 @@ import torch
 from tqdm import tqdm
 
 import decoder
-from decoder.cache.full import FullCache
-from decoder.cache.partial import PartialCache
-from decoder.drafters.draft_vocabulary import DraftVocabulary
-from decoder.eagle3.draft_model import Eagle3DraftModel, attend
-from decoder.eagle3.text_cache import Eagle3TextCache
 from decoder.heads import Heads
-from decoder.kernels.transfers import download
-from decoder.model.target import Target
-from decoder.sampling.sampler import Sampler
-from decoder.sampling.token_tree import TokenTree
+from decoder.parts import (
+    DraftVocabulary,
+    Eagle3DraftModel,
+    Eagle3TextCache,
+    FullCache,
+    PartialCache,
+    Sampler,
+    Target,
+    TokenTree,
+    attend,
+    download,
+)
 from ts_eval.comparing.memory import short_of_memory
 from ts_eval.measuring.device_trace import DeviceTrace
 from ts_eval.measuring.figures import milliseconds, ratio, statistic, summary

@@ -12,12 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
-from decoder.eagle3.config import Eagle3Config
 from decoder.heads import EAGLE3, Heads
-from decoder.kernels.memory import available_memory
-from decoder.loader import device_named
-from decoder.model.architectures import refuse_unsupported
-from decoder.model.short_weights import SHORT, make_short
+from decoder.parts import SHORT, Eagle3Config, available_memory, device_named, make_short, refuse_unsupported
 from ts_eval.comparing.decoders import DEFAULT_KINDS, Sources
 from ts_eval.comparing.memory import short_of_memory
 from ts_eval.comparing.method_spec import MethodSpec

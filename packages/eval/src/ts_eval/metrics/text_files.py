@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from transformers import AutoTokenizer
 
 import decoder
-from decoder.model.loading import read_tokenizer
+from decoder.parts import read_tokenizer
 from ts_eval import defaults, metrics
 from ts_eval.commands.terminal import Columns
 from ts_eval.comparing.checkpoints import named, refuse_missing

@@ -10,9 +10,8 @@ from rich.console import RenderableType
 from rich.filesize import decimal
 
 import decoder
-from decoder.cache.form import CacheForm
-from decoder.model.short_weights import SHORT, dtype_around
 from decoder.options import PAPER_TREE
+from decoder.parts import SHORT, CacheForm, dtype_around
 from ts_eval.commands.terminal import Columns
 from ts_eval.comparing.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.planning.floors import GPUS

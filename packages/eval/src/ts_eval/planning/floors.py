@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from decoder.cache.form import CacheForm
+from decoder.parts import CacheForm
 from ts_eval.planning.model_shape import ModelShape
 
 if TYPE_CHECKING:

@@ -7,13 +7,18 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from decoder.cache.form import CacheForm
-from decoder.loader import DTYPES
-from decoder.model import loading
-from decoder.model.gguf import is_gguf
-from decoder.model.loading import empty_model
-from decoder.model.short_weights import SHORT, dtype_around, short_bytes
-from decoder.parallel.sharding import refuse_unshareable, shared_parameters
+from decoder.parts import (
+    DTYPES,
+    SHORT,
+    CacheForm,
+    dtype_around,
+    empty_model,
+    is_gguf,
+    loading,
+    refuse_unshareable,
+    shared_parameters,
+    short_bytes,
+)
 from ts_eval.comparing.checkpoints import named, refuse_missing
 
 CONFIGS = Path(__file__).parent / "configs"

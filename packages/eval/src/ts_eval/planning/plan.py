@@ -11,13 +11,9 @@ from typing import Any
 import torch
 
 import decoder
-from decoder.cache.form import CacheForm
 from decoder.drafters import FEWEST_TUNED, drafter_class, prompt_lookup
-from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.eagle3.text_cache import Eagle3TextCache
 from decoder.heads import Heads
-from decoder.sampling.token_tree import rank_paths
+from decoder.parts import CacheForm, CostTuned, Eagle3DraftModel, Eagle3TextCache, rank_paths
 from ts_eval.planning.floors import StepFloor
 from ts_eval.planning.model_shape import CUDA, ModelShape
 

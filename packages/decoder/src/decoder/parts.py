@@ -1,0 +1,88 @@
+"""What programs beside the decoder may build on, such as `ts_eval`: names that stay when files inside move.
+
+Those that users need are in `decoder` itself. Public, too, are `decoder.audit`, `decoder.drafters`, `decoder.heads`,
+`decoder.options` and `decoder.timings`; all other modules are the decoder's own. What a name is stands where it is
+defined.
+"""
+
+from decoder.cache.form import CacheForm
+from decoder.cache.full import FullCache
+from decoder.cache.partial import PartialCache
+from decoder.checks import MARK, check, parse_json
+from decoder.cli.continuation import stream_on
+from decoder.cli.journal import Journal, damaged, named, whole_lines
+from decoder.drafters.draft_vocabulary import DraftVocabulary
+from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.eagle3.config import Eagle3Config
+from decoder.eagle3.draft_model import Eagle3DraftModel, attend
+from decoder.eagle3.text_cache import Eagle3TextCache
+from decoder.heads_beside import heads_beside
+from decoder.kernels import native
+from decoder.kernels.memory import available_memory
+from decoder.kernels.transfers import download
+from decoder.loader import DTYPES, device_named
+from decoder.model import loading
+from decoder.model.architectures import refuse_unsupported
+from decoder.model.gguf import is_gguf, open_checked
+from decoder.model.loading import empty_model, read_tokenizer
+from decoder.model.short_weights import SHORT, dtype_around, dtype_name, make_short, short_bytes
+from decoder.model.target import Target
+from decoder.parallel.ranks import ending_in_words, is_first_to_tell, join, linked
+from decoder.parallel.sharding import refuse_unshareable, shared_parameters
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree, rank_paths
+from decoder.text.prompts import chat_ids, is_chat, text_ids
+from decoder.text.stops import eos_ids
+from decoder.text.stream import TextStream
+
+__all__ = [
+    "DTYPES",
+    "MARK",
+    "SHORT",
+    "CacheForm",
+    "CostTuned",
+    "DraftVocabulary",
+    "Eagle3Config",
+    "Eagle3DraftModel",
+    "Eagle3TextCache",
+    "FullCache",
+    "Journal",
+    "PartialCache",
+    "Sampler",
+    "Target",
+    "TextStream",
+    "TokenTree",
+    "attend",
+    "available_memory",
+    "chat_ids",
+    "check",
+    "damaged",
+    "device_named",
+    "download",
+    "dtype_around",
+    "dtype_name",
+    "empty_model",
+    "ending_in_words",
+    "eos_ids",
+    "heads_beside",
+    "is_chat",
+    "is_first_to_tell",
+    "is_gguf",
+    "join",
+    "linked",
+    "loading",
+    "make_short",
+    "named",
+    "native",
+    "open_checked",
+    "parse_json",
+    "rank_paths",
+    "read_tokenizer",
+    "refuse_unshareable",
+    "refuse_unsupported",
+    "shared_parameters",
+    "short_bytes",
+    "stream_on",
+    "text_ids",
+    "whole_lines",
+]
