@@ -58,20 +58,25 @@ class ModelShape:
         """
         config = model.config.get_text_config()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        value_bytes = (dtype or head.dtype).itemsize
+        quantised = getattr(model.get_output_embeddings(), "shape", None)  # whose weights are bytes in another order
+        value_bytes = (dtype or (model.dtype if quantised else head.dtype)).itemsize
+
+        def values(weight: torch.Tensor) -> int:
+            return weight.numel() if weight.is_floating_point() else weight.nbytes // value_bytes
+
         sizes = {name: one.numel() if dtype else one.nbytes // value_bytes for name, one in model.named_parameters()}
         sizes |= {name: size // value_bytes for name, size in short_bytes(model, short).items()}
         parameters = sum(sizes.values())
         heads = config.num_attention_heads
         return cls(
             parameters=parameters,
-            read_parameters=parameters - (0 if head is embedding else embedding.numel()),
-            lm_head_parameters=head.numel(),
+            read_parameters=parameters - (0 if head is embedding else values(embedding)),
+            lm_head_parameters=values(head),
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             hidden_size=config.hidden_size,
-            vocab_size=head.shape[0],
+            vocab_size=(quantised or head.shape)[0],
             value_bytes=value_bytes,
             shared_parameters=sum(sizes[name] for name in shared_parameters(sizes, model.tp_plan or {})),
         )
