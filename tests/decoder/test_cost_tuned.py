@@ -248,11 +248,11 @@ def test_what_one_text_teaches_serves_the_next_with_the_same_sampling(model, pro
     plain = [dec.generate(prompt, 80, "ar", replace(sampling, seed=seed)).token_ids for seed in (3, 4)]
     assert dec.generate(prompt, 80, "auto", sampling).token_ids == plain[0]
     (first,) = (state for (method, *_), state in dec._tuning_states.items() if method == "auto")
-    estimate, policy = first["acceptance"], first["levels", 3, False, 1]
+    estimate, policy = first["acceptance"], first["levels", "heads", 3, False, 1]
     assert estimate._seen and policy.steps
     steps = policy.steps
     assert dec.generate(prompt, 80, "auto", replace(sampling, seed=4)).token_ids == plain[1]
-    assert first["acceptance"] is estimate and first["levels", 3, False, 1] is policy
+    assert first["acceptance"] is estimate and first["levels", "heads", 3, False, 1] is policy
     assert policy.steps > steps
     # Another temperature, another way of drafting: another text altogether.
     dec.generate(prompt, 80, "auto", replace(sampling, temperature=0.5))
@@ -381,7 +381,7 @@ def test_costs_measured_in_a_slow_moment_are_made_up_for(model, monkeypatch):
     dec = Decoder(model, heads=random_heads(model))
     dec.generate([1, 2, 3], 250, "auto", SamplingParams(seed=1))
     [state] = dec._tuning_states.values()
-    policy = state["levels", 3, False, 1]
+    policy = state["levels", "heads", 3, False, 1]
     assert policy.steps > 100
     for levels in (0, 1):
         assert 0.0 < policy.seconds(levels) < 1.5
@@ -676,7 +676,7 @@ def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget)
             assert drafter._current == bool(drafter.observed_queries)
             assert not drafter._current or partial.partial._seen == cache.length
             current.append(drafter._current)
-        heads = drafter.heads
+        heads = drafter._sources[0] if drafter._sources else None
         if isinstance(heads, Eagle3Levels):
             assert heads.text.entries + heads.text.pending == cache.length
         elif heads is not None:

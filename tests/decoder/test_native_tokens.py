@@ -242,6 +242,8 @@ def test_a_user_who_changes_a_head_gets_drafts_of_the_new_one():
             fill_together(wanted)
             again, _ = texts_of(dec, heads, SAMPLINGS[0], (2,), 4, True, False)
             numbers = levels_module._by_operators(again)
-        compare(own[0], again[0].heads.read(torch.cat([part.flatten() for part in numbers[0]]).tolist()), torch.float32)
+        compare(
+            own[0], again[0].levels.read(torch.cat([part.flatten() for part in numbers[0]]).tolist()), torch.float32
+        )
         found += own
     assert found[0] != found[1]

@@ -75,8 +75,8 @@ def test_the_turns_of_a_chat_prefill_what_is_new(pair, method, prefilled):
         if turn:
             # All that the last turn had committed, but the pair that is computed again to be compared.
             assert out.stats.reused_tokens == before - 12 - 2
-    if method != "triforce":
-        # The decoder that reuses and the other one in turns.
+    if method not in ("triforce", "auto"):
+        # The decoder that reuses and the other one in turns. With those two the draft model has prefills of its own.
         assert prefilled == [39, 39, 13, 76, 13, 113]
 
 

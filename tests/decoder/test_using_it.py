@@ -327,6 +327,7 @@ def test_what_needs_a_tokenizer_or_heads_says_so(model):
         (dict(prompt=[1], method="tokenswift"), "needs draft heads"),
         (dict(prompt=[1], method="medusa"), "needs draft heads"),
         (dict(prompt=[1], method="triforce"), "draft_model="),
+        (dict(prompt=[1], method="draft-model"), "draft_model="),
     ):
         with pytest.raises(ValueError, match=words):
             bare.generate(max_new_tokens=3, **arguments)

@@ -522,7 +522,9 @@ def test_a_method_takes_options_of_every_kind():
     assert spec.options == {"tree": (2, 2), "budget": 64, "coupled": False, "cache": "static"}
 
 
-@pytest.mark.parametrize(("method", "flag"), [("medusa", "--heads"), ("triforce", "--draft-model")])
+@pytest.mark.parametrize(
+    ("method", "flag"), [("medusa", "--heads"), ("draft-model", "--draft-model"), ("triforce", "--draft-model")]
+)
 def test_a_method_that_lacks_a_part_is_refused_by_the_flag(data, tmp_path, method, flag):
     model = ("--model", str(data / "reference-model"))
     result = compare(data, tmp_path / "out", *model, methods=("ar", method))
@@ -565,7 +567,7 @@ def uncut(data, tmp_path_factory):
     "method",
     [
         method
-        if method in ("ar", "auto", "tokenswift", "triforce", "magicdec", "eagle3")
+        if method in ("ar", "auto", "draft-model", "tokenswift", "triforce", "magicdec", "eagle3")
         else pytest.param(method, marks=slow)
         for method in decoder.methods()
     ],

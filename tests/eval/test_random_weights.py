@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import decoder
 from decoder.model.short_weights import dtype_name
 from ts_eval.cli import main
-from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL, MethodSpec
 from ts_eval.measuring import measurement, random_weights
 from ts_eval.measuring.random_weights import RandomSources
 from ts_eval.planning.model_shape import CONFIGS, ModelShape, read_shape
@@ -131,7 +131,7 @@ def test_a_bench_of_random_weights_has_every_figure_and_judges_no_method(config,
 def test_without_methods_all_are_timed_that_need_no_small_model(config, tmp_path):
     assert run(tmp_path, "--random-weights", config).exit_code == 0
     results = json.loads((tmp_path / "bench.json").read_text())
-    assert list(results["methods"]) == [name for name in decoder.methods() if name != "triforce"]
+    assert list(results["methods"]) == [name for name in decoder.methods() if name not in NEED_DRAFT_MODEL]
     assert results["computed"] is None
 
 

@@ -107,8 +107,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--sanitize-control-tokens goes with --chat")
     if args.method and METHODS[args.method].needs_heads and heads_of(args) is None:
         raise ValueError(f"--method {args.method} needs --heads")
-    if args.method == "triforce" and args.draft_model is None:
-        raise ValueError("--method triforce needs --draft-model")
+    if args.method in ("draft-model", "triforce") and args.draft_model is None:
+        raise ValueError(f"--method {args.method} needs --draft-model")
     check(args.stop, "--stop")
     if "" in args.stop:
         raise ValueError("--stop takes text that is not empty")

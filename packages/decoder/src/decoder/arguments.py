@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from decoder.checks import shown
 from decoder.drafters import METHODS
+from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.heads import Heads
 from decoder.options import TokenSwiftOptions
@@ -135,6 +136,8 @@ def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> t
             "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
             f"{options.verification} verification: take another method, or exact verification"
         )
+    if issubclass(METHODS[method], DraftModel) and dec.draft_target is None:
+        raise ValueError(f"method {method!r} needs a small model with the same vocabulary: give draft_model=")
     kinds = METHODS[method].heads_kinds
     if not kinds:
         return method, None

@@ -15,7 +15,7 @@ from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
-from decoder.drafters import METHODS
+from decoder.drafters import METHODS, reads_text
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
@@ -23,6 +23,7 @@ from decoder.engine import Engine, Fits
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
+from decoder.model.vocabularies import refuse_other_size
 from decoder.new_sequence import new_sequence
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput
@@ -55,7 +56,8 @@ class Decoder:
         model: a decoder-only model with standard attention.
         tokenizer: needed for prompts that are text, for text output and for stop strings.
         heads: draft heads: a module, a checkpoint folder or hub id, or {kind: any of these}.
-        draft_model: a small model with the same vocabulary, for methods that draft with one.
+        draft_model: a small model with the same vocabulary, for methods that draft with one: `draft-model`, `auto` and
+            `triforce`. The number of its logits may be another one, by padding behind the tokenizer's tokens.
         bitwise: whether a token's logits must have the same bits whatever else is in its pass, so that no rounding can
             ever change a text. "auto" switches this on where tests of about a second show that it holds, which can be
             on a CPU, in float32 and half precision; on CUDA it must be True.
@@ -90,9 +92,8 @@ class Decoder:
         self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
         self.target = Target(model)
         self.draft_target = None if draft_model is None else Target(draft_model)
-        if self.draft_target is not None and self.draft_target.vocab_size != self.target.vocab_size:
-            sizes = f"{self.draft_target.vocab_size} tokens, the model's {self.target.vocab_size}"
-            raise ValueError(f"the draft model has another vocabulary: {sizes}")
+        if self.draft_target is not None:
+            refuse_other_size(self.target.vocab_size, self.draft_target.vocab_size, tokenizer)
         self.target.make_bitwise(bitwise)
         self.prefixes: PrefixReuse | None = prefix_reuse(self.target, prefix_cache_bytes)
         self.verify_costs = VerifyCosts(self.target)
@@ -343,7 +344,7 @@ class Decoder:
         return new_sequence(self, engine, arguments)
 
     def cache_bytes(self, arguments: Arguments, sequence: Sequence | None = None) -> CacheBytes:
-        """Bytes of the full cache at its longest, plus a draft cache of the default budget.
+        """Bytes of the full cache at its longest, plus a draft cache of the default budget, and a draft model's cache.
 
         Of a text of open length that can be preempted, it is the full cache when it has grown once more. ``sequence``
         is that of the arguments, if it is made.
@@ -356,7 +357,10 @@ class Decoder:
             before = 0 if sequence is None else sequence.planned_positions
             tokens = min(tokens, max(before, cache.next_capacity))
         on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))
-        return CacheBytes(on_device + target.kv_bytes * options.budget_for(prompt), on_host)
+        on_device += target.kv_bytes * options.budget_for(prompt)
+        if self.draft_target is not None and reads_text(arguments.method):
+            on_device += self.draft_target.kv_bytes * tokens
+        return CacheBytes(on_device, on_host)
 
     def tuning_state(self, arguments: Arguments) -> dict[Hashable, Any]:
         """The state that a method's tuning has collected from earlier texts with these settings, empty at first.

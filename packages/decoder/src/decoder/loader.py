@@ -23,6 +23,7 @@ from decoder.model.loading import (
     read_tokenizer,
 )
 from decoder.model.short_weights import SHORT, make_short, short_layers
+from decoder.model.vocabularies import refuse_other_tokens
 from decoder.parallel.ranks import ALONE, Ranks, join, linked
 from decoder.parallel.sharding import digest_of, refuse_unshareable, refuse_without_accelerate, sharding
 
@@ -47,7 +48,7 @@ def load(
 
     Args:
         heads: a heads checkpoint folder or hub id, or {kind: checkpoint}.
-        draft_model: folder or hub id of a small model with the same vocabulary.
+        draft_model: folder, GGUF file or hub id of a small model with the same vocabulary, with its tokenizer.
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
             checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32; matrices
@@ -65,9 +66,9 @@ def load(
 
     Raises:
         OSError: a model, tokenizer or heads checkpoint cannot be found or read.
-        ValueError: one of them does not fit or lacks tensors; device or dtype are unknown; or the model cannot be
-            shared among so many processes, or not without the extra ``tensor-parallel``, or these were given different
-            models or arguments.
+        ValueError: one of them does not fit or lacks tensors, or the draft model has other tokens; device or dtype are
+            unknown; or the model cannot be shared among so many processes, or not without the extra
+            ``tensor-parallel``, or these were given different models or arguments.
         ConnectionError: another process of the run has ended.
     """
     device = device_named(device)
@@ -103,6 +104,8 @@ def load(
         dtype = around if chosen else dtype
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
         tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
+        if draft_model is not None:
+            refuse_other_tokens(tokenizer, read_tokenizer(draft_model, **_for_hub(of_draft)))
         # The checkpoint's own dtype takes the least memory until its weights are rounded. Those of a GGUF file may have
         # four bits already, which another rounding before would change.
         read_as = ("float32" if is_gguf(model) else "auto") if short else dtype

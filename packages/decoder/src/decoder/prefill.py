@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from decoder.drafters.base import ReadsFeatures
+from decoder.drafters.base import ReadsFeatures, ReadsPrompt
 from decoder.model.target import Target
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
@@ -38,6 +38,14 @@ def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None) ->
     queries: Mapping[int, torch.Tensor] = {}
     if not statistics.steps:  # of the prompt, and not of what a preempted text has written
         statistics.reused_tokens = first
+    read_by_drafter = drafter.prompt_reader() if isinstance(drafter, ReadsPrompt) else None
+    if read_by_drafter is not None:
+        # What the target takes over the drafter has not read.
+        for begin, end in pairwise(target.prefill_borders(first)):
+            read_by_drafter(end)
+            statistics.prefill_seconds += time.perf_counter() - start
+            yield end - begin
+            start = time.perf_counter()
     chunks = list(pairwise(first + border for border in target.prefill_borders(len(prompt) - first)))
     for place, (begin, end) in enumerate(chunks, start=1):
         last = place == len(chunks)
@@ -45,6 +53,8 @@ def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None) ->
         if prefixes and reused and place == 1 and not prefixes.confirm(reused, cache):
             statistics.prefill_seconds += time.perf_counter() - start
             return (yield from prefill(target, sequence, None))
+        if read_by_drafter is not None:
+            read_by_drafter(end)
         if not last:
             target.wait()
             statistics.prefill_seconds += time.perf_counter() - start

@@ -3,6 +3,7 @@
 from decoder.drafters.ar import Autoregressive
 from decoder.drafters.auto import Auto, Suffix
 from decoder.drafters.base import Drafter, DrafterContext, DraftsAhead
+from decoder.drafters.draft_model import DraftModel, TunedDraftModel
 from decoder.drafters.eagle3 import Eagle3, TunedEagle3
 from decoder.drafters.fused import Fused, TunedFused
 from decoder.drafters.magicdec import MagicDec
@@ -18,6 +19,7 @@ METHODS: dict[str, type[Drafter]] = {
     "tokenswift": TokenSwift,
     "medusa": Medusa,
     "eagle3": Eagle3,
+    "draft-model": DraftModel,
     "triforce": TriForce,
     "magicdec": MagicDec,
     "prompt-lookup": PromptLookup,
@@ -30,9 +32,15 @@ TUNED: dict[str, type[Drafter]] = {
     "tokenswift": TunedTokenSwift,
     "medusa": TunedMedusa,
     "eagle3": TunedEagle3,
+    "draft-model": TunedDraftModel,
     "tokenswift-fused": TunedFused,
 }
 """The drafters that replace those with a fixed tree where the user gives no tree."""
+
+
+def reads_text(method: str) -> bool:
+    """Whether a draft model, where there is one, reads the whole text for this method, into a cache of its own."""
+    return issubclass(METHODS[method], DraftModel) or getattr(METHODS[method], "takes_draft_model", False)
 
 
 FEWEST_TUNED = 16
@@ -57,6 +65,7 @@ __all__ = [
     "TUNED",
     "Auto",
     "Autoregressive",
+    "DraftModel",
     "Drafter",
     "DrafterContext",
     "DraftsAhead",
@@ -69,4 +78,5 @@ __all__ = [
     "TokenSwift",
     "TriForce",
     "drafter_class",
+    "reads_text",
 ]

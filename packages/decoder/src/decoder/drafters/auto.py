@@ -12,12 +12,13 @@ _LONGEST = 32  # tokens of a suffix, and of a chain behind it
 
 
 class Auto(CostTuned):
-    """Cost-tuned trees from the text's own suffixes, and from draft heads where there are any.
+    """Cost-tuned trees from the text's own suffixes, and from draft heads and a draft model where there are any.
 
     A suffix of the text tells what followed it where it stood before (compare SuffixDecoding, arXiv 2411.04975).
     """
 
     heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3", "gated", "conditioned", "chained", "independent")
+    takes_draft_model: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)
@@ -46,3 +47,4 @@ class Suffix(Auto):
     """Cost-tuned trees from prompt and output alone; costs no pass over any weights."""
 
     heads_kinds: ClassVar[tuple[str, ...]] = ()
+    takes_draft_model: ClassVar[bool] = False

@@ -150,6 +150,17 @@ class DraftsAhead(Protocol):
 
 
 @runtime_checkable
+class ReadsPrompt(Protocol):
+    """A `Drafter` that reads the prompt by itself, in parts, so that other texts can take a step in between."""
+
+    def prompt_reader(self) -> Callable[[int], None] | None:
+        """What is called behind each part of the prompt, before `start`; None where nothing is to be called.
+
+        It is given how many tokens of the prompt are to be read by now, of those that are committed or soon will be.
+        """
+
+
+@runtime_checkable
 class ReadsFeatures(Protocol):
     """A `Drafter` that reads the target's features of the prompt; those of later tokens come with verifications."""
 

@@ -46,3 +46,4 @@ class TunedFused(Auto):
     """`Fused` where no tree is given: `Auto`, but never without heads."""
 
     needs_heads: ClassVar[bool] = True
+    takes_draft_model: ClassVar[bool] = False

@@ -1,9 +1,10 @@
 """From a hidden state to candidate tokens: the levels that draft heads fill, of one text or of many together."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -34,8 +35,19 @@ class Level(NamedTuple):
     parents: list[int] | None
 
 
+class Work(Protocol):
+    """What a level needs of the weights; the work of texts whose keys are equal is done at once, by `together`."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+    @staticmethod
+    def together(works: Sequence[Any]) -> list[tuple[torch.Tensor, ...]]:
+        """The results of each."""
+
+
 class Product(NamedTuple):
-    """What a level needs of the weights; texts that need the same send their rows through them together.
+    """`Work` on rows: texts that need the same send their rows through the weights together.
 
     Attributes:
         key: equal where the same is needed.
@@ -47,11 +59,17 @@ class Product(NamedTuple):
     run: Callable[..., tuple[torch.Tensor, ...]]
     inputs: tuple[torch.Tensor, ...]
 
+    @staticmethod
+    def together(products: Sequence["Product"]) -> list[tuple[torch.Tensor, ...]]:
+        inputs = [torch.cat(parts) for parts in zip(*(product.inputs for product in products), strict=True)]
+        rows = [len(product.inputs[0]) for product in products]
+        return list(zip(*(output.split(rows) for output in products[0].run(*inputs)), strict=True))
 
-Filling = Generator[Product, tuple[torch.Tensor, ...], list[torch.Tensor]]
-"""Asks for products and is sent their results; returns the tensors that `HeadLevels.read` takes, flattened."""
 
-Advancing = Generator[Product, tuple[torch.Tensor, ...], tuple[Any, torch.Tensor]]
+Filling = Generator[Work, tuple[torch.Tensor, ...], list[torch.Tensor]]
+"""Asks for work and is sent its results; returns the tensors that `Levels.read` takes, flattened."""
+
+Advancing = Generator[Work, tuple[torch.Tensor, ...], tuple[Any, torch.Tensor]]
 """Asks for products likewise; returns the state and the logits [n, v] of a level."""
 
 
@@ -62,7 +80,53 @@ It has ``index_select(0, rows)`` wherever branches have been drafted.
 """
 
 
-class HeadLevels:
+class Levels(ABC):
+    """A source of levels for one text, which may draft together with those of other texts.
+
+    Attributes:
+        source: its name, under which drafts are counted.
+        target: the model that is decoded.
+    """
+
+    source: ClassVar[str]
+    follows_all: ClassVar[bool]
+    """Whether every step must be followed; else it is enough to follow the last one before levels are drafted."""
+    drafts_ahead: ClassVar[bool]
+    """Whether levels can be drafted behind a walk whose end only the device knows."""
+    stops_early: ClassVar[bool] = False
+    """Whether there may be fewer levels than were asked for."""
+    target: Target
+
+    def read_features(self, features: torch.Tensor) -> None:
+        """Take in the target's features of prompt tokens, see `ReadsFeatures`."""
+        return
+
+    def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take in that a step has accepted ``path`` and added ``tokens`` to the text."""
+        return
+
+    def native(self) -> NativeLevels | None:
+        """The same levels by the native library, if it can fill them. The model must be patched."""
+        return None
+
+    @abstractmethod
+    def most(self, own_level: bool) -> int | None:
+        """How many levels there are at most; None where there is no end to them."""
+
+    @abstractmethod
+    def state_behind(self, sampler: Sampler) -> State | None:
+        """What levels behind the text are drafted from; None where that is not known, or no level can be."""
+
+    @abstractmethod
+    def filling(self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool) -> Filling:
+        """Draft up to ``count`` levels, one at least, behind ``context``."""
+
+    @abstractmethod
+    def read(self, numbers: Sequence[float]) -> list[Level]:
+        """The levels from the values of the tensors that `filling` has returned, in a row."""
+
+
+class HeadLevels(Levels):
     """Gives levels of the best tokens of draft heads.
 
     Heads that are not conditioned give all levels at once. A conditioned head also reads the token drafted before it,
@@ -79,10 +143,9 @@ class HeadLevels:
         state: what levels are drafted from; None where nothing is known yet.
     """
 
+    source = "heads"
     follows_all = False
-    """Whether every step must be followed; else it is enough to follow the last one before levels are drafted."""
     drafts_ahead = True
-    """Whether levels can be drafted behind a walk whose end only the device knows."""
 
     def __init__(self, target: Target, heads: Heads, coupled: bool, width: int, beam: int = 1):
         self.target, self.heads, self.coupled = target, heads, coupled
@@ -90,11 +153,17 @@ class HeadLevels:
         self.width, self.beam = min(width, self.vocabulary.size), beam
         self.state: State = None
 
-    def read_features(self, features: torch.Tensor) -> None:
-        """Take in the target's features of prompt tokens, see `ReadsFeatures`; these heads need none."""
+    def native(self) -> NativeLevels | None:
+        return self.vocabulary.native(self.heads)
+
+    def most(self, own_level: bool) -> int | None:
+        # A conditioned head is applied again below its own level.
+        return None if self.heads.conditioned else self.heads.num_heads + own_level
+
+    def state_behind(self, sampler: Sampler) -> State | None:
+        return self.state
 
     def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take in that a step has accepted ``path`` and added ``tokens`` to the text, behind which `state` then is."""
         # The next verification may write over its own.
         self.state = verification.hidden[path[-1] : path[-1] + 1].clone()
 
@@ -108,15 +177,14 @@ class HeadLevels:
         the second one. Without it head 1 gives the first.
         """
         filling = self.filling(state, sampler, context, count, own_level)
-        product = next(filling)
+        work = next(filling)
         while True:
             try:
-                product = filling.send(product.run(*product.inputs))
+                work = filling.send(work.together([work])[0])
             except StopIteration as done:
                 return _flat(done.value)
 
     def filling(self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool) -> Filling:
-        """`ask`, which leaves the products to the caller."""
         fill = self._in_turn if self.heads.conditioned else self._at_once
         return fill(state, sampler, context, count, own_level)
 
@@ -213,13 +281,13 @@ class HeadLevels:
 
 
 class LevelsWanted(NamedTuple):
-    """What a drafter needs before it can propose; the arguments of `HeadLevels.ask`.
+    """What a drafter needs before it can propose; the arguments of `Levels.filling`.
 
     Attributes:
         receive: called with the levels, and with this text's share of the seconds that they took.
     """
 
-    heads: HeadLevels
+    levels: Levels
     state: State
     sampler: Sampler
     count: int  # type: ignore[assignment]  # hides `tuple.count`
@@ -235,21 +303,21 @@ def fill_together(wanted: Sequence[LevelsWanted]) -> None:
     numbers = _by_library(wanted)
     others = [text for text in range(len(wanted)) if text not in numbers]
     if others:
-        ranks = wanted[0].heads.target.ranks
+        ranks = wanted[0].levels.target.ranks
         parts = _by_operators([wanted[text] for text in others])
         numbers |= zip(others, ranks.agree([download(_flat(one)) for one in parts]), strict=True)
-    levels = [one.heads.read(numbers[text]) for text, one in enumerate(wanted)]
+    levels = [one.levels.read(numbers[text]) for text, one in enumerate(wanted)]
     seconds = time.perf_counter() - start
     for one, own in zip(wanted, levels, strict=True):
         one.receive(own, seconds / len(wanted))
 
 
 def _by_library(wanted: Sequence[LevelsWanted]) -> dict[int, list[float]]:
-    """What `HeadLevels.read` takes of those texts whose levels the native library can fill."""
+    """What `Levels.read` takes of those texts whose levels the native library can fill."""
     groups: dict[tuple[NativeLevels, bool], list[int]] = {}
     for text, one in enumerate(wanted):
         can = one.sampler.native_drafts is not None and one.count <= DEEPEST
-        found = one.heads.vocabulary.native(one.heads.heads) if can else None
+        found = one.levels.native() if can else None
         if found is not None:
             groups.setdefault((found, one.own_level), []).append(text)
     numbers: dict[int, list[float]] = {}
@@ -260,17 +328,18 @@ def _by_library(wanted: Sequence[LevelsWanted]) -> dict[int, list[float]]:
 
 def _by_operators(wanted: Sequence[LevelsWanted]) -> list[list[torch.Tensor]]:
     """The same by PyTorch's operators, as tensors."""
-    running: dict[int, tuple[Filling, Product]] = {}
+    running: dict[int, tuple[Filling, Work]] = {}
     parts: dict[int, list[torch.Tensor]] = {}
     for text, one in enumerate(wanted):
-        filling = one.heads.filling(one.state, one.sampler, one.sampler.draft_context(), one.count, one.own_level)
+        filling = one.levels.filling(one.state, one.sampler, one.sampler.draft_context(), one.count, one.own_level)
         running[text] = filling, next(filling)
     while running:
         groups: dict[Hashable, list[int]] = {}
-        for text, (_, product) in running.items():
-            groups.setdefault(product.key, []).append(text)
+        for text, (_, work) in running.items():
+            groups.setdefault(work.key, []).append(text)
         for group in groups.values():
-            for text, results in zip(group, _run([running[text][1] for text in group]), strict=True):
+            works = [running[text][1] for text in group]
+            for text, results in zip(group, works[0].together(works), strict=True):
                 filling = running[text][0]
                 try:
                     running[text] = filling, filling.send(results)
@@ -278,13 +347,6 @@ def _by_operators(wanted: Sequence[LevelsWanted]) -> list[list[torch.Tensor]]:
                     parts[text] = done.value
                     del running[text]
     return [parts[text] for text in range(len(wanted))]
-
-
-def _run(products: Sequence[Product]) -> list[tuple[torch.Tensor, ...]]:
-    """The results of products of one key, run as one."""
-    inputs = [torch.cat(parts) for parts in zip(*(product.inputs for product in products), strict=True)]
-    rows = [len(product.inputs[0]) for product in products]
-    return list(zip(*(output.split(rows) for output in products[0].run(*inputs)), strict=True))
 
 
 def _flat(parts: Sequence[torch.Tensor]) -> torch.Tensor:

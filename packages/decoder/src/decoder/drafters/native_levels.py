@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import byref, c_double
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from decoder.timings import stage
 
 if TYPE_CHECKING:
     from decoder.drafters.draft_vocabulary import DraftVocabulary
-    from decoder.drafters.levels import LevelsWanted
+    from decoder.drafters.levels import HeadLevels, LevelsWanted
     from decoder.model.target import Target
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -79,7 +79,7 @@ class NativeLevels:
 
     @stage("draft")
     def fill(self, wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
-        """What `HeadLevels.read` takes of each; all of them have these heads, and an own level or none.
+        """What `Levels.read` takes of each; all of them have these heads, and an own level or none.
 
         Raises:
             MemoryError: there is no memory for it.
@@ -88,7 +88,7 @@ class NativeLevels:
         held = []
         own = _own_levels(wanted) if wanted[0].own_level else [None] * len(wanted)
         for text, one, first in zip(texts, wanted, own, strict=True):
-            sampler, levels = one.sampler, one.heads
+            sampler, levels = one.sampler, _heads(one)
             penalised = sampler.window.penalised
             noisy = levels.coupled and not sampler.params.greedy
             state = one.state if one.state.dtype in _DTYPES else one.state.float()
@@ -99,7 +99,7 @@ class NativeLevels:
             text.state, text.state_is_bf16 = state.data_ptr(), state.dtype == torch.bfloat16
             text.given, text.levels, text.width, text.beam = first is not None, one.count, levels.width, levels.beam
             text.out = native.address(out)
-        branches, width = sum(one.heads.beam for one in wanted), max(one.heads.width for one in wanted)
+        branches, width = sum(_heads(one).beam for one in wanted), max(_heads(one).width for one in wanted)
         numbers = self._library.draft_numbers(byref(self._drafter), branches, width)
         if len(self._room) < numbers:
             self._room = torch.empty(numbers, dtype=torch.float32, device="cpu")
@@ -110,7 +110,7 @@ class NativeLevels:
 
     def _numbers(self, wanted: "LevelsWanted") -> int:
         """How many numbers the levels are."""
-        width, beam = wanted.heads.width, wanted.heads.beam
+        width, beam = _heads(wanted).width, _heads(wanted).beam
         total, branches = 0, 1
         for level in range(wanted.count):
             if level and self._conditioned and beam > 1:
@@ -118,6 +118,10 @@ class NativeLevels:
                 total += branches
             total += 2 * branches * width
         return total
+
+
+def _heads(wanted: "LevelsWanted") -> "HeadLevels":
+    return cast("HeadLevels", wanted.levels)
 
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:
@@ -131,12 +135,12 @@ def _product(weight: PackedWeight | None) -> Product:
 
 def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
     """What the states themselves predict: the best scores and tokens of each text, among all tokens."""
-    target = wanted[0].heads.target
+    target = wanted[0].levels.target
     logits = target.head(target.norm(torch.cat([one.state for one in wanted])))
     best = []
     for row, one in zip(logits.split(1), wanted, strict=True):
         context = one.sampler.draft_context()
-        values, tokens = one.sampler.draft_scores(row, one.heads.coupled, context).topk(one.heads.width)
+        values, tokens = one.sampler.draft_scores(row, _heads(one).coupled, context).topk(_heads(one).width)
         best.append([*values[0].tolist(), *tokens[0].tolist()])
     return best
 

@@ -224,6 +224,7 @@ _ARGUMENTS = {
     "attend": (POINTER(Attention), c_int64, c_int),
     "run_layers": (POINTER(Pass), POINTER(Attention), c_int64, c_int),
     "contenders": (POINTER(Choosing), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
+    "rank_drafts": (POINTER(Choosing), c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     "draft_numbers": (POINTER(Drafter), c_int64, c_int64),
     "draft_levels": (POINTER(Drafter), POINTER(Drafts), c_int64, c_void_p, c_int),
     "pack_weights": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int),

@@ -68,6 +68,11 @@ class DraftContext:
             return
         self._count(within[leaving] if leaving < len(within) else self._tokens[leaving - len(within)], -1)
 
+    @property
+    def position(self) -> int:
+        """That of the next token, where the host knows the text."""
+        return len(self._text) + len(self._tokens)
+
     def newest(self) -> torch.Tensor:
         """The last token, int64 [1]."""
         if self._newest is not None and not self._tokens:

@@ -5,7 +5,7 @@ always. Where it leaves several, the noise of these is computed as everywhere.
 """
 
 import math
-from ctypes import byref, c_double, c_int64
+from ctypes import byref, c_double, c_float, c_int64
 from dataclasses import fields
 
 import torch
@@ -69,6 +69,22 @@ class NativeChoice:
         sums = [score + extra for score, extra in zip(self._scores, noise, strict=False)]
         best = max(range(count), key=sums.__getitem__)  # the first of equal ones
         return self._ids[best], sums[best]
+
+    def best_drafts(
+        self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None, noisy: bool, width: int
+    ) -> list[tuple[int, float]]:
+        """The best candidates for a position by a draft's logits [V], with their scores in single precision.
+
+        Args:
+            noisy: whether scores hold the noise of the position.
+            width: how many; there may be fewer, whose others have a score of -inf.
+        """
+        row = torch.empty(len(logits), dtype=torch.float32).copy_(logits)  # which is written over
+        choosing, scores, tokens = self.choosing(noisy, penalised), (c_float * width)(), (c_int64 * width)()
+        native.library().rank_drafts(
+            byref(choosing), position, row.data_ptr(), len(row), width, byref(scores), byref(tokens)
+        )
+        return list(zip(tokens, scores, strict=True))
 
 
 def native_choice(params: SamplingParams, device: torch.device) -> NativeChoice | None:

@@ -274,6 +274,22 @@ class Sampler:
         return filtered + context.noise(1, length, token_ids)[0].float()
 
     @stage("scoring")
+    def best_drafts(
+        self, logits: torch.Tensor, coupled: bool, context: DraftContext, width: int, token_ids: torch.Tensor | None
+    ) -> list[tuple[int, float]]:
+        """The ``width`` best candidates by a draft's logits [v] behind ``context``, by `draft_scores`, with scores.
+
+        Where the native library ranks them, scores are rounded, and a tie in single precision can turn their order.
+        """
+        if self.native is not None and token_ids is None:
+            noisy = coupled and not self.params.greedy
+            return self.native.best_drafts(logits, context.position, context.in_window(), noisy, width)
+        scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
+        tokens = indices if token_ids is None else token_ids[indices]
+        numbers = torch.cat((scores, tokens.double())).tolist()
+        return list(zip(map(int, numbers[width:]), numbers[:width], strict=True))
+
+    @stage("scoring")
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from a draft's logits [V] for it."""
         return int(first_argmax(self.draft_scores(logits[None], coupled, self.draft_context(drafted))[0]))

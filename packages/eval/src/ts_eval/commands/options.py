@@ -173,7 +173,7 @@ model_options = together(
         help="Heads checkpoint, or METHOD=CHECKPOINT; may be repeated.  "
         "[default: the folder heads-NAME beside the model's folder NAME]",
     ),
-    click.option("--draft-model", help="Small model that drafts for triforce and hf-assisted."),
+    click.option("--draft-model", help="Small model that drafts for draft-model, auto, triforce and hf-assisted."),
 )
 device_options = together(
     click.option("--device", default="auto", show_default=True),

@@ -27,7 +27,7 @@ DEFAULT_KINDS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """Folders, GGUF files or hub ids: the model, the small model for triforce, and heads by row (only where used).
+    """Folders, GGUF files or hub ids: the model, the draft model, and heads by row (only where used).
 
     With ``tensor_parallel`` processes share the model.
     """

@@ -19,7 +19,7 @@ HF: dict[str, dict] = {
 the assistant is the draft model."""
 ENDPOINT = "endpoint"
 """The row of a server, which --endpoint names."""
-NEED_DRAFT_MODEL = ("triforce", HF_ASSISTED)
+NEED_DRAFT_MODEL = ("draft-model", "triforce", HF_ASSISTED)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from decoder.parts import available_memory, dtype_name
 from ts_eval import defaults
 from ts_eval.comparing.data_dir import find_data_dir
 from ts_eval.comparing.decoders import Sources, with_ar
-from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL, MethodSpec
 from ts_eval.comparing.prompts import SHIPPED, Prompt, read_prompts, refuse_missing_prompts
 from ts_eval.comparing.results import environment, read_results, write_json
 from ts_eval.measuring import measurement
@@ -188,7 +188,7 @@ class Bench:
             sources = RandomSources.of(specs, self.random_weights, self.seed)
         if not self.methods:
             lacking = {name for name, of in METHODS.items() if of.needs_heads and name not in sources.heads}
-            lacking |= set() if sources.draft_model else {"triforce"}
+            lacking |= set() if sources.draft_model else set(NEED_DRAFT_MODEL)
             specs = [spec for spec in specs if spec.name not in lacking]
         return specs, sources
 

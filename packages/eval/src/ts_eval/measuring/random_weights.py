@@ -16,7 +16,7 @@ from decoder.heads import EAGLE3, Heads
 from decoder.parts import SHORT, Eagle3Config, available_memory, device_named, make_short, refuse_unsupported
 from ts_eval.comparing.decoders import DEFAULT_KINDS, Sources
 from ts_eval.comparing.memory import short_of_memory
-from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL, MethodSpec
 from ts_eval.comparing.prompts import Prompt
 from ts_eval.planning.model_shape import held_dtype, read_config, read_shape
 
@@ -42,10 +42,10 @@ class RandomSources(Sources):
         return cls(config, None, heads, seed)
 
     def refuse_missing(self, specs: Sequence[MethodSpec]) -> None:
-        """Refuse, before anything is made, a configuration that cannot be read or served, and triforce."""
+        """Refuse, before anything is made, a configuration that cannot be read or served, and draft models."""
         refuse_unsupported(read_config(self.model))
-        if any(spec.name == "triforce" for spec in specs):
-            raise ValueError("triforce drafts with a small model, and --random-weights makes none: leave it out")
+        if name := next((spec.name for spec in specs if spec.name in NEED_DRAFT_MODEL), None):
+            raise ValueError(f"{name} drafts with a small model, and --random-weights makes none: leave it out")
 
     def weights(self) -> dict[str, str | None]:
         """Nothing: the seed tells weights apart."""

@@ -14,10 +14,11 @@ import decoder
 from decoder.drafters import FEWEST_TUNED, drafter_class, prompt_lookup
 from decoder.heads import Heads
 from decoder.parts import CacheForm, CostTuned, Eagle3DraftModel, Eagle3TextCache, rank_paths
+from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL
 from ts_eval.planning.floors import StepFloor
 from ts_eval.planning.model_shape import CUDA, ModelShape
 
-METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "triforce", "magicdec", "prompt-lookup")
+METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "draft-model", "triforce", "magicdec", "prompt-lookup")
 """The methods whose passes are known beforehand, with a tree that is given or the paper's."""
 HELD = (*METHODS, "auto", "suffix", "eagle3")
 """The methods of which it is known what they hold."""
@@ -92,10 +93,11 @@ def plan_method(
     Passes per step, besides the verification: tokenswift one over weights, heads and partial cache; medusa and
     tokenswift-fused the heads and the language-model head; magicdec as many over weights and small cache as the tree
     has levels; triforce one over weights and partial cache, and one of the small model per further level;
+    draft-model as many of the small model, whose cache holds the whole text, as the tree has levels;
     prompt-lookup none.
 
     Raises:
-        ValueError: an unknown method, or triforce without its small model.
+        ValueError: an unknown method, or draft-model or triforce without their small model.
     """
     if method not in HELD:
         raise ValueError(f"no plan is known for {method!r}: choose from {', '.join(HELD)}")
@@ -155,17 +157,32 @@ def _drafting(
     elif method == "magicdec":
         depth, nodes, draft_cache = levels, 1 + levels, model.cache_bytes(budget + levels)
         draft_reads = levels * (model.pass_bytes + draft_cache)
+        if method == "auto" and draft_model is not None:
+            drafter += draft_model.weight_bytes
+            draft_cache = draft_model.cache_bytes(prompt_tokens + max_new_tokens)
+    elif method == "draft-model":
+        small = _small_model(method, draft_model)
+        # Of the candidates of a depth those behind the best one before.
+        paths = [path for path in rank_paths(options.fixed_tree, levels) if not any(path[:-1])]
+        depth, nodes, drafter = levels, 1 + len(paths), small.weight_bytes
+        draft_cache = small.cache_bytes(prompt_tokens + max_new_tokens)
+        draft_reads = levels * (small.pass_bytes + small.cache_bytes(prompt_tokens + max_new_tokens // 2))
     elif method == "triforce":
-        if draft_model is None:
-            raise ValueError("a plan for triforce needs its small model")
-        small_cache = draft_model.cache_bytes(options.draft_budget or budget)
-        depth, nodes, drafter = levels, 1 + levels, draft_model.weight_bytes
+        small = _small_model(method, draft_model)
+        small_cache = small.cache_bytes(options.draft_budget or budget)
+        depth, nodes, drafter = levels, 1 + levels, small.weight_bytes
         draft_cache = model.cache_bytes(budget + levels) + small_cache
         draft_reads = model.pass_bytes + model.cache_bytes(budget + levels)
-        draft_reads += (levels - 1) * (draft_model.pass_bytes + small_cache)
+        draft_reads += (levels - 1) * (small.pass_bytes + small_cache)
     elif method == "prompt-lookup":
         depth, nodes = prompt_lookup.CHAIN, 1 + prompt_lookup.CHAIN
     return nodes, depth, draft_cache, drafter, draft_reads
+
+
+def _small_model(method: str, draft_model: ModelShape | None) -> ModelShape:
+    if draft_model is None:
+        raise ValueError(f"a plan for {method} needs its small model")
+    return draft_model
 
 
 def plan(
@@ -186,7 +203,7 @@ def plan(
     is the mean over it, and at its end; of ``ar`` a step is a token. An offloaded cache is copied meanwhile, from the
     host, so a step takes at least as long as that. ``speedup`` holds, per acceptance, the floor of ar over the method's
     for one token, over the whole output, at the first bandwidth; unless the cache is offloaded it is the same at each.
-    triforce is left out without its small model.
+    draft-model and triforce are left out without their small model.
     """
     methods: dict[str, Any] = {}
     whole = prompt_tokens + max_new_tokens
@@ -194,7 +211,7 @@ def plan(
     floor = StepFloor(model, CacheForm.of(options), bandwidths)
     first = next(iter(bandwidths))
     for name in METHODS:
-        if name == "triforce" and draft_model is None:
+        if name in NEED_DRAFT_MODEL and draft_model is None:
             continue
         made = plan_method(
             name, model, prompt_tokens, max_new_tokens, options, heads=heads, draft_model=draft_model, device=device

@@ -1,7 +1,7 @@
 """Trees that earn their cost: of all that a method's sources offer, the nodes that raise tokens per second."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import ClassVar
 
@@ -10,10 +10,11 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
-from decoder.drafters.levels import Level, LevelsWanted, State
-from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
+from decoder.drafters.levels import HeadLevels, Level, Levels, LevelsWanted, State
+from decoder.drafters.model_levels import DraftModelLevels
+from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree, Kind
 from decoder.drafters.tuning.cost_slope import CostSlope
-from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
+from decoder.drafters.tuning.level_policy import Average, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -21,8 +22,10 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
 _DEEPEST = 8  # levels of conditioned heads at most
+_FIRST_OF_MODEL = 4  # levels of a draft model that are asked for at first
 _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
+_TURN, _TURNS = 32, 32  # steps of a turn, and turns of which each source of levels gets one to be tried
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
 _SHORTEST_REST, _LONGEST_REST = 16, 256  # steps
 _LONGER = 4  # how many times as long each rest of a text in a row is as the one before
@@ -35,10 +38,13 @@ class CostTuned:
     """Verifies, of all candidates of a step, as many of the likeliest as make its tokens per second highest.
 
     The text does not depend on the drafts, so what counts is how long each part of it takes: a token that is hard to
-    draft is worth a step of plain decoding, however fast other parts go by. Candidates come from draft heads, of which
-    a `LevelPolicy` says how many levels to run, none included; a method may add what it finds without them
-    (`_offer_before_levels`) or behind them (`_offer_level`). The acceptance rates and costs seen in one text serve the
-    next.
+    draft is worth a step of plain decoding, however fast other parts go by. Candidates come from draft heads or a draft
+    model, of which a `LevelPolicy` says how many levels to run, none included; a method may add what it finds without
+    them (`_offer_before_levels`) or behind them (`_offer_level`). The acceptance rates and costs seen in one text serve
+    the next.
+
+    Where there are both, one of them drafts in a step. Each has a turn to be tried now and then; between these it is
+    the one that gave more tokens per second. Behind each pass of a draft model it is asked whether another one pays.
 
     Where that pays, a text rests for some steps: it looks for no drafts, and takes in new tokens when it is over. The
     last steps of a rest are compared with the first ones behind it, since a shared machine may be a third slower from
@@ -46,17 +52,28 @@ class CostTuned:
     """
 
     needs_heads: ClassVar[bool] = False
+    takes_draft_model: ClassVar[bool] = False
+    """Whether it drafts with a draft model where there is one."""
     observed_queries = 0
     max_nodes = WIDEST
 
     def __init__(self, context: DrafterContext) -> None:
         self.context = context
-        self.heads = None if context.heads is None else make_levels(context, _WIDTH, _BEAM)
+        self._sources: list[Levels] = [] if context.heads is None else [make_levels(context, _WIDTH, _BEAM)]
+        self._draft_model: DraftModelLevels | None = None
+        if self.takes_draft_model and context.draft_model is not None:
+            self._draft_model = DraftModelLevels(context, _WIDTH)
+            self._draft_model.goes_on = self._goes_on
+            self._sources.append(self._draft_model)
+        self._source = self._sources[0] if self._sources else None  # of this step's levels
+        self._pass_seconds: Average = context.tuning_state.setdefault("draft model's pass", Average())
         self._own_level = False  # whether the first level is what the state itself predicts, as for `HeadLevels.ask`
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
         self._slope: CostSlope = context.tuning_state.setdefault("slope", CostSlope())
         self._before: tuple[float, float] | None = None  # measured cost and seconds of the step before, if it looked
         self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
+        self._asked = 0  # levels, of which fewer may have come
+        self._chain = 1.0  # how likely the chain that a draft model has drafted is right so far
         self._unseen: list[int] = []  # tokens that sources of drafts have not taken in yet
         self._rest, self._resting = 0, False  # steps of rest that follow, and whether this is one
         self._next_rest = _SHORTEST_REST
@@ -73,8 +90,12 @@ class CostTuned:
         self.context.costs.begin(cache)
 
     def read_features(self, features: torch.Tensor) -> None:
-        if self.heads is not None:
-            self.heads.read_features(features)
+        for source in self._sources:
+            source.read_features(features)
+
+    def prompt_reader(self) -> Callable[[int], None] | None:
+        model = self._draft_model
+        return model.read_prompt if model is not None and model.reads_prompt else None
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
@@ -84,34 +105,62 @@ class CostTuned:
         self._measured = self.context.costs.at(cache, texts)
         self._costs = costs = self._slope.applied(self._measured) if texts == 1 else self._measured
         self._start = time.perf_counter()  # what measuring costs takes is no part of a step
+        if self._ahead is None:
+            self._choose_source(texts)
         self._policy = self._level_policy(texts, self._own_level)
         # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
         self._tree = TokenTree(sampler.context[-1])
         self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
         self._offer_before_levels()
-        wanted = None
+        wanted, self._asked = None, 0
         # What is drafted ahead is there in any case.
         self._typical = depth > 0 and (self.context.target.draws_whole_trees or self._levels_pay())
         if self._typical and self._ahead is None and self._policy.levels:
             if (state := self._state(cache, sampler)) is None:
                 self._typical = False
             else:
-                most = self._policy.levels
-                wanted = LevelsWanted(self.heads, state, sampler, most, self._own_level, self._take_levels)
+                self._asked, self._chain = self._policy.levels, 1.0
+                wanted = LevelsWanted(self._source, state, sampler, self._asked, self._own_level, self._take_levels)
         self._drafting = time.perf_counter() - self._start
         return wanted
 
     def _level_policy(self, texts: int, own_level: bool) -> LevelPolicy:
         """How many levels a step runs in which so many texts are decoded, with or without such a first level."""
-        heads = self.context.heads
-        most = 0 if heads is None else _DEEPEST if heads.conditioned else heads.num_heads + own_level
+        return self._policy_of(self._source, texts, own_level)
+
+    def _policy_of(self, source: Levels | None, texts: int, own_level: bool = False) -> LevelPolicy:
+        most = 0 if source is None else _or_deepest(source.most(own_level))
         # Heads that pay for one text may not pay for many, whose verification is one pass. A level of the model's own
         # takes a pass, whether heads go on from it or not: it is tried together with a head.
-        key, known = ("levels", most, own_level, texts.bit_length()), self.context.tuning_state
+        key = "levels", source and source.source, most, own_level, texts.bit_length()
+        known = self.context.tuning_state
         if key not in known:
-            known[key] = LevelPolicy(most, first=1 + own_level, texts=texts)
+            # A draft model stops by itself where more do not pay.
+            first = _FIRST_OF_MODEL if source is not None and source.stops_early else 1 + own_level
+            known[key] = LevelPolicy(most, first, texts)
         return known[key]
+
+    def _choose_source(self, texts: int) -> None:
+        """Whose levels to draft in this step: those that pay more, unless the others have their turn to be tried."""
+        if len(self._sources) < 2:
+            return
+        policies = [self._policy_of(source, texts) for source in self._sources]
+        turn = sum(policy.steps for policy in policies) // _TURN % _TURNS
+        rates = [policy.rate(policy.best) for policy in policies]
+        self._source = self._sources[turn if turn < len(policies) else rates.index(max(rates))]
+
+    def _goes_on(self, level: int, row: list[tuple[int, float]]) -> bool:
+        """Whether one more level of the draft model pays behind this one, as far as the chain is likely to be right.
+
+        That is the case where the tokens that it can bring are more than steps bring in the time that it takes.
+        """
+        kind, prior = self._kind(level, 0, row)
+        rate = self._estimate.rate(kind, prior) if kind else 0.0
+        self._chain *= rate
+        plain, policy = self._costs[1], self._policy
+        node = self._costs[level + 3] - self._costs[level + 2]
+        return self._chain * rate >= max(policy.rate(policy.best), 1 / plain) * (self._pass_seconds.value + node)
 
     def _levels_pay(self) -> bool:
         """Whether the policy's levels, one at least, are worth their time beside the candidates that are there already.
@@ -120,7 +169,7 @@ class CostTuned:
         """
         tree, chances, policy = self._tree, self._candidates.chances, self._policy
         covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
-        if not covered or self.heads is None:
+        if not covered or self._source is None:
             return True
         levels = max(1, policy.best)  # and not one that is on trial
         tokens, cost = self._best(0)[1]
@@ -128,6 +177,8 @@ class CostTuned:
         return (1 - covered) * policy.tokens(1, levels) >= seconds * tokens / (cost + policy.overhead(0))
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
+        if levels and self._source is self._draft_model:
+            self._pass_seconds.observe(seconds / len(levels))
         self._ahead = levels
         self._drafting += seconds
 
@@ -143,6 +194,8 @@ class CostTuned:
             nodes = self._offer_level(number, level, nodes)
             size, expected = self._best(number + 1)
             self._expected.append(expected)
+        # The number of levels that was asked for has brought this: it is compared with others by all of its steps.
+        self._expected += [expected] * (self._asked - len(levels))
         self._chosen = self._candidates.likeliest()[:size]
         if len(self._tree) > 1:
             self._tree.select(self._chosen)
@@ -164,7 +217,7 @@ class CostTuned:
 
     def _state(self, cache: FullCache, sampler: Sampler) -> State | None:
         """What levels are drafted from: what the verification has computed; None where nothing is known yet."""
-        return self.heads.state
+        return self._source.state_behind(sampler)
 
     def _offer_level(self, depth: int, level: Level, before: list[int | None]) -> list[int | None]:
         """Offer the candidates of a level behind those of the level ``before``; returns their nodes."""
@@ -179,34 +232,48 @@ class CostTuned:
     def _offer_row(self, parent: int | None, depth: int, row: list[tuple[int, float]]) -> list[int | None]:
         """The tokens of one row, told apart by rank and by the margin to the best of the others; their nodes."""
         nodes: list[int | None] = []
-        for rank, (token, score) in enumerate(row if parent is not None else ()):
-            # Behind a filter that leaves one token there is no rival.
-            margin = min(_FAR, score - row[rank == 0][1]) if len(row) > 1 else _FAR
-            if not (score > -torch.inf and margin >= -_FAR):
+        for rank, (token, _) in enumerate(row if parent is not None else ()):
+            kind, prior = self._kind(depth, rank, row)
+            if kind is None:
                 break
-            # As SmolLM2's heads and those of the reference model, which are better, are right on average.
-            kind, prior = (rank, int(2 * margin)), 0.22 / rank * 2**margin if rank else 0.3 + 0.13 * margin
-            head = depth - self._own_level
-            if depth:
-                prior = self._estimate.rate(("heads", head - 1, *kind), prior)
-            nodes.append(self._candidates.offer(parent, token, ("heads", head, *kind), prior))
+            nodes.append(self._candidates.offer(parent, token, kind, prior))
         return nodes + [None] * (len(row) - len(nodes))
 
+    def _kind(self, depth: int, rank: int, row: list[tuple[int, float]]) -> tuple[Kind | None, float]:
+        """The kind of a candidate of a level, and how likely it is right before any was seen; None where it is not."""
+        score = row[rank][1]
+        # Behind a filter that leaves one token there is no rival.
+        margin = min(_FAR, score - row[rank == 0][1]) if len(row) > 1 else _FAR
+        if not (score > -torch.inf and margin >= -_FAR):
+            return None, 0.0
+        # As SmolLM2's heads and those of the reference model, which are better, are right on average.
+        shape, prior = (rank, int(2 * margin)), 0.22 / rank * 2**margin if rank else 0.3 + 0.13 * margin
+        name, head = self._source.source, depth - self._own_level
+        if self._source is self._draft_model:
+            head = 0  # it reads the drafts before, and is as good behind many of them
+        elif depth:
+            prior = self._estimate.rate((name, head - 1, *shape), prior)
+        return (name, head, *shape), prior
+
     def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
+        self._choose_source(self.context.running())
+        heads = self._source
+        if not isinstance(heads, HeadLevels) or not heads.drafts_ahead:
+            return None
         # Behind a step without levels it is asked when the next one begins, if they pay in it.
-        ask = self._policy.levels and self.heads.drafts_ahead and (self.heads.state is None or len(self._expected) > 1)
-        if not ask:
+        if not self._policy.levels or not (heads.state is None or len(self._expected) > 1):
             return None
         start = time.perf_counter()
         hidden = verification.hidden.index_select(0, draws.last_node)
-        numbers = self.heads.ask(hidden, draws.sampler, draws.draft_context, self._policy.levels)
+        numbers = heads.ask(hidden, draws.sampler, draws.draft_context, self._policy.levels)
         self._drafting += time.perf_counter() - start
-        return DeferredRead(numbers, lambda read: self._take_levels(self.heads.read(read), 0.0))
+        return DeferredRead(numbers, lambda read: self._take_levels(heads.read(read), 0.0))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self._unseen += tokens
-        if self.heads is not None and (not self._rest or self.heads.follows_all):
-            self.heads.follow(verification, path, tokens)
+        for source in self._sources:
+            if not self._rest or source.follows_all:
+                source.follow(verification, path, tokens)
         if self._resting:
             self._rested.append(time.perf_counter() - self._start)
         if self._rest:
@@ -284,3 +351,7 @@ class CostTuned:
 
     def finish(self, statistics: Statistics) -> None:
         pass
+
+
+def _or_deepest(levels: int | None) -> int:
+    return _DEEPEST if levels is None else levels

@@ -1,0 +1,91 @@
+"""Drafting with a small model of the same vocabulary, which most people mean by speculative decoding."""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+
+from decoder.cache.full import FullCache
+from decoder.drafters.base import DrafterContext
+from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
+from decoder.drafters.model_levels import DraftModelLevels
+from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.model.verification import Verification
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree, rank_paths
+from decoder.stats import Statistics
+
+
+class DraftModel:
+    """Drafts a chain of the small model's best tokens, as deep as ``options.tree``, and beside it what the tree allows.
+
+    With coupling (arXiv 2408.07978) the small model's tokens are chosen with the noise of the target's own. The
+    candidates of a depth stand behind the best one of the depth before, since each pass of the small model reads one
+    token: of the tree (2, 3) those are 2 and 3 candidates, and not 2 and 6.
+    """
+
+    heads_kinds: ClassVar[tuple[str, ...]] = ()
+    needs_heads: ClassVar[bool] = False
+    observed_queries = 0
+
+    def __init__(self, context: DrafterContext) -> None:
+        _refuse_missing(context)
+        paths = rank_paths(context.options.fixed_tree, context.max_new_tokens)
+        self.paths = [path for path in paths if not any(path[:-1])]
+        self.depth = max(map(len, self.paths), default=0)
+        self.levels = DraftModelLevels(context, width=max(map(max, self.paths), default=0) + 1)
+        self.max_nodes = 1 + len(self.paths)
+        self._candidates: list[list[int]] = []  # of this step's tree
+
+    def prompt_reader(self) -> Callable[[int], None]:
+        return self.levels.read_prompt
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+        pass
+
+    def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
+        count, state = min(self.depth, depth), self.levels.state_behind(sampler)
+        if not count or state is None:
+            return None
+        return LevelsWanted(self.levels, state, sampler, count, False, self._take_levels)
+
+    def _take_levels(self, levels: list[Level], seconds: float) -> None:
+        self._candidates = ranked_tokens(levels)
+
+    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
+        tree = TokenTree(sampler.context[-1])
+        candidates, self._candidates = self._candidates, []
+        tree.add_ranked(candidates, self.paths, self.levels.source)
+        return tree
+
+    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+        pass
+
+    def finish(self, statistics: Statistics) -> None:
+        pass
+
+
+class TunedDraftModel(CostTuned):
+    """`DraftModel` where no tree is given: a chain as long, with as many nodes beside it, as pays in each step.
+
+    Behind each of its passes it is asked whether another one is worth its time, by how likely the chain is right so
+    far. Where none is, the text is decoded plainly.
+    """
+
+    heads_kinds: ClassVar[tuple[str, ...]] = ()
+    takes_draft_model: ClassVar[bool] = True
+
+    def __init__(self, context: DrafterContext) -> None:
+        _refuse_missing(context)
+        super().__init__(context)
+
+
+def _refuse_missing(context: DrafterContext) -> None:
+    if context.draft_model is None:
+        raise ValueError("method 'draft-model' needs a small model with the same vocabulary: give draft_model=")
+    positions = context.draft_model.model.config.max_position_embeddings
+    if positions <= len(context.prompt):
+        raise ValueError(
+            f"the draft model has {positions} positions, too few for the {len(context.prompt)} tokens of the prompt: "
+            "shorten it, or take another draft model or method"
+        )

@@ -1,0 +1,147 @@
+"""Levels of candidates from a draft model: a small model of the same vocabulary that reads the text itself."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from decoder.cache.full import FullCache
+from decoder.drafters.base import DrafterContext
+from decoder.drafters.levels import Filling, Level, Levels
+from decoder.model.target import Target
+from decoder.sampling.draft_context import DraftContext
+from decoder.sampling.sampler import Sampler
+from decoder.sampling.token_tree import TokenTree
+
+_GROWTH = 1024  # slots beyond the prompt that the cache has at first
+_PREFILLED = 16  # tokens from which on all but the newest are read without logits
+_MOST_BEHIND = 2048  # tokens of a text that are not caught up with in one step
+
+GoesOn = Callable[[int, list[tuple[int, float]]], bool]
+"""Told how many levels there were before this one, and its candidates: whether another level is worth its pass."""
+
+
+class DraftModelLevels(Levels):
+    """Gives levels of the best tokens of a draft model, each behind the best token of the level before.
+
+    The draft model has a cache of its own with the whole text. It keeps the tokens that it has drafted from; those that
+    the text did not go on with are taken back when the next levels are drafted, and the text's newest tokens are read
+    then, in the pass of the first level. So steps that draft nothing cost nothing.
+
+    Args:
+        context: the target, the draft model and the prompt.
+        width: how many candidates a level gets.
+
+    Attributes:
+        goes_on: asked behind each level but the last; None always goes on.
+    """
+
+    source = "draft model"
+    follows_all = False
+    drafts_ahead = False
+    stops_early = True
+
+    def __init__(self, context: DrafterContext, width: int):
+        assert context.draft_model is not None
+        self.target, self.small, self.coupled = context.target, context.draft_model, context.options.coupled
+        # Rows of either vocabulary beyond the other one are padding.
+        self._shared = min(self.target.vocab_size, self.small.vocab_size)
+        self.width = min(width, self._shared)
+        self.goes_on: GoesOn | None = None
+        self.positions: int = self.small.model.config.max_position_embeddings
+        self.cache = FullCache(min(context.longest_text, len(context.prompt) + _GROWTH) + 1, growable=True)
+        self._prompt, self._running = context.prompt, context.running
+        self._read = 0  # tokens of the text whose pairs are in the cache
+        self._drafted: list[int] = []  # those behind them
+        self._token_ids: torch.Tensor | None = None
+        if self._shared < self.target.vocab_size:
+            self._token_ids = torch.arange(self._shared, device=self.target.device)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the draft model can read the prompt: it has enough positions."""
+        return len(self._prompt) < self.positions
+
+    def read_prompt(self, end: int) -> None:
+        """Read the prompt up to its token ``end``, as far as it has not been read yet."""
+        if not self._read and self._running() == 1:
+            # As the engine does with the target where a text begins: the user may have changed the model.
+            self.small.refresh_weights()
+        if tokens := self._known(self._prompt[self._read : end]):
+            with self.small.patched():
+                self.small.prefill(tokens, self.cache)
+            self._read = end
+
+    def most(self, own_level: bool) -> int | None:
+        return None
+
+    def state_behind(self, sampler: Sampler) -> "DraftModelLevels | None":
+        length = len(sampler.context)
+        return self if length < self.positions and length - self._read <= _MOST_BEHIND else None
+
+    def filling(
+        self, state: object, sampler: Sampler, context: DraftContext, count: int, own_level: bool = False
+    ) -> Filling:
+        ranks, numbers = self.target.ranks, []
+        tokens = self._unread(sampler.context)
+        count = min(count, self.positions - len(sampler.context))
+        for level in range(count):
+            (logits,) = yield ModelPass((self.small, "levels"), self, tokens)
+            own = logits[0, : self._shared]
+            row = ranks.agree(sampler.best_drafts(own, self.coupled, context, self.width, self._token_ids))
+            numbers += [number for candidate in row for number in candidate]
+            last = level + 1 == count
+            if last or (self.goes_on is not None and not ranks.agree(self.goes_on(level, row))):
+                break
+            tokens = [row[0][0]]
+            self._drafted += tokens
+            context.push(tokens[0])
+        return [torch.tensor(numbers, dtype=torch.float64)]
+
+    def read(self, numbers: Sequence[float]) -> list[Level]:
+        row = list(zip(map(int, numbers[::2]), numbers[1::2], strict=True))
+        return [Level([row[start : start + self.width]], [0]) for start in range(0, len(row), self.width)]
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, with another one in place of each that is padding which the draft model has no row for."""
+        return [min(token, self.small.vocab_size - 1) for token in tokens]
+
+    def _unread(self, text: Sequence[int]) -> list[int]:
+        """Take back the drafts that the text did not go on with; the tokens of the text that are not in the cache."""
+        for token in self._drafted:
+            # The newest token is read in any case, since its logits are wanted.
+            if self._read + 1 >= len(text) or text[self._read] != token:
+                break
+            self._read += 1
+        self.cache.length, self._drafted = self._read, []
+        tokens = self._known(text[self._read :])
+        self._read = len(text)
+        return tokens
+
+
+class ModelPass(NamedTuple):
+    """A pass of a draft model over the next ``tokens`` of a text, whose last logits [1, V] are the result."""
+
+    key: Hashable
+    levels: DraftModelLevels
+    tokens: list[int]
+
+    @staticmethod
+    def together(passes: Sequence["ModelPass"]) -> list[tuple[torch.Tensor, ...]]:
+        """The results of several texts, whose tokens are read in one pass."""
+        small: Target = passes[0].levels.small
+        caches, trees = [], []
+        with small.patched():
+            for one in passes:
+                cache, tokens = one.levels.cache, one.tokens
+                if len(tokens) > _PREFILLED:
+                    small.prefill(tokens[:-1], cache)
+                    tokens = tokens[-1:]
+                tree = TokenTree(tokens[0])
+                tree.add_path(tokens[1:], one.levels.source)
+                caches.append(cache)
+                trees.append(tree)
+            verifications = small.forward(trees, caches)
+        for tree, cache in zip(trees, caches, strict=True):
+            cache.keep(range(len(tree)))
+        return [(one.logits[len(tree) - 1 : len(tree)],) for one, tree in zip(verifications, trees, strict=True)]
