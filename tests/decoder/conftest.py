@@ -123,7 +123,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(bitwise_split_kv, "bitwise_split_kv_attention", eager_attention_by_position)
     monkeypatch.setattr(attention_check, "_LENGTHS_ON_DEVICE", (1, 97, 300))
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
-    monkeypatch.setattr(fast_layers, "packed_layers", lambda modules: {})
+    monkeypatch.setattr(fast_layers, "packing", finding({}))
     buffer = LayeredCache._buffer
     monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(float("nan")))
 
@@ -131,6 +131,16 @@ def as_on_cuda(monkeypatch):
 @pytest.fixture(scope="session")
 def prompt():
     return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def finding(result):
+    """Work that is done at once, with this result."""
+
+    def work(*given):
+        return result
+        yield
+
+    return work
 
 
 def clocked(monkeypatch, node_seconds):
@@ -141,7 +151,7 @@ def clocked(monkeypatch, node_seconds):
     ticks = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 1e-9)
     table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
-    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: table)
+    monkeypatch.setattr(VerifyCosts, "_measure", finding(table))
     monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
     # By such a clock all rests would pay.
     monkeypatch.setattr(LevelPolicy, "rest_pays", False)

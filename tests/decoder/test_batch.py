@@ -131,7 +131,7 @@ def test_a_cancelled_text_leaves_and_the_others_go_on(dec, texts, alone):
 def small_chunks(monkeypatch):
     """Prompts in chunks of 4 tokens, two chunks in a step."""
     monkeypatch.setattr("decoder.model.target._PREFILL_CHUNK", 4)
-    monkeypatch.setattr("decoder.engine._PROMPT_TOKENS", 8)
+    monkeypatch.setattr("decoder.scheduler._TOKENS", 8)
 
 
 def added(dec, engine, index, texts, method="ar", **asked):

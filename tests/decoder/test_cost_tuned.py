@@ -19,7 +19,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, clocked, random_heads
+from .conftest import VOCAB, clocked, finding, random_heads
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -440,7 +440,7 @@ def tokenswift_clocked(monkeypatch, pass_seconds):
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     for name in ("rest_pays", "tries_rest"):
         monkeypatch.setattr(LevelPolicy, name, False)
-    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: table)
+    monkeypatch.setattr(VerifyCosts, "_measure", finding(table))
     monkeypatch.setattr(Target, "forward", timed_forward)
     monkeypatch.setattr(Target, "draft", timed_draft)
     return made
@@ -517,7 +517,7 @@ def test_what_nodes_cost_in_steps_corrects_what_was_measured(model, monkeypatch,
         nodes.append(len(drafter._tree))
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: [0.0, *(1.0 + 0.05 * n for n in range(64))])
+    monkeypatch.setattr(VerifyCosts, "_measure", finding([0.0, *(1.0 + 0.05 * n for n in range(64))]))
     monkeypatch.setattr(Target, "forward", timed_forward)
     monkeypatch.setattr(CostTuned, "_plan_rest", planned)
     dec, sampling = Decoder(model), SamplingParams(temperature=0.3, seed=1)
@@ -560,7 +560,7 @@ class Rests:
             self.drafter = drafter
 
         monkeypatch.setattr("time.perf_counter", lambda: now[0])
-        monkeypatch.setattr(VerifyCosts, "_measure", lambda self, *given: [0.0, *(0.7 + 0.3 * n for n in range(1, 65))])
+        monkeypatch.setattr(VerifyCosts, "_measure", finding([0.0, *(0.7 + 0.3 * n for n in range(1, 65))]))
         monkeypatch.setattr(Target, "forward", timed_forward)
         monkeypatch.setattr(SuffixIndex, "match", timed_match)
         monkeypatch.setattr(CostTuned, "commit", seen)

@@ -303,8 +303,8 @@ def test_a_tree_costs_what_its_padded_width_does(monkeypatch):
     """So that trees fill the widths they are verified at anyway."""
     monkeypatch.setattr(VerifyCosts, "_time", lambda self, width, cache: 1.0 + width)
     dec = decoder_with("chained")
-    plain = dec.verify_costs._measure(FullCache(1), {})
-    fixed = fixed_shapes(dec, Unrecorded()).verify_costs._measure(FullCache(1), {})
+    plain = dec.verify_costs.at(FullCache(1))
+    fixed = fixed_shapes(dec, Unrecorded()).verify_costs.at(FullCache(1))
     assert plain[1:] == pytest.approx([1.0 + nodes for nodes in range(1, 65)])
     assert fixed[1:] == pytest.approx([1.0 + padded_width(nodes) for nodes in range(1, 65)])
 

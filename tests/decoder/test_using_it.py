@@ -24,7 +24,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.options import parse_tree
 from decoder.text.stream import TextStream
 
-from .conftest import VOCAB, all_heads, clocked, random_heads, tiny_llama
+from .conftest import VOCAB, all_heads, clocked, finding, random_heads, tiny_llama
 
 
 def byte_tokenizer():
@@ -258,7 +258,8 @@ def test_without_a_method_it_is_auto_unless_the_text_would_follow_the_clock(mode
 def test_a_text_too_short_to_be_worth_tuning_is_decoded_plainly(model, prompt, monkeypatch):
     """To measure what trees cost would take longer; so no method that does is begun, in a batch beside long ones."""
     dec, measured = Decoder(model, heads=DraftHeads(model.config.hidden_size)), []
-    monkeypatch.setattr(VerifyCosts, "_measure", lambda costs, cache, seconds: measured.append(cache) or [1.0] * 65)
+    monkeypatch.setattr(VerifyCosts, "begin", lambda costs, cache: measured.append(cache))
+    monkeypatch.setattr(VerifyCosts, "_measure", finding([1.0] * 65))
     for method in ("auto", "suffix", "tokenswift", "medusa"):
         out = dec.generate(prompt, 15, method, SamplingParams(seed=2))
         assert (out.stats.steps, out.stats.drafted, out.stats.tokens_per_step) == (15, 0, 1.0)

@@ -9,6 +9,7 @@ from decoder.cache.full import FullCache
 from decoder.cache.stored import full_cache
 from decoder.drafters.tuning.verify_costs import WIDEST, VerifyCosts
 from decoder.sampling.token_tree import TokenTree
+from decoder.work import finish
 
 
 def with_seconds(model, monkeypatch, seconds):
@@ -22,6 +23,12 @@ def with_seconds(model, monkeypatch, seconds):
     target = Decoder(model).target
     monkeypatch.setattr(target, "forward", lambda trees, caches: None)
     return VerifyCosts(target), measured
+
+
+def begin(costs, cache):
+    """A text begins, and all its work is done."""
+    if (work := costs.begin(cache)) is not None:
+        finish(work)
 
 
 def test_powers_of_two_are_measured_and_others_lie_between(model, monkeypatch):
@@ -136,7 +143,7 @@ def test_what_was_measured_in_a_disturbed_moment_is_measured_again_when_later_te
     cache, begun = FullCache(1), []
     for _ in range(9):
         before = len(measured)
-        costs.begin(cache)
+        begin(costs, cache)
         begun.append(len(measured) - before)
         slow[0] = 1.0
         if len(begun) == 1:
@@ -145,5 +152,5 @@ def test_what_was_measured_in_a_disturbed_moment_is_measured_again_when_later_te
     assert [number for number, count in enumerate(begun, start=1) if count] == [1, 2, 4, 8] and begun[2] == 0
     assert costs.at(cache)[8] < 0.5 * disturbed[8] and costs.at(cache, 3)[8] < shared[8] and 16 in measured
     slow[0] = 30.0
-    costs.begin(cache)
+    begin(costs, cache)
     assert costs.at(cache)[8] == pytest.approx(1.08e-3, abs=1e-4)  # the shortest counts

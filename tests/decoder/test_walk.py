@@ -230,7 +230,7 @@ def test_drafted_tokens_that_the_host_has_not_read_slide_the_window_as_others_do
 def on_device(monkeypatch):
     """Generations draw whole trees on the device, as they do on CUDA; the list fills with what the host read per step,
     from the verification on."""
-    reads, launch = [], Engine._launch
+    reads, launch = [], Engine._accept
 
     def counted(*args):
         with HostReads() as counter:
@@ -239,7 +239,7 @@ def on_device(monkeypatch):
         return walks
 
     monkeypatch.setattr(Target, "draws_whole_trees", True)
-    monkeypatch.setattr(Engine, "_launch", counted)
+    monkeypatch.setattr(Engine, "_accept", counted)
     return reads
 
 
@@ -408,7 +408,7 @@ def test_reads_are_counted():
                      ("tokenswift", "conditioned"), ("tokenswift-fused", "gated"), ("tokenswift-fused", "conditioned")]
 )  # fmt: skip
 def test_a_proposal_of_heads_reads_once(model, prompt, monkeypatch, method, kind):
-    propose, reads = Engine._propose, []
+    propose, reads = Engine._draft, []
 
     def counted(*args):
         with HostReads() as counter:
@@ -416,7 +416,7 @@ def test_a_proposal_of_heads_reads_once(model, prompt, monkeypatch, method, kind
         reads.append(counter.reads)
         return trees
 
-    monkeypatch.setattr(Engine, "_propose", counted)
+    monkeypatch.setattr(Engine, "_draft", counted)
     dec = Decoder(model, heads=random_heads(model, kind=kind))
     options = TokenSwiftOptions(tree=(2, 2, 3), ngrams=3)
     out = dec.generate(prompt, 40, method, GENERATIONS["short window"], options)

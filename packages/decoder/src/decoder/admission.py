@@ -28,7 +28,7 @@ def memory_for_caches(device: torch.device, prefixes: PrefixReuse | None) -> Cac
 
 
 class Admission:
-    """The `engine.Fits` of an engine that decodes many texts.
+    """The `scheduler.Fits` of an engine that decodes many texts.
 
     Args:
         max_batch: how many texts run together at most.

@@ -19,7 +19,7 @@ from decoder.drafters import METHODS, reads_text
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.engine import Engine, Fits
+from decoder.engine import Engine
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
@@ -31,6 +31,7 @@ from decoder.prefix_reuse import PrefixReuse, prefix_reuse
 from decoder.report import report
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook
+from decoder.scheduler import Fits
 from decoder.sequence import Sequence
 from decoder.text.prompts import Prompt, check_sanitizes, is_chat
 from decoder.text.stops import Stop
@@ -335,9 +336,9 @@ class Decoder:
             targets["draft model"] = self.draft_target
         return report(targets, self.heads)
 
-    def engine(self, fits: Fits | None = None) -> Engine:
-        """An engine for sequences of this decoder."""
-        return Engine(self.target, fits, self.prefixes)
+    def engine(self, fits: Fits | None = None, short_steps: bool = False) -> Engine:
+        """An engine for sequences of this decoder; the arguments are those of `Scheduler`."""
+        return Engine(self.target, fits, self.prefixes, short_steps)
 
     def sequence(self, engine: Engine, arguments: Arguments) -> Sequence:
         """The sequence, to be decoded by ``engine``, that the arguments ask for."""

@@ -12,6 +12,7 @@ from decoder.cache.full import FullCache
 from decoder.kernels.packed_linear import under_autocast
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part
+from decoder.work import Work
 
 _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which are faster prefilled than looked up
 
@@ -79,7 +80,7 @@ class PrefixReuse:
         self._check_model()
         self._begun_with[cache] = self._model_state
 
-    def take_over(self, prompt: Sequence[int], cache: FullCache, computed: int) -> "Reused | None":
+    def taking_over(self, prompt: Sequence[int], cache: FullCache, computed: int) -> "Work[Reused | None]":
         """Fill an empty cache with the pairs of as many of the prompt's first tokens as are kept, if any.
 
         Args:
@@ -97,7 +98,7 @@ class PrefixReuse:
             return None
         self._kept.remove(best)
         self._kept.append(best)
-        self.target.begin_with(cache, [part[:, :, :, :count] for part in best.parts], best.dtype)
+        yield from self.target.beginning_with(cache, [part[:, :, :, :count] for part in best.parts], best.dtype)
         return Reused(count, *cache.decoded([part[:, :, :, count : count + 1] for part in best.parts]))
 
     def confirm(self, reused: "Reused", cache: FullCache) -> bool:
@@ -119,7 +120,7 @@ class PrefixReuse:
         tolerance = max(math.sqrt(torch.finfo(new.dtype).eps), 2 * form.error)
         return new.dtype == old.dtype and torch.allclose(new, old, tolerance, tolerance * float(old.abs().amax()))
 
-    def keep(self, text: Sequence[int], cache: FullCache) -> None:
+    def keeping(self, text: Sequence[int], cache: FullCache) -> Work[None]:
         """Keep a copy of the pairs of a text that has ended; ``cache`` holds those of its first tokens."""
         self._check_model()
         if self._begun_with.get(cache) is not self._model_state:
@@ -141,7 +142,11 @@ class PrefixReuse:
         needed = tokens.nbytes + count * pair_bytes
         while self._kept and self.nbytes + needed > self.max_bytes:
             self._kept.pop(0)
-        self._kept.append(_Kept(tokens, cache.form, cache.keys.dtype, cache.copied(count)))
+        state = self._model_state
+        copies = yield from cache.copying(count)
+        self._check_model()
+        if self._model_state is state and self.nbytes + needed <= self.max_bytes:
+            self._kept.append(_Kept(tokens, cache.form, cache.keys.dtype, copies))
 
     def _check_model(self) -> None:
         """Forget all texts if a parameter is another tensor than before, or was written to."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Drafter, WantsLevels
+from decoder.drafters.base import Drafter, WantsLevels, WorksBetweenSteps
 from decoder.outputs import Chunk, GenerationOutput, Request
 from decoder.sampling.acceptance import AcceptanceRule, exact
 from decoder.sampling.sampler import Sampler
@@ -39,7 +39,7 @@ class Sequence:
         remaining: how many tokens may still be generated.
         planned_positions: how many positions were planned for its cache when it was preempted. At least as many are
             planned when it joins again, so that it does not join just to be preempted again.
-        wants_levels: the drafter's method of `WantsLevels`; None if it has none.
+        wants_levels, long_work: the drafter's methods of `WantsLevels` and `WorksBetweenSteps`; None if it has none.
         finish_reason: "length" or "stop" once the text has ended.
         error: the exception that ended the text, if one did.
     """
@@ -70,6 +70,7 @@ class Sequence:
         self.drafter, self.cache = drafter, cache
         # Found once: to look for a protocol's members takes 4 to 7 microseconds.
         self.wants_levels = drafter.wants_levels if isinstance(drafter, WantsLevels) else None
+        self.long_work = drafter.long_work if isinstance(drafter, WorksBetweenSteps) else None
 
     def preempt(self) -> None:
         """Give up the cache and the drafter, so that the tokens so far are prefilled when the text goes on."""

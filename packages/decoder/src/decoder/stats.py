@@ -39,6 +39,15 @@ class Statistics:
     cache_rebuilds: int = 0
     reused_tokens: int = 0
 
+    def count_prefill(self, seconds: float) -> None:
+        """Count time that went by before the first step."""
+        self.prefill_seconds += seconds
+
+    def count_decoding(self, seconds: float, texts: int = 1) -> None:
+        """Count the time of a step in which so many ``texts`` were decoded."""
+        self.decode_seconds += seconds
+        self.shared_seconds += seconds / texts
+
     def count_step(self, nodes: int, depth: int, sources: Sequence[Collection[str]], generated: int) -> None:
         """Count one step, which verified a tree of so many nodes and this ``depth`` and added ``generated`` tokens.
 

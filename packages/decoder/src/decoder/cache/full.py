@@ -8,8 +8,11 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
 from decoder.kernels.attention import AttentionShape
 from decoder.kernels.transfers import upload
+from decoder.work import Progress, Work
 
 _SMALLEST_GROWTH = 1024
+_COPIED_AT_ONCE = 2**25  # bytes
+_PART = 16  # tokens that take about as long to run as so many bytes to copy
 
 
 class FullCache(LayeredCache):
@@ -72,15 +75,18 @@ class FullCache(LayeredCache):
         """A layer's keys and values [B, G, length, D] of all committed tokens, until the next call or pass."""
         return self.keys[layer_idx][:, :, : self.length], self.values[layer_idx][:, :, : self.length]
 
-    def copied(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Copies of the first ``count`` slots of all `parts`, for `begin_with`."""
-        return tuple(part[:, :, :, :count].clone() for part in self.parts)
+    def copying(self, count: int) -> Work[tuple[torch.Tensor, ...]]:
+        """Copies of the first ``count`` slots of all `parts`, for `beginning_with`."""
+        own = [part[:, :, :, :count] for part in self.parts]
+        copies = tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in own)
+        yield from _copy(own, copies)
+        return copies
 
-    def begin_with(self, parts: Sequence[torch.Tensor], shape: AttentionShape, device: torch.device) -> None:
-        """Commit copies of the text's first n tokens to the empty cache.
+    def beginning_with(self, parts: Sequence[torch.Tensor], shape: AttentionShape, device: torch.device) -> Work[None]:
+        """Commit copies of the text's first n tokens to the empty cache, which stays empty until all are there.
 
         Args:
-            parts: what `copied` gave for a cache of the same form, or some of its first slots.
+            parts: what `copying` gave for a cache of the same form, or some of its first slots.
             shape: of the model's attention layers.
             device: the model's.
         """
@@ -92,8 +98,7 @@ class FullCache(LayeredCache):
                 for dim in (shape.dim, shape.value_dim)
             )
         )
-        for own, part in zip(self.parts, parts, strict=True):
-            own[:, :, :, :count] = part
+        yield from _copy(parts, [own[:, :, :, :count] for own in self.parts])
         self.length = count
 
     def keep(self, path: Sequence[int]) -> None:
@@ -112,3 +117,14 @@ class FullCache(LayeredCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
+
+
+def _copy(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> Work[None]:
+    """Copy tensors [layers, ...] to others, some layers at a time."""
+    layers = len(sources[0])
+    step = max(1, layers * _COPIED_AT_ONCE // max(1, sum(part.nbytes for part in sources)))
+    for start in range(0, layers, step):
+        for source, copy in zip(sources, copies, strict=True):
+            copy[start : start + step] = source[start : start + step]
+        if start + step < layers:
+            yield Progress(_PART, _PART * -(-(layers - start - step) // step))

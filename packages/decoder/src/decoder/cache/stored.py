@@ -9,6 +9,7 @@ from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
 from decoder.kernels.transfers import copy_vectors
+from decoder.work import Work
 
 
 class StoredCache(FullCache):
@@ -96,9 +97,9 @@ class StoredCache(FullCache):
         key, value = self._of_layer[layer_idx]
         return key[:, :, : self.length], value[:, :, : self.length]
 
-    def copied(self, count: int) -> tuple[torch.Tensor, ...]:
+    def copying(self, count: int) -> Work[tuple[torch.Tensor, ...]]:
         self._wait_for_copies()
-        return super().copied(count)
+        return (yield from super().copying(count))
 
     def _move(self, slots: Sequence[int], start: int) -> None:
         self._wait_for_copies()

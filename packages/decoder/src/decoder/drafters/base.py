@@ -17,6 +17,7 @@ from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
+from decoder.work import Work
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,11 @@ class Drafter(Protocol):
     def __init__(self, context: DrafterContext) -> None:
         """Raises ValueError, in one sentence, if ``context`` lacks what the method needs."""
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None] | None:
         """Called once, when the prompt except for its last token has been committed to ``cache``.
+
+        What takes long, as reading the prompt with a model of its own does, is returned as work: it is done in parts
+        before the first step, while other texts take theirs. The target is patched in each part.
 
         ``queries`` are, by layer, the queries [1, H, T, D] of the last T committed tokens, with T up to
         `observed_queries`; the mapping is empty if no token is committed.
@@ -124,6 +128,18 @@ class DeferredRead(NamedTuple):
 
     numbers: torch.Tensor
     receive: Callable[[list[float]], None]
+
+
+@runtime_checkable
+class WorksBetweenSteps(Protocol):
+    """A `Drafter` that may have to do between two steps what takes longer than one."""
+
+    def long_work(self, cache: FullCache) -> Work[None] | None:
+        """Asked before each step, which waits for this work; other texts take theirs between two parts of it.
+
+        It may be dropped behind any part, where the text is cancelled or preempted, and must leave ``cache`` then as it
+        was. The target is patched in each part.
+        """
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
+from decoder.work import Work
 
 _TURN = 64  # steps in which drafting with or without a draft pass is tried, and finds its number of levels
 _TURNS = 16  # turns of so many steps, of which each of the two gets one to be tried
@@ -141,11 +142,11 @@ class TunedTokenSwift(CostTuned):
         self._current = False  # whether the partial cache holds what the full one has
         self.observed_queries = 1
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        super().start(cache, queries)
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None] | None:
         if self.draft_pass.shorter(cache.length):
             self.draft_pass.commit(cache, queries)
             self._current = True
+        return super().start(cache, queries)
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         keep = False

@@ -16,8 +16,9 @@ from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
+from decoder.work import Progress, Work
 
-_CHUNK = 256  # tokens of the text that the small model reads in a pass
+_CHUNK = 64  # tokens of the text that the small model reads in a pass
 
 
 class TriForce:
@@ -51,12 +52,16 @@ class TriForce:
         self.recent = RecentCache(context.draft_budget, sink, room=max(_CHUNK, self.count))
         self.read: list[int] = []  # drafted tokens whose pairs are in `recent`, behind those of the text
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
         if cache.length:
             self.partial.append(cache, queries)
-        self.small.refresh_weights()
-        with self.small.patched():
-            self._read_text(self.prompt[:-1])
+        yield from self.small.refreshing()
+        prompt = self.prompt[:-1]
+        for start in range(0, len(prompt), _CHUNK):
+            chunk = prompt[start : start + _CHUNK]
+            with self.small.patched():
+                self._read_text(chunk)
+            yield Progress(len(chunk), len(prompt) - start - len(chunk))
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])

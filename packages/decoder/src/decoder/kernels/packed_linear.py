@@ -19,9 +19,11 @@ from decoder.kernels.memory import available_memory
 from decoder.kernels.norms import FusedNorm
 from decoder.kernels.packed_weight import ByteWeight, PackedWeight, onednn_dtype, pack
 from decoder.kernels.quantised import QuantisedLinear, QuantisedWeight
+from decoder.work import Progress, Work, finish
 
 Linear = nn.Linear | Int4Linear | QuantisedLinear
 
+_TOKENS = 8  # of a text that take about as long as packing a product
 _SHARE = 0.5  # the share of available memory that packed copies may take
 _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where it is given none
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -187,6 +189,11 @@ _packed_heads: WeakKeyDictionary[DraftHead, PackedHead] = WeakKeyDictionary()
 
 
 def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
+    """The outcome of `packing`, at once."""
+    return finish(packing(modules))
+
+
+def packing(modules: Iterable[nn.Module]) -> Work[dict[nn.Module, Callable]]:
     """Faster forwards for the linear layers and draft heads among ``modules``, with their weights as they are now.
 
     The forwards hold a copy of the weights. If new copies would take more than half of the available memory, there are
@@ -210,6 +217,7 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
         else:
             _packed_heads[head] = PackedHead(head)
         found[head] = _packed_heads[head]
+        yield Progress(_TOKENS, _TOKENS * (len(heads) - len(found)))
     for group in _groups(modules, layers):
         packed = joined(group)
         if packed is not None:
@@ -218,6 +226,7 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
             packed = PackedLinears(group)
             _packed.update(dict.fromkeys(group, packed))
         found |= zip(group, packed.forwards(), strict=True)
+        yield Progress(_TOKENS, _TOKENS * (len(heads) + len(layers) - len(found)))
     return found
 
 

@@ -28,15 +28,19 @@ from decoder.kernels.kernel_check import (
     rotary_fault,
 )
 from decoder.kernels.norms import fused_norms, looks_like_rms_norm
-from decoder.kernels.packed_linear import packed_layers
+from decoder.kernels.packed_linear import packing
 from decoder.kernels.rotary import FusedRotary, fused_rotary
 from decoder.model.fused_layer import FusedLayer, fused_layer_fault, fused_layers
 from decoder.model.fused_model import FusedModel, fused_model, fused_model_fault
 from decoder.model.short_weights import dtype_name
 from decoder.parallel.products import SharedLayers
+from decoder.work import Work
 
 if TYPE_CHECKING:
     from decoder.model.model_pass import ModelPass
+
+
+Forwards = dict[nn.Module, Callable]
 
 
 class FastLayers(NamedTuple):
@@ -55,13 +59,13 @@ class FastLayers(NamedTuple):
     model: FusedModel | None = None
 
 
-def tested_layers(modules: Sequence[nn.Module], shared: SharedLayers, paths: FastPaths) -> dict[nn.Module, Callable]:
+def tested_layers(modules: Sequence[nn.Module], shared: SharedLayers, paths: FastPaths) -> Work[Forwards]:
     """By module, its other forward: decoder layers where they can be fused, elsewhere norms, products and activations.
 
     Layers that processes share have forwards of transformers' in them, and are not fused.
     """
     parts = [*modules, *shared.modules]
-    found = tested_norms(parts, paths) | tested_products(parts, paths)
+    found = tested_norms(parts, paths) | (yield from tested_products(parts, paths))
     if paths.device.type == "cpu":
         found |= activations(parts)
     found |= shared.forwards(found)
@@ -85,13 +89,13 @@ def tested_norms(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Modu
     return found
 
 
-def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> dict[nn.Module, Callable]:
-    """`packed_layers` of ``modules``, or nothing if the packed products fail their test."""
+def tested_products(modules: Sequence[nn.Module], paths: FastPaths) -> Work[Forwards]:
+    """`packing` of ``modules``, or nothing if the packed products fail their test."""
     if paths.device.type != "cpu":
         paths.leave_off(PACKED, "for a CPU only")
         return {}
     try:
-        found = packed_layers(modules)
+        found = yield from packing(modules)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

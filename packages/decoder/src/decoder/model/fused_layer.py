@@ -30,6 +30,7 @@ from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
 from decoder.kernels.packed_linear import PackedLinears, joined
 from decoder.kernels.quantised import QuantisedLinear
 from decoder.model.native_layer import NativeLayer, NativeScratch, native_weights
+from decoder.work import finish
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _LAYERS = {(f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in FAMILIES}
@@ -222,7 +223,11 @@ def fused_layer_fault(layer: Any, fused: FusedLayer) -> str | None:
     def run(forward) -> tuple[torch.Tensor, ...]:
         cache = FullCache(_LENGTH + _TOKENS)
         cache.prepare(index + 1)
-        cache.begin_with([pairs.expand(index + 1, -1, -1, -1, -1) for pairs in (keys, values)], shape, keys.device)
+        finish(
+            cache.beginning_with(
+                [pairs.expand(index + 1, -1, -1, -1, -1) for pairs in (keys, values)], shape, keys.device
+            )
+        )
         cache.begin(_TOKENS)
         text = TextInPass(_TOKENS)
         output = forward(hidden, past_key_values=cache, position_embeddings=angles, texts=[text])

@@ -39,10 +39,13 @@ from decoder.parallel.sharding import refuse_unshareable
 from decoder.sampling.native_choice_check import native_choice_fault
 from decoder.sampling.token_tree import TokenTree
 from decoder.timings import stage
+from decoder.work import Work, finish
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _PREFILL_CHUNK = 512
 _PREFILL_CHUNK_ON_CUDA = 2048
+_SHORT_CHUNK = 64
+_SHORT_CHUNK_ON_CUDA = 512
 
 
 class Target:
@@ -122,16 +125,27 @@ class Target:
     def refresh_weights(self) -> None:
         """Adapt to changes that the user has made to the model: its weights, dtype or layers.
 
+        Where nothing asks for them, packed weights are brought up to date when the next pass runs.
+
         Raises:
             ValueError: the vocabulary has changed.
         """
+        self._look_again()
+        self.bitwise.refresh()
+
+    def refreshing(self) -> Work[None]:
+        """`refresh_weights` in parts, packed weights included; no pass should run before it is done."""
+        self._look_again()
+        yield from self._replacing()
+        self.bitwise.refresh()
+
+    def _look_again(self) -> None:
         if self._head_shape()[0] != self.vocab_size or self.model.get_output_embeddings() is not self.lm_head:
             raise ValueError("the model's vocabulary has changed: make a new Decoder")
         self._take_in()
         self._test_attention()
         if self.recorder is not None:
             self.pool.renew(RecordedState(self.model, self._modules, self.recorder))
-        self.bitwise.refresh()
 
     def _take_in(self) -> None:
         """Look at the model's modules as they are now."""
@@ -191,24 +205,28 @@ class Target:
 
     def replacements(self) -> FastLayers:
         """The functions that replace the model's own ones while a pass runs."""
-        if self._faster is None:
-            of_helpers = [module for helper in self._helpers for module in helper.modules()]
-            if not self._shared.current:
-                self._shared = SharedLayers(self.model, self.ranks)
-            layers = tested_layers([*self._modules, *of_helpers], self._shared, self.paths)
-            called = {self.norm, self.lm_head, self.model.get_input_embeddings(), *of_helpers}
-            if self.recorder is None:
-                self.paths.leave_off(ROTARY, f"needs {RECORDED}")
-            faster = FastLayers(
-                layers=layers,
-                called={module: forward for module, forward in layers.items() if module in called},
-                # The rotary kernel needs Triton, and there is a recorder only where Triton works.
-                rotary={} if self.recorder is None else tested_rotary(self._modules, self.attention_shape, self.paths),
-            )
-            self._faster = faster._replace(
-                model=tested_model(self._model_pass, faster, self.paths, self.attends_natively)
-            )
-        return self._faster
+        return self._faster or finish(self._replacing())
+
+    def _replacing(self) -> Work[FastLayers]:
+        """Make `replacements`."""
+        modules = self._modules
+        of_helpers = [module for helper in self._helpers for module in helper.modules()]
+        if not self._shared.current:
+            self._shared = SharedLayers(self.model, self.ranks)
+        layers = yield from tested_layers([*modules, *of_helpers], self._shared, self.paths)
+        called = {self.norm, self.lm_head, self.model.get_input_embeddings(), *of_helpers}
+        if self.recorder is None:
+            self.paths.leave_off(ROTARY, f"needs {RECORDED}")
+        faster = FastLayers(
+            layers=layers,
+            called={module: forward for module, forward in layers.items() if module in called},
+            # The rotary kernel needs Triton, and there is a recorder only where Triton works.
+            rotary={} if self.recorder is None else tested_rotary(modules, self.attention_shape, self.paths),
+        )
+        faster = faster._replace(model=tested_model(self._model_pass, faster, self.paths, self.attends_natively))
+        if self._modules is modules:  # else the user has changed the model between two parts
+            self._faster = faster
+        return faster
 
     def fast_paths(self) -> list[FastPath]:
         """Which fast paths are used here and which are not, and why."""
@@ -298,15 +316,23 @@ class Target:
         cache.prepare(self.layers, None if self.recorder is None else self.pool)
         cache.begin(count)
 
-    def begin_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        """`FullCache.begin_with` with pairs of ``dtype``, for a cache that no pass has prepared yet."""
+    def beginning_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Work[None]:
+        """`FullCache.beginning_with` with pairs of ``dtype``, for a cache that no pass has prepared yet."""
         self._begin(cache, parts[0].shape[3])
-        cache.begin_with(parts, self.attention_shape._replace(dtype=dtype), self.device)
+        yield from cache.beginning_with(parts, self.attention_shape._replace(dtype=dtype), self.device)
 
-    def prefill_borders(self, count: int) -> list[int]:
-        """Where `prefill` cuts ``count`` tokens for its passes, both ends included."""
-        size = _PREFILL_CHUNK_ON_CUDA if self.device.type == "cuda" else _PREFILL_CHUNK
-        return self._rule.borders(count, size)
+    def prefill_borders(self, count: int, short: bool = False) -> list[int]:
+        """Where `prefill` cuts ``count`` tokens for its passes, both ends included; ``short`` ones if it is to."""
+        return self._rule.borders(count, self.prefill_chunk(short))
+
+    def prefill_chunk(self, short: bool) -> int:
+        """How many tokens of a prompt a pass takes: as many as take little longer together than in more passes.
+
+        Short ones are for those who must look at something else between two of them.
+        """
+        if self.device.type == "cuda":
+            return _SHORT_CHUNK_ON_CUDA if short else _PREFILL_CHUNK_ON_CUDA
+        return _SHORT_CHUNK if short else _PREFILL_CHUNK
 
     @stage("prefill")
     def prefill(

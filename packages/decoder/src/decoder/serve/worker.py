@@ -1,4 +1,7 @@
-"""The one thread that owns the model: it decodes the choices of all requests together, step by step."""
+"""The one thread that owns the model: it decodes the choices of all requests together, step by step.
+
+Between two steps requests join, leave and stop. So that they never wait long, no step holds much of what takes long.
+"""
 
 import logging
 import threading
@@ -77,7 +80,7 @@ class Worker:
     ):
         self.dec, self.max_queue, self._finished = dec, max_queue, finished
         self.admission = Admission(max_batch, memory_for_caches(dec.target.device, dec.prefixes))
-        self._engine = dec.engine(self.admission)
+        self._engine = dec.engine(self.admission, short_steps=True)
         self._waiting: deque[tuple[Job, int]] = deque()
         self._running: dict[sequences.Sequence, tuple[Job, int]] = {}
         self._changed = threading.Condition()
@@ -146,7 +149,7 @@ class Worker:
     def _prepare(self) -> bool:
         """Wait for work, let cancelled choices leave and waiting ones join; False when the thread is to end."""
         with self._changed:
-            while not self._waiting and not self._running and self._stop_at is None:
+            while not self._waiting and not self._engine.busy and self._stop_at is None:
                 self._changed.wait()
             if self._stop_at is not None and time.monotonic() >= self._stop_at:
                 self._fail_all(stopping())
@@ -203,7 +206,7 @@ class Worker:
                 self._finished(sequence.statistics)
                 job.fail(told)
             self._running.clear()
-            self._engine = self.dec.engine(self.admission)
+            self._engine = self.dec.engine(self.admission, short_steps=True)
 
     def _fail_all(self, error: ApiError) -> None:
         for job, _ in [*self._running.values(), *self._waiting]:

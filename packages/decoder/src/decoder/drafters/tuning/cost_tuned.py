@@ -20,6 +20,7 @@ from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
+from decoder.work import Work
 
 _DEEPEST = 8  # levels of conditioned heads at most
 _FIRST_OF_MODEL = 4  # levels of a draft model that are asked for at first
@@ -86,8 +87,12 @@ class CostTuned:
         self._typical = True  # whether it could run levels, and they pay in it if they pay at all
         self._start = self._drafting = 0.0  # when it began, and seconds spent on drafts
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        self.context.costs.begin(cache)
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None] | None:
+        return self.context.costs.begin(cache)
+
+    def long_work(self, cache: FullCache) -> Work[None] | None:
+        # Steps of rest need no costs.
+        return None if self._rest else self.context.costs.missing(cache)
 
     def read_features(self, features: torch.Tensor) -> None:
         for source in self._sources:

@@ -10,6 +10,7 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
+from decoder.work import Progress, Work, finish
 
 WIDEST = 64
 _DEAR = 3.0  # in plain steps; from there on a node costs about as much as any other
@@ -31,19 +32,22 @@ class VerifyCosts:
         self._seconds: dict[tuple, dict[int, float]] = {}  # by number of nodes, the shortest time seen
         self._begun: Counter[tuple] = Counter()  # texts
 
-    def begin(self, cache: FullCache) -> None:
-        """A text begins that is verified alone: measure, or measure again. The model must be patched."""
+    def begin(self, cache: FullCache) -> Work[None] | None:
+        """A text begins that is verified alone: the work of measuring, where it is due, for the first time or again."""
         key = self._key(cache, 1)
         self._begun[key] += 1
-        if key in self._tables and self._begun[key].bit_count() == 1:
-            # Those of several texts follow from these.
-            self._tables = {other: table for other, table in self._tables.items() if other[1:] != key[1:]}
-        self.at(cache)
+        return self._filling(key, cache) if key not in self._tables or self._begun[key].bit_count() == 1 else None
+
+    def missing(self, cache: FullCache) -> Work[None] | None:
+        """The work of measuring what `at` needs for a text of this length, unless that is there."""
+        key = self._key(cache, 1)
+        return None if key in self._tables else self._filling(key, cache)
 
     def at(self, cache: FullCache, texts: int = 1) -> list[float]:
         """Seconds of verifying n nodes, for n up to the widest tree; entry 0 is unused. The model must be patched.
 
-        Where ``texts`` are verified in one pass, with a tree of n nodes each, it is the share of one of them.
+        Where ``texts`` are verified in one pass, with a tree of n nodes each, it is the share of one of them. What has
+        not been measured yet is measured at once.
         """
         if not self.target.flattens or self.target.most_nodes is not None:
             texts = 1  # each has a pass of its own
@@ -52,8 +56,15 @@ class VerifyCosts:
             if texts > 1:
                 self._tables[key] = _share(self.at(cache), texts)
             else:
-                self._tables[key] = self._measure(cache, self._seconds.setdefault(key, {}))
+                finish(self._filling(key, cache))
         return self._tables[key]
+
+    def _filling(self, key: tuple, cache: FullCache) -> Work[None]:
+        """Measure the table ``key``. The model must be patched whenever this goes on."""
+        table = yield from self._measure(cache, self._seconds.setdefault(key, {}))
+        # Those of several texts follow from this one.
+        self._tables = {other: old for other, old in self._tables.items() if other[1:] != key[1:]}
+        self._tables[key] = table
 
     def _key(self, cache: FullCache, texts: int) -> tuple:
         """What costs depend on."""
@@ -62,30 +73,40 @@ class VerifyCosts:
         length = max(cache.length + 1, _SHORTEST).bit_length()
         return texts, length, target.dtype, target.device, torch.get_num_threads(), target.width(1), cache.form
 
-    def _measure(self, cache: FullCache, seconds: dict[int, float]) -> list[float]:
+    def _measure(self, cache: FullCache, seconds: dict[int, float]) -> Work[list[float]]:
         """Powers of two are measured as far as trees may pay, others interpolated; more nodes never cost less.
 
-        ``seconds``, by number of nodes, keeps the shortest. Those that it holds are measured once more.
+        ``seconds``, by number of nodes, keeps the shortest. Those that it holds are measured once more. Each pass is a
+        part of the work, behind which the cache is as it was.
         """
         target = self.target
         narrowest, most = target.width(1), target.most_nodes or WIDEST
-        recorded = target.recorder is not None and cache.recordable
+        wanted = sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)})
+        # The first pass of a width prepares it, and on CUDA the second is recorded.
+        first = 5 if target.recorder is not None and cache.recordable else 3
 
-        def measure_in_turn() -> None:
-            """A machine that is slow for a moment would else be slow at one width."""
-            seconds.update({nodes: min(best, self._time(nodes, cache)) for nodes, best in seconds.items()})
+        def measure(widths: list[int]) -> Work[None]:
+            """A pass of each width."""
+            for nodes in widths:
+                seconds[nodes] = min(seconds.get(nodes, float("inf")), self._time(nodes, cache))
+                yield Progress(nodes, sum(wanted))
 
         again = bool(seconds)
         if again:
-            measure_in_turn()
-        for nodes in sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)}):
-            # The first pass of a width prepares it, and on CUDA the second is recorded.
+            yield from measure(list(seconds))
+        for nodes in wanted:
             if nodes not in seconds:
-                seconds[nodes] = min(self._time(nodes, cache) for _ in range(5 if recorded else 3))
+                yield from measure([nodes] * first)
             if nodes > max(4, narrowest) and seconds[nodes] > _DEAR * seconds[1]:
                 break
+        # A machine that is slow for a moment would else be slow at one width.
         for _ in range(0 if again else 2):
-            measure_in_turn()
+            yield from measure(list(seconds))
+        return self._table(seconds)
+
+    def _table(self, seconds: dict[int, float]) -> list[float]:
+        """The seconds of each number of nodes, from those that were measured."""
+        target, narrowest = self.target, self.target.width(1)
         # A tree pays for what it is padded with; attention skips the padding of the narrowest pass.
         widths = [nodes if nodes < narrowest else target.width(nodes) for nodes in range(1, WIDEST + 1)]
         order = sorted(seconds)
