@@ -1,12 +1,17 @@
 """The default method: drafts from suffixes and heads in each step where they pay, plain decoding where they do not."""
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.model.verification import Verification
+from decoder.work import Work
 
 _LONGEST = 32  # tokens of a suffix, and of a chain behind it
 
@@ -23,7 +28,10 @@ class Auto(CostTuned):
     def __init__(self, context: DrafterContext) -> None:
         super().__init__(context)
         self.index = SuffixIndex(_LONGEST)
-        self.index.extend(context.prompt)
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
+        yield from taking_in(self.index, self.context.prompt)
+        yield from super().start(cache, queries) or ()
 
     def _offer_before_levels(self) -> None:
         """The chain that most often followed the longest suffix seen before, and what else followed on its way."""

@@ -1,15 +1,20 @@
 """Fused drafting: TokenSwift without its draft pass, one pass over the weights per step."""
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+import torch
 
 from decoder.cache.full import FullCache
 from decoder.drafters.auto import Auto
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
+from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
+from decoder.work import Work
 
 _LONGEST_CHAIN = 32
 
@@ -29,7 +34,10 @@ class Fused(Medusa):
         self.longest = min(_LONGEST_CHAIN, context.max_new_tokens)
         self.max_nodes += self.longest
         self.index = SuffixIndex(_LONGEST_CHAIN)
-        self.index.extend(context.prompt)
+        self.prompt = context.prompt
+
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
+        return taking_in(self.index, self.prompt)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = super().propose(cache, sampler, depth)

@@ -8,10 +8,12 @@ import torch
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
+from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
+from decoder.work import Work
 
 LONGEST_SUFFIX = 3
 CHAIN = 10  # tokens, transformers' default for prompt_lookup_num_tokens
@@ -28,10 +30,10 @@ class PromptLookup:
         self.count = min(CHAIN, context.max_new_tokens)
         self.max_nodes = 1 + self.count
         self.index = SuffixIndex(LONGEST_SUFFIX, occurrences=1)
-        self.index.extend(context.prompt)
+        self.prompt = context.prompt
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        pass
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
+        return taking_in(self.index, self.prompt)
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         tree = TokenTree(sampler.context[-1])

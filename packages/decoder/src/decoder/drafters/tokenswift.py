@@ -12,6 +12,7 @@ from decoder.cache.partial import PartialCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
+from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import Average, LevelPolicy
 from decoder.model.verification import Verification
@@ -36,9 +37,12 @@ class _Grams:
         self.k = min(context.options.retrieved_ngrams, context.longest_text)
         self.nodes = self.k * gram
         self._table = NgramTable(gram)
-        self._table.extend(context.prompt)
+        self._prompt = context.prompt
         self._delay = context.sampling.window if context.options.ngram_delay else 0
         self._waiting: deque[int] = deque()
+
+    def taking_in_prompt(self) -> Work[None]:
+        return taking_in(self._table, self._prompt)
 
     def behind(self, candidates: Sequence[int]) -> list[tuple[int, ...]]:
         """The most frequent ones that begin with the best candidate for the next token."""
@@ -99,8 +103,9 @@ class TokenSwift:
         self.max_nodes = 1 + len(paths) + self.grams.nodes
         self._candidates: list[list[int]] = []  # of this step's tree
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
         self.draft_pass.commit(cache, queries)
+        return self.grams.taking_in_prompt()
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted:
         hidden = self.draft_pass.hidden(cache, sampler)
@@ -142,11 +147,12 @@ class TunedTokenSwift(CostTuned):
         self._current = False  # whether the partial cache holds what the full one has
         self.observed_queries = 1
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None] | None:
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
         if self.draft_pass.shorter(cache.length):
             self.draft_pass.commit(cache, queries)
             self._current = True
-        return super().start(cache, queries)
+        yield from self.grams.taking_in_prompt()
+        yield from super().start(cache, queries) or ()
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         keep = False
