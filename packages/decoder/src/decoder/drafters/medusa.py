@@ -14,6 +14,7 @@ from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics
+from decoder.work import Work
 
 
 class Medusa:
@@ -37,8 +38,8 @@ class Medusa:
         self.max_nodes = 1 + len(paths)
         self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
 
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        pass
+    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None] | None:
+        return None
 
     def read_features(self, features: torch.Tensor) -> None:
         self.heads.read_features(features)
