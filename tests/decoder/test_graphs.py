@@ -21,6 +21,7 @@ from decoder.model import target
 from decoder.model.probe import Probed
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
+from decoder.work import finish
 
 from .conftest import all_heads, clocked, random_heads, tiny_llama
 from .tape import TapeRecorder, eager_attention
@@ -303,8 +304,8 @@ def test_a_tree_costs_what_its_padded_width_does(monkeypatch):
     """So that trees fill the widths they are verified at anyway."""
     monkeypatch.setattr(VerifyCosts, "_time", lambda self, width, cache: 1.0 + width)
     dec = decoder_with("chained")
-    plain = dec.verify_costs.at(FullCache(1))
-    fixed = fixed_shapes(dec, Unrecorded()).verify_costs.at(FullCache(1))
+    plain = finish(dec.verify_costs._measure(FullCache(1), {}))
+    fixed = finish(fixed_shapes(dec, Unrecorded()).verify_costs._measure(FullCache(1), {}))
     assert plain[1:] == pytest.approx([1.0 + nodes for nodes in range(1, 65)])
     assert fixed[1:] == pytest.approx([1.0 + padded_width(nodes) for nodes in range(1, 65)])
 
