@@ -71,7 +71,7 @@ def test_every_method_gives_the_bits_of_plain_decoding(as_on_cuda, prompt, dtype
         return run(target, module, ids, cache, texts, observed)
 
     model = tiny_llama(dtype)
-    small = tiny_llama(dtype, seed=2, num_hidden_layers=1) if "triforce" in names else None
+    small = tiny_llama(dtype, seed=2, num_hidden_layers=1) if {"triforce", "draft-model"} & set(names) else None
     dec = on_cuda(model, heads=all_heads(model), draft_model=small)
     assert dec.bitwise and "16 tokens in each pass, 48 of a prompt" in dec.report()
     monkeypatch.setattr(Target, "_run", counted)

@@ -791,7 +791,7 @@ def test_other_products_are_refused_when_a_bitwise_run_is_resumed(common, tmp_pa
     assert command.main([*common, *length]) == 0
     monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda: 0)
     assert command.main([*common, *length, "--resume"]) == 2
-    assert "was begun with computed_by " in capsys.readouterr().err
+    assert "was begun with bitwise True, not False" in capsys.readouterr().err
 
 
 def test_a_text_goes_on_with_the_cache_that_it_was_begun_with(folders, tmp_path, capsys):

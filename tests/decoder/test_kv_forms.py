@@ -328,7 +328,7 @@ class Streams:
             return seen_by(cache, count, layer_idx)
 
         monkeypatch.setattr(StoredCache, "seen_by", attended)
-        for name in ("_move", "at", "copied", "span"):
+        for name in ("_move", "at", "copying", "span"):
             monkeypatch.setattr(FullCache, name, self._logged(name, getattr(FullCache, name)))
 
     def _logged(self, name, read):
@@ -381,7 +381,7 @@ def test_the_host_waits_before_it_reads_what_a_device_writes(monkeypatch, prompt
     for method in ("tokenswift", "magicdec"):
         assert dec.generate(prompt, 40, method, SAMPLING, options(form)).token_ids == expected.token_ids
     reads = {name for what, name in streams.log if what == "host reads"}
-    assert reads == {"_move", "at", "copied", "span"}
+    assert reads == {"_move", "at", "copying", "span"}
     for index, (what, name) in enumerate(streams.log):
         if what == "host reads":
             # `span` reads when it is decoded, which is told behind it.

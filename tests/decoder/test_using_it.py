@@ -581,6 +581,7 @@ def test_the_hubs_arguments_reach_all_that_is_read_and_the_revision_the_model_al
             ("tokenizer", "someone/big", hub),
             ("config", "someone/small", unversioned),
             ("model", "someone/small", unversioned),
+            ("tokenizer", "someone/small", unversioned),
             ("heads", "someone/heads", {name: hub[name] for name in ("token", "cache_dir", "local_files_only")}),
         ],
         key=str,

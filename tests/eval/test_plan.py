@@ -89,7 +89,10 @@ def held(data, monkeypatch):
             def step(self):
                 stepped = super().step()
                 [(sequence, _)] = stepped
-                levels, draft_pass = (getattr(sequence.drafter, name, None) for name in ("_source", "draft_pass"))
+                levels, tuned, draft_pass = (
+                    getattr(sequence.drafter, name, None) for name in ("heads", "_source", "draft_pass")
+                )
+                levels = levels or tuned
                 kept = [sequence.cache.keys, sequence.cache.values]
                 own = [draft_pass.partial.keys, draft_pass.partial.values] if draft_pass else []
                 own += [levels.text._pairs] if hasattr(levels, "text") else []

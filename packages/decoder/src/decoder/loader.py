@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def load(
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
         tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
         if draft_model is not None:
-            refuse_other_tokens(tokenizer, read_tokenizer(draft_model, **_for_hub(of_draft)))
+            with suppress(OSError):  # a folder of weights alone will do
+                refuse_other_tokens(tokenizer, read_tokenizer(draft_model, **_for_hub(of_draft)))
         # The checkpoint's own dtype takes the least memory until its weights are rounded. Those of a GGUF file may have
         # four bits already, which another rounding before would change.
         read_as = ("float32" if is_gguf(model) else "auto") if short else dtype

@@ -11,7 +11,7 @@ CACHES = ("dynamic", "static", "full")
 DRAFT_CACHES = ("streaming", "snapkv")
 VERIFICATIONS = ("exact", "independent")
 KV_DTYPES = ("int8", "fp8")
-_END = 2**31  # of counts, none of which means anything beyond a text's length
+_END = 2**63  # of counts, as sampling has it
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class TokenSwiftOptions:
             if value is None and name == "ngrams":
                 continue
             if type(value) is not int or not 0 <= value < _END:
-                raise ValueError(f"{name} must be an integer of at least 0 and below 2**31, not {shown(value)}")
+                raise ValueError(f"{name} must be an integer of at least 0 and below 2**63, not {shown(value)}")
         for name in ("budget", "draft_budget"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not self.sink < value < _END):
-                words = f"an integer above sink ({self.sink}) and below 2**31"
+                words = f"an integer above sink ({self.sink}) and below 2**63"
                 raise ValueError(f"{name} must be {words}, not {shown(value)}")
         choices = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS}
         if self.kv_dtype is not None:
