@@ -399,7 +399,7 @@ def test_texts_of_open_length_wait_again_where_they_outgrow_memory(
     assert [len(out.logprobs) for out in outs] == [out.stats.generated for out in outs] == list(map(len, whole))
     assert max(preempted[1]) == 3
     if method in ("draft-model", "auto"):  # the small model's caches need room, too, and the second may wait as well
-        assert 1 <= len(preempted[0]) <= 2
+        assert 1 <= len(preempted[0]) <= 4
         return
     # The last one waits, once: nobody goes back and forth.
     [waited] = preempted[0]

@@ -84,7 +84,7 @@ def _refuse_missing(context: DrafterContext) -> None:
     if context.draft_model is None:
         raise ValueError("method 'draft-model' needs a small model with the same vocabulary: give draft_model=")
     positions = context.draft_model.model.config.max_position_embeddings
-    if positions <= len(context.prompt):
+    if positions < len(context.prompt):
         raise ValueError(
             f"the draft model has {positions} positions, too few for the {len(context.prompt)} tokens of the prompt: "
             "shorten it, or take another draft model or method"
