@@ -792,6 +792,10 @@ def test_other_products_are_refused_when_a_bitwise_run_is_resumed(common, tmp_pa
     monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda: 0)
     assert command.main([*common, *length, "--resume"]) == 2
     assert "was begun with bitwise True, not False" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr("decoder.model.bitwise.native.library_name", lambda: "another library")
+    assert command.main([*common, *length, "--resume"]) == 2
+    assert "was begun with computed_by " in capsys.readouterr().err
 
 
 def test_a_text_goes_on_with_the_cache_that_it_was_begun_with(folders, tmp_path, capsys):

@@ -154,7 +154,7 @@ def test_the_parts_of_a_step_add_up_to_it(measured):
             assert row["bookkeeping"]["values"][place] == pytest.approx(outside)
             assert shares["verify"] > 0 and shares["sampling"] > 0
             drafts_by_model = name not in ("ar", "prompt-lookup", "suffix")
-            if name not in ("auto", "draft-model"):  # which draft where it pays
+            if name != "auto":  # which drafts where it pays
                 assert (shares["draft"] > 0) == drafts_by_model, name
                 assert (shares["scoring"] > 0) == (drafts_by_model and not heads_run_natively(name))
         assert row["ms_per_token"]["median"] <= row["step_ms"]["median"]

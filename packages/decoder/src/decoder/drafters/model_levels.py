@@ -12,6 +12,7 @@ from decoder.model.target import Target
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
+from decoder.timings import stage
 
 _GROWTH = 1024  # slots beyond the prompt that the cache has at first
 _PREFILLED = 16  # tokens from which on all but the newest are read without logits
@@ -127,6 +128,7 @@ class ModelPass(NamedTuple):
     tokens: list[int]
 
     @staticmethod
+    @stage("draft")
     def together(passes: Sequence["ModelPass"]) -> list[tuple[torch.Tensor, ...]]:
         """The results of several texts, whose tokens are read in one pass."""
         small: Target = passes[0].levels.small
