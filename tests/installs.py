@@ -103,7 +103,7 @@ def fault(install: Install, dist: Path, folder: Path) -> str | None:
     if not run("-c", "import decoder; print(decoder.__file__)").stdout.startswith(str(folder)):
         return "the package is imported from elsewhere"
     if shutil.which("gcc") or shutil.which("cc"):
-        library = run("-c", "from decoder.kernels import native; print(native.available())")
+        library = run("-c", "from decoder.backends.native import library as native; print(native.available())")
         if library.stdout.strip() != "True":
             return f"there is a compiler, and no native library: {library.stdout}{library.stderr}"
     files = [str(file) for pattern in install.tests for file in sorted((ROOT / "tests").glob(pattern))]

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, DrafterContext
-from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics

@@ -34,7 +34,7 @@ def compiled(*calls):
 
 
 def attention(dtype, heads, groups, dim, new, causal, capacity):
-    from decoder.kernels.split_kv import split_kv_attention
+    from decoder.backends.cuda.split_kv import split_kv_attention
 
     query = torch.empty(1, new, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
     cache = torch.empty(1, groups, capacity, dim, dtype=dtype, device="meta")
@@ -43,7 +43,7 @@ def attention(dtype, heads, groups, dim, new, causal, capacity):
 
 
 def attention_by_position(dtype, heads, groups, dim, new, capacity):
-    from decoder.kernels.bitwise_split_kv import bitwise_split_kv_attention
+    from decoder.backends.cuda.bitwise_split_kv import bitwise_split_kv_attention
 
     query = torch.empty(1, new, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
     cache = torch.empty(1, groups, capacity, dim, dtype=dtype, device="meta")
@@ -52,7 +52,7 @@ def attention_by_position(dtype, heads, groups, dim, new, capacity):
 
 
 def rotary(dtype, heads, groups, dim, new):
-    from decoder.kernels.rotary import rotate
+    from decoder.backends.cuda.rotary import rotate
 
     query, key = (
         torch.empty(1, new, count, dim, dtype=dtype, device="meta").transpose(1, 2) for count in (heads, groups)
@@ -88,7 +88,7 @@ def main():
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from decoder.kernels import bitwise_split_kv, split_kv
+    from decoder.backends.cuda import bitwise_split_kv, split_kv
 
     gpu = ""
     # What was compiled for one device is not taken for another.

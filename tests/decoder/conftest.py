@@ -7,14 +7,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoder import Decoder, DraftHeads
+from decoder.backends import attention, attention_check, fast_layers, fast_paths
+from decoder.backends.cuda import bitwise_split_kv, rotary
+from decoder.backends.native import library as native
 from decoder.cache.base import LayeredCache
 from decoder.drafters.levels import LevelsWanted, fill_together
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.kernels import attention, bitwise_split_kv, fast_paths, native, rotary
-from decoder.model import attention_check, fast_layers, target
+from decoder.model import target
 
 from .tape import eager_attention, eager_attention_by_position, eager_rotation
 

@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoder.kernels.tails import COLUMNS
+from decoder.backends.cuda.tails import COLUMNS
 
 # What makes the host wait for a device, or sends it numbers from memory that may have changed since.
 _FORBIDDEN = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "lift_fresh", "bincount")

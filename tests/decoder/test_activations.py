@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from decoder import Decoder
+from decoder.backends.native.activations import Activation, activations
 from decoder.cache.full import FullCache
-from decoder.kernels.activations import Activation, activations
 
 from .conftest import VOCAB, tiny_llama
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoder.backends.attention import TextInPass, tree_attention
 from decoder.cache.full import FullCache
-from decoder.kernels.attention import TextInPass, tree_attention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -20,7 +20,7 @@ class Layer:
 
 def use(way, monkeypatch):
     for name, limit in zip(("_FEW_SCORES", "_MAX_SCORES"), WAYS[way], strict=True):
-        monkeypatch.setattr(f"decoder.kernels.attention.{name}", limit)
+        monkeypatch.setattr(f"decoder.backends.attention.{name}", limit)
 
 
 def case(heads, groups, dim, cached, new, dtype=torch.float64, batch=1, seed=0):

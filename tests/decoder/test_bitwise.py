@@ -11,13 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.backends import attention, attention_check, bitwise, bitwise_check
+from decoder.backends.fast_paths import NATIVE, PACKED
+from decoder.backends.native import library as native
+from decoder.backends.native import packed_weight
+from decoder.backends.native.native_layer import NativeLayer
+from decoder.backends.native.native_pass import NativePass
+from decoder.backends.native.packed_linear import product_of
 from decoder.cache.full import FullCache
-from decoder.kernels import attention, native, packed_weight
-from decoder.kernels.fast_paths import NATIVE, PACKED
-from decoder.kernels.packed_linear import product_of
-from decoder.model import attention_check, bitwise, bitwise_check, target
-from decoder.model.native_layer import NativeLayer
-from decoder.model.native_pass import NativePass
+from decoder.model import target
 
 from .conftest import VOCAB, all_heads, tiny_llama
 from .test_families import FAMILIES, ONCE_EACH, tiny
@@ -259,9 +261,9 @@ def test_without_the_library_it_is_off_and_says_so(without_native, dtype):
 @pytest.mark.parametrize("path", [NATIVE, PACKED])
 def test_where_the_library_gives_wrong_numbers_it_is_off_with_a_warning(monkeypatch, path):
     if path == NATIVE:
-        monkeypatch.setattr("decoder.model.fast_layers.native_attention_fault", lambda shape: "wrong numbers")
+        monkeypatch.setattr("decoder.backends.fast_layers.native_attention_fault", lambda shape: "wrong numbers")
     else:
-        monkeypatch.setattr("decoder.model.fast_layers.packed_fault", lambda found: "wrong numbers")
+        monkeypatch.setattr("decoder.backends.fast_layers.packed_fault", lambda found: "wrong numbers")
     with pytest.warns(UserWarning, match=f"{path} left off"):
         dec = Decoder(tiny_llama(torch.float32))
     assert not dec.bitwise and dec.target.bitwise.reason == f"on a CPU it needs {path}, off here: wrong numbers"

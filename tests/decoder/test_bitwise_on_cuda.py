@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.kernels import bitwise_split_kv
-from decoder.kernels.norms import FusedNorm
-from decoder.model import attention_check, bitwise, bitwise_check
-from decoder.model.bitwise import FREE, PassRule
+from decoder.backends import attention_check, bitwise, bitwise_check
+from decoder.backends.bitwise import FREE, PassRule
+from decoder.backends.cuda import bitwise_split_kv
+from decoder.backends.native.norms import FusedNorm
 from decoder.model.target import Target
 from decoder.sampling import filters
 

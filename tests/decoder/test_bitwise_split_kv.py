@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from decoder.kernels import bitwise_split_kv
-from decoder.kernels.attention import AttentionShape, _one_softmax
-from decoder.kernels.bitwise_split_kv import bitwise_split_kv_attention
-from decoder.kernels.rotary import rotate
-from decoder.kernels.tails import COLUMNS, DEPTH, STRIDE, tail_slots
-from decoder.model import attention_check
+from decoder.backends import attention_check
+from decoder.backends.attention import AttentionShape, _one_softmax
+from decoder.backends.cuda import bitwise_split_kv
+from decoder.backends.cuda.bitwise_split_kv import bitwise_split_kv_attention
+from decoder.backends.cuda.rotary import rotate
+from decoder.backends.cuda.tails import COLUMNS, DEPTH, STRIDE, tail_slots
 from decoder.sampling.token_tree import TokenTree
 from tests.decoder.triton_emulation import repair_emulation
 

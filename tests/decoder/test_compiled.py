@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from decoder.kernels.split_kv import Device, launch_shape
+from decoder.backends.cuda.split_kv import Device, launch_shape
 from tests.decoder.compile_kernels import GPUS, compiled
 
 

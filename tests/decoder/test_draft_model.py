@@ -7,11 +7,11 @@ import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.arguments import check_arguments
+from decoder.backends.native import library as native
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
-from decoder.kernels import native
 from decoder.model.vocabularies import refuse_other_size, refuse_other_tokens
 from decoder.prefill import prefill
 from decoder.sampling.sampler import Sampler

@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.backends.verification import Verification
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.eagle3_levels import Eagle3Levels
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.checkpoint import save_draft_model
 from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 
 from .conftest import VOCAB, drafted_levels, tiny_llama

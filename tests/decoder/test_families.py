@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.kernels.attention import tree_attention
-from decoder.kernels.packed_linear import packed_layers, replaced
+from decoder.backends.attention import tree_attention
+from decoder.backends.native.packed_linear import packed_layers, replaced
 from decoder.model.architectures import refuse_unsupported
 
 from .conftest import VOCAB, random_heads, tiny_llama

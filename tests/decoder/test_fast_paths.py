@@ -10,10 +10,11 @@ import decoder.__main__ as command
 from decoder import Decoder
 from decoder.admission import Admission, CacheBytes
 from decoder.arguments import check_arguments
-from decoder.kernels import fast_paths, kernel_check, norms, packed_linear, packed_weight, rotary, split_kv
-from decoder.kernels.attention import AttentionShape
-from decoder.kernels.fast_paths import FUSED, MODEL, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
-from decoder.model import fused_layer, fused_model, recording_check
+from decoder.backends import fast_paths, kernel_check
+from decoder.backends.attention import AttentionShape
+from decoder.backends.cuda import recording_check, rotary, split_kv
+from decoder.backends.fast_paths import FUSED, MODEL, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
+from decoder.backends.native import fused_layer, fused_model, norms, packed_linear, packed_weight
 from decoder.sequence import Sequence
 
 from .conftest import all_heads, random_heads, tiny_llama

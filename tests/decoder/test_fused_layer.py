@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from decoder import Decoder
+from decoder.backends.fast_paths import FUSED, MODEL
+from decoder.backends.native.fused_layer import FusedLayer, fusible
 from decoder.cache.full import FullCache
-from decoder.kernels.fast_paths import FUSED, MODEL
-from decoder.model.fused_layer import FusedLayer, fusible
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, tiny_llama
@@ -45,7 +45,7 @@ def test_a_pass_gives_what_transformers_layers_give(name, dtype, tolerance, monk
     dec = Decoder(model, bitwise=False)
     assert len(fused(dec)) == model.config.num_hidden_layers
     found = verified(dec.target, prompt, some_tree())
-    monkeypatch.setattr("decoder.model.fused_layer.fusible", lambda layer: False)
+    monkeypatch.setattr("decoder.backends.native.fused_layer.fusible", lambda layer: False)
     dec.target.refresh_weights()
     assert not fused(dec)
     for mine, theirs in zip(found, verified(dec.target, prompt, some_tree()), strict=True):

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import decoder
-from decoder.kernels.int4 import rounded
+from decoder.backends.native.int4 import rounded
 from decoder.model.gguf import formats
 from decoder.model.gguf.file import GgufFile
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.backends import attention
+from decoder.backends.attention import AttentionShape
+from decoder.backends.cuda import cuda_graphs
+from decoder.backends.cuda.cuda_graphs import CudaGraphs, padded_width
+from decoder.backends.cuda.split_kv import split_kv_attention
+from decoder.backends.probe import Probed
 from decoder.cache import full, pool, streaming
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.tuning.verify_costs import VerifyCosts
-from decoder.kernels import attention, cuda_graphs
-from decoder.kernels.attention import AttentionShape
-from decoder.kernels.cuda_graphs import CudaGraphs, padded_width
-from decoder.kernels.split_kv import split_kv_attention
 from decoder.model import target
-from decoder.model.probe import Probed
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 from decoder.work import finish

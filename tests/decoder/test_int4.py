@@ -8,10 +8,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 import decoder
 from decoder import Decoder, SamplingParams
 from decoder.audit import rounding
-from decoder.kernels import native
-from decoder.kernels.int4 import GROUP, Int4Linear, Int4Weight, NativeInt4Weight, rounded
-from decoder.kernels.mxint8 import mxint8_holds, rounded_to_mxint8
-from decoder.kernels.packed_linear import packed_layers, product_of
+from decoder.backends.native import library as native
+from decoder.backends.native.int4 import GROUP, Int4Linear, Int4Weight, NativeInt4Weight, rounded
+from decoder.backends.native.mxint8 import mxint8_holds, rounded_to_mxint8
+from decoder.backends.native.packed_linear import packed_layers, product_of
 from decoder.model.short_weights import INT4, dtype_name, make_short
 
 from .conftest import VOCAB, random_heads, tiny_llama

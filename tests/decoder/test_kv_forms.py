@@ -10,6 +10,7 @@ import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, load, methods, new_sequence
 from decoder.admission import CacheBytes
+from decoder.backends.attention import AttentionShape
 from decoder.cache import stored
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
@@ -18,7 +19,6 @@ from decoder.cache.rounding import rounding_cache
 from decoder.cache.stored import StoredCache, full_cache
 from decoder.cache.streaming import RecentCache
 from decoder.engine import Engine
-from decoder.kernels.attention import AttentionShape
 from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 

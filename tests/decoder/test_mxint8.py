@@ -7,9 +7,9 @@ import torch
 
 import decoder
 from decoder import SamplingParams
-from decoder.kernels import native
-from decoder.kernels.mxint8 import BLOCK, mxint8_holds, rounded_to_mxint8
-from decoder.kernels.packed_weight import MXInt8Weight, NativeWeight, pack
+from decoder.backends.native import library as native
+from decoder.backends.native.mxint8 import BLOCK, mxint8_holds, rounded_to_mxint8
+from decoder.backends.native.packed_weight import MXInt8Weight, NativeWeight, pack
 from decoder.model.short_weights import INT8, dtype_name, make_short
 
 from .conftest import tiny_llama

@@ -9,14 +9,14 @@ from torch import nn
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.backends.attention import _one_softmax
+from decoder.backends.fast_paths import NATIVE
+from decoder.backends.native import fused_layer, native_attention
+from decoder.backends.native import library as native
+from decoder.backends.native.native_attention import NewTokens
+from decoder.backends.native.native_pass import NativePass
+from decoder.backends.native.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, onednn_dtype, pack
 from decoder.cache.full import FullCache
-from decoder.kernels import native, native_attention
-from decoder.kernels.attention import _one_softmax
-from decoder.kernels.fast_paths import NATIVE
-from decoder.kernels.native_attention import NewTokens
-from decoder.kernels.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, onednn_dtype, pack
-from decoder.model import fused_layer
-from decoder.model.native_pass import NativePass
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import all_heads, random_heads, tiny_llama
@@ -212,9 +212,9 @@ def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
 def test_attention_that_gives_wrong_numbers_is_left_off_with_a_warning(prompt, monkeypatch):
     expected = Decoder(tiny_llama(torch.float32), bitwise=False).generate(prompt, 30, "ar", SAMPLING).token_ids
     right = native_attention.native_attention
-    for module in ("kernels.kernel_check", "kernels.attention"):
+    for module in ("backends.kernel_check", "backends.attention"):
         monkeypatch.setattr(f"decoder.{module}.native_attention", lambda *given: right(*given) * 1.1)
-    monkeypatch.setattr("decoder.kernels.fast_paths._outcomes", {})
+    monkeypatch.setattr("decoder.backends.fast_paths._outcomes", {})
     with pytest.warns(UserWarning, match=f"{NATIVE} left off"):
         dec = Decoder(tiny_llama(torch.float32))
     assert dec.generate(prompt, 30, "ar", SAMPLING).token_ids == expected
@@ -341,7 +341,7 @@ def test_a_dtype_is_chosen_that_is_fast_and_lossless(tmp_path, monkeypatch):
     assert decoder.load(short).model.dtype == own
     assert decoder.load(wide).model.dtype == torch.float32
     assert decoder.load(short, bitwise=False).model.dtype == torch.float32
-    monkeypatch.setattr("decoder.model.bitwise_check.model_fault", lambda target: "its sums are shuffled")
+    monkeypatch.setattr("decoder.backends.bitwise_check.model_fault", lambda target: "its sums are shuffled")
     dec = decoder.load(short, random_heads(tiny_llama(torch.float32)))
     assert not dec.bitwise and dec.model.dtype == torch.float32
     monkeypatch.setattr(native, "_loaded", lambda: "left off")

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams
+from decoder.backends.native import library as native
 from decoder.drafters import levels as levels_module
 from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together
 from decoder.drafters.native_levels import NativeLevels
-from decoder.kernels import native
 from decoder.sampling.native_choice import IMPLEMENTED, NativeChoice, native_choice
 from decoder.sampling.noise import gumbel
 from decoder.sampling.sampler import Sampler

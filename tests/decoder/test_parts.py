@@ -11,6 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
+from decoder.backends.native import library as native
+from decoder.backends.native import packed_linear as linear
+from decoder.backends.native.packed_linear import packed_layers, replaced
+from decoder.backends.native.packed_weight import (
+    HalfWeight,
+    NativeWeight,
+    OneDnnWeight,
+    WideNativeWeight,
+    onednn_dtype,
+    pack,
+)
 from decoder.cache import partial as partial_cache
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
@@ -18,10 +29,6 @@ from decoder.cache.streaming import RecentCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
-from decoder.kernels import native
-from decoder.kernels import packed_linear as linear
-from decoder.kernels.packed_linear import packed_layers, replaced
-from decoder.kernels.packed_weight import HalfWeight, NativeWeight, OneDnnWeight, WideNativeWeight, onednn_dtype, pack
 from decoder.sampling.token_tree import TokenTree, rank_paths
 
 
@@ -209,11 +216,15 @@ def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
 
     assert packed_layers([layer, Own(12, 7), layer.double()]) == {}
     layer.float()
-    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: 2 * layer.weight.nbytes - 1)
+    monkeypatch.setattr(
+        "decoder.backends.native.packed_linear.available_memory", lambda device: 2 * layer.weight.nbytes - 1
+    )
     assert packed_layers([layer]) == {}
-    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: 10 * layer.weight.nbytes)
+    monkeypatch.setattr(
+        "decoder.backends.native.packed_linear.available_memory", lambda device: 10 * layer.weight.nbytes
+    )
     assert list(packed_layers([layer])) == [layer]
-    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: 0)
+    monkeypatch.setattr("decoder.backends.native.packed_linear.available_memory", lambda device: 0)
     assert list(packed_layers([layer])) == [layer], "what is packed already takes nothing more"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert packed_layers([layer.float()]) == {}
@@ -228,7 +239,7 @@ def test_a_cpu_without_products_of_bfloat16_packs_float32(monkeypatch, without_n
     torch.testing.assert_close(found, wide.bfloat16(), rtol=2**-8, atol=2**-8)
     memory = 2 * (2 * sum(parameter.nbytes for parameter in layer.parameters()))
     another = torch.nn.Linear(12, 7).bfloat16()
-    monkeypatch.setattr("decoder.kernels.packed_linear.available_memory", lambda device: memory - 1)
+    monkeypatch.setattr("decoder.backends.native.packed_linear.available_memory", lambda device: memory - 1)
     assert packed_layers([another]) == {}, "the copy takes twice the bytes"
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from decoder import Decoder, methods
+from decoder.backends.cuda import cuda_graphs
+from decoder.backends.cuda.host_reads import HostReadError, HostReadsRefused
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool, rounded
-from decoder.kernels import cuda_graphs
-from decoder.kernels.host_reads import HostReadError, HostReadsRefused
 
 from .conftest import VOCAB, tiny_llama
 from .tape import TapeRecorder

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from decoder.kernels import native
+from decoder.backends.native import library as native
 
 gguf = pytest.importorskip("gguf")
 if not native.available():
     pytest.skip("needs the native library", allow_module_level=True)
 
-from decoder.kernels.quantised import (  # noqa: E402
+from decoder.backends.native.quantised import (  # noqa: E402
     QuantisedEmbedding,
     QuantisedLinear,
     QuantisedMatrix,

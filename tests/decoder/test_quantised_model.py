@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from decoder.kernels import native
+from decoder.backends.native import library as native
 
 gguf = pytest.importorskip("gguf")
 if not native.available():
     pytest.skip("needs the native library", allow_module_level=True)
 
 import decoder  # noqa: E402
+from decoder.backends.native.fused_layer import FusedLayer  # noqa: E402
+from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight  # noqa: E402
 from decoder.cache.full import FullCache  # noqa: E402
-from decoder.kernels.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight  # noqa: E402
-from decoder.model.fused_layer import FusedLayer  # noqa: E402
 from decoder.sampling.token_tree import TokenTree  # noqa: E402
 from tests.decoder.test_quantised import NAMES, blocks_of, dequantised  # noqa: E402
 

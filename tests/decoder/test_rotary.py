@@ -12,10 +12,10 @@ from transformers.models.olmo2 import modeling_olmo2
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from decoder import Decoder
+from decoder.backends.cuda import rotary
+from decoder.backends.cuda.cuda_graphs import CudaGraphs
+from decoder.backends.cuda.rotary import FusedRotary, fused_rotary, rotary_replaced, rotate
 from decoder.cache.full import FullCache
-from decoder.kernels import rotary
-from decoder.kernels.cuda_graphs import CudaGraphs
-from decoder.kernels.rotary import FusedRotary, fused_rotary, rotary_replaced, rotate
 from decoder.model.target import Target
 
 from .conftest import clocked, random_heads, tiny_llama

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.kernels import native
-from decoder.kernels.fast_paths import FUSED, PACKED
-from decoder.kernels.mxint8 import mxint8_holds
+from decoder.backends.fast_paths import FUSED, PACKED
+from decoder.backends.native import library as native
+from decoder.backends.native.mxint8 import mxint8_holds
 from decoder.model.short_weights import INT8, SHORT, make_short
 
 from .conftest import VOCAB, all_heads, tiny_llama
@@ -82,7 +82,7 @@ def test_held_in_bytes_or_not_the_text_is_the_same(prompt, monkeypatch):
     model = short(INT8, dtype)
     in_bytes = Decoder(model, bitwise=True)
     fast = in_bytes.generate(prompt, 60, "ar", **given)
-    monkeypatch.setattr("decoder.kernels.packed_weight.mxint8_holds", lambda weight: False)
+    monkeypatch.setattr("decoder.backends.native.packed_weight.mxint8_holds", lambda weight: False)
     plain = Decoder(copy.deepcopy(model), bitwise=True)
     assert "MXInt8" in in_bytes.report() and "MXInt8" not in plain.report()
     slow = plain.generate(prompt, 60, "ar", **given)

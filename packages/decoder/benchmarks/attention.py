@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-from decoder.kernels.attention import _one_softmax, _two_parts, tree_attention
+from decoder.backends.attention import _one_softmax, _two_parts, tree_attention
 
 LAYERS = 4
 SECONDS = 0.3

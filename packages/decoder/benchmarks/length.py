@@ -18,7 +18,7 @@ import torch
 from long_run import plt, prompt_of, sampling, timed_steps
 
 import decoder
-from decoder.kernels.attention import tree_attention
+from decoder.backends.attention import tree_attention
 
 DATA = Path("data")
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from decoder.kernels import packed_linear
-from decoder.kernels.packed_weight import OneDnnWeight, pack
+from decoder.backends.native import packed_linear
+from decoder.backends.native.packed_weight import OneDnnWeight, pack
 from decoder.model.short_weights import SHORT, dtype_around, make_short
 
 ROWS = (1, 2, 3, 4, 6, 8, 9, 16, 32, 64)

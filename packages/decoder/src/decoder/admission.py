@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from decoder.kernels.memory import available_memory
+from decoder.backends.memory import available_memory
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
 

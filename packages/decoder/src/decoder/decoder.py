@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoder.admission import Admission, CacheBytes, memory_for_caches
 from decoder.arguments import Arguments, check_arguments, per_prompt
 from decoder.audit import Audit, audit
+from decoder.backends.bitwise import BitwiseSetting
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, reads_text
@@ -21,7 +22,6 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
-from decoder.model.bitwise import BitwiseSetting
 from decoder.model.target import Target
 from decoder.model.vocabularies import refuse_other_size
 from decoder.new_sequence import new_sequence

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import torch
 
+from decoder.backends.cuda.tails import DEPTH
+from decoder.backends.transfers import download
+from decoder.backends.verification import Verification
 from decoder.drafters.base import DeferredRead, DraftsAhead
 from decoder.drafters.levels import fill_together
-from decoder.kernels.tails import DEPTH
-from decoder.kernels.transfers import download
 from decoder.model.target import Target
-from decoder.model.verification import Verification
 from decoder.parallel.ranks import Ranks, linked
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sampling.acceptance import Step, Walk, walk

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from decoder.backends.bitwise import BitwiseSetting
+from decoder.backends.native import library as native
 from decoder.decoder import Decoder
 from decoder.heads import Heads, HeadsLike, check_heads, load_heads
-from decoder.kernels import native
-from decoder.model.bitwise import BitwiseSetting
 from decoder.model.gguf import is_gguf
 from decoder.model.loading import (
     HUB_ARGUMENTS,

@@ -5,6 +5,9 @@ Those that users need are in `decoder` itself. Public, too, are `decoder.audit`,
 defined.
 """
 
+from decoder.backends.memory import available_memory
+from decoder.backends.native import library as native
+from decoder.backends.transfers import download
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
@@ -17,9 +20,6 @@ from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import Eagle3DraftModel, attend
 from decoder.eagle3.text_cache import Eagle3TextCache
 from decoder.heads_beside import heads_beside
-from decoder.kernels import native
-from decoder.kernels.memory import available_memory
-from decoder.kernels.transfers import download
 from decoder.loader import DTYPES, device_named
 from decoder.model import loading
 from decoder.model.architectures import refuse_unsupported

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from decoder.backends.native.packed_linear import under_autocast
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
-from decoder.kernels.packed_linear import under_autocast
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part
 from decoder.work import Work

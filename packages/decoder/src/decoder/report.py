@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from decoder.kernels.fast_paths import FastPath
+from decoder.backends.fast_paths import FastPath
 from decoder.model.short_weights import dtype_name
 from decoder.model.target import Target
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from transformers import Cache
 
+from decoder.backends.cuda.cuda_graphs import FixedPass
+from decoder.backends.native.packed_linear import under_autocast
 from decoder.cache.pool import BufferPool, Buffers
-from decoder.kernels.cuda_graphs import FixedPass
-from decoder.kernels.packed_linear import under_autocast
 
 
 class LayeredCache(Cache, ABC):

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from decoder.backends.attention import AttentionShape
+from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
-from decoder.kernels.attention import AttentionShape
-from decoder.kernels.transfers import upload
 from decoder.work import Progress, Work
 
 _SMALLEST_GROWTH = 1024

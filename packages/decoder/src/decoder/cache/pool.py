@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from decoder.kernels.cuda_graphs import FixedPass
+from decoder.backends.cuda.cuda_graphs import FixedPass
 
 if TYPE_CHECKING:
     from decoder.cache.base import LayeredCache

@@ -5,10 +5,10 @@ from functools import cache
 
 import torch
 
+from decoder.backends.transfers import copy_vectors
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
-from decoder.kernels.transfers import copy_vectors
 from decoder.work import Work
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
+from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.draft import DraftCache
 from decoder.cache.full import FullCache
-from decoder.kernels.transfers import upload
 
 _NEIGHBOURS = 7  # width of the maximum that smooths attention weights (SnapKV)
 

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.model.verification import Verification
 from decoder.work import Work
 
 _LONGEST = 32  # tokens of a suffix, and of a chain behind it

@@ -6,12 +6,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.levels import LevelsWanted
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.heads import Heads
 from decoder.model.target import Target
-from decoder.model.verification import Verification
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import Sampler, TreeDraws

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
+from decoder.backends.fast_layers import FastLayers
+from decoder.backends.native.packed_linear import DraftRows
+from decoder.backends.native.quantised import QuantisedLinear
 from decoder.drafters.native_levels import NativeLevels, native_levels
 from decoder.heads import Heads
-from decoder.kernels.packed_linear import DraftRows
-from decoder.kernels.quantised import QuantisedLinear
-from decoder.model.fast_layers import FastLayers
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part, whole
 from decoder.sampling.draft_context import DraftContext

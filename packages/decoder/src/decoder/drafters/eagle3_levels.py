@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 
+from decoder.backends.transfers import upload
+from decoder.backends.verification import Verification
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import Advancing, HeadLevels, Product, State
 from decoder.eagle3.draft_model import Eagle3DraftModel, attend
 from decoder.eagle3.text_cache import Eagle3TextCache
-from decoder.kernels.transfers import upload
-from decoder.model.verification import Verification
 
 
 class _Branches(NamedTuple):

@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.auto import Auto
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.retrieval.taking_in import taking_in
-from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.work import Work

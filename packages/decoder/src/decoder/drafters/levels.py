@@ -8,13 +8,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from decoder.backends.transfers import download
+from decoder.backends.verification import Verification
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.native_levels import DEEPEST, NativeLevels
 from decoder.heads import Heads
-from decoder.kernels.transfers import download
 from decoder.model.target import Target
-from decoder.model.verification import Verification
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.transfers import download
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.base import DrafterContext
-from decoder.kernels.transfers import download
-from decoder.model.verification import Verification
 from decoder.sampling.filters import first_argmax
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree

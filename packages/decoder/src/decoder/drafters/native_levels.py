@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from decoder.backends.native import library as native
+from decoder.backends.native.library import Drafter, Drafts, Head, Product
+from decoder.backends.native.packed_linear import PackedHead, product_of
+from decoder.backends.native.packed_weight import NativeWeight, PackedWeight
 from decoder.draft_heads import DraftHead, DraftHeads
-from decoder.kernels import native
-from decoder.kernels.native import Drafter, Drafts, Head, Product
-from decoder.kernels.packed_linear import PackedHead, product_of
-from decoder.kernels.packed_weight import NativeWeight, PackedWeight
 from decoder.timings import stage
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.retrieval.taking_in import taking_in
-from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics

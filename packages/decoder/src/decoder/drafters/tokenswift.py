@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.drafters.base import DrafterContext
@@ -15,7 +16,6 @@ from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import Average, LevelPolicy
-from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.stats import Statistics

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from decoder.backends.transfers import upload
 from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.kernels.transfers import upload
 
 _MOST_PENDING = 64  # entries that wait until levels are drafted: they are computed with the first one
 _ROOM = 256  # slots beyond the window, or by which the cache of a whole text grows at least

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decoder.kernels import native
-from decoder.kernels.int4 import GROUP, OUTPUTS, Int4Linear, fits_int4, int4_bytes
-from decoder.kernels.mxint8 import fits_mxint8, mxint8_bytes, rounded_to_mxint8
+from decoder.backends.native import library as native
+from decoder.backends.native.int4 import GROUP, OUTPUTS, Int4Linear, fits_int4, int4_bytes
+from decoder.backends.native.mxint8 import fits_mxint8, mxint8_bytes, rounded_to_mxint8
 
 INT4, INT8 = "int4", "int8"
 SHORT = (INT4, INT8)

@@ -13,26 +13,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from decoder.backends.attention import AttentionShape, TextInPass
+from decoder.backends.bitwise import FREE, Bitwise, BitwiseSetting, PassRule
+from decoder.backends.cuda.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
+from decoder.backends.cuda.recorded_state import RecordedState
+from decoder.backends.cuda.recording_check import tested_recorder
+from decoder.backends.cuda.tails import tail_slots
+from decoder.backends.fast_layers import FastLayers, tested_attention, tested_layers, tested_model, tested_rotary
+from decoder.backends.fast_paths import DRAWS, FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
+from decoder.backends.model_pass import ModelPass, PassOutput
+from decoder.backends.native import library as native
+from decoder.backends.native.packed_linear import replaced, under_autocast
+from decoder.backends.native.quantised import QuantisedLinear
+from decoder.backends.probe import probe, runs_flattened
+from decoder.backends.transfers import upload
+from decoder.backends.verification import Verification
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool
-from decoder.kernels import native
-from decoder.kernels.attention import AttentionShape, TextInPass
-from decoder.kernels.cuda_graphs import WIDEST_RECORDED, FixedPass, Recorder, padded_width
-from decoder.kernels.fast_paths import DRAWS, FLATTENED, RECORDED, ROTARY, FastPath, FastPaths
-from decoder.kernels.packed_linear import replaced, under_autocast
-from decoder.kernels.quantised import QuantisedLinear
-from decoder.kernels.tails import tail_slots
-from decoder.kernels.transfers import upload
 from decoder.model.architectures import refuse_devices, refuse_unsupported
-from decoder.model.bitwise import FREE, Bitwise, BitwiseSetting, PassRule
-from decoder.model.fast_layers import FastLayers, tested_attention, tested_layers, tested_model, tested_rotary
-from decoder.model.model_pass import ModelPass, PassOutput
-from decoder.model.probe import probe, runs_flattened
-from decoder.model.recorded_state import RecordedState
-from decoder.model.recording_check import tested_recorder
-from decoder.model.verification import Verification
 from decoder.parallel.products import SharedLayers
 from decoder.parallel.ranks import ranks_of
 from decoder.parallel.sharding import refuse_unshareable
@@ -167,7 +167,7 @@ class Target:
         return self.paths.passes_test(DRAWS, "tokens", native_choice_fault, "tokens, and levels of draft heads")
 
     def make_bitwise(self, wanted: BitwiseSetting) -> None:
-        """Make the bits of a token's logits independent of what else is in their pass, if `model.bitwise` finds a way.
+        """Make the bits of a token's logits independent of what else is in their pass, if `bitwise` finds a way.
 
         Raises:
             ValueError: ``wanted`` is True and there is no way, or it is none of True, False and "auto".

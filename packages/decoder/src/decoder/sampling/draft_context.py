@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoder.kernels.transfers import upload
+from decoder.backends.transfers import upload
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.penalty_window import PenaltyWindow
 

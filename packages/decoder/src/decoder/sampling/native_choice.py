@@ -10,8 +10,8 @@ from dataclasses import fields
 
 import torch
 
-from decoder.kernels import native
-from decoder.kernels.native import Choosing
+from decoder.backends.native import library as native
+from decoder.backends.native.library import Choosing
 from decoder.sampling.noise import gumbel
 from decoder.sampling.params import SamplingParams
 

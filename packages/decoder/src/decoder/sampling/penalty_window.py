@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoder.kernels.transfers import upload
+from decoder.backends.transfers import upload
 
 
 class PenaltyWindow:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.kernels.transfers import download, on_host, upload
+from decoder.backends.transfers import download, on_host, upload
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
 from decoder.sampling.native_choice import native_choice

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import uvicorn
 
+from decoder.backends.memory import available_memory
 from decoder.checks import shown
 from decoder.cli.flags import (
     add_flags,
@@ -22,7 +23,6 @@ from decoder.cli.flags import (
     load_from_flags,
 )
 from decoder.decoder import Decoder, methods
-from decoder.kernels.memory import available_memory
 from decoder.options import TokenSwiftOptions
 from decoder.prefix_reuse import prefix_reuse
 from decoder.serve.app import make_app

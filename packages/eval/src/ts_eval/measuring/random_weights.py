@@ -54,7 +54,7 @@ class RandomSources(Sources):
     def load(self, device: str, dtype: str, bitwise: bool | None = None) -> "dict[str | None, decoder.Decoder]":
         """As `Sources.load`, without a tokenizer: made on the device in the configuration's dtype, held in ``dtype``.
 
-        So they are numbers that a checkpoint could hold, which decides how a CPU packs them (`kernels.packed_weight`).
+        So they are numbers that a checkpoint could hold, which decides how a CPU packs them (`packed_weight`).
 
         Raises:
             ValueError: an unknown device or dtype.

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
@@ -16,7 +17,6 @@ from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, Candidate
 from decoder.drafters.tuning.cost_slope import CostSlope
 from decoder.drafters.tuning.level_policy import Average, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
-from decoder.model.verification import Verification
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics

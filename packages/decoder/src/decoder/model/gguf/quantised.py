@@ -6,7 +6,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from decoder.kernels.quantised import (
+from decoder.backends.native.quantised import (
     QuantisedEmbedding,
     QuantisedLinear,
     QuantisedMatrix,

@@ -5,11 +5,11 @@ from ctypes import byref
 
 import torch
 
-from decoder.kernels import native
-from decoder.kernels.native import Layer
-from decoder.kernels.norms import FusedNorm
-from decoder.kernels.packed_linear import PackedLinears
-from decoder.kernels.packed_weight import NativeWeight
+from decoder.backends.native import library as native
+from decoder.backends.native.library import Layer
+from decoder.backends.native.norms import FusedNorm
+from decoder.backends.native.packed_linear import PackedLinears
+from decoder.backends.native.packed_weight import NativeWeight
 
 
 class NativeScratch:

@@ -19,12 +19,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from decoder.kernels import native
-from decoder.kernels.cublas import rounds_to_tf32
-from decoder.kernels.fast_paths import BITWISE, NATIVE, PACKED, RECORDED, fault_of
-from decoder.kernels.packed_linear import product_of, under_autocast
-from decoder.model import attention_check, bitwise_check
-from decoder.model.fused_layer import FusedLayer
+from decoder.backends import attention_check, bitwise_check
+from decoder.backends.cuda.cublas import rounds_to_tf32
+from decoder.backends.fast_paths import BITWISE, NATIVE, PACKED, RECORDED, fault_of
+from decoder.backends.native import library as native
+from decoder.backends.native.fused_layer import FusedLayer
+from decoder.backends.native.packed_linear import product_of, under_autocast
 
 if TYPE_CHECKING:
     from decoder.model.target import Target

@@ -13,23 +13,23 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from decoder.cache.base import LayeredCache
-from decoder.cache.flattened import FlattenedCaches
-from decoder.cache.full import FullCache
-from decoder.kernels import attention as attention_kernel
-from decoder.kernels.activations import silu
-from decoder.kernels.attention import (
+from decoder.backends import attention as attention_kernel
+from decoder.backends.attention import (
     AttentionShape,
     TextInPass,
     attend_natively,
     more_than_causal,
     tree_attention,
 )
-from decoder.kernels.int4 import Int4Linear
-from decoder.kernels.norms import FusedNorm, fused_norm, looks_like_rms_norm
-from decoder.kernels.packed_linear import PackedLinears, joined
-from decoder.kernels.quantised import QuantisedLinear
-from decoder.model.native_layer import NativeLayer, NativeScratch, native_weights
+from decoder.backends.native.activations import silu
+from decoder.backends.native.int4 import Int4Linear
+from decoder.backends.native.native_layer import NativeLayer, NativeScratch, native_weights
+from decoder.backends.native.norms import FusedNorm, fused_norm, looks_like_rms_norm
+from decoder.backends.native.packed_linear import PackedLinears, joined
+from decoder.backends.native.quantised import QuantisedLinear
+from decoder.cache.base import LayeredCache
+from decoder.cache.flattened import FlattenedCaches
+from decoder.cache.full import FullCache
 from decoder.work import finish
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.rotary`; imported only where it runs, so that the library works without Triton."""
+"""The Triton kernel of `rotary`; imported only where it runs, so that the library works without Triton."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The Triton kernels of `kernels.split_kv`; imported only where they run, so that the library works without Triton."""
+"""The Triton kernels of `split_kv`; imported only where they run, so that the library works without Triton."""
 
 import triton
 import triton.language as tl

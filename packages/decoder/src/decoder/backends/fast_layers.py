@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from decoder.kernels import native_attention
-from decoder.kernels.activations import activations
-from decoder.kernels.attention import AttentionShape
-from decoder.kernels.fast_paths import FUSED, MODEL, NATIVE, NORMS, PACKED, ROTARY, FastPaths, in_words
-from decoder.kernels.kernel_check import (
+from decoder.backends.attention import AttentionShape
+from decoder.backends.cuda.rotary import FusedRotary, fused_rotary
+from decoder.backends.fast_paths import FUSED, MODEL, NATIVE, NORMS, PACKED, ROTARY, FastPaths, in_words
+from decoder.backends.kernel_check import (
     native_attention_fault,
     packed_fault,
     packed_kinds,
@@ -27,17 +26,18 @@ from decoder.kernels.kernel_check import (
     rms_norm_fault,
     rotary_fault,
 )
-from decoder.kernels.norms import fused_norms, looks_like_rms_norm
-from decoder.kernels.packed_linear import packing
-from decoder.kernels.rotary import FusedRotary, fused_rotary
-from decoder.model.fused_layer import FusedLayer, fused_layer_fault, fused_layers
-from decoder.model.fused_model import FusedModel, fused_model, fused_model_fault
+from decoder.backends.native import native_attention
+from decoder.backends.native.activations import activations
+from decoder.backends.native.fused_layer import FusedLayer, fused_layer_fault, fused_layers
+from decoder.backends.native.fused_model import FusedModel, fused_model, fused_model_fault
+from decoder.backends.native.norms import fused_norms, looks_like_rms_norm
+from decoder.backends.native.packed_linear import packing
 from decoder.model.short_weights import dtype_name
 from decoder.parallel.products import SharedLayers
 from decoder.work import Work
 
 if TYPE_CHECKING:
-    from decoder.model.model_pass import ModelPass
+    from decoder.backends.model_pass import ModelPass
 
 
 Forwards = dict[nn.Module, Callable]

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from decoder.backends.memory import available_memory
+from decoder.backends.native import library as native
+from decoder.backends.native.int4 import Int4Linear, Int4Weight, NativeInt4Weight
+from decoder.backends.native.norms import FusedNorm
+from decoder.backends.native.packed_weight import ByteWeight, PackedWeight, onednn_dtype, pack
+from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight
 from decoder.draft_heads import DraftHead, RMSNorm
-from decoder.kernels import native
-from decoder.kernels.int4 import Int4Linear, Int4Weight, NativeInt4Weight
-from decoder.kernels.memory import available_memory
-from decoder.kernels.norms import FusedNorm
-from decoder.kernels.packed_weight import ByteWeight, PackedWeight, onednn_dtype, pack
-from decoder.kernels.quantised import QuantisedLinear, QuantisedWeight
 from decoder.work import Progress, Work, finish
 
 Linear = nn.Linear | Int4Linear | QuantisedLinear

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decoder.model.model_pass import PassOutput
+from decoder.backends.model_pass import PassOutput
 
 
 @dataclass

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from decoder.backends.attention import TextInPass
+from decoder.backends.kernel_check import ALLOWED, difference
+from decoder.backends.native.fused_layer import FAMILIES, FusedLayer
+from decoder.backends.native.native_pass import NativePass
+from decoder.backends.native.packed_linear import replaced
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.full import FullCache
-from decoder.kernels.attention import TextInPass
-from decoder.kernels.kernel_check import ALLOWED, difference
-from decoder.kernels.packed_linear import replaced
-from decoder.model.fused_layer import FAMILIES, FusedLayer
-from decoder.model.native_pass import NativePass
 
 if TYPE_CHECKING:
-    from decoder.model.fast_layers import FastLayers
-    from decoder.model.model_pass import ModelPass, PassOutput
+    from decoder.backends.fast_layers import FastLayers
+    from decoder.backends.model_pass import ModelPass, PassOutput
 
 _MODELS = {
     (f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}{part}")

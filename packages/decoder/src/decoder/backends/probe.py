@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from decoder.backends.attention import AttentionShape
 from decoder.cache.full import FullCache
-from decoder.kernels.attention import AttentionShape
 from decoder.sampling.token_tree import TokenTree
 
 if TYPE_CHECKING:

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from decoder.kernels import attention, bitwise_split_kv, native
-from decoder.kernels.attention import AttentionShape
-from decoder.kernels.bitwise_split_kv import SPLIT
-from decoder.kernels.kernel_check import ALLOWED, difference
-from decoder.kernels.native_attention import NewTokens, native_attention
-from decoder.kernels.tails import COLUMNS, DEPTH, tail_slots
+from decoder.backends import attention
+from decoder.backends.attention import AttentionShape
+from decoder.backends.cuda import bitwise_split_kv
+from decoder.backends.cuda.bitwise_split_kv import SPLIT
+from decoder.backends.cuda.tails import COLUMNS, DEPTH, tail_slots
+from decoder.backends.kernel_check import ALLOWED, difference
+from decoder.backends.native import library as native
+from decoder.backends.native.native_attention import NewTokens, native_attention
 from decoder.sampling.token_tree import TokenTree
 
 _NODES = (5, 13, 60, 30, 90)

@@ -171,7 +171,7 @@ def _launch_attend(
     scaling: float,
 ) -> None:
     """Launch the kernel that attends, each program to one split of the keys."""
-    from decoder.kernels import split_kv_triton as kernels
+    from decoder.backends.cuda import split_kv_triton as kernels
 
     batch, heads, new, dim = query.shape
     groups, value_dim = key.shape[1], value.shape[3]
@@ -205,7 +205,7 @@ def _launch_attend(
 
 def _launch_merge(partial: torch.Tensor, log_sums: torch.Tensor, output: torch.Tensor) -> None:
     """Launch the kernel that merges the splits [splits, B, T, H, Dv] into the output [B, T, H, Dv]."""
-    from decoder.kernels import split_kv_triton as kernels
+    from decoder.backends.cuda import split_kv_triton as kernels
 
     splits, value_dim = len(partial), output.shape[3]
     rows = output.shape[:3].numel()

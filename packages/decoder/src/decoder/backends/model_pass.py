@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from decoder.backends import attention
+from decoder.backends.attention import TextInPass
+from decoder.backends.cuda.cublas import full_reductions
+from decoder.backends.cuda.rotary import rotary_replaced
+from decoder.backends.fast_layers import FastLayers
+from decoder.backends.native.packed_linear import replaced, under_autocast
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
-from decoder.kernels import attention
-from decoder.kernels.attention import TextInPass
-from decoder.kernels.cublas import full_reductions
-from decoder.kernels.packed_linear import replaced, under_autocast
-from decoder.kernels.rotary import rotary_replaced
-from decoder.model.fast_layers import FastLayers
 
 
 class PassOutput(NamedTuple):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from decoder.kernels import native
-from decoder.kernels.native import Attention, Text
+from decoder.backends.native import library as native
+from decoder.backends.native.library import Attention, Text
 
 if TYPE_CHECKING:
-    from decoder.kernels.attention import AttentionShape
+    from decoder.backends.attention import AttentionShape
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

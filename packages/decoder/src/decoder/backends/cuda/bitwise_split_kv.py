@@ -1,6 +1,6 @@
 """Split-KV attention that gives a token the same bits whatever else is in its pass.
 
-A token at position p sees its prefix, the keys before T(p), and its tail (`kernels.tails`). The prefix is cut into
+A token at position p sees its prefix, the keys before T(p), and its tail (`tails`). The prefix is cut into
 splits of SPLIT keys from the first one on, whatever the text's length, the cache's capacity and the number of tokens in
 the pass. A program sums one split for a tile of rows of fixed shape, in which a row's keys from its T(p) on have no
 weight; splits behind T(p) are left out. A second kernel, with a program for each token and head, merges a row's splits
@@ -14,8 +14,8 @@ import math
 
 import torch
 
-from decoder.kernels.split_kv import LaunchShape, device_properties, launch_shape, next_power_of_2, padded
-from decoder.kernels.tails import COLUMNS
+from decoder.backends.cuda.split_kv import LaunchShape, device_properties, launch_shape, next_power_of_2, padded
+from decoder.backends.cuda.tails import COLUMNS
 
 SPLIT = 1024
 """Keys of a split. Shorter ones keep more of a GPU busy over a short text; longer ones leave less to be merged."""
@@ -79,7 +79,7 @@ def _rows_in_a_row(pairs: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _launch_prefix(query: torch.Tensor, pairs: tuple, shape: LaunchShape, scale: float, sizes: dict) -> None:
-    from decoder.kernels import bitwise_split_kv_triton as kernels
+    from decoder.backends.cuda import bitwise_split_kv_triton as kernels
 
     per_head = sizes["HEADS"] // sizes["KV_HEADS"]
     grid = math.ceil(len(query) * per_head / shape.block_m), pairs[-1], sizes["KV_HEADS"]
@@ -99,7 +99,7 @@ def _launch_prefix(query: torch.Tensor, pairs: tuple, shape: LaunchShape, scale:
 
 
 def _launch_tail(query: torch.Tensor, pairs: tuple, output: torch.Tensor, scale: float, sizes: dict) -> None:
-    from decoder.kernels import bitwise_split_kv_triton as kernels
+    from decoder.backends.cuda import bitwise_split_kv_triton as kernels
 
     kernels.attend_tail[len(query), sizes["HEADS"]](
         query,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
-from decoder.kernels import bitwise_split_kv, split_kv
-from decoder.kernels.native_attention import NewTokens, native_attention
+from decoder.backends.cuda import bitwise_split_kv, split_kv
+from decoder.backends.native.native_attention import NewTokens, native_attention
 
 NAME = "tokenswift"
 

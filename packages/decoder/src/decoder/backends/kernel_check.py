@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from decoder.backends import attention
+from decoder.backends.attention import AttentionShape
+from decoder.backends.cuda import rotary, split_kv
+from decoder.backends.native import norms
+from decoder.backends.native.native_attention import NewTokens, native_attention
+from decoder.backends.native.packed_linear import DraftRows
+from decoder.backends.native.quantised import QuantisedLinear
 from decoder.draft_heads import DraftHead
-from decoder.kernels import attention, norms, rotary, split_kv
-from decoder.kernels.attention import AttentionShape
-from decoder.kernels.native_attention import NewTokens, native_attention
-from decoder.kernels.packed_linear import DraftRows
-from decoder.kernels.quantised import QuantisedLinear
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-5}
 _ALLOWED_FOR_DRAFTS = 2**-3  # whose weights are packed in 8 bits

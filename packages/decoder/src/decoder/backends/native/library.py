@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from decoder.kernels.fast_paths import in_words
+from decoder.backends.fast_paths import in_words
 
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fPIC", "-fopenmp", "-shared")
 _COMPILERS = ("gcc", "cc")
@@ -31,7 +31,7 @@ _NAMES = (
     *("native.h", "attention.h", "tokens.h", "products.c", "attention.c", "layers.c", "tokens.c", "levels.c"),
     *("quantised.c", "formats/formats.h", "formats/formats.c", "formats/avx2.c", "formats/vnni.c"),
 )
-SOURCES = tuple(Path(__file__).parent / name for name in _NAMES)
+SOURCES = tuple(Path(__file__).parent / "csrc" / name for name in _NAMES)
 _SECONDS = 600  # in which it must be compiled; a busy machine may take long
 
 

@@ -1,6 +1,6 @@
-"""The tests for `model.bitwise`: rows alone and among others, through linear layers and whole passes.
+"""The tests for `backends.bitwise`: rows alone and among others, through linear layers and whole passes.
 
-Those of attention are in `model.attention_check`.
+Those of attention are in `backends.attention_check`.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from decoder.backends.native.fused_layer import FusedLayer
+from decoder.backends.native.packed_linear import PackedLinears, product_of, replaced
+from decoder.backends.native.packed_weight import NativeWeight
+from decoder.backends.native.quantised import QuantisedEmbedding
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHead
-from decoder.kernels.packed_linear import PackedLinears, product_of, replaced
-from decoder.kernels.packed_weight import NativeWeight
-from decoder.kernels.quantised import QuantisedEmbedding
-from decoder.model.fused_layer import FusedLayer
 from decoder.sampling.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from decoder.model.bitwise import PassRule
+    from decoder.backends.bitwise import PassRule
     from decoder.model.target import Target
 
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 31, 37, 62, 100, 121, 242)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from decoder.kernels import native
-from decoder.kernels.native import MOST_PARTS, Quantised, QuantisedPart
-from decoder.kernels.packed_weight import NativeWeight
+from decoder.backends.native import library as native
+from decoder.backends.native.library import MOST_PARTS, Quantised, QuantisedPart
+from decoder.backends.native.packed_weight import NativeWeight
 
 _INFINITE = 0x7C00  # the exponent of half precision that is no number's
 

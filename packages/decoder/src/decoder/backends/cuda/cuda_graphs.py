@@ -8,9 +8,9 @@ from weakref import WeakSet
 
 import torch
 
-from decoder.kernels.fast_paths import RECORDED, in_words, warn_of_fault
-from decoder.kernels.host_reads import HostReadsRefused
-from decoder.kernels.transfers import overwrite, upload
+from decoder.backends.cuda.host_reads import HostReadsRefused
+from decoder.backends.fast_paths import RECORDED, in_words, warn_of_fault
+from decoder.backends.transfers import overwrite, upload
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
 """A forward pass: takes ids [2, T] (tokens, positions) and what each token sees (`TextInPass.mask` or its ``tails``) or

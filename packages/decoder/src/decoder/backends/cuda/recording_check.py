@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from decoder.backends.attention import AttentionShape
+from decoder.backends.cuda import split_kv
+from decoder.backends.cuda.cuda_graphs import WIDEST_RECORDED, CudaGraphs, Recorder
+from decoder.backends.fast_paths import RECORDED, SPLIT_KV
+from decoder.backends.kernel_check import difference, split_kv_fault
 from decoder.cache.full import FullCache
-from decoder.kernels import split_kv
-from decoder.kernels.attention import AttentionShape
-from decoder.kernels.cuda_graphs import WIDEST_RECORDED, CudaGraphs, Recorder
-from decoder.kernels.fast_paths import RECORDED, SPLIT_KV
-from decoder.kernels.kernel_check import difference, split_kv_fault
 from decoder.sampling.token_tree import TokenTree
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import torch
 
-from decoder.kernels import native
-from decoder.kernels.mxint8 import BLOCK, mxint8_holds, mxint8_steps
-from decoder.kernels.native import Product
+from decoder.backends.native import library as native
+from decoder.backends.native.library import Product
+from decoder.backends.native.mxint8 import BLOCK, mxint8_holds, mxint8_steps
 
 # The share of its norm by which a row of weights may be off. In large matrices saved in bfloat16 a few numbers (below
 # 8e-6) are rounded in half precision, and rows are off by up to some 2**-24. With that as the limit, which is as exact

@@ -1,4 +1,4 @@
-"""The Triton kernels of `kernels.bitwise_split_kv`; imported only where they run."""
+"""The Triton kernels of `backends.cuda.bitwise_split_kv`; imported only where they run."""
 
 import triton
 import triton.language as tl

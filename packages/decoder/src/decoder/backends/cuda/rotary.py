@@ -9,8 +9,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from decoder.kernels.packed_linear import under_autocast
-from decoder.kernels.split_kv import next_power_of_2
+from decoder.backends.cuda.split_kv import next_power_of_2
+from decoder.backends.native.packed_linear import under_autocast
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -40,7 +40,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     Returns:
         The rotated q and k, in the dtype and memory order of q and k, without gaps.
     """
-    from decoder.kernels import rotary_triton as kernels
+    from decoder.backends.cuda import rotary_triton as kernels
 
     batch, heads, tokens, dim = q.shape
     groups = k.shape[1]

@@ -8,12 +8,12 @@ from ctypes import POINTER, byref, pointer
 
 import torch
 
+from decoder.backends.attention import TextInPass
+from decoder.backends.native import library as native
+from decoder.backends.native.library import Attention, Layer, Pass, Text
+from decoder.backends.native.native_layer import NativeLayer, NativeScratch
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
-from decoder.kernels import native
-from decoder.kernels.attention import TextInPass
-from decoder.kernels.native import Attention, Layer, Pass, Text
-from decoder.model.native_layer import NativeLayer, NativeScratch
 
 _FEW = 64  # tokens, up to which the queries of all layers may be kept until they are read
 

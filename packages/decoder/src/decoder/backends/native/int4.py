@@ -11,8 +11,8 @@ from itertools import product
 import torch
 from torch import nn
 
-from decoder.kernels import native
-from decoder.kernels.packed_weight import NativeWeight
+from decoder.backends.native import library as native
+from decoder.backends.native.packed_weight import NativeWeight
 
 GROUP = 32
 """Weights of a row that share a step and a centre, as in llama.cpp's formats."""

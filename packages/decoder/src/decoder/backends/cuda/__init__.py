@@ -1,0 +1,1 @@
+"""What only matters on CUDA: recorded passes and Triton kernels."""
