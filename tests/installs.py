@@ -36,7 +36,7 @@ class Install:
     tools: tuple[str, ...] = ()
 
 
-OF_EXTRAS = ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton", "peft")
+OF_EXTRAS = ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "llama_cpp", "triton", "peft")
 INSTALLS = {
     "decoder": Install(
         ("decoder",),

@@ -15,11 +15,12 @@ import decoder
 from ts_eval import demo
 from ts_eval.cli import main
 from ts_eval.comparing import data_dir
+from ts_eval.comparing.method_spec import LLAMA
 
 
-def test_methods_lists_the_decoders_and_transformers_own():
+def test_methods_lists_the_decoders_transformers_and_llama_cpps_own():
     names = CliRunner().invoke(main, ["methods"]).stdout.split()
-    assert names == [*decoder.methods(), "hf", "hf-assisted", "hf-prompt-lookup"]
+    assert names == [*decoder.methods(), "hf", "hf-assisted", "hf-prompt-lookup", *LLAMA]
 
 
 @pytest.mark.parametrize(("command", "flag"), [("compare", "--check-lossless"), ("bench", "--widths")])

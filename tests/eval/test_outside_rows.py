@@ -133,7 +133,7 @@ def test_a_server_that_does_not_serve_is_one_sentence(data, tmp_path, named, rea
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--endpoint", "127.0.0.1:8000"), "--endpoint 127.0.0.1:8000 is no address such as http://"),
+        (("--endpoint", "127.0.0.1:8000"), "the endpoint 127.0.0.1:8000 is no address such as http://"),
         (("--endpoint", "http://127.0.0.1:9"), "the server at http://127.0.0.1:9 does not answer ("),
         (("--endpoint", "http://127.0.0.1:9", "--processes", "2"), "leave out --processes, or --endpoint"),
         (("endpoint",), "endpoint is the row of a server: name it with --endpoint URL"),

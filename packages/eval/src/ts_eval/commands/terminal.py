@@ -12,7 +12,7 @@ from rich.text import Text
 
 LONG_NAME = 24
 NARROW = 40
-STYLES = {"yes": "green", "found": "green", "tie": "yellow", "no": "red"}
+STYLES = {"yes": "green", "found": "green", "tie": "yellow", "no": "red", "own": "green", "not": "yellow"}
 """Of cells that begin with such a word, but for the first column's, which are names."""
 
 

@@ -49,16 +49,14 @@ class Endpoint:
             OSError: nothing that speaks the protocol answers there.
             ValueError: the server has other models only, or ``url`` is no address.
         """
-        root = url.rstrip("/").removesuffix("/v1")
-        if not root.startswith(("http://", "https://")):
-            raise ValueError(f"--endpoint {url} is no address such as http://127.0.0.1:8000")
-        with _told(root), urllib.request.urlopen(f"{root}/v1/models", timeout=CONNECT_SECONDS) as answer:
+        root = root_of(url)
+        with told(root), urllib.request.urlopen(f"{root}/v1/models", timeout=CONNECT_SECONDS) as answer:
             served = [str(each["id"]) for each in json.load(answer)["data"]]
         wanted = Path(model).resolve().name if Path(model).exists() else model
-        found = next((name for name in served if _called(name) == _called(wanted)), None)
+        found = next((name for name in served if called(name) == called(wanted)), None)
         if found is None:
             raise ValueError(
-                f"the server at {root} has {', '.join(served) or 'no model'} and not {_called(wanted)}: start it with "
+                f"the server at {root} has {', '.join(served) or 'no model'} and not {called(wanted)}: start it with "
                 "the model that is compared, under its name (vLLM: --served-model-name, llama.cpp: --alias)"
             )
         return cls(root, found)
@@ -83,7 +81,7 @@ class Endpoint:
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         tokens, times = None, [time.perf_counter()]
-        with _told(self.url), urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+        with told(self.url), urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             for event in _events(answer):
                 if any(choice.get("text") for choice in event.get("choices") or ()):
                     times.append(time.perf_counter())
@@ -97,7 +95,15 @@ class Endpoint:
         return Timing(reached, first - asked_at, [seen - first for seen in times[1:]])
 
 
-def _called(name: str) -> str:
+def root_of(url: str) -> str:
+    """A server's address without /v1. Raises ValueError for what is no address."""
+    root = url.rstrip("/").removesuffix("/v1")
+    if not root.startswith(("http://", "https://")):
+        raise ValueError(f"the endpoint {url} is no address such as http://127.0.0.1:8000")
+    return root
+
+
+def called(name: str) -> str:
     """The last part of a path or hub id, as names are compared."""
     return name.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
@@ -121,8 +127,8 @@ def _events(answer) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
-    """Turn what can go wrong with a server into an OSError that names it."""
+def told(url: str, fault: str = "does not speak OpenAI's protocol") -> Iterator[None]:
+    """Turn what can go wrong with a server into an OSError that names it; ``fault`` is what an unknown answer shows."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -135,7 +141,7 @@ def _told(url: str) -> Iterator[None]:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise OSError(f"the server at {url} does not answer ({reason}): is it running?") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OSError(f"what answers at {url} does not speak OpenAI's protocol") from error
+        raise OSError(f"what answers at {url} {fault}") from error
 
 
 def _reason(body: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import decoder
 from decoder.parts import stream_on
-from ts_eval.comparing.method_spec import ENDPOINT, HF, HF_ASSISTED
+from ts_eval.comparing.method_spec import ENDPOINT, HF, HF_ASSISTED, LLAMA
 from ts_eval.comparing.progress import COUNTS, counts_of
 
 OnStep = Callable[[Sequence[int], dict, Sequence[float] | None], None]
@@ -110,9 +110,9 @@ def can_continue(method: str, sampling: "decoder.SamplingParams", options: "deco
     """Whether a cut generation goes on to the same text.
 
     It does not where the noise is a sequence and no function of the position: when transformers samples, and under
-    independent verification; and a server is only timed.
+    independent verification. A server is only timed, and llama.cpp penalises what it has generated itself.
     """
-    if method == ENDPOINT:
+    if method in (ENDPOINT, *LLAMA):
         return False
     return sampling.greedy if method in HF else options.verification == "exact"
 
@@ -164,31 +164,50 @@ def _bare_generation_config(model) -> Iterator[None]:
         model.generation_config = kept
 
 
-class _Steps(BaseStreamer):
-    """Hands each step's tokens on, with the time since the first one; its own time is not counted."""
+class StepClock:
+    """Hands each step's tokens on, with the time since the first one, which comes out of the pass over the prompt.
+
+    What is done with the tokens is not counted.
+    """
 
     def __init__(self, on_step: OnStep):
         self._on_step = on_step
         self._counts = dict.fromkeys(COUNTS)
-        self._prompt_seen = False
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count from now."""
         self._waited_since = time.perf_counter()
 
-    def put(self, value: torch.Tensor) -> None:
-        # Tokens arrive on the CPU, that is after the device has computed them.
-        seconds = time.perf_counter() - self._waited_since
-        if self._prompt_seen:
-            self._step(value.flatten().tolist(), seconds)
-        self._prompt_seen = True
-        self._waited_since = time.perf_counter()
-
-    def _step(self, tokens: list[int], seconds: float) -> None:
+    def step(self, tokens: Sequence[int], seconds: float | None = None, **counts: int) -> None:
+        """A step, of ``seconds`` if its maker knows them, and the sums of `COUNTS` that are known behind it."""
+        if seconds is None:
+            seconds = time.perf_counter() - self._waited_since
         if self._counts["steps"] is None:
             self._counts |= {"steps": 0, "prefill_seconds": seconds, "decode_seconds": 0.0, "shared_seconds": 0.0}
         else:
             self._counts["decode_seconds"] += seconds
             self._counts["shared_seconds"] += seconds
         self._counts["steps"] += 1
+        self._counts |= counts
         self._on_step(tokens, dict(self._counts), None)
+        self.start()
+
+
+class _Steps(BaseStreamer):
+    """The steps of transformers' generate."""
+
+    def __init__(self, on_step: OnStep):
+        self._clock = StepClock(on_step)
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        # Tokens arrive on the CPU, that is after the device has computed them.
+        if self._prompt_seen:
+            self._clock.step(value.flatten().tolist())
+        else:
+            self._clock.start()
+        self._prompt_seen = True
 
     def end(self) -> None:
         pass

@@ -1,5 +1,6 @@
-"""What a row of a comparison runs: a method of the decoder, transformers' own generate, or a server."""
+"""What a row of a comparison runs: a method of the decoder, transformers' own generate, llama.cpp, or a server."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import decoder
@@ -19,7 +20,12 @@ HF: dict[str, dict] = {
 the assistant is the draft model."""
 ENDPOINT = "endpoint"
 """The row of a server, which --endpoint names."""
-NEED_DRAFT_MODEL = ("draft-model", "triforce", HF_ASSISTED)
+LLAMA_CPP = "llama.cpp"
+LLAMA_LOOKUP = "llama.cpp-prompt-lookup"
+LLAMA_DRAFT_MODEL = "llama.cpp-draft-model"
+LLAMA = (LLAMA_CPP, LLAMA_LOOKUP, LLAMA_DRAFT_MODEL)
+"""llama.cpp's own rows."""
+NEED_DRAFT_MODEL = ("draft-model", "triforce", HF_ASSISTED, LLAMA_DRAFT_MODEL)
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,14 @@ class MethodSpec:
 
     ``text``, the specification as written, names the row. A tree is written as on the command
     line: ``tokenswift:tree=1,3,3,3:ngrams=20``; ``heads=CHECKPOINT`` is the checkpoint of this row alone.
+    ``llama.cpp:endpoint=URL`` is a llama-server, which drafts as it was started.
     """
 
     text: str
     name: str
     options: dict = field(default_factory=dict)
     heads: str | None = None
+    endpoint: str | None = None
 
     @property
     def is_hf(self) -> bool:
@@ -42,7 +50,11 @@ class MethodSpec:
     @property
     def is_outside(self) -> bool:
         """Whether others than this project's decoder generate the texts."""
-        return self.is_hf or self.name == ENDPOINT
+        return self.is_hf or self.is_llama or self.name == ENDPOINT
+
+    @property
+    def is_llama(self) -> bool:
+        return self.name in LLAMA
 
     @classmethod
     def parse(cls, text: str) -> "MethodSpec":
@@ -50,6 +62,12 @@ class MethodSpec:
         name, *pairs = text.split(":")
         if name not in (*row_names(), ENDPOINT):
             raise ValueError(f"unknown method {name!r}: choose from {', '.join(row_names())}")
+        if text.startswith(f"{LLAMA_CPP}:endpoint="):
+            return cls(text, name, endpoint=text.partition("=")[2])
+        if name in LLAMA and pairs:
+            raise ValueError(
+                f"llama.cpp's rows take no options but a server's address, {LLAMA_CPP}:endpoint=URL, unlike {text!r}"
+            )
         if name in (*HF, ENDPOINT) and pairs:
             raise ValueError(f"{name} is not decoded here and takes no options, unlike {text!r}")
         defaults = asdict(decoder.TokenSwiftOptions())
@@ -75,8 +93,16 @@ class MethodSpec:
 
 
 def row_names() -> list[str]:
-    """What can be compared: the decoder's methods, and transformers' own generate."""
-    return [*decoder.methods(), *HF]
+    """What can be compared: the decoder's methods, transformers' own generate, and llama.cpp."""
+    return [*decoder.methods(), *HF, *LLAMA]
+
+
+def plain_row(spec: MethodSpec, specs: Sequence[MethodSpec]) -> str | None:
+    """Of ``specs`` the row of the same engine that drafts nothing, of llama.cpp's the first, which may be a server."""
+    names = ("hf",) if spec.is_hf else (LLAMA_CPP,) if spec.is_llama else ("ar",)
+    if spec.name == ENDPOINT:
+        return None
+    return next((each.text for each in specs if each.name in names), None)
 
 
 def _read_like(default: object, value: str) -> object:

@@ -188,7 +188,10 @@ class Rounds:
             on_step(0, tokens, counts, logprobs)
 
         given = (prompts[0], sofar[0], max_new_tokens, params[0])
-        if spec.is_hf:
+        if spec.is_llama:
+            wanted = (max_new_tokens, params[0], stop_ids[0])
+            self.setup.llama[spec.text].generate(prompts[0], *wanted, on_its_step)
+        elif spec.is_hf:
             continue_with_transformers(dec.model, spec.name, *given, stop_ids[0], on_its_step, dec.draft_model)
         else:
             continue_with_decoder(dec, spec.name, *given, options, stop_ids[0], on_its_step, self.setup.logprobs)

@@ -12,7 +12,7 @@ import decoder
 from decoder.drafters import METHODS
 from decoder.parts import dtype_name, eos_ids
 from ts_eval import defaults
-from ts_eval.comparing import checkpoints
+from ts_eval.comparing import checkpoints, llama_cpp
 from ts_eval.comparing.data_dir import find_data_dir
 from ts_eval.comparing.decoders import Sources, with_ar
 from ts_eval.comparing.endpoint import Endpoint
@@ -26,7 +26,7 @@ from ts_eval.planning.model_shape import ModelShape
 if TYPE_CHECKING:
     from ts_eval.compare import Experiment
 
-_OF_SOME = ("methods", "heads", "draft_model", "weights", "options", "runs")
+_OF_SOME = ("methods", "heads", "draft_model", "weights", "options", "runs", "llama_cpp")
 Pair = tuple[int, int]
 """(prompt, run), by index: what tells a generation of a row from the others."""
 
@@ -61,6 +61,7 @@ class Setup:
     eos_ids: set[int]
     logprobs: bool
     endpoint: Endpoint | None
+    llama: "dict[str, llama_cpp.Package | llama_cpp.Server]"
 
     @property
     def model(self):
@@ -87,7 +88,10 @@ class Setup:
         settings, spec = self.settings, MethodSpec.parse(text)
         paths = [settings["heads"][text], settings["draft_model"] if spec.name in NEED_DRAFT_MODEL else None]
         weights = [settings["weights"].get(path) for path in paths]
-        return digest_of({"options": settings["options"][text], "paths": paths, "weights": weights})
+        content = {"options": settings["options"][text], "paths": paths, "weights": weights}
+        if spec.is_llama:
+            content["llama_cpp"] = settings["llama_cpp"][text]
+        return digest_of(content)
 
     def stop_ids(self, prompt: int) -> set[int]:
         """Tokens that end a text behind a prompt, by its index: a chat's answer ends, a book goes on."""
@@ -155,6 +159,7 @@ def set_up(experiment: "Experiment") -> Setup:
     checkpoints.refuse_missing("embedding model", experiment.embedding_model)
     refuse_missing_prompts(prompts)
     sources.refuse_missing(specs)
+    llama = llama_cpp.find_servers(specs, sources.model, sources.draft_model, params[0])
     endpoint = Endpoint.find(experiment.endpoint, sources.model) if experiment.endpoint else None
 
     memory_before = resident_bytes()
@@ -163,6 +168,7 @@ def set_up(experiment: "Experiment") -> Setup:
     backbone = decoders[None].model
     texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
     _refuse_too_long(texts, experiment.max_new_tokens, backbone.config.max_position_embeddings)
+    llama |= _load_llama(specs, sources, params[0], backbone.device, texts, experiment.max_new_tokens)
     settings = {
         **_settings_of_rows(specs, sources, options),
         **_settings_of_prompts(prompts, prompt_tokens, texts),
@@ -178,6 +184,8 @@ def set_up(experiment: "Experiment") -> Setup:
         "sampling": {name: value for name, value in asdict(params[0]).items() if name != "seed"},
         "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),
     }
+    if llama:
+        settings["llama_cpp"] = {text: engine.version for text, engine in llama.items()}
     if (size := decoders[None].target.ranks.size) > 1:
         settings["tensor_parallel_size"] = size
     return Setup(
@@ -194,7 +202,28 @@ def set_up(experiment: "Experiment") -> Setup:
         eos_ids=eos_ids(backbone, decoders[None].tokenizer),
         logprobs=experiment.audit,
         endpoint=endpoint,
+        llama=llama,
     )
+
+
+def _load_llama(
+    specs: Sequence[MethodSpec],
+    sources: Sources,
+    sampling: "decoder.SamplingParams",
+    device: torch.device,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+) -> "dict[str, llama_cpp.Package | llama_cpp.Server]":
+    """What generates the texts of the rows of llama.cpp's package, with as many threads as ours have."""
+    loading = llama_cpp.Loading(
+        sources.model,
+        sources.draft_model,
+        torch.get_num_threads(),
+        max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens,
+        sampling.penalty_window,
+        device.type == "cuda",
+    )
+    return {spec.text: loading.engine(spec) for spec in specs if spec.is_llama and spec.endpoint is None}
 
 
 def _rows(experiment: "Experiment") -> list[MethodSpec]:
@@ -202,9 +231,10 @@ def _rows(experiment: "Experiment") -> list[MethodSpec]:
     methods = [method for method in experiment.methods if method != ENDPOINT]
     if experiment.endpoint is None and len(methods) < len(experiment.methods):
         raise ValueError(f"{ENDPOINT} is the row of a server: name it with --endpoint URL")
-    if experiment.endpoint is not None and experiment.processes > 1:
+    specs = with_ar([*methods, *([ENDPOINT] if experiment.endpoint else [])])
+    if experiment.processes > 1 and any(spec.name == ENDPOINT or spec.endpoint for spec in specs):
         raise ValueError("a server is timed one request at a time: leave out --processes, or --endpoint")
-    return with_ar([*methods, *([ENDPOINT] if experiment.endpoint else [])])
+    return specs
 
 
 def _which_prompts(experiment: "Experiment") -> tuple[str, int | None, int | None]:

@@ -10,7 +10,7 @@ import decoder
 from ts_eval import metrics
 from ts_eval.comparing.generation import same_sampling_in_transformers
 from ts_eval.comparing.intervals import median_interval, weighted_median
-from ts_eval.comparing.method_spec import MethodSpec
+from ts_eval.comparing.method_spec import MethodSpec, plain_row
 from ts_eval.comparing.prompts import Prompt
 from ts_eval.comparing.results import GenerationLog
 
@@ -40,7 +40,9 @@ def summarise(
     ``logprobs_equal`` tells whether the log-probabilities are ar's to the last bit, where they were kept.
     ``first_divergence`` is the smallest index at which a generation differs from ar's and ``divergence_margin`` the
     largest margin of those that differ: all are ties when it is within the tolerance. Identity is None where
-    transformers samples, penalises otherwise or has no quantised cache, and of a server.
+    transformers samples, penalises otherwise or has no quantised cache, of llama.cpp and of a server. Of their rows
+    that draft, ``identical_to_own_plain`` and ``own_first_divergence`` compare with ``own_plain``, the row of the same
+    engine without drafts.
 
     Args:
         params: the sampling of each run.
@@ -70,7 +72,7 @@ def summarise(
                 measured[key] = measure_text(record["token_ids"], record["text"], ids)
             measures.append(measured[key])
             generations.append(record | measured[key])
-        rows[spec.text] = _row(generations, measures, at_marks)
+        rows[spec.text] = _row(generations, measures, at_marks) | _own_identity(spec, specs, generations, pairs, log)
     for row in rows.values():
         row["throughput_speedup"] = _quotient(row["throughput"], rows["ar"]["throughput"])
     return rows
@@ -85,6 +87,21 @@ def _identity(ar: dict, record: dict, prompt: Sequence[int], run: int, margin: M
     if index is not None and index < min(len(ar["token_ids"]), len(record["token_ids"])):
         found = margin([*prompt, *ar["token_ids"][:index]], ar["token_ids"][index], record["token_ids"][index], run)
     return dict(zip(IDENTITY, (index is None, index, found, _logprobs_equal(ar, record, index)), strict=True))
+
+
+def _own_identity(
+    spec: MethodSpec, specs: Sequence[MethodSpec], generations: list[dict], pairs: Sequence[tuple], log: GenerationLog
+) -> dict:
+    """Of a row that is not decoded here, whether its texts are those of the same engine without drafts."""
+    plain = plain_row(spec, specs) if spec.is_outside else None
+    if plain in (None, spec.text):
+        return {"own_plain": None, "identical_to_own_plain": None, "own_first_divergence": None}
+    found = [
+        first_divergence(log.get(plain, *pair)["token_ids"], record["token_ids"])
+        for pair, record in zip(pairs, generations, strict=True)
+    ]
+    first = min((index for index in found if index is not None), default=None)
+    return {"own_plain": plain, "identical_to_own_plain": first is None, "own_first_divergence": first}
 
 
 def _logprobs_equal(ar: dict, record: dict, end: int | None) -> bool | None:

@@ -19,7 +19,7 @@ def acceptance_rate(accepted: int | None, drafted: int | None) -> float | None:
 
 def ngram_acceptance_rate(accepted_from_ngrams: int | None, drafted: int | None) -> float | None:
     """beta: tokens accepted in the steps that an n-gram candidate won, over drafted ones (paper, section 4.3)."""
-    return accepted_from_ngrams / drafted if drafted else None
+    return accepted_from_ngrams / drafted if drafted and accepted_from_ngrams is not None else None
 
 
 def tokens_per_step(tokens: int, steps: int) -> float | None:

@@ -60,6 +60,9 @@ def identity_in_words(results: dict, name: str) -> tuple[str, str]:
     compared = [run for run in row["runs"] if run["identical_to_ar"] is not None]
     if name == ENDPOINT:
         return "a server, whose speed alone is compared", "none"
+    if not compared and row.get("own_plain"):
+        plain, same = row["own_plain"], row["identical_to_own_plain"]
+        return f"{'the text of' if same else 'another text than'} {plain}, its engine's plain decoding", "none"
     if not compared:
         return "another text than ar's: it draws other noise or penalises otherwise", "none"
     same = sum(run["identical_to_ar"] for run in compared)

@@ -217,7 +217,8 @@ def identity(results: dict, name: str) -> str:
     """Whether a row's texts are ar's: yes, or where they part and whether rounding alone decides there."""
     row = results["methods"][name]
     if row["identical_to_ar"] is None:
-        return NONE
+        own = row.get("identical_to_own_plain")
+        return NONE if own is None else "own" if own else f"not own, at {row['own_first_divergence']:,}"
     if row["identical_to_ar"]:
         return "yes"
     return f"{'no,' if name in differs(results) else 'tie'} at {row['first_divergence']:,}"
@@ -260,6 +261,7 @@ def remarks(results: dict) -> list[str]:
             "greedy under the same penalty."
             + (" With --kv-dtype they keep keys and values as computed." if cache_dtype(settings) else "")
         )
+    sentences += _about_own(results)
     if ENDPOINT in methods:
         sentences.append(
             f"{ENDPOINT} is the server at {settings['endpoint']}, timed from its first piece of text to its last one; "
@@ -283,6 +285,27 @@ def remarks(results: dict) -> list[str]:
             "methods' turns do not surround."
         )
     return sentences + _about_trees(results)
+
+
+def _about_own(results: dict) -> list[str]:
+    """What is compared of rows that are other engines'."""
+    methods, versions = results["methods"], results["settings"].get("llama_cpp")
+    sentences = []
+    plain = dict.fromkeys(row["own_plain"] for row in methods.values() if row.get("own_plain"))
+    if plain:
+        sentences.append(f"own: the text of the same engine without drafts ({', '.join(plain)}), token for token.")
+    if "hf" in plain and results["settings"]["sampling"]["temperature"]:
+        sentences.append(
+            "Where transformers samples with drafts it draws other numbers of its generator than without, so that the "
+            "same seed gives another text of the same distribution."
+        )
+    if versions:
+        told = ", ".join(dict.fromkeys(versions.values()))
+        sentences.append(
+            f"{told}: on the same file, with its own sampler (penalty over its own output, temperature last) and "
+            "noise, so its text is not compared with ar's; a server's time is its own, spread evenly over its tokens."
+        )
+    return sentences
 
 
 def _about_trees(results: dict) -> list[str]:
