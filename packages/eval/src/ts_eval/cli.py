@@ -1,4 +1,4 @@
-"""The command line: `ts-eval compare`, `bench`, `methods`, `metrics`, `needle`, `report`, `plan` and `reproduce`.
+"""The command line: `ts-eval compare`, `exactness`, `bench`, `methods`, `metrics`, `needle`, `report`, `plan`, ...
 
 Exit status: 0 done; 1 a method differs from ar (with --check-lossless); 2 wrong usage or missing input, told in one
 sentence; 130 interrupted.
@@ -137,6 +137,63 @@ def compare(typed, methods, check_lossless, **arguments):
 @main.command()
 @click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
 @model_options
+@click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
+@click.option("--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a book]")
+@click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]")
+@click.option(
+    "--max-new-tokens", type=int, default=defaults.EXACTNESS_NEW_TOKENS, show_default=True, help="Of each text."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled texts, and of the first draw.")
+@click.option(
+    "--draws",
+    type=int,
+    default=defaults.EXACTNESS_DRAWS,
+    show_default=True,
+    help="Seeds for the chi-square test; 0 leaves it out.",
+)
+@device_options
+@bitwise_option
+@sampling_options
+@click.option(
+    "--output", default=defaults.EXACTNESS_OUTPUT, show_default=True, help="Folder of texts and table; resumes there."
+)
+@click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
+@books_option
+@click.pass_obj
+def exactness(typed, methods, **arguments):
+    """Tell of each engine how many texts with drafts are its own plain ones, greedy and sampled, and how fast it is.
+
+    METHODs as for compare; without any, all of ours, of transformers' and of llama.cpp's rows that can run here. A
+    chi-square test tells whether sampled tokens are from the model's distribution.
+    """
+    with told_in_a_sentence():
+        from ts_eval import exactness as scoreboard
+        from ts_eval.commands.terminal import Columns
+        from ts_eval.report.exactness import notes, table
+
+        quiet_libraries()
+        sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
+        try:
+            results = scoreboard.exactness(
+                methods,
+                sampling=sampling,
+                arguments=typed,
+                say=lambda sentence: click.echo(sentence, err=True),
+                **arguments,
+            )
+        except KeyboardInterrupt:
+            kept = f"what was generated is kept in {arguments['output']}; the same command resumes there."
+            click.echo(f"\nts-eval: interrupted; {kept}", err=True)
+            return INTERRUPTED
+    show(Columns(*table(results)), " ".join(notes(results)))
+    names = (scoreboard.RESULTS, scoreboard.PAGE)
+    click.echo(f"\nAll of it: {' and '.join(str(Path(arguments['output']) / name) for name in names)}")
+    return 0
+
+
+@main.command()
+@click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
+@model_options
 @click.option("--prompts", help="As for compare; the first one is taken.  [default: a PG-19 test book]")
 @click.option(
     "--prompt-tokens",
@@ -219,7 +276,7 @@ def bench(typed, methods, **arguments):
 
 @main.command()
 def methods():
-    """List what `compare` takes: the decoder's methods, and transformers' own generate (hf, ...)."""
+    """List what `compare` takes: the decoder's methods, transformers' own generate (hf, ...), and llama.cpp."""
     from ts_eval.comparing.method_spec import row_names
 
     for name in row_names():

@@ -174,7 +174,7 @@ class Experiment:
             say(f"{', '.join(one_at_a_time)}: not decoded here, and given the texts of a batch one at a time.")
         # A folder that cannot be written to keeps nothing.
         log.begin()
-        with _keeping(Path(self.output)), linked(), working_beside(self) as check_others:
+        with keeping(Path(self.output)), linked(), working_beside(self) as check_others:
             if not self.rank:
                 write_run_file(self)
             _drop_parts(log, of_others_only=True)
@@ -224,7 +224,7 @@ def _drop_parts(log: GenerationLog, of_others_only: bool = False) -> None:
 
 
 @contextmanager
-def _keeping(output: Path) -> Iterator[None]:
+def keeping(output: Path) -> Iterator[None]:
     """Add to an error that ends the run what becomes of the work done so far."""
     kept = f"what was generated is kept in {output}, and the same command goes on there"
     try:

@@ -25,6 +25,9 @@ NEEDLE_LENGTHS = (1000, 4000)
 NEEDLE_DEPTHS = (0.0, 0.5, 1.0)
 NEEDLE_NEW_TOKENS = 24
 NEEDLE_PHRASES = 1
+EXACTNESS_OUTPUT = "runs/exactness"
+EXACTNESS_NEW_TOKENS = 128
+EXACTNESS_DRAWS = 500
 BOOK_TOKENS = 1024
 """Prompt tokens taken from a shipped book, which is longer than any context."""
 PLAN_BUDGET = 4096

@@ -78,6 +78,16 @@ class Sources:
             if spec.name in NEED_DRAFT_MODEL and self.draft_model is None:
                 raise ValueError(f"{spec.name} needs a small model with the same vocabulary: give --draft-model")
 
+    def lacking(self, specs: Sequence[MethodSpec]) -> dict[str, str]:
+        """The rows whose heads or draft model are missing, and the reason. Raises as `refuse_missing` for the model."""
+        reasons = {}
+        for spec in specs:
+            try:
+                self.refuse_missing([spec])
+            except ValueError as error:
+                reasons[spec.text] = str(error)
+        return reasons
+
     def weights(self) -> dict[str, str | None]:
         """What tells two versions of each local checkpoint apart; None for the hub's, which an id's revision tells."""
         paths = (self.model, self.draft_model, *self.heads.values())

@@ -116,12 +116,7 @@ def _lacking(methods: Sequence[str], settings: dict) -> dict[str, str]:
     """The methods whose heads or draft model are missing, and the reason; ValueError when none is left."""
     specs = [MethodSpec.parse(method) for method in methods]
     given = (settings.get("model"), settings.get("heads") or (), settings.get("draft_model"), settings.get("data_dir"))
-    sources, lacking = Sources.find(specs, *given), {}
-    for spec in specs:
-        try:
-            sources.refuse_missing([spec])
-        except ValueError as error:
-            lacking[spec.text] = str(error)
+    lacking = Sources.find(specs, *given).lacking(specs)
     if specs and len(lacking) == len(specs):
         raise ValueError(lacking[specs[0].text])
     return lacking
