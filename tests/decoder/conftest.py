@@ -108,13 +108,6 @@ def with_native():
         pytest.skip("there is no C compiler here")
 
 
-@pytest.fixture(params=["native", "PyTorch's"])
-def libraries(request):
-    """Both with the native library and without it."""
-    request.getfixturevalue("with_native" if request.param == "native" else "without_native")
-    return request.param
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Kernels have their stand-ins, layers are PyTorch's own, the walk and each choice are the device's, and what was

@@ -10,8 +10,8 @@ from decoder.cache.full import FullCache
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
-# Everything in blocks; what is faster; everything at once, whole and cut along the queries.
-WAYS = {"blocks": (0, 2**26), "shipped": (2**20, 2**26), "at once": (2**60, 2**26), "rows": (2**60, 1)}
+# All scores at once, or cut along the queries.
+WAYS = {"at once": 2**26, "rows": 1}
 
 
 class Layer:
@@ -19,8 +19,7 @@ class Layer:
 
 
 def use(way, monkeypatch):
-    for name, limit in zip(("_FEW_SCORES", "_MAX_SCORES"), WAYS[way], strict=True):
-        monkeypatch.setattr(f"decoder.backends.attention.{name}", limit)
+    monkeypatch.setattr("decoder.backends.attention._MAX_SCORES", WAYS[way])
 
 
 def case(heads, groups, dim, cached, new, dtype=torch.float64, batch=1, seed=0):
@@ -89,7 +88,6 @@ def test_attention_over_a_long_text_equals_the_obvious_one(heads, groups, cached
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("new", [1, 5])
 def test_large_scores_on_either_side_neither_overflow_nor_vanish(way, new, monkeypatch):
-    """The merged weights are e to the power of hundreds: of the prefix for one node, of the tree for the next."""
     use(way, monkeypatch)
     query, key, value = case(4, 2, 64, cached=20, new=new)
     key[:, :, 3] *= 30
@@ -106,7 +104,7 @@ def test_many_small_weights_still_sum_to_one(way, dtype, monkeypatch):
     torch.testing.assert_close(actual, torch.ones_like(actual), rtol=4e-3 if dtype == torch.bfloat16 else 5e-4, atol=0)
 
 
-@pytest.mark.parametrize("way", ["blocks", "at once"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("new", [1, 6])
 def test_any_layout_is_read_as_it_lies(way, new, monkeypatch):
     use(way, monkeypatch)
@@ -134,21 +132,21 @@ def allocated(function):
     return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("new", [1, 4, 64])
-def test_no_step_copies_the_cache_or_holds_all_scores_of_a_long_text(new, dtype):
+def test_no_step_copies_the_cache_or_holds_all_scores_of_a_long_text(with_native, new):
     heads, groups, dim, cached = 8, 2, 128, 20_000
     cache = FullCache(cached + new + 100)
-    cache.update(*torch.randn(2, 1, groups, cached, dim, dtype=dtype), layer_idx=0)
+    cache.update(*torch.randn(2, 1, groups, cached, dim), layer_idx=0)
     cache.keep(range(cached))
-    query = torch.randn(1, heads, new, dim, dtype=dtype)
-    fresh = torch.randn(2, 1, groups, new, dim, dtype=dtype)
+    query = torch.randn(1, heads, new, dim)
+    fresh = torch.randn(2, 1, groups, new, dim)
 
     def step():
         key, value = cache.update(*fresh, layer_idx=0)
         assert key.data_ptr() == cache.keys[0].data_ptr()
         assert value.data_ptr() == cache.values[0].data_ptr()
-        tree_attention(Layer, query, key, value, None)
+        texts = [TextInPass(new, native=cached)]
+        tree_attention(Layer, query, key, value, None, texts=texts)
 
     assert allocated(step) < cache.keys[0].nbytes / 2
 

@@ -12,7 +12,6 @@ SCRIPTS = ROOT / "packages" / "decoder" / "benchmarks"
 REFERENCE = ["--model", "data/reference-model", "--heads", "data/heads-gated"]
 SMALL = {
     "acceptance_at_length": [*REFERENCE, "--method=medusa", "--contexts", "32", "64", "--new-tokens=8", "--books=1"],
-    "attention": ["--length", "64", "--new", "1", "2"],
     "bitwise same": [*REFERENCE, "--new-tokens=8", "--tokens=40", "--methods=1", "--lengths", "16"],
     "bitwise same, several": [
         *REFERENCE,

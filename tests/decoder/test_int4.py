@@ -9,9 +9,8 @@ import decoder
 from decoder import Decoder, SamplingParams
 from decoder.audit import rounding
 from decoder.backends.native import library as native
-from decoder.backends.native.int4 import GROUP, Int4Linear, Int4Weight, NativeInt4Weight, rounded
+from decoder.backends.native.int4 import GROUP, Int4Linear, NativeInt4Weight, rounded
 from decoder.backends.native.mxint8 import mxint8_holds, rounded_to_mxint8
-from decoder.backends.native.packed_linear import packed_layers, product_of
 from decoder.model.short_weights import INT4, dtype_name, make_short
 
 from .conftest import VOCAB, random_heads, tiny_llama
@@ -47,19 +46,15 @@ def short(seed=0, around=torch.float32, **overrides):
 def test_a_product_is_that_of_the_rounded_weights(inputs, outputs, bias):
     layer = linear(inputs, outputs, bias)
     x = torch.randn(9, inputs)
-    expected = x.bfloat16().double() @ restored(*rounded(layer.weight.detach())).T
+    expected = x.double() @ restored(*rounded(layer.weight.detach())).T
     short = Int4Linear.of(layer)
     if bias:
         expected += layer.bias.double()
-    for rows in (1, 2, 4, 5, 9):
-        # The output, without the bias, is rounded to bfloat16.
-        assert ((short(x[:rows]) - expected[:rows]).abs() <= 2**-8 * expected.abs().max()).all()
-        assert torch.equal(short(x[:rows]), short(x)[:rows])
+    assert ((short(x) - expected).abs() <= 1e-5 * expected.abs().max()).all()
+    assert short(x.bfloat16()).dtype == torch.bfloat16
     if native.available():
         faster = NativeInt4Weight([short])
         assert torch.equal(faster(x.to(faster.dtype))[:2], faster(x[:2].to(faster.dtype)))
-        if faster.dtype == torch.float32:
-            expected = x.double() @ restored(*rounded(layer.weight.detach())).T + (layer.bias.double() if bias else 0)
         exact = 2**-8 if faster.dtype == torch.bfloat16 else 1e-5
         assert ((faster(x.to(faster.dtype)) - expected).abs() <= exact * expected.abs().max()).all()
 
@@ -131,22 +126,6 @@ def test_a_group_of_equal_weights_is_exact(value):
     same = torch.ones(16, 64, dtype=torch.bool)
     same[3, :GROUP] = False
     assert torch.equal(restored(codes, scales)[same], weight.double()[same])
-
-
-@pytest.mark.parametrize("sizes", [(64, 128, 16), (64, 48, 64)], ids=str)
-def test_layers_with_the_same_input_are_one_product(sizes, monkeypatch):
-    module = nn.Module()
-    for seed, (name, size) in enumerate(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)):
-        setattr(module, name, Int4Linear.of(linear(96, size, bias=True, seed=seed)))
-    layers = list(module.children())
-    x = torch.randn(1, 5, 96).bfloat16()
-    apart = torch.cat([layer(x) for layer in layers], -1)
-    faster = packed_layers(module.modules())
-    assert len({product_of(faster[layer]) for layer in layers}) == 1
-    together = torch.cat([faster[layer](x) for layer in layers], -1)
-    assert ((together - apart).abs() <= 2**-7 * apart.abs().max()).all()
-    # PyTorch's kernel has the same bits for both.
-    assert torch.equal(Int4Weight(layers)(x).bfloat16(), apart)
 
 
 def test_a_rounded_model_is_small_and_all_but_its_layers_is_as_it_was():

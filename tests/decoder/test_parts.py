@@ -11,17 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder import TokenSwiftOptions
-from decoder.backends.native import library as native
 from decoder.backends.native import packed_linear as linear
 from decoder.backends.native.packed_linear import packed_layers, replaced
-from decoder.backends.native.packed_weight import (
-    HalfWeight,
-    NativeWeight,
-    OneDnnWeight,
-    WideNativeWeight,
-    onednn_dtype,
-    pack,
-)
+from decoder.backends.native.packed_weight import NativeWeight, WideNativeWeight, pack
 from decoder.cache import partial as partial_cache
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
@@ -133,82 +125,31 @@ def test_prompt_lookup_equals_searching_the_text(text, longest, count):
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 513])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(libraries, rows, bias, half, dtype, tolerance):
-    """With weights that half precision holds, and others."""
+def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(with_native, rows, bias, dtype, tolerance):
     torch.manual_seed(0)
     module = torch.nn.Linear(12, 7, bias=bias).to(dtype)
     # Strides that the kernel does not ask for.
-    module.weight.data = torch.randn(12, 7, dtype=torch.half if half else dtype).to(dtype).T
+    module.weight.data = torch.randn(12, 7, dtype=dtype).T
     if bias:
         module.bias.data = torch.randn(14, dtype=dtype)[::2]
     x = torch.randn(1, rows, 12, dtype=dtype)
     expected = module(x)
     packed = packed_layers([module])
-    kind = packed[module].__self__.kind
-    if libraries != "native":
-        assert not half or dtype == torch.bfloat16 or kind is HalfWeight
-    else:
-        expected_kind = WideNativeWeight
-        if dtype == torch.bfloat16:
-            # An old compiler may not know what multiplies bfloat16, where oneDNN does.
-            own = native.multiplies(dtype) or onednn_dtype(dtype) == torch.float32
-            expected_kind = NativeWeight if own else OneDnnWeight
-        assert kind is expected_kind
+    assert packed[module].__self__.kind is (NativeWeight if dtype == torch.bfloat16 else WideNativeWeight)
     with torch.inference_mode(), replaced(packed):
         actual = module(x)
-        # FBGEMM sums one or two rows in another order, so there a row comes three times.
-        least = 3 if kind is HalfWeight else 1
-        alone = [module(x[:, row : row + 1].expand(-1, least, -1))[:, :1] for row in range(rows)]
-        together = module(torch.cat((x, x[:, :1].expand(-1, -rows % least, -1)), 1))
+        alone = [module(x[:, row : row + 1]) for row in range(rows)]
     assert "forward" not in module.__dict__
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-    assert all(torch.equal(together[:, row : row + 1], one) for row, one in enumerate(alone))
+    assert all(torch.equal(actual[:, row : row + 1], one) for row, one in enumerate(alone))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_packed_in_half_precision_only_where_it_holds_them(without_native, dtype):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(64, 5, bias=False).to(dtype)
-    layer.weight.data = torch.randn(5, 64).bfloat16().to(dtype)
-    if onednn_dtype(dtype) == torch.bfloat16:
-        assert isinstance(pack([layer.weight], [None]), OneDnnWeight)
-        return
-    assert isinstance(pack([layer.weight], [None]), HalfWeight)
-    # Numbers so small that half precision rounds them, in a row in which that is less than a rounding of the others.
-    layer.weight.data[2, :3] = 3.3e-7
-    assert isinstance(pack([layer.weight], [None]), HalfWeight)
-    # A large matrix of usual weights has some of them in each row.
-    layer.weight.data = 0.02 * torch.randn(20_000, 512)
-    layer.weight.data = layer.weight.data.bfloat16().to(dtype)
-    assert isinstance(pack([layer.weight], [None]), HalfWeight)
-    product, x = pack([layer.weight], [None]), torch.randn(4, 512)
-    held, given = (x.double() @ weight.double().T for weight in (layer.weight.data.half(), layer.weight.data))
-    sums = (product(x) - held).norm()
-    assert 0 < (held - given).norm() < 0.1 * sums, "rounding weights adds next to nothing to the rounding of sums"
-    for row in (torch.full((512,), 3.3e-7), torch.full((512,), 1e5), torch.full((512,), torch.nan)):
-        changed = layer.weight.data.clone()
-        changed[3] = row.to(dtype)
-        assert isinstance(pack([changed], [None]), OneDnnWeight)
-    if dtype == torch.float32:
-        assert isinstance(pack([torch.randn(5, 64)], [None]), OneDnnWeight)
-        assert isinstance(pack([torch.randn(5, 64)], [None], exact=False), HalfWeight)
+def test_without_the_library_nothing_is_packed(without_native):
+    assert packed_layers([torch.nn.Linear(12, 7)]) == {}
 
 
-def test_packing_leaves_the_users_choice_of_a_library_as_it_is(without_native):
-    engines = [one for one in torch.backends.quantized.supported_engines if one != "none"]
-    before = torch.backends.quantized.engine
-    try:
-        for engine in engines:
-            torch.backends.quantized.engine = engine
-            assert isinstance(pack([torch.ones(3, 8)], [None]), HalfWeight)
-            assert torch.backends.quantized.engine == engine
-    finally:
-        torch.backends.quantized.engine = before
-
-
-def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
+def test_weights_are_packed_only_where_that_serves_and_fits(with_native, monkeypatch):
     layer = torch.nn.Linear(12, 7)
 
     class Own(torch.nn.Linear):
@@ -226,24 +167,9 @@ def test_weights_are_packed_only_where_that_serves_and_fits(monkeypatch):
     assert list(packed_layers([layer])) == [layer]
     monkeypatch.setattr("decoder.backends.native.packed_linear.available_memory", lambda device: 0)
     assert list(packed_layers([layer])) == [layer], "what is packed already takes nothing more"
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert packed_layers([layer.float()]) == {}
 
 
-def test_a_cpu_without_products_of_bfloat16_packs_float32(monkeypatch, without_native):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    layer, x = torch.nn.Linear(12, 7).bfloat16(), torch.randn(3, 12).bfloat16()
-    wide = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
-    found = packed_layers([layer])[layer](x)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, wide.bfloat16(), rtol=2**-8, atol=2**-8)
-    memory = 2 * (2 * sum(parameter.nbytes for parameter in layer.parameters()))
-    another = torch.nn.Linear(12, 7).bfloat16()
-    monkeypatch.setattr("decoder.backends.native.packed_linear.available_memory", lambda device: memory - 1)
-    assert packed_layers([another]) == {}, "the copy takes twice the bytes"
-
-
-def test_packed_layers_are_shared_renewed_and_freed():
+def test_packed_layers_are_shared_renewed_and_freed(with_native):
     layer = torch.nn.Linear(12, 7)
     x = torch.randn(3, 12)
     first, second = packed_layers([layer]), packed_layers([layer])
@@ -258,9 +184,7 @@ def test_packed_layers_are_shared_renewed_and_freed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_packed_again_when_and_only_when_they_have_changed(monkeypatch, dtype):
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        dtype = torch.float32
+def test_weights_are_packed_again_when_and_only_when_they_have_changed(with_native, monkeypatch, dtype):
     parent, packings = attention_like(), []
     parent.to(dtype)
     monkeypatch.setattr(linear, "pack", lambda *given: packings.append(1) or pack(*given))
@@ -290,7 +214,7 @@ def attention_like(bias=(False, False, False), kind=torch.nn.Linear):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layers_that_read_the_same_are_one_product(monkeypatch, bias):
+def test_layers_that_read_the_same_are_one_product(with_native, monkeypatch, bias):
     """Called in any order, again with what was changed in place, and some of them not at all."""
     parent, products = attention_like((bias,) * 3), []
     product = linear.PackedLinears.product
@@ -320,7 +244,7 @@ def test_layers_that_read_the_same_are_one_product(monkeypatch, bias):
         assert parent.k_proj(y) is y
 
 
-def test_only_layers_that_are_alike_are_one_product():
+def test_only_layers_that_are_alike_are_one_product(with_native):
     def products(parent):
         forwards = packed_layers(parent.modules()).values()
         return len({getattr(forward, "func", forward).__self__ for forward in forwards})
@@ -345,7 +269,7 @@ def test_only_layers_that_are_alike_are_one_product():
         torch.testing.assert_close(packed[layer](x), layer(x), rtol=1e-5, atol=1e-5)
 
 
-def test_the_copy_of_layers_that_are_one_product_goes_with_them():
+def test_the_copy_of_layers_that_are_one_product_goes_with_them(with_native):
     """At once, not when the collector comes by: it may be gigabytes."""
     parent = attention_like()
     packed = packed_layers(parent.modules())
@@ -355,16 +279,15 @@ def test_the_copy_of_layers_that_are_one_product_goes_with_them():
 
 
 @pytest.mark.parametrize("kind", ["chained", "conditioned", "gated"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(libraries, kind, dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(with_native, kind, dtype):
     """Also where the states are wider than the weights."""
     heads = DraftHeads(32, num_heads=2, kind=kind)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    # FBGEMM packs heads in 16 bits, which hold these weights, and the native library in 8, which do not. Where it
-    # rounds inputs to 8 bits, too, these small heads are off by up to 0.023 (150 random ones of each kind).
-    heads = heads.half().to(dtype)
-    tolerance = 0.03 if libraries == "native" else tolerance
+    # Weights are packed in 8 bits. Where inputs are rounded to 8 bits, too, these small heads are off by up to 0.023
+    # (150 random ones of each kind).
+    heads, tolerance = heads.to(dtype), 0.03
     hidden = torch.randn(4, 32)
     embedding = torch.randn(4, 32) if heads.conditioned else None
 
@@ -413,7 +336,7 @@ def with_hook(head):
 
 
 @pytest.mark.parametrize("change", [with_own_layer, with_bias, with_other_norm, with_other_forward, with_hook])
-def test_a_head_that_the_user_has_changed_is_left_to_itself(change):
+def test_a_head_that_the_user_has_changed_is_left_to_itself(with_native, change):
     torch.manual_seed(0)
     heads = DraftHeads(8, num_heads=2, kind="gated")
     for parameter in heads.parameters():

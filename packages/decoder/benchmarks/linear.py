@@ -3,8 +3,8 @@
     python packages/decoder/benchmarks/linear.py --model data/smollm2
 
 Milliseconds, medians of passes that take turns: PyTorch's own layer, its product with the weights on the left, weights
-packed by oneDNN, weights packed as the decoder packs them, and weights of eight and of four bits, whose inputs are bf16
-where the native library multiplies it. Layers with the same input are one product in all but the first two.
+packed as the decoder packs them, and weights of eight and of four bits, whose inputs are bf16 where the native library
+multiplies it. Layers with the same input are one product in all but the first two.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from decoder.backends.native import packed_linear
-from decoder.backends.native.packed_weight import OneDnnWeight, pack
+from decoder.backends.native.packed_weight import pack
 from decoder.model.short_weights import SHORT, dtype_around, make_short
 
 ROWS = (1, 2, 3, 4, 6, 8, 9, 16, 32, 64)
@@ -50,7 +50,6 @@ def main() -> None:
     given = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    onednn = packed_products(model, lambda weights, biases, exact: OneDnnWeight(torch.cat(weights), None))
     packed = packed_products(model, pack)
     names = [name for name, module in model.named_modules() if module in layers]
     around = getattr(torch, dtype_around())
@@ -63,7 +62,6 @@ def main() -> None:
     products: dict[str, Product] = {
         "x W^T": lambda layer, x: F.linear(x, layer.weight),
         "W x^T": lambda layer, x: (layer.weight @ x[0].T).T.contiguous(),
-        "oneDNN": lambda layer, x: onednn[layer](x),
         "packed": lambda layer, x: packed[layer](x),
         **{name: partial(lambda products, layer, x: products[layer](x), found) for name, found in short.items()},
     }

@@ -56,7 +56,6 @@ def _device(device: torch.device) -> list[str]:
             f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
         ]
     can = {
-        "oneDNN": torch.backends.mkldnn.is_available(),
         "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
         "AMX": torch.cpu._is_amx_tile_supported(),
     }

@@ -14,16 +14,8 @@ from decoder.backends.native.native_attention import NewTokens, native_attention
 
 NAME = "tokenswift"
 
-# Up to about this many scores, one softmax over all of them is faster on a CPU than blocks and their merging; more of
-# them no longer fit a core's caches. Measured by benchmarks/attention.py.
-_FEW_SCORES = 2**20
-
 # Upper bound of one block of the score matrix; long prefill chunks are cut along their queries to stay below it.
 _MAX_SCORES = 64 * 2**20
-
-# The kernel behind PyTorch's scaled dot product attention on a CPU, called by its own name for the log-sum-exp that the
-# public function does not return. It reads the cache where it lies and holds a small block of scores at a time.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # What models hand to every attention function and what means nothing to this one: positions are in the keys already,
 # and the others choose what to return.
@@ -80,10 +72,6 @@ def tree_attention(
 
     The cached prefix is seen by all and needs no mask; among a text's new tokens the mask is its own, or causal
     without one. Query heads are packed per KV head, so no key or value is ever replicated.
-
-    On a CPU, a single token, or many over a long text, attend in blocks and no score matrix is made. Half precision is
-    left out: there one softmax over whole products was seen to give a token the same bits whether it came alone or
-    with others, which blocks do not, and every such difference can turn a near tie.
 
     Args:
         module: the model's attention layer, with its ``layer_idx`` and ``config``.
@@ -150,48 +138,16 @@ def _attend(
     if text.kv_length is not None:
         output = split_kv.split_kv_attention(query.to(key.dtype), key, value, text.kv_length, text.mask, scaling)
         return output.to(query.dtype)
-    batch, heads, new, _ = query.shape
-    blocked = None
+    new, blocked = query.shape[2], None
     if new > 1:
         blocked = query.new_ones(new, new, dtype=torch.bool).triu(1) if text.mask is None else ~text.mask
-    scores = batch * heads * new * key.shape[2]
-    # A single token over few KV heads is too few blocks for many threads.
-    blockwise = scores > _FEW_SCORES if new > 1 else batch * key.shape[1] >= torch.get_num_threads()
-    same = query.dtype == key.dtype == value.dtype  # not under autocast
-    if blockwise and same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
-        return _two_parts(query, key, value, blocked, scaling)
     return _one_softmax(query, key, value, blocked, scaling)
-
-
-def _two_parts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocked: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """[B, H, T, D]: the new tokens over the prefix in blocks, and over each other, merged by log-sum-exp."""
-    batch, groups, length, dim = key.shape
-    new = query.shape[2]
-    packed = query.reshape(batch, groups, -1, dim)
-    if not packed.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-        # The kernel does not ask, and would read what lies beside each vector.
-        packed, key, value = packed.contiguous(), key.contiguous(), value.contiguous()
-    if blocked is None:
-        # A single new token sees all there is.
-        return _flash(packed, key, value, scale=scaling)[0].reshape(query.shape)
-    prefix_key, new_key = key.split_with_sizes((length - new, new), 2)
-    prefix_value, new_value = value.split_with_sizes((length - new, new), 2)
-    scores = (packed @ new_key.mT).mul_(scaling)
-    scores.view(batch, groups, -1, new, new).masked_fill_(blocked, -torch.inf)
-    if length == new:
-        return (scores.softmax(-1) @ new_value).view(query.shape)
-    prefix, log_sum = _flash(packed, prefix_key, prefix_value, scale=scaling)
-    # The prefix is one more key: its score is its log-sum-exp, its value its output.
-    weights = torch.cat((scores, log_sum.unsqueeze(-1)), -1).softmax(-1)
-    return torch.addcmul(weights[..., :new] @ new_value, weights[..., new:], prefix).view(query.shape)
 
 
 def _one_softmax(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocked: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """As `_two_parts`, over all scores at once, on every device and in every precision."""
+    """[B, H, T, D]: one softmax over all scores, on every device and in every precision."""
     batch, heads, new, dim = query.shape
     groups, length = key.shape[1], key.shape[2]
     packed = (query * scaling).reshape(batch, groups, heads // groups, new, dim)

@@ -10,7 +10,7 @@ from torch import nn
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Drafter, Drafts, Head, Product
 from decoder.backends.native.packed_linear import PackedHead, product_of
-from decoder.backends.native.packed_weight import NativeWeight, PackedWeight
+from decoder.backends.native.packed_weight import NativeWeight
 from decoder.draft_heads import DraftHead, DraftHeads
 from decoder.timings import stage
 
@@ -128,9 +128,9 @@ def _copy(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty(weight.shape, dtype=torch.float32, device="cpu").copy_(weight.detach())
 
 
-def _product(weight: PackedWeight | None) -> Product:
+def _product(weight: NativeWeight | None) -> Product:
     """What the library reads; without inputs where there is no such product."""
-    return weight.product if isinstance(weight, NativeWeight) else Product()
+    return Product() if weight is None else weight.product
 
 
 def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
@@ -152,14 +152,14 @@ def native_levels(target: "Target", heads: nn.Module, vocabulary: "DraftVocabula
     faster = target.replacements().called
     modules = [heads._head(index) for index in range(heads.num_heads)]
     found = [(module, faster.get(module)) for module in modules]
-    packed = [(module, one) for module, one in found if isinstance(one, PackedHead) and one.native]
+    packed = [(module, one) for module, one in found if isinstance(one, PackedHead)]
     if len(packed) < len(modules):
         return None
     rows = product_of(faster.get(vocabulary.rows))
     embeddings = target.model.get_input_embeddings()
     plain = type(embeddings) is nn.Embedding and type(embeddings.weight.data) is torch.Tensor
     plain = plain and embeddings.weight.dtype in _DTYPES and embeddings.weight.is_contiguous()
-    if rows is None or not isinstance(rows.weight, NativeWeight) or len(rows) > 1 or not plain:
+    if rows is None or len(rows) > 1 or not plain:
         return None
     table = embeddings.weight.detach()
     return NativeLevels(heads, packed, rows.weight, vocabulary.ids, table, target.logit_scale)

@@ -18,7 +18,7 @@ GROUP = 32
 """Weights of a row that share a step and a centre, as in llama.cpp's formats."""
 
 OUTPUTS = 16
-"""PyTorch's kernel takes multiples of this number of outputs."""
+"""Layers have multiples of this number of outputs."""
 
 _CODES = 16
 _WORDS = 4  # of eight codes in a group
@@ -43,7 +43,6 @@ class Int4Linear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._ordered: tuple[tuple[int, int], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "Int4Linear":
@@ -52,36 +51,19 @@ class Int4Linear(nn.Module):
         even, odd = (codes + _CODES // 2).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
         return cls(even | odd << 4, scales, None if layer.bias is None else layer.bias.detach().clone())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., out] for inputs [..., in] of any floating dtype, by PyTorch's kernel."""
-        return _product(x, self._in_kernels_order(), _for_kernel(self.scales), self.bias).to(x.dtype)
+    def unpacked(self) -> torch.Tensor:
+        """The weights, float32 [out, in]."""
+        codes = torch.stack((self.weight & 15, self.weight >> 4), -1).view(self.out_features, -1, GROUP)
+        step, centre = _shared(self.scales).float().transpose(0, 1)[..., None].unbind(2)
+        return ((codes.float() - _CODES // 2) * step + centre).flatten(1)
 
-    def _in_kernels_order(self) -> torch.Tensor:
-        """The codes as PyTorch's kernel reads them, a copy that is kept until they change."""
-        # Tensors of inference mode do not count their changes.
-        seen = self.weight.data_ptr(), -1 if self.weight.is_inference() else self.weight._version
-        if self._ordered is None or self._ordered[0] != seen or seen[1] < 0:
-            self._ordered = seen, _in_kernels_order(self.weight.data)
-        return self._ordered[1]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., out] for inputs [..., in] of any floating dtype, in single precision."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(x.float(), self.unpacked(), bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-class Int4Weight:
-    """PyTorch's product of one `Int4Linear`, or of several with the same input: one call for all of their outputs.
-
-    It holds a copy of their weights, as those of other dtypes do.
-    """
-
-    dtype = torch.float32
-
-    def __init__(self, layers: Sequence[Int4Linear]):
-        codes, scales, self._bias = _joined(layers)
-        self._codes, self._scales = _in_kernels_order(codes), _for_kernel(scales)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self._codes, self._scales, self._bias)
 
 
 class NativeInt4Weight(NativeWeight):
@@ -97,7 +79,7 @@ class NativeInt4Weight(NativeWeight):
         codes, scales, bias = _joined(layers)
         outputs, inputs = len(codes), 2 * codes.shape[1]
         dtype = torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
-        self._hold((outputs, inputs), dtype, self._words(codes, _for_kernel(scales)), bias)
+        self._hold((outputs, inputs), dtype, self._words(codes, _shared(scales)), bias)
 
     def _words(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """In panels of outputs and blocks of inputs, [panels, blocks x 5 words, outputs, 4 bytes], as in native.h.
@@ -124,23 +106,8 @@ def _joined(layers: Sequence[Int4Linear]) -> tuple[torch.Tensor, torch.Tensor, t
     return codes, scales, torch.cat(biases) if biases else None
 
 
-def _in_kernels_order(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [out, in / 2] in the order that PyTorch's kernel has on this processor."""
-    each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()
-    return torch._convert_weight_to_int4pack_for_cpu(each, 1)
-
-
-def _product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """PyTorch's outputs [..., out], float32, for inputs [..., in]; scales as `_for_kernel` returns them."""
-    rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
-    outputs = torch._weight_int4pack_mm_for_cpu(rows, codes, GROUP, scales).float()
-    if bias is not None:
-        outputs += bias
-    return outputs.view(*x.shape[:-1], outputs.shape[-1])
-
-
-def _for_kernel(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of a layer as [in / 32, out, 2] in bfloat16; they are of another dtype if the user has cast the model."""
+def _shared(scales: torch.Tensor) -> torch.Tensor:
+    """Steps and centres of a layer as [in / 32, out, 2] in bfloat16; they are of another dtype if the user has cast the model."""
     return scales.to(torch.bfloat16).view(len(scales), -1, 2)
 
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
-from decoder.backends.native.int4 import Int4Linear, Int4Weight, NativeInt4Weight
+from decoder.backends.native.int4 import Int4Linear, NativeInt4Weight
 from decoder.backends.native.norms import FusedNorm
-from decoder.backends.native.packed_weight import ByteWeight, PackedWeight, onednn_dtype, pack
+from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.work import Progress, Work, finish
@@ -45,7 +45,7 @@ class PackedLinears:
 
     def __init__(self, layers: Sequence[Linear]):
         self._fingerprint: list[torch.Tensor] = []
-        self._weight: PackedWeight | None = None
+        self._weight: NativeWeight | None = None
         self.pack(layers)
         self._input: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}  # outputs for this input that have not been returned yet
@@ -64,19 +64,19 @@ class PackedLinears:
         if quantised := [layer for layer in layers if isinstance(layer, QuantisedLinear)]:
             self._weight = QuantisedWeight(quantised)
         elif short:
-            self._weight = NativeInt4Weight(short) if native.available() else Int4Weight(short)
+            self._weight = NativeInt4Weight(short)
         else:
             self._weight = pack(*given, exact)
 
     @property
-    def weight(self) -> PackedWeight:
+    def weight(self) -> NativeWeight:
         """The packed weights."""
         assert self._weight is not None
         return self._weight
 
     @property
     def kind(self) -> type:
-        """The library that computes the product."""
+        """How the weights are held."""
         return type(self._weight)
 
     def __len__(self) -> int:
@@ -114,8 +114,8 @@ class PackedHead:
 
     def __init__(self, head: DraftHead):
         self._fingerprint: list[torch.Tensor] = []
-        self._readers: PackedWeight | None = None
-        self.down: PackedWeight | None = None
+        self._readers: NativeWeight | None = None
+        self.down: NativeWeight | None = None
         self.pack(head)
 
     def pack(self, head: DraftHead) -> None:
@@ -134,19 +134,14 @@ class PackedHead:
 
     @property
     def kind(self) -> type:
-        """The library that computes the products."""
+        """How the weights are held."""
         return type(self._readers)
 
     @property
-    def readers(self) -> PackedWeight:
+    def readers(self) -> NativeWeight:
         """The layers that read the features, as one product."""
         assert self._readers is not None
         return self._readers
-
-    @property
-    def native(self) -> bool:
-        """Whether the native library computes the products."""
-        return all(isinstance(one, ByteWeight) for one in (self._readers, self.down) if one is not None)
 
     def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         features = self._norm(hidden)
@@ -197,9 +192,11 @@ def packing(modules: Iterable[nn.Module]) -> Work[dict[nn.Module, Callable]]:
     """Faster forwards for the linear layers and draft heads among ``modules``, with their weights as they are now.
 
     The forwards hold a copy of the weights. If new copies would take more than half of the available memory, there are
-    no forwards. Layers on a CPU in float32, bfloat16, four bits (`Int4Linear`) and
+    no forwards, nor without the native library. Layers on a CPU in float32, bfloat16, four bits (`Int4Linear`) and
     formats of GGUF files (`QuantisedLinear`, whose weights are not copied) get one, others none.
     """
+    if not native.available():
+        return {}
     modules = list(modules)
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
     within = {layer for head in heads for layer in _products(head)}
@@ -261,7 +258,7 @@ def product_of(forward: Callable | None) -> PackedLinears | None:
 def _packable(module: nn.Module) -> bool:
     if type(module) in (Int4Linear, QuantisedLinear):
         return module.weight.device.type == "cpu"
-    if type(module) not in (nn.Linear, DraftRows) or not torch.backends.mkldnn.is_available():
+    if type(module) not in (nn.Linear, DraftRows):
         return False
     weight = module.weight.data
     if type(weight) is not torch.Tensor or weight.device.type != "cpu":
@@ -290,9 +287,7 @@ def _nbytes(layer: nn.Module) -> int:
     """How many bytes the packed copy takes at most."""
     if isinstance(layer, QuantisedLinear):
         return 0  # nothing is copied
-    # The native library keeps bfloat16 as it is.
-    dtypes = ((one.numel(), one.dtype if native.available() else onednn_dtype(one.dtype)) for one in layer.parameters())
-    return sum(numbers * dtype.itemsize for numbers, dtype in dtypes)
+    return sum(parameter.nbytes for parameter in layer.parameters())
 
 
 def under_autocast() -> bool:

@@ -3,19 +3,11 @@
 A product with packed weights reads them once for all rows. With 16 rows it was measured to take a third of the time of
 PyTorch's own product, and prefill is faster too.
 
-The native library keeps weights that are bfloat16 numbers in two bytes each, whatever the dtype of the inputs, and
-others in float32. Where it cannot be had, weights are packed by libraries that come with PyTorch. oneDNN packs them in
-their own dtype. FBGEMM packs them in half precision and multiplies them in single precision, so they take half the
-memory, and a step's time is mostly that of reading them: with SmolLM2-135M and a processor without AVX-512, products of
-1, 4 and 8 rows were measured to take 0.60, 0.60 and 0.70 of oneDNN's time, and those of a prompt 0.9. FBGEMM is used
-where half precision changes no row of the weights by more than 2**-22 of its norm, which is less than sums in single
-precision are off by. That is so for most checkpoints that were saved in bfloat16 or in half precision.
+Weights that are bfloat16 numbers are kept in two bytes each, whatever the dtype of the inputs, and others in float32.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import byref
-from typing import Protocol
 
 import torch
 
@@ -23,25 +15,13 @@ from decoder.backends.native import library as native
 from decoder.backends.native.library import Product
 from decoder.backends.native.mxint8 import BLOCK, mxint8_holds, mxint8_steps
 
-# The share of its norm by which a row of weights may be off. In large matrices saved in bfloat16 a few numbers (below
-# 8e-6) are rounded in half precision, and rows are off by up to some 2**-24. With that as the limit, which is as exact
-# as float32, one row of a hundred thousand would decide.
-_SAME = 2**-22
-# For weights that need not be exact, such as those of draft heads: the rounding of half precision, not its overflow.
-_CLOSE = 2**-10
 _CHECKED_AT_ONCE = 2**24  # numbers, so that the check takes little memory
 
 
-class PackedWeight(Protocol):
-    """x W^T + b, of inputs [..., in] in ``dtype`` the outputs [..., out] in the same."""
-
-    dtype: torch.dtype
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
 class NativeWeight:
-    """The native library's product, summed in float32: each row alone, input after input.
+    """x W^T + b by the native library, summed in float32: each row alone, input after input.
+
+    Inputs [..., in] are of its ``dtype``, and the outputs [..., out] too.
 
     This one holds bfloat16 numbers.
 
@@ -170,38 +150,7 @@ class MXInt8Weight(NativeWeight):
         return torch.cat((shared, words), 2).flatten(1, 2).contiguous()
 
 
-class HalfWeight:
-    """FBGEMM's product of float32 inputs with weights in half precision, which are summed in float32."""
-
-    dtype = torch.float32
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        with _fbgemm():
-            wide = weight.detach().float().contiguous()
-            self._packed = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.float())
-        # Found once: to look for the overload in each call takes some 20 microseconds.
-        self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x[None], self._packed)[0] if x.ndim == 1 else self._multiply(x, self._packed)
-
-
-class OneDnnWeight:
-    """oneDNN's product; bfloat16 weights are widened to float32 where the processor cannot multiply bfloat16.
-
-    These are the operators that torch.compile emits for frozen linear layers on a CPU.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.dtype = onednn_dtype(weight.dtype)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype))
-        self._bias = None if bias is None else bias.to(self.dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self._bias, "none", [], "")
-
-
-def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], exact: bool = True) -> PackedWeight:
+def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], exact: bool = True) -> NativeWeight:
     """One product for several weights [out_i, in] of float32 or bfloat16, with biases [out_i] for all or none of them.
 
     Args:
@@ -210,26 +159,13 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     given = [bias.detach() for bias in biases if bias is not None]
     bias = torch.cat(given) if given else None
-    if not exact and native.available():
+    if not exact:
         return ByteWeight(weight, bias)
-    # An old compiler may not know what multiplies bfloat16, where oneDNN does.
-    can = native.available() and (native.multiplies(weight.dtype) or onednn_dtype(weight.dtype) == torch.float32)
-    if can and not _bf16_holds(weight):
+    if not _bf16_holds(weight):
         return WideNativeWeight(weight, bias)
-    if can:
-        # The library's product of bytes takes one dtype of inputs, the narrowest that this processor multiplies.
-        bytes_too = weight.dtype == torch.bfloat16 or not native.multiplies(torch.bfloat16)
-        return MXInt8Weight(weight, bias) if bytes_too and mxint8_holds(weight) else NativeWeight(weight, bias)
-    half = onednn_dtype(weight.dtype) == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
-    half = half and _half_holds(weight.detach(), _SAME if exact else _CLOSE)
-    return HalfWeight(weight, bias) if half else OneDnnWeight(weight, bias)
-
-
-def onednn_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which oneDNN multiplies: the weights' own, or float32 if the CPU cannot multiply bfloat16."""
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
-    return dtype
+    # The library's product of bytes takes one dtype of inputs, the narrowest that this processor multiplies.
+    bytes_too = weight.dtype == torch.bfloat16 or not native.multiplies(torch.bfloat16)
+    return MXInt8Weight(weight, bias) if bytes_too and mxint8_holds(weight) else NativeWeight(weight, bias)
 
 
 def _bf16_holds(weight: torch.Tensor) -> bool:
@@ -238,25 +174,3 @@ def _bf16_holds(weight: torch.Tensor) -> bool:
         return True
     parts = weight.detach().split(max(1, _CHECKED_AT_ONCE // weight.shape[1]))
     return all(torch.equal(part.bfloat16().float(), part) for part in parts)
-
-
-def _half_holds(weight: torch.Tensor, tolerance: float) -> bool:
-    """Whether no row changes in half precision by more than this share of its norm."""
-    for part in weight.split(max(1, _CHECKED_AT_ONCE // weight.shape[1])):
-        wide = part.float()
-        change = wide.half().float().sub_(wide).norm(dim=1)
-        # What overflows has an infinite change, and what is no number a change that is none.
-        if not bool((change <= tolerance * wide.norm(dim=1)).all()):
-            return False
-    return True
-
-
-@contextmanager
-def _fbgemm() -> Iterator[None]:
-    """A block in which PyTorch packs quantised layers with FBGEMM, whatever the user has chosen."""
-    engine = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"
-    try:
-        yield
-    finally:
-        torch.backends.quantized.engine = engine
