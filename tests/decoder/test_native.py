@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
