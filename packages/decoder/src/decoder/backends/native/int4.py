@@ -107,7 +107,7 @@ def _joined(layers: Sequence[Int4Linear]) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _shared(scales: torch.Tensor) -> torch.Tensor:
-    """Steps and centres of a layer as [in / 32, out, 2] in bfloat16; the user may have cast the model to another dtype."""
+    """Steps and centres of a layer as [in / 32, out, 2], in bfloat16 whatever the user has cast the model to."""
     return scales.to(torch.bfloat16).view(len(scales), -1, 2)
 
 
