@@ -44,7 +44,7 @@ def exactness(methods: Sequence[str] = (), *, say: Say = lambda sentence: None, 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Which engines are asked for what.
+    """Which engines are asked for what. Fields that are not named here are those of `compare.Experiment`.
 
     Args:
         methods: specifications as in `MethodSpec`.
@@ -54,7 +54,6 @@ class Exactness:
         draws: texts of other seeds for the chi-square test; 0 leaves it out.
         output: folder; what was generated in it is kept and not generated again.
         overwrite: drop what other settings left there.
-        others: as in `compare.Experiment`.
     """
 
     methods: tuple[str, ...]
