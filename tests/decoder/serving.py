@@ -1,5 +1,6 @@
 """A server in a thread of the test's own process, and the parts that tests of it share."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -60,17 +61,27 @@ class Running:
         return within(seconds, lambda: not self.service.worker.running and not self.service.worker.waiting)
 
 
+class _Server(uvicorn.Server):
+    """One that tells its event loop."""
+
+    async def startup(self, sockets=None):
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+
 @contextmanager
 def served(dec, **settings):
     """Serve ``dec`` for the length of the block."""
     service = Service(dec, Settings("tiny", **settings))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(make_app(service), log_config=None, access_log=False, lifespan="off")
-        server = uvicorn.Server(config)
+        server = _Server(config)
         thread = threading.Thread(target=server.run, args=([listener],))
         service.worker.start()
         thread.start()
         running = Running(service, listener.getsockname()[1])
+        assert within(10, lambda: server.started)
+        running.loop = server.loop
         try:
             yield running
         finally:

@@ -10,7 +10,7 @@ import decoder
 import decoder.__main__ as command
 from decoder import Decoder, SamplingParams
 from decoder.text.prompts import chat_ids, check_sanitizes
-from decoder.text.roles import known_roles
+from decoder.text.roles import known_roles, knows
 
 from .conftest import tiny_llama
 from .serving import served
@@ -38,6 +38,25 @@ TEMPLATES = {
     "{% endgeneration %}{% elif message.content == 'poet' %}{{ message['role'] + 'singer' }}{% endif %}{% endfor %}",
 }
 KNOWN = {"plain": (), "developer": ("developer",), "tool": ("tool", "ipython"), "generation": ("critic",)}
+# Other ways in which a template can tell roles from each other.
+FOR_EACH = "{% for m in messages %}"
+TELLING = {
+    "mapping": "{% set tags = {'user': 'U', 'assistant': 'A', 'critic': 'C'} %}" + FOR_EACH + "{{ tags[m['role']] }}",
+    "mapping with a default": FOR_EACH + "{{ {'user': 'U', 'critic': 'C'}.get(m.role, m.role) }}",
+    "call of dict": "{% set tags = dict(user='U', critic='C') %}" + FOR_EACH + "{{ tags[m.role] }}",
+    "loop over a mapping": FOR_EACH + "{% for r, t in {'critic': 'C'}.items() %}{% if r == m.role %}{{ t }}{% endif %}"
+    "{% endfor %}{{ m.content }}",
+    "variable": FOR_EACH + "{% set who = m.role %}{% if who in ['critic', 'singer'] %}{{ '!' }}{% endif %}{{ who }}",
+    "list of those that are allowed": "{% set allowed = ['system', 'user', 'assistant', 'critic'] %}"
+    + FOR_EACH
+    + "{% if m.role not in allowed %}{{ raise_exception('no') }}{% endif %}{{ m.role }}",
+    "macro": "{% macro tag(who) %}{{ 'C' if who == 'critic' else who }}{% endmacro %}" + FOR_EACH + "{{ tag(m.role) }}",
+    "filter": "{% for m in messages | selectattr('role', 'equalto', 'critic') %}{{ m.content }}",
+    "beginning": FOR_EACH + "{{ 'C' if m.role.startswith('critic') else m.role | upper }}",
+    "one that refuses what it knows": FOR_EACH
+    + "{% if m.role == 'critic' %}{{ raise_exception('not first') }}{% endif %}"
+    "{% if m.role != 'user' %}{{ raise_exception('only users') }}{% endif %}",
+}
 
 
 def with_control(tokenizer, template=PLAIN):
@@ -75,6 +94,19 @@ def of_users(*contents):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_roles_that_a_template_compares_are_known(name):
     assert known_roles(TEMPLATES[name]) == ("system", "user", "assistant", *KNOWN[name])
+
+
+@pytest.mark.parametrize("how", TELLING)
+def test_a_role_that_a_template_tells_from_others_in_any_way_is_known(how):
+    template = TELLING[how] + "{% endfor %}"
+    assert {*known_roles(template)} == {
+        "system",
+        "user",
+        "assistant",
+        "critic",
+        *(("singer",) if "singer" in template else ()),
+    }
+    assert not any(knows(template, role) for role in ("Critic ", "poet", "", "m", "role", "0", "\ue000", "crit"))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -62,6 +62,16 @@ def test_lists_deeper_than_python_calls_are_searched():
         parse_json("[" * 10**5 + "]" * 10**5, "line 3")
 
 
+def test_a_value_within_itself_or_in_many_places_is_searched_once():
+    """As YAML makes them from aliases: `a: &a [*a]`, and lists of one list ten times, thirty levels deep."""
+    value = ["\udfff"]
+    for _ in range(30):
+        value = [value] * 10
+    value.append({"itself": value})
+    [(place, _)] = faults(value)
+    assert place == "[0]" * 31
+
+
 @given(nested | huge | broken_texts | st.lists(huge, min_size=1))
 def test_any_value_can_be_shown(value):
     assert 0 < len(shown(value)) < 100 and shown(value).encode()
@@ -81,7 +91,7 @@ def test_what_is_no_json_is_told_by_its_name(text):
     assert len(str(error.value)) < 200
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_number_of_the_records_is_refused_by_name_or_can_be_used(data):
     """Whatever a record takes, a generation takes; what it does not take, it says so in a sentence with the name."""
@@ -108,7 +118,7 @@ def _decoder(made=[]):  # noqa: B006 (made once)
     return made[0]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(broken_texts, st.sampled_from(["prompt", "role", "content", "stop", "extra"]))
 def test_texts_of_a_generation_are_valid_unicode(text, where):
     dec = _decoder()

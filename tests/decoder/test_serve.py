@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import socket
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,9 @@ from decoder import Decoder, SamplingParams
 from decoder.engine import Engine
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sequence import Sequence
+from decoder.serve import reading as reading_
+from decoder.serve import service
+from decoder.serve.worker import Worker
 
 from .serving import CHAT, name_of, served, speaking_decoder, within
 
@@ -346,6 +350,80 @@ def test_a_request_that_takes_too_long_is_a_503(dec):
         lines = server.post({**body, "stream": True}).text.strip().split("\n\n")
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
         assert server.idle(2)
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    """Large prompts are read to no end before the event, as by a slow tokenizer."""
+    begun, let_go = threading.Event(), threading.Event()
+    read = service.prompt_ids
+
+    def slow(prompt, *arguments):
+        if len(prompt) > 2**14:
+            begun.set()
+            assert let_go.wait(30)
+        return read(prompt, *arguments)
+
+    monkeypatch.setattr(service, "prompt_ids", slow)
+    yield begun
+    let_go.set()
+
+
+LARGE = dict(prompt="Call me " * 2**12, max_tokens=2)
+
+
+@pytest.mark.parametrize("prompt", ["Call me", [1, 2, 3], ["a", [1]]], ids=["text", "ids", "several"])
+def test_a_small_prompt_does_not_wait_until_a_large_one_is_read(dec, reading, prompt):
+    with served(dec, timeout=2) as server, ThreadPoolExecutor(1) as pool:
+        large = pool.submit(server.post, LARGE)
+        assert reading.wait(10)
+        assert server.post(dict(prompt=prompt, max_tokens=2)).status_code == 200
+        # The time in which it is read counts.
+        assert large.result().status_code == 503 and large.result().json()["error"]["code"] == "timeout"
+
+
+def test_a_server_that_stops_gives_up_what_it_reads(dec, reading):
+    with served(dec) as server, ThreadPoolExecutor(1) as pool:
+        large = pool.submit(server.post, LARGE)
+        assert reading.wait(10)
+        server.loop.call_soon_threadsafe(server.service.stop)
+        assert large.result(10).status_code == 503 and large.result().json()["error"]["code"] == "stopping"
+        assert server.post(dict(prompt="a", max_tokens=2)).json()["error"]["code"] == "stopping"
+        assert server.service.reading.busy
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_asks_for_nothing(dec, reading, monkeypatch):
+    jobs, submit = [], Worker.submit
+    monkeypatch.setattr(Worker, "submit", lambda self, job: (jobs.append(job), submit(self, job))[1])
+    with served(dec) as server:
+        data = json.dumps(LARGE).encode()
+        with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            assert reading.wait(10)
+        gone = 'tokenswift_requests_total{path="/v1/completions",status="499"} 1.0'
+        assert within(5, lambda: gone in server.http.get("/metrics").text)
+        assert server.post(dict(prompt="a", max_tokens=2)).status_code == 200 and len(jobs) == 1
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_a_text_that_is_seen_to_be_too_long_is_not_read_to_its_end(dec, monkeypatch, chat):
+    """A token of `byte_tokenizer` is a byte."""
+    read, positions = [], dec.model.config.max_position_embeddings
+    tokenize = reading_.text_ids
+    monkeypatch.setattr(reading_, "text_ids", lambda text, *rest: (read.append(len(text)), tokenize(text, *rest))[1])
+    with served(dec) as server:
+        text = "ab" * (9 * positions)
+        asked = dict(messages=[dict(role="user", content=text)]) if chat else dict(prompt=text)
+        answer = server.post(asked, "/v1/chat/completions" if chat else "/v1/completions")
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert error["param"] == ("messages" if chat else "prompt") and read == [8 * positions]
+
+
+def test_a_prompt_that_is_none_is_told_with_its_place(server):
+    for prompt, place in (["a", ""], "prompt[1]"), ([[1], [2], [10**6]], "prompt[2]"):
+        answer = server.post(dict(prompt=prompt, max_tokens=2))
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(place + ": ")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,14 @@ MODEL = ["--model", "data/reference-model"]
 USAGE = {
     "port in use": (lambda port, tmp: [*MODEL, "--port", str(port)], "choose another --port"),
     "no such port": (lambda port, tmp: [*MODEL, "--port", "70000"], "--port must be between"),
+    "no end of grace": (lambda port, tmp: [*MODEL, "--grace", "inf"], "--grace must be a finite number of seconds"),
+    "no end of time": (lambda port, tmp: [*MODEL, "--timeout", "1e400"], "--timeout must be a finite number"),
+    "digits": (lambda port, tmp: [*MODEL, "--max-queue", "1" * 401], "--max-queue must be a number that a float holds"),
+    "surrogate": (lambda port, tmp: [*MODEL, "--api-key-file", "\udce9"], "--api-key-file is not valid Unicode"),
+    "long host": (
+        lambda port, tmp: [*MODEL, "--host", "x" * 70],
+        "no address of this machine: it is no name of a host",
+    ),
     "no such host": (lambda port, tmp: [*MODEL, "--host", "no.such.host.invalid"], "no address of this machine"),
     "no model": (lambda port, tmp: ["--model", str(tmp / "none")], "there is no model folder"),
     "no key file": (lambda port, tmp: [*MODEL, "--api-key-file", str(tmp / "none")], "there is no key file"),

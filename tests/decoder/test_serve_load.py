@@ -164,6 +164,18 @@ def test_memory_is_flat_over_five_hundred_requests(start, kept):
     assert server.idle() and server.end() == 0
 
 
+@pytest.mark.parametrize("prompt", [[1] * 90_000, " " * 3_000_000], ids=["read by the model", "becoming tokens"])
+def test_sigterm_ends_the_process_in_the_middle_of_a_long_prompt(start, prompt):
+    """Within the time of grace and what ending Python takes, which is a third of a second on an idle machine."""
+    server = start("--grace", "2")
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(server.http.post, "/v1/completions", json=dict(prompt=prompt, max_tokens=2))
+        time.sleep(1)
+        began = time.monotonic()
+        assert server.end() == 0 and time.monotonic() - began < 6
+        assert sent.result().json()["error"]["code"] == "stopping"
+
+
 def test_sigterm_under_load_ends_every_request_in_words(start):
     server = start("--max-batch", "4", "--grace", "2")
     body = dict(prompt=prompt(1), ignore_eos=True, seed=1)

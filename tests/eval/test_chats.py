@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import decoder
 from ts_eval.cli import main
+from ts_eval.comparing import setup
 from ts_eval.comparing.progress import Progress
 from ts_eval.comparing.prompts import read_prompts
 
@@ -48,6 +49,25 @@ def compare(model: Path, prompts: Path, output: Path, *arguments: str, methods=(
     command = ["compare", *methods, "--model", str(model), "--prompts", str(prompts), "--dtype", "float64", "--runs",
                "1", "--max-new-tokens", str(LENGTH), "--temperature", "0", "--output", str(output)]  # fmt: skip
     return CliRunner(env={"COLUMNS": "160"}).invoke(main, [*command, *arguments])
+
+
+def test_control_tokens_of_a_chat_are_text_where_that_is_asked_for(model, tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Who climbed<end> the stairs?"}]}))
+    plain, sanitized = (read_prompts(path, tokenizer, None, None, asked)[0].token_ids for asked in (False, True))
+    assert tokenizer.eos_token_id in plain and tokenizer.eos_token_id not in sanitized
+    assert tokenizer.decode(plain) == tokenizer.decode(sanitized)
+
+    asked = []
+    read = setup.read_prompts
+    monkeypatch.setattr(setup, "read_prompts", lambda *arguments: asked.append(arguments[-1]) or read(*arguments))
+    output = tmp_path / "out"
+    for flags in ([], ["--sanitize-control-tokens"], ["--config", str(output / "run.yaml")]):
+        result = compare(model, path, output, *flags, methods=["ar"])
+        assert result.exit_code == 0, result.output
+    assert asked == [False, True, True]
 
 
 def rows(output: Path) -> dict:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from tiny_reference import save_model
@@ -30,6 +31,25 @@ def test_help_does_not_wait_for_torch(command, flag):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert flag in done.stdout
+
+
+NEEDED = {"compare": ["ar"], "metrics": ["text.txt"], "reproduce": ["table-1"], "report": ["folder"]}
+NO_NUMBERS = ("1" * 401, "inf", "1e400", "nan")
+FLAGS = [
+    (name, parameter.opts[0], value)
+    for name, command in main.commands.items()
+    for parameter in command.params
+    if isinstance(parameter, click.Option) and not parameter.is_flag and not parameter.is_eager
+    for value in ("caf\udce9", *([] if isinstance(parameter.type, click.types.StringParamType) else NO_NUMBERS))
+]
+
+
+@pytest.mark.parametrize(("command", "flag", "value"), FLAGS, ids=lambda one: one if len(one) < 20 else "digits")
+def test_a_flag_that_no_float_or_utf8_holds_is_refused_in_a_sentence(command, flag, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, [command, *NEEDED.get(command, []), flag, value])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert result.stderr.count("\n") == 1 and flag in result.stderr and not result.stdout
 
 
 def test_no_command_shows_the_help():

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from tiny_reference import BOOKS, byte_tokenizer
 from transformers import AutoModelForCausalLM
 
+import decoder
 from ts_eval import metrics
 from ts_eval.cli import main
 
@@ -61,6 +62,15 @@ def test_features_are_the_mean_of_the_final_states_of_each_piece_alone(model):
             states = model(torch.tensor([ids[5 * place : 5 * place + 5]]), output_hidden_states=True).hidden_states[-1]
         torch.testing.assert_close(vector, states[0].mean(0), rtol=1e-4, atol=1e-5)
     assert metrics.PieceFeatures(model, 5)(ids[:4]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_a_model_whose_weights_are_packed_has_features_too(data, dtype):
+    """Its head's weight is bytes in another order, whose shape tells nothing."""
+    dec = decoder.load(data / "reference-model", dtype=dtype)
+    features = metrics.PieceFeatures(dec.model, PIECE)
+    found = [features(ids) for ids in ([1, 2, 3, 4, 5, 6, 7, 8], [1])]
+    assert [one.shape for one in found] == [(2, 32), (0, 32)] and torch.cat(found).isfinite().all()
 
 
 @pytest.mark.parametrize("tokens", [0, 513])

@@ -7,6 +7,7 @@ Standard output gets the text and nothing else. Exit status: 0 done; 1 the run b
 """
 
 import argparse
+import gc
 import io
 import os
 import re
@@ -22,13 +23,13 @@ import huggingface_hub
 import torch
 import transformers
 
-from decoder.checks import check
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
 from decoder.cli.flags import (
     add_flags,
     add_loading_flags,
     add_sanitize_flag,
+    check_flags,
     check_sources,
     from_flags,
     heads_of,
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what can be seen to be wrong from the flags alone."""
+    check_flags(args)
     if args.resume and args.output is None:
         raise ValueError("--resume needs --output: the file that a cut run has left")
     if args.resume and args.verification != "exact":
@@ -109,7 +111,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--method {args.method} needs --heads")
     if args.method in ("draft-model", "triforce") and args.draft_model is None:
         raise ValueError(f"--method {args.method} needs --draft-model")
-    check(args.stop, "--stop")
     if "" in args.stop:
         raise ValueError("--stop takes text that is not empty")
     if args.max_new_tokens is not None and args.max_new_tokens < 0:
@@ -399,4 +400,7 @@ def _run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # Python would look for cycles among all that PyTorch and transformers have made, which takes a second or two.
+    gc.freeze()
+    sys.exit(status)

@@ -47,8 +47,14 @@ def faults(value: object) -> Iterator[tuple[str, str]]:
     """
     # No recursion: lists within lists may go deeper than Python's calls.
     left: list[tuple[str, object]] = [("", value)]
+    # A YAML file can name a list in many places, and even within itself.
+    seen = set[int]()
     while left:
         place, one = left.pop()
+        if isinstance(one, Mapping | list | tuple):
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
         if words := fault(one):
             yield place, words
         elif isinstance(one, Mapping):

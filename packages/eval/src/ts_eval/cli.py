@@ -28,6 +28,7 @@ from ts_eval.commands.options import (
     options_of,
     sampling_of,
     sampling_options,
+    sanitize_option,
 )
 
 
@@ -58,6 +59,7 @@ def main():
 @click.option("--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a book]")
 @click.option("--max-new-tokens", type=int, default=defaults.MAX_NEW_TOKENS, show_default=True)
 @click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]")
+@sanitize_option
 @click.option("--runs", type=int, default=defaults.RUNS, show_default=True, help="Generations per method and prompt.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
 @click.option(
@@ -195,6 +197,7 @@ def exactness(typed, methods, **arguments):
 @click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
 @model_options
 @click.option("--prompts", help="As for compare; the first one is taken.  [default: a PG-19 test book]")
+@sanitize_option
 @click.option(
     "--prompt-tokens",
     type=int,

@@ -57,6 +57,7 @@ class Experiment:
         prompt_tokens: the first so many tokens of each prompt; None takes the whole text, but 1,024 of a book that is
             shipped or on the hub.
         max_new_tokens: tokens to generate, end-of-text ignored.
+        sanitize_control_tokens: whether control tokens in the messages of chats are text, as in `decoder.load`.
         num_prompts: at most so many prompts; None takes all of a file, one of the shipped books or of a hub dataset.
         runs: generations per method and prompt; run r (from 0) uses the seed ``seed`` + r.
         batch: how many of a row's generations are decoded together, taken run by run and prompt by prompt;
@@ -94,6 +95,7 @@ class Experiment:
     prompts: str | None = None
     prompt_tokens: int | None = None
     max_new_tokens: int = defaults.MAX_NEW_TOKENS
+    sanitize_control_tokens: bool = False
     num_prompts: int | None = None
     runs: int = defaults.RUNS
     seed: int = 0

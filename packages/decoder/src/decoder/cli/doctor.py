@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from decoder.cli.flags import add_loading_flags, check_sources, load_from_flags
+from decoder.cli.flags import add_loading_flags, check_flags, check_sources, load_from_flags
 
 
 def doctor(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> str:
@@ -19,5 +19,6 @@ def doctor(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> s
     )
     add_loading_flags(asked)
     args = asked.parse_args(arguments)
+    check_flags(args)
     check_sources(args)
     return load_from_flags(args).report()

@@ -4,9 +4,10 @@ import argparse
 import inspect
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from decoder.checks import shown
+from decoder.checks import check, shown
 from decoder.decoder import Decoder
 from decoder.heads_beside import heads_beside
 from decoder.loader import load
@@ -64,6 +65,12 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="the same bits for a token's logits whatever shares its pass (default: where a test shows that it holds)",
     )
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuse numbers that no float holds and texts that no UTF-8 holds. Raises ValueError with the flag."""
+    for name, value in vars(args).items():
+        check(str(value) if isinstance(value, Path) else value, flag(name))
 
 
 def check_sources(args: argparse.Namespace) -> None:

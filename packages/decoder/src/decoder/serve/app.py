@@ -18,11 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from decoder.serve.body import parse_body
 from decoder.serve.errors import ApiError
-from decoder.serve.requests import Asked, parse
+from decoder.serve.requests import Asked
 from decoder.serve.responses import DONE, Answer, event
-from decoder.serve.service import Running, Service
+from decoder.serve.service import Running, Service, TimeLimit
 from decoder.serve.worker import Piece
 
 logger = logging.getLogger(__name__)
@@ -153,9 +152,10 @@ class Routes:
         metrics, clock = self.service.metrics, asyncio.get_running_loop().time
         began = clock()
         data = await _body(request, self.service.max_body_bytes)
-        # A body of megabytes must not hold up the event loop.
-        asked = await asyncio.to_thread(lambda: parse(parse_body(data), chat))
-        running, prompt_tokens = await self.service.submit(asked)
+        limit = TimeLimit(self.service.settings.timeout)
+        async with limit.kept():
+            asked = await _unless_gone(request, self.service.read(data, chat))
+            running, prompt_tokens = await _unless_gone(request, self.service.submit(asked, limit))
         with ExitStack() as ending:
             ending.callback(lambda: metrics.seconds.observe(clock() - began))
             ending.callback(running.close)

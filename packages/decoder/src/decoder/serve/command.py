@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import logging
+import math
+import os
 import re
 import signal
 import socket
@@ -18,6 +20,7 @@ from decoder.cli.flags import (
     add_flags,
     add_loading_flags,
     add_sanitize_flag,
+    check_flags,
     check_sources,
     from_flags,
     load_from_flags,
@@ -41,9 +44,13 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
             the key cannot be read.
     """
     args = _parser(parser).parse_args(arguments)
+    check_flags(args)
     for name, least in (("max_batch", 1), ("max_queue", 0), ("max_tokens", 1), ("timeout", 1), ("grace", 0)):
         if not getattr(args, name) >= least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    for name in ("timeout", "grace"):
+        if math.isinf(getattr(args, name)):
+            raise ValueError(f"--{name} must be a finite number of seconds")
     if args.prefix_cache_bytes is not None and args.prefix_cache_bytes < 0:
         raise ValueError(f"--prefix-cache-bytes must be at least 0, not {args.prefix_cache_bytes}")
     options = from_flags(TokenSwiftOptions, args)
@@ -156,8 +163,9 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         raise ValueError(f"--port must be between 0 and 65,535, not {port}")
     try:
         [family, kind, protocol, _, address], *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ValueError(f"--host {host} is no address of this machine: {error.strerror}") from None
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise ValueError(f"--host {shown(host)} is no address of this machine: {reason}") from None
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -190,7 +198,7 @@ class _Server(uvicorn.Server):
         await super().main_loop()
         # Here and not in the handler of the signal, which may interrupt whoever holds the worker's lock.
         logger.info("stopping: running requests have %g seconds to end", self.service.settings.grace)
-        self.service.worker.stop(self.service.settings.grace)
+        self.service.stop()
 
 
 def _run(service: Service, listener: socket.socket) -> None:
@@ -216,3 +224,7 @@ def _run(service: Service, listener: socket.socket) -> None:
     service.worker.stop(0)
     service.worker.join(_SECONDS_TO_TELL)
     logger.info("stopped")
+    if service.reading.busy:
+        # A tokenizer cannot be interrupted, and Python would wait for its thread.
+        logging.shutdown()
+        os._exit(0)

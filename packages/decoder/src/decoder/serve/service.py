@@ -2,19 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
 
 from decoder.arguments import Arguments, check_arguments
 from decoder.decoder import Decoder
 from decoder.options import TokenSwiftOptions
+from decoder.serve.body import parse_body
 from decoder.serve.errors import ApiError
 from decoder.serve.metrics import Metrics
-from decoder.serve.requests import Asked
+from decoder.serve.reading import Reading, size_of, surely_too_long
+from decoder.serve.requests import Asked, parse
 from decoder.serve.worker import Job, Piece, Worker
-from decoder.text.prompts import Prompt, prompt_ids
+from decoder.text.prompts import prompt_ids
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Settings:
         max_batch: texts that are decoded together.
         max_queue: texts that may wait.
         max_tokens: new tokens of a text.
-        timeout: seconds that a request may take, with the time in the queue.
+        timeout: seconds that a request may take, with the time in which it is read and in the queue.
         grace: seconds that running requests have to end once the server is told to stop.
         method: for requests that do not name one; None chooses.
         options: how to draft.
@@ -46,23 +49,39 @@ class Settings:
     allow_origins: tuple[str, ...] = ()
 
 
+class TimeLimit:
+    """When a request must have ended that may take ``seconds`` from now on."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self._end = seconds, asyncio.get_running_loop().time() + seconds
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """A block that ends with ApiError 503 once the time is over."""
+        try:
+            async with asyncio.timeout_at(self._end):
+                yield
+        except TimeoutError:
+            words = f"the request took longer than the {self.seconds:g} seconds that it may: ask for less"
+            raise ApiError(503, words, code="timeout") from None
+
+
 class Running:
     """A submitted request: its pieces, as they come. `close` ends it, whether it is done or not.
 
     Args:
         arguments: of each choice.
-        timeout: seconds from now that the request may take.
+        limit: until when the request may take.
 
     Attributes:
         contexts: the prompt's token ids of each choice.
     """
 
-    def __init__(self, worker: Worker, arguments: list[Arguments], timeout: float):
+    def __init__(self, worker: Worker, arguments: list[Arguments], limit: "TimeLimit"):
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
         self.contexts = [one.context for one in arguments]
-        self._worker, self._pieces, self._open, self._timeout = worker, pieces, len(arguments), timeout
-        self._deadline = loop.time() + timeout
+        self._worker, self._pieces, self._open, self._limit = worker, pieces, len(arguments), limit
 
         def deliver(piece: Piece | ApiError) -> None:
             # A loop that is closed belongs to a server that is gone, and nobody waits.
@@ -79,12 +98,8 @@ class Running:
         """The next piece, None after the last one; raises the ApiError that has ended the request."""
         if not self._open:
             return None
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                piece = await self._pieces.get()
-        except TimeoutError:
-            words = f"the request took longer than the {self._timeout:g} seconds that it may: ask for less"
-            raise ApiError(503, words, code="timeout") from None
+        async with self._limit.kept():
+            piece = await self._pieces.get()
         if isinstance(piece, ApiError):
             raise piece
         self._open -= piece.output is not None
@@ -105,8 +120,7 @@ class Service:
     def __init__(self, dec: Decoder, settings: Settings):
         self.dec, self.settings, self.metrics = dec, settings, Metrics()
         self.tokenizer = deepcopy(dec.tokenizer)
-        # Tokenizers must not be used from several threads at once, and a long text must not hold up the event loop.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.reading = Reading(self.tokenizer, dec.sanitize_control_tokens)
         self.worker = Worker(dec, settings.max_batch, settings.max_queue, self.metrics.finished)
         self.metrics.watch(self.worker)
 
@@ -115,15 +129,24 @@ class Service:
         """The largest body that a request may have: more than a prompt of all positions needs, in any script."""
         return max(2**20, 64 * self.dec.model.config.max_position_embeddings)
 
-    async def submit(self, asked: Asked) -> tuple[Running, int]:
+    def stop(self) -> None:
+        """Take no more requests; those that run have the time of grace to end."""
+        self.reading.stop()
+        self.worker.stop(self.settings.grace)
+
+    async def read(self, data: bytes, chat: bool) -> Asked:
+        """The checked request in a body; raises ApiError if it is none."""
+        return await self.reading.read(len(data), lambda _: parse(parse_body(data), chat))
+
+    async def submit(self, asked: Asked, limit: TimeLimit) -> tuple[Running, int]:
         """Submit a request; returns it with the number of tokens in its prompts. Raises ApiError if it is refused."""
         if asked.model not in (None, self.settings.model):
             words = f"there is no such model: this server has {self.settings.model}"
             raise ApiError(404, words, "model", "model_not_found")
         self._check_vocabulary(asked)
-        prompts = [await self._ids(prompt, "messages" if asked.chat else "prompt") for prompt in asked.prompts]
+        prompts = [await self._ids(asked, index) for index in range(len(asked.prompts))]
         arguments = [one for ids in prompts for one in self._arguments(asked, ids)]
-        running = Running(self.worker, arguments, self.settings.timeout)
+        running = Running(self.worker, arguments, limit)
         prompt_tokens = sum(map(len, prompts))
         self.metrics.prompt_tokens.inc(prompt_tokens)
         return running, prompt_tokens
@@ -138,14 +161,22 @@ class Service:
             if outside is not None:
                 raise ApiError(400, f"{name}: token id {outside} is outside the vocabulary of {size}", name)
 
-    async def _ids(self, prompt: Prompt, field: str) -> list[int]:
-        def ids() -> list[int]:
-            return prompt_ids(prompt, self.tokenizer, self.dec.target.vocab_size, self.dec.sanitize_control_tokens)
+    async def _ids(self, asked: Asked, index: int) -> list[int]:
+        """The token ids of a request's prompt."""
+        prompt, field = asked.prompts[index], "messages" if asked.chat else "prompt"
+        positions = self.dec.model.config.max_position_embeddings
+
+        def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+            if surely_too_long(prompt, tokenizer, positions):
+                words = f"the prompt has more tokens than the {positions:,} positions of the model: shorten it"
+                raise ApiError(400, words, field, "context_length_exceeded")
+            return prompt_ids(prompt, tokenizer, self.dec.target.vocab_size, self.dec.sanitize_control_tokens)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, ids)
+            return await self.reading.read(size_of(prompt), ids)
         except ValueError as error:
-            raise ApiError(400, str(error), field) from None
+            place = f"{field}[{index}]: " if len(asked.prompts) > 1 else ""
+            raise ApiError(400, f"{place}{error}", field) from None
 
     def _arguments(self, asked: Asked, ids: list[int]) -> list[Arguments]:
         """The arguments of each choice for one prompt; raises ApiError 400 where they are of no use."""

@@ -1,15 +1,20 @@
 """Who speaks in a chat: the roles that a chat template knows, and names that cannot pass for turns."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from jinja2 import Environment, nodes
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from decoder.checks import shown
 
 _OF_ALL = ("system", "user", "assistant")
+_BEFORE = ((), ("user",), ("user", "assistant"), ("system", "user"))
+"""What may stand before a message with a role, in the chats with which a template is tried."""
+_NOBODY = "\ue000"  # a role that no template knows, of one private character
+_SPECIAL = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"), "")
 # A tag of transformers' own, which marks what the assistant says.
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
@@ -23,44 +28,52 @@ def with_known_roles(
         ValueError: another role is none that the template knows, or a name is no line of text without control tokens.
         TemplateError: the template is not valid.
     """
-    known = known_roles(template)
     taken = []
     for index, message in enumerate(messages):
         role = message["role"]
-        if role not in (*known, "developer"):
+        known = knows(template, role)
+        if not known and role != "developer":
             words = f"messages[{index}].role is {shown(role)}, which the chat template does not know"
-            raise ValueError(f"{words}: use one of {', '.join(sorted({*known, 'developer'}))}")
+            raise ValueError(f"{words}: use one of {', '.join(sorted({*known_roles(template), 'developer'}))}")
         if "name" in message:
             _check_name(message["name"], f"messages[{index}].name", tokenizer)
-        taken.append({**message, "role": role if role in known else "system"})
+        taken.append({**message, "role": role if known else "system"})
     return taken
 
 
 @lru_cache
+def knows(template: str, role: str) -> bool:
+    """Whether a template does something else for a role than for one that nobody has.
+
+    That is tried: a template may compare roles, look them up in a mapping, or pass them to a macro. Where it only
+    writes them down, so that any would do, it knows none.
+    """
+    if role in _OF_ALL:
+        return True
+    if not role:
+        return False
+
+    def rendered(before: tuple[str, ...], last: str) -> str:
+        chat = [{"role": one, "content": "0"} for one in (*before, last)]
+        try:
+            [text], _ = render_jinja_template([chat], chat_template=template, add_generation_prompt=True, **_SPECIAL)
+        except Exception as error:
+            # Templates raise errors of any type where they do not take a chat.
+            text = f"{type(error)} {error}"
+        # Templates may change the case of what they write down.
+        return text.replace(_NOBODY, role).casefold()
+
+    return any(rendered(before, role) != rendered(before, _NOBODY) for before in _BEFORE)
+
+
+@lru_cache
 def known_roles(template: str) -> tuple[str, ...]:
-    """The roles that all templates know, and those with which this one compares the role of a message."""
+    """The roles that all templates know, and those among the texts and names of this one that it knows."""
     tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
-    found = [text for one in tree.find_all(nodes.Compare) if _of_role(one) for text in _texts(one)]
+    texts = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+    texts += [node.key for node in tree.find_all(nodes.Keyword)]
+    found = [text for text in texts if re.fullmatch(r"\w[\w-]*", text) and knows(template, text)]
     return tuple(dict.fromkeys([*_OF_ALL, *found]))
-
-
-def _of_role(comparison: nodes.Compare) -> bool:
-    named = [node.name for node in comparison.find_all(nodes.Name)]
-    named += [node.attr for node in comparison.find_all(nodes.Getattr)]
-    return any(name.endswith("role") for name in [*named, *_keys(comparison)])
-
-
-def _keys(comparison: nodes.Compare) -> list[str]:
-    """The names that a comparison looks up, as in ``message['role']``."""
-    looked_up = [node.arg for node in comparison.find_all(nodes.Getitem)]
-    return [key.value for key in looked_up if isinstance(key, nodes.Const) and isinstance(key.value, str)]
-
-
-def _texts(comparison: nodes.Compare) -> Iterable[str]:
-    """The texts that something is compared with."""
-    keys = _keys(comparison)
-    texts = [node.value for node in comparison.find_all(nodes.Const) if isinstance(node.value, str)]
-    return [text for text in texts if text not in keys]
 
 
 def _check_name(name: object, place: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,5 +1,6 @@
 """What every command of `ts-eval` shares: errors that end in one sentence, and exit statuses."""
 
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -39,24 +40,29 @@ class SentenceGroup(click.Group):
 
 @contextmanager
 def told_in_a_sentence() -> Iterator[None]:
-    """Turn the errors that an input can cause into one line without a traceback."""
+    """Check the command's arguments, and turn the errors that an input can cause into one line without a traceback."""
+    # Imported here because it brings torch, which --help and wrong usage should not cost.
+    from decoder.parts import check, is_first_to_tell
+
+    context = click.get_current_context()
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     try:
+        for name, value in context.params.items():
+            check(value, flags[name])
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise ValueError(f"{flags[name]} must be a finite number, not {number}")
         yield
     except (ValueError, OSError, MemoryError) as error:
         sentence = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:
             sentence = f"{error.filename}: {error.strerror}"
-        context = click.get_current_context()
-        if context.params.get("tensor_parallel"):
-            from decoder.parts import is_first_to_tell
-
-            if not is_first_to_tell(sentence):
-                sys.exit(WRONG_INPUT)
+        if context.params.get("tensor_parallel") and not is_first_to_tell(sentence):
+            sys.exit(WRONG_INPUT)
         # What Python calls max_new_tokens is --max-new-tokens here.
-        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-        name = re.match(r"(\w+) must ", sentence)
-        if name and flags.get(name[1], "").startswith("--"):
-            sentence = flags[name[1]] + sentence[name.end(1) :]
+        of_field = re.match(r"(\w+) must ", sentence)
+        if of_field and flags.get(of_field[1], "").startswith("--"):
+            sentence = flags[of_field[1]] + sentence[of_field.end(1) :]
         raise click.ClickException(sentence) from error
 
 

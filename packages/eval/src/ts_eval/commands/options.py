@@ -184,6 +184,11 @@ device_options = together(
         help="auto: the checkpoint's, on a CPU float32 unless bfloat16 is faster. int8, int4: shorter, on a CPU.",
     ),
 )
+sanitize_option = click.option(
+    "--sanitize-control-tokens",
+    is_flag=True,
+    help="Control tokens in the messages of a chat, such as <|im_end|>, are text, and not the end of a turn.",
+)
 bitwise_option = click.option(
     "--bitwise/--no-bitwise",
     default=None,

@@ -119,20 +119,28 @@ def _hub_texts(source: str, limit: int | None) -> list[tuple[str, str | Messages
     return [_named_text(row, name, number, f"row {number} of {name}") for number, row in enumerate(rows, 1)]
 
 
-def read_prompts(source: str | Path, tokenizer, prompt_tokens: int | None, limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    source: str | Path,
+    tokenizer,
+    prompt_tokens: int | None,
+    limit: int | None = None,
+    sanitize_control_tokens: bool = False,
+) -> list[Prompt]:
     """The prompts of `read_texts` as the tokenizer reads them, its special tokens included.
 
-    Texts are cut to ``prompt_tokens``; a shorter one, and any chat, is taken whole. Raises as `read_texts`, and
-    ValueError where the tokenizer has no chat template for a chat.
+    Texts are cut to ``prompt_tokens``; a shorter one, and any chat, is taken whole. Control tokens in a chat's messages
+    are text if that is asked for. Raises as `read_texts`, and ValueError where the tokenizer has no chat template for a
+    chat, or cannot make control tokens text.
     """
-    return [_prompt(name, text, tokenizer, prompt_tokens) for name, text in read_texts(source, limit)]
+    texts = read_texts(source, limit)
+    return [_prompt(name, text, tokenizer, prompt_tokens, sanitize_control_tokens) for name, text in texts]
 
 
-def _prompt(name: str, text: str | Messages, tokenizer, prompt_tokens: int | None) -> Prompt:
+def _prompt(name: str, text: str | Messages, tokenizer, prompt_tokens: int | None, sanitize: bool) -> Prompt:
     if isinstance(text, str):
         # Books are longer than any context; the tokenizer's warning about it would mislead.
         return Prompt(name, tuple(tokenizer(text, verbose=False)["input_ids"][:prompt_tokens]))
     try:
-        return Prompt(name, tuple(chat_ids(text, tokenizer)), chat=True)
+        return Prompt(name, tuple(chat_ids(text, tokenizer, sanitize)), chat=True)
     except ValueError as error:
         raise ValueError(f"the prompt {name}: {error}") from error

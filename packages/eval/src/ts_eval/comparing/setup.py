@@ -26,6 +26,7 @@ from ts_eval.planning.model_shape import ModelShape
 if TYPE_CHECKING:
     from ts_eval.compare import Experiment
 
+_MOST = {"runs": 10**6, "processes": 1024}  # of which each one takes memory before anything is generated
 _OF_SOME = ("methods", "heads", "draft_model", "weights", "options", "runs", "llama_cpp")
 Pair = tuple[int, int]
 """(prompt, run), by index: what tells a generation of a row from the others."""
@@ -147,9 +148,10 @@ def set_up(experiment: "Experiment") -> Setup:
     """Check what was asked for, read the prompts and load the model. Raises as `Experiment.run`."""
     specs = _rows(experiment)
     for name in ("max_new_tokens", "runs", "num_prompts", "prompt_tokens", "processes", "batch"):
-        value = getattr(experiment, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+        value, most = getattr(experiment, name), _MOST.get(name, float("inf"))
+        if value is not None and not 1 <= value <= most:
+            words = "at least 1" if name not in _MOST else f"at least 1 and at most {most:,}"
+            raise ValueError(f"{name} must be {words}, not {value}")
     sampling = {**defaults.SAMPLING, **(experiment.sampling or {})}
     params = [decoder.SamplingParams(**sampling, seed=experiment.seed + run) for run in range(experiment.runs)]
     for_all = experiment.options or {}
@@ -166,7 +168,8 @@ def set_up(experiment: "Experiment") -> Setup:
     sources = replace(sources, tensor_parallel=experiment.tensor_parallel)
     decoders = sources.load(_device(experiment), experiment.dtype, experiment.bitwise)
     backbone = decoders[None].model
-    texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts)
+    sanitize = experiment.sanitize_control_tokens
+    texts = read_prompts(prompts, decoders[None].tokenizer, prompt_tokens, num_prompts, sanitize)
     _refuse_too_long(texts, experiment.max_new_tokens, backbone.config.max_position_embeddings)
     llama |= _load_llama(specs, sources, params[0], backbone.device, texts, experiment.max_new_tokens)
     settings = {

@@ -39,8 +39,8 @@ class Bench:
     Args:
         methods: specifications as in `MethodSpec`, `ar` always with them; none takes all of ours whose parts are at
             hand.
-        model, heads, draft_model, prompts, device, dtype, bitwise, sampling, options, data_dir: as in
-            `compare.Experiment`.
+        model, heads, draft_model, prompts, sanitize_control_tokens, device, dtype, bitwise, sampling, options,
+            data_dir: as in `compare.Experiment`.
         prompt_tokens: of the first prompt, from which the generations go on.
         new_tokens: of each generation.
         lengths: tokens of text over which passes are timed.
@@ -60,6 +60,7 @@ class Bench:
     heads: Sequence[str] = ()
     draft_model: str | None = None
     prompts: str | None = None
+    sanitize_control_tokens: bool = False
     prompt_tokens: int = defaults.BENCH_PROMPT_TOKENS
     new_tokens: int = defaults.BENCH_NEW_TOKENS
     lengths: Sequence[int] = defaults.BENCH_LENGTHS
@@ -104,7 +105,8 @@ class Bench:
         if isinstance(sources, RandomSources):
             prompt = sources.prompt(loaded[None].target.vocab_size, self.prompt_tokens)
         else:
-            prompt = read_prompts(prompts, loaded[None].tokenizer, self.prompt_tokens, 1)[0]
+            sanitize = self.sanitize_control_tokens
+            prompt = read_prompts(prompts, loaded[None].tokenizer, self.prompt_tokens, 1, sanitize)[0]
         lengths = sorted(set(self.lengths))
         widths = sorted({1, *self.widths, *(assumption.nodes for assumption in assumptions.values())})
         _refuse_too_long(loaded[None], prompt, self.new_tokens, lengths, widths)

@@ -56,7 +56,9 @@ class PieceFeatures:
     @torch.inference_mode()
     def __call__(self, token_ids: Sequence[int]) -> torch.Tensor:
         pieces = pieces_of(token_ids, self.piece_tokens)
-        features = [torch.empty(0, self.model.get_output_embeddings().weight.shape[1])]
+        if not pieces:
+            return torch.empty(0, self.model.config.get_text_config().hidden_size)
+        features = []
         with evaluating(self.model):
             # Shown at a terminal only: a book takes minutes on a CPU.
             for start in tqdm(range(0, len(pieces), self.batch_size), "features", leave=False, disable=None):
