@@ -103,6 +103,7 @@ class Loading:
                 n_threads_batch=self.threads,
                 n_gpu_layers=-1 if self.gpu else 0,
                 last_n_tokens_size=self.penalty_window,
+                flash_attn=True,  # as llama-server has it where nothing else is said
                 verbose=False,
                 **named,
             )
