@@ -16,15 +16,20 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from lockstep import Lockstep, Text, write_texts
 from tqdm import tqdm
 
 import decoder
 from decoder import Decoder, SamplingParams
+from decoder.model.loading import read_config, read_tokenizer
+from heads_train.backbone import load_backbone
+from heads_train.states import StateCache
 
 # Sampling settings and their shares: as chats are sampled, as ts-eval samples by default, greedy.
 WARM = SamplingParams(temperature=0.7)
@@ -139,18 +144,18 @@ def read_questions(folder: Path, split: str) -> list[list[str]]:
 
 
 def make_rows(
-    tokenizer, questions: list[list[str]], books: list[str], book_share: float, count: int, rng: random.Random
+    tokenizer, questions: list[list[str]], books: list[str], args: argparse.Namespace, count: int, rng: random.Random
 ) -> list[Row]:
     rows = []
     for number in range(count):
         own = random.Random(rng.random())
-        of_book = number < book_share * count
+        of_book = number < args.book_share * count
         settings, shares = zip(*(BOOK_SETTINGS if of_book else CHAT_SETTINGS), strict=True)
         sampling = dataclasses.replace(rng.choices(settings, shares)[0], seed=rng.randrange(2**31))
         if of_book:
             prompts = book_prompts(tokenizer, books, sampling, own)
         else:
-            asks_itself = rng.random() < ASKING_SHARE
+            asks_itself = rng.random() < args.asking_share
             prompts = chat_prompts(tokenizer, None if asks_itself else questions, sampling, own)
         rows.append(Row(prompts, []))
     return rows
@@ -160,22 +165,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="data/smollm2", help="folder of a chat model")
     parser.add_argument(
-        "--prompts", type=Path, default=Path("data/prompts"), help="folder: train and validation .jsonl"
+        "--prompts",
+        type=Path,
+        nargs="+",
+        default=[Path("data/prompts")],
+        help="folders: train and validation .jsonl; each has as many rows of a file as the others",
     )
     parser.add_argument("--books", type=Path, default=Path("data/pg19"), help="folder: train and validation .jsonl.gz")
     parser.add_argument("--book-share", type=float, default=BOOK_SHARE, help="share of the texts that continue books")
+    parser.add_argument(
+        "--asking-share", type=float, default=ASKING_SHARE, help="share of the chats whose questions are its own"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=128, help="texts of a file")
     parser.add_argument("--together", type=int, default=32, help="texts that are decoded in one pass")
     parser.add_argument("--tokens", type=int, default=512, help="length of each")
+    parser.add_argument(
+        "--states",
+        type=Path,
+        help="write all texts of a file in step, faster and not with the model's exact probabilities (lockstep.py), and "
+        "keep the model's states for --model.state_cache DIR of heads-train, which then need not read the text",
+    )
     parser.add_argument("--train-files", type=int, default=12)
     parser.add_argument("--validation-files", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if min(args.rows, args.together, args.tokens) < 1:
         parser.error("--rows, --together and --tokens must be at least 1")
-    if not 0 <= args.book_share <= 1:
-        parser.error("--book-share must be between 0 and 1")
+    for name in ("book_share", "asking_share"):
+        if not 0 <= getattr(args, name) <= 1:
+            parser.error(f"--{name.replace('_', '-')} must be between 0 and 1")
     try:
         write_files(args)
     except (OSError, ValueError) as error:
@@ -185,28 +204,55 @@ def main() -> None:
 def write_files(args: argparse.Namespace) -> None:
     """Write what is missing of the files that were asked for."""
     read = {
-        split: (read_questions(args.prompts, split), read_books(args.books / f"{split}.jsonl.gz"))
+        split: [
+            (read_questions(folder, split), read_books(args.books / f"{split}.jsonl.gz")) for folder in args.prompts
+        ]
         for split in ("validation", "train")
     }
-    dec = decoder.load(args.model)
-    if dec.tokenizer is None or not dec.tokenizer.chat_template:
+    tokenizer = read_tokenizer(args.model)
+    if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{args.model} is no chat model: its tokenizer has no chat template")
-    if args.tokens > (positions := dec.model.config.max_position_embeddings):
+    if args.tokens > (positions := read_config(args.model).max_position_embeddings):
         raise ValueError(f"--tokens {args.tokens} is beyond the {positions} positions of {args.model}")
+    write = in_step(args, tokenizer) if args.states else together(args)
     args.output.mkdir(parents=True, exist_ok=True)
     for split, files in (("validation", args.validation_files), ("train", args.train_files)):
-        questions, books = read[split]
         for number in range(files):
             path = args.output / f"{split}-{number:03}.npy"
             if path.exists():
                 continue
             rng = random.Random(args.seed * 1_000_003 + number * 2 + (split == "train"))
-            rows = make_rows(dec.tokenizer, questions, books, args.book_share, args.rows, rng)
-            ids = write_rows(dec, rows, args.tokens, args.together)
+            rows: list[Row] = []
+            for left, (questions, books) in zip(range(len(read[split]), 0, -1), read[split], strict=True):
+                count = -(-(args.rows - len(rows)) // left)
+                rows += make_rows(tokenizer, questions, books, args, count, rng)
+            ids = write(rows, rng)
             part = path.with_name(f".writing-{path.name}")
             np.save(part, ids)
             os.replace(part, path)
             print(f"{path}: {ids.size} tokens", flush=True)
+
+
+def together(args: argparse.Namespace) -> Callable[[list[Row], random.Random], np.ndarray]:
+    """Writes rows with the decoder's own batches."""
+    dec = decoder.load(args.model)
+    return lambda rows, _: write_rows(dec, rows, args.tokens, args.together)
+
+
+def in_step(args: argparse.Namespace, tokenizer) -> Callable[[list[Row], random.Random], np.ndarray]:
+    """Writes rows in step and keeps their states where heads-train looks for them."""
+    backbone = load_backbone(args.model, torch.bfloat16)
+    model, kept = Lockstep(backbone, args.rows, args.tokens), StateCache(args.states, args.model, torch.bfloat16)
+
+    def write(rows: list[Row], rng: random.Random) -> np.ndarray:
+        texts = [Text(row.prompts, tokenizer.eos_token_id) for row in rows]
+        with tqdm(total=len(rows) * args.tokens, unit=" tokens", leave=False, mininterval=10) as bar:
+            ids, states = write_texts(model, texts, args.tokens, rng.randrange(2**31), bar.update)
+        for row, state in zip(ids, states, strict=True):
+            kept.put(row, state)
+        return ids.numpy().astype(np.uint32)
+
+    return write
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""Writes rows of text in step with one another: every pass of the model gives each row its next token.
+
+All rows stand at the same position, so that nothing is padded, a pass is a few large products, and the states of the
+model, which draft heads learn from, are there when the text is: it need not be read again. Products of normed inputs
+run in eight bits, a scale per row and per output, those of the MLPs' inner states, which have outliers, in bfloat16.
+For models of the Llama and Qwen2 architectures on a CPU.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from decoder import SamplingParams
+
+# Tokens less likely than this share of the most likely one are not drawn.
+LEAST_LOG_SHARE = -12.0
+
+
+class ByteProduct:
+    """The product with a weight [n, k] in signed bytes, each output with its scale, each row of the input with its own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        scales = weight.float().abs().amax(-1).clamp_min(1e-12) / 127
+        short = (weight.float() / scales[:, None]).round().to(torch.int8)
+        self.weight = torch.ops.onednn.qlinear_prepack(short, None)
+        self.scales, self.zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
+        self.bias = None if bias is None else bias.float()
+        self.one, self.middle = torch.tensor(1.0), torch.tensor(128, dtype=torch.int32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+        short = (x / scale + 128).round().to(torch.uint8)
+        rest = (None, 1.0, 0, torch.float32, "none", [], "")
+        y = torch.ops.onednn.qlinear_pointwise(
+            short, self.one, self.middle, self.weight, self.scales, self.zeros, *rest
+        )
+        y = y.mul_(scale)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+
+class Product:
+    """The product with a weight [n, k] in its own dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+def _joined(kind: type, *layers: nn.Linear):
+    biases = [layer.bias for layer in layers]
+    return kind(torch.cat([layer.weight for layer in layers]), None if biases[0] is None else torch.cat(biases))
+
+
+class Lockstep:
+    """A model with the caches of ``rows`` texts of up to ``tokens`` tokens, all at the same position."""
+
+    def __init__(self, model, rows: int, tokens: int, short: bool = True):
+        config = model.config
+        self.layers, self.embeddings = model.model.layers, model.get_input_embeddings()
+        self.eps, self.norm = config.rms_norm_eps, model.model.norm.weight
+        self.kv, self.size = config.num_key_value_heads, self.layers[0].self_attn.head_dim
+        self.groups = config.num_attention_heads // self.kv
+        normed = ByteProduct if short else Product
+        self.products = [
+            (
+                _joined(normed, each.self_attn.q_proj, each.self_attn.k_proj, each.self_attn.v_proj),
+                _joined(normed, each.self_attn.o_proj),
+                _joined(normed, each.mlp.gate_proj, each.mlp.up_proj),
+                _joined(Product, each.mlp.down_proj),
+            )
+            for each in self.layers
+        ]
+        self.head = _joined(normed, model.get_output_embeddings())
+        positions = torch.arange(tokens)[None]
+        self.cos, self.sin = (x[0] for x in model.model.rotary_emb(self.norm, positions))
+        self.keys, self.values = (
+            torch.zeros(len(self.layers), rows, self.kv, tokens, self.size, dtype=self.norm.dtype) for _ in range(2)
+        )
+        self.position = 0
+
+    @torch.no_grad()
+    def step(self, ids: Tensor) -> Tensor:
+        """Read the next token ``ids`` [rows] of every row; their states [rows, d] before the model's final norm."""
+        x, at = self.embeddings(ids), self.position
+        for number, layer in enumerate(self.layers):
+            qkv, out, gate_up, down = self.products[number]
+            heads = qkv(self._normed(x, layer.input_layernorm.weight)).unflatten(-1, (-1, self.size))
+            q, k, v = heads.split((self.groups * self.kv, self.kv, self.kv), dim=1)
+            self.keys[number, :, :, at], self.values[number, :, :, at] = self._turned(k), v
+            q = self._turned(q).unflatten(1, (self.kv, self.groups))
+            # A group's queries share keys, and all of them see the whole text so far.
+            seen = functional.scaled_dot_product_attention(
+                q, self.keys[number, :, :, : at + 1], self.values[number, :, :, : at + 1]
+            )
+            x = x + out(seen.flatten(1))
+            gate, up = gate_up(self._normed(x, layer.post_attention_layernorm.weight)).chunk(2, dim=-1)
+            x = x + down(functional.silu(gate) * up)
+        self.position += 1
+        return x
+
+    @torch.no_grad()
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of states [n, d]."""
+        return self.head(self._normed(states, self.norm))
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        half = self.size // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * self.cos[self.position] + turned * self.sin[self.position]
+
+
+class Text:
+    """One text in the making: what is given of it is read, then the model writes to the end of its turn.
+
+    ``prompts`` yields what is given, token ids, and how the text behind it is sampled; ``end`` is the token that ends a
+    turn.
+    """
+
+    def __init__(self, prompts: Iterator[tuple[list[int], SamplingParams]], end: int):
+        self.prompts, self.end, self.ids = prompts, end, []
+        prompt, self.sampling = next(prompts)
+        self.given = deque(prompt)
+
+    def add(self, token: int) -> None:
+        """Append a token that the model wrote."""
+        self.ids.append(token)
+        if token == self.end:
+            prompt, self.sampling = next(self.prompts)
+            self.given.extend(prompt)
+
+
+def write_texts(model: Lockstep, texts: list[Text], tokens: int, seed: int, progress) -> tuple[Tensor, Tensor]:
+    """Write all ``texts`` to ``tokens`` tokens: ids [rows, tokens], int64, and states [rows, tokens, d].
+
+    ``progress`` is called with the number of tokens after each pass.
+    """
+    rng, states = torch.Generator().manual_seed(seed), []
+    model.position = 0
+    for position in range(tokens):
+        writing = [row for row, text in enumerate(texts) if not text.given]
+        if writing:
+            logits = model.logits(states[-1][writing])
+            own = [texts[row] for row in writing]
+            drawn = draw(logits, [text.sampling for text in own], [text.ids for text in own], rng)
+            for text, token in zip(own, drawn, strict=True):
+                text.add(token)
+        for row, text in enumerate(texts):
+            if len(text.ids) == position:
+                text.ids.append(text.given.popleft())
+        states.append(model.step(torch.tensor([text.ids[position] for text in texts])))
+        progress(len(texts))
+    return torch.tensor([text.ids for text in texts]), torch.stack(states, dim=1)
+
+
+def draw(
+    logits: Tensor, samplings: Sequence[SamplingParams], texts: Sequence[list[int]], rng: torch.Generator
+) -> list[int]:
+    """A token for each row of ``logits`` [n, vocabulary], which are changed, by its settings."""
+    for row, sampling in enumerate(samplings):
+        if sampling.repetition_penalty != 1:
+            ids = torch.tensor(texts[row])
+            found = logits[row, ids]
+            penalty = sampling.repetition_penalty
+            logits[row, ids] = torch.where(found > 0, found / penalty, found * penalty)
+    best, best_ids = logits.max(-1)
+    bounds = []
+    for sampling in samplings:
+        least = (
+            LEAST_LOG_SHARE if not sampling.min_p else max(LEAST_LOG_SHARE, float(torch.tensor(sampling.min_p).log()))
+        )
+        bounds.append(least * (sampling.temperature or 1.0))
+    near = logits >= (best.float() + torch.tensor(bounds)).to(logits.dtype)[:, None]
+    rows, ids = near.nonzero(as_tuple=True)
+    heats = torch.tensor([sampling.temperature or 1.0 for sampling in samplings])
+    shares = ((logits[rows, ids].float() - best[rows].float()) / heats[rows]).exp()
+    ends = torch.bincount(rows, minlength=len(logits)).cumsum(0).tolist()
+    tokens, begin = [], 0
+    for row, (sampling, end) in enumerate(zip(samplings, ends, strict=True)):
+        if sampling.temperature:
+            tokens.append(int(ids[begin + int(torch.multinomial(shares[begin:end], 1, generator=rng))]))
+        else:
+            tokens.append(int(best_ids[row]))
+        begin = end
+    return tokens
