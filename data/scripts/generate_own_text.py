@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lockstep import Lockstep, Text, write_texts
 from tqdm import tqdm
 
 import decoder
@@ -30,6 +29,7 @@ from decoder import Decoder, SamplingParams
 from decoder.model.loading import read_config, read_tokenizer
 from heads_train.backbone import load_backbone
 from heads_train.states import StateCache
+from lockstep import Lockstep, Text, write_texts
 
 # Sampling settings and their shares: as chats are sampled, as ts-eval samples by default, greedy.
 WARM = SamplingParams(temperature=0.7)
@@ -183,8 +183,8 @@ def main() -> None:
     parser.add_argument(
         "--states",
         type=Path,
-        help="write all texts of a file in step, faster and not with the model's exact probabilities (lockstep.py), and "
-        "keep the model's states for --model.state_cache DIR of heads-train, which then need not read the text",
+        help="write all texts of a file in step, faster and not with the model's exact probabilities (lockstep.py), "
+        "and keep the model's states for --model.state_cache DIR of heads-train, which then need not read the text",
     )
     parser.add_argument("--train-files", type=int, default=12)
     parser.add_argument("--validation-files", type=int, default=1)
@@ -243,9 +243,10 @@ def in_step(args: argparse.Namespace, tokenizer) -> Callable[[list[Row], random.
     """Writes rows in step and keeps their states where heads-train looks for them."""
     backbone = load_backbone(args.model, torch.bfloat16)
     model, kept = Lockstep(backbone, args.rows, args.tokens), StateCache(args.states, args.model, torch.bfloat16)
+    ends = np.ravel(backbone.generation_config.eos_token_id or tokenizer.eos_token_id).tolist()
 
     def write(rows: list[Row], rng: random.Random) -> np.ndarray:
-        texts = [Text(row.prompts, tokenizer.eos_token_id) for row in rows]
+        texts = [Text(row.prompts, ends) for row in rows]
         with tqdm(total=len(rows) * args.tokens, unit=" tokens", leave=False, mininterval=10) as bar:
             ids, states = write_texts(model, texts, args.tokens, rng.randrange(2**31), bar.update)
         for row, state in zip(ids, states, strict=True):

@@ -7,7 +7,7 @@ For models of the Llama and Qwen2 architectures on a CPU.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ LEAST_LOG_SHARE = -12.0
 
 
 class ByteProduct:
-    """The product with a weight [n, k] in signed bytes, each output with its scale, each row of the input with its own."""
+    """The product with a weight [n, k] in signed bytes: a scale for each output, and one for each row of inputs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         scales = weight.float().abs().amax(-1).clamp_min(1e-12) / 127
@@ -120,19 +120,19 @@ class Lockstep:
 class Text:
     """One text in the making: what is given of it is read, then the model writes to the end of its turn.
 
-    ``prompts`` yields what is given, token ids, and how the text behind it is sampled; ``end`` is the token that ends a
-    turn.
+    ``prompts`` yields what is given, token ids, and how the text behind it is sampled; ``ends`` are the tokens that end
+    a turn.
     """
 
-    def __init__(self, prompts: Iterator[tuple[list[int], SamplingParams]], end: int):
-        self.prompts, self.end, self.ids = prompts, end, []
+    def __init__(self, prompts: Iterator[tuple[list[int], SamplingParams]], ends: Collection[int]):
+        self.prompts, self.ends, self.ids = prompts, ends, []
         prompt, self.sampling = next(prompts)
         self.given = deque(prompt)
 
     def add(self, token: int) -> None:
         """Append a token that the model wrote."""
         self.ids.append(token)
-        if token == self.end:
+        if token in self.ends:
             prompt, self.sampling = next(self.prompts)
             self.given.extend(prompt)
 
@@ -152,7 +152,7 @@ def write_texts(model: Lockstep, texts: list[Text], tokens: int, seed: int, prog
             drawn = draw(logits, [text.sampling for text in own], [text.ids for text in own], rng)
             for text, token in zip(own, drawn, strict=True):
                 text.add(token)
-        for row, text in enumerate(texts):
+        for text in texts:
             if len(text.ids) == position:
                 text.ids.append(text.given.popleft())
         states.append(model.step(torch.tensor([text.ids[position] for text in texts])))

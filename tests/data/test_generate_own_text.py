@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from heads_train.backbone import FrozenStates, load_backbone
+from heads_train.states import StateCache
+
 SCRIPT = Path(__file__).parents[2] / "data" / "scripts" / "generate_own_text.py"
+sys.path.append(str(SCRIPT.parent))
 _spec = importlib.util.spec_from_file_location("generate_own_text", SCRIPT)
 generating = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(generating)
@@ -157,3 +162,15 @@ def test_the_model_writes_the_questions_where_none_are_given(folders):
     assert [text for text, _ in turns] == ["be kind|user:", "\nassistant:", "\nuser:", "\nassistant:"]
     asking = [how.min_p for _, how in turns]
     assert asking == [generating.ASKING.min_p, 0.0, generating.ASKING.min_p, 0.0]
+
+
+def test_rows_written_in_step_come_with_the_models_states(folders, monkeypatch):
+    files = run(folders, monkeypatch, "--train-files", "1", "--states", str(folders / "states"), "--asking-share", "0")
+    backbone = load_backbone(str(folders / "model"), torch.bfloat16)
+    kept = StateCache(folders / "states", str(folders / "model"), torch.bfloat16)
+    read = FrozenStates(backbone)
+    for path in files:
+        for row in torch.from_numpy(np.load(path).astype(np.int64)):
+            states = kept.get(row)
+            assert states.shape == (120, 32)
+            torch.testing.assert_close(states, read(row[None])[0].float(), rtol=0.1, atol=0.1 * states.std().item())
