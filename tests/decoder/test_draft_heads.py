@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from decoder import Decoder, TokenSwiftOptions
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.draft_heads import KINDS, DraftHeads
+from decoder.drafters.levels import HeadLevels
+from decoder.sampling.sampler import Sampler
 
 from . import conftest
 
@@ -107,6 +109,9 @@ def test_float64_is_not_narrowed_by_the_norms():
         ({"kind": "magic"}, "unknown kind of heads 'magic'; known kinds are chained, independent, conditioned"),
         ({"num_heads": 0}, "num_heads must be at least 1"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"kind": "gated", "gate_width": 0}, "gate_width must be at least 1"),
+        ({"kind": "conditioned", "gate_width": 4}, "gate_width is for gated heads, and these are conditioned"),
+        ({"shared": True}, "shared is for conditioned and gated heads, and these are chained"),
     ],
 )
 def test_impossible_heads_are_refused(arguments, reason):
@@ -145,6 +150,37 @@ def test_saved_heads_load_as_they_were(tmp_path, kind, dtype):
         "base_model": "some/model",
         "training": {"steps": 7},
     }
+
+
+@pytest.mark.parametrize("kind", ["conditioned", "gated"])
+def test_a_shared_head_is_stored_once_and_drafts_as_copies_of_it_do(tmp_path, model, prompt, kind):
+    torch.manual_seed(0)
+    shape = {"hidden_size": model.config.hidden_size, "kind": kind} | ({"gate_width": 24} if kind == "gated" else {})
+    shared, copies = DraftHeads(shared=True, **shape), DraftHeads(**shape)
+    for parameter in shared.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    copies.load_state_dict(shared.state_dict())
+    one, three = (sum(p.numel() for p in heads.parameters()) for heads in (shared, copies))
+    assert three == 3 * one
+    shared.save_pretrained(tmp_path)
+    assert {name.split(".")[1] for name in load_file(tmp_path / "heads.safetensors")} == {"0"}
+    loaded = DraftHeads.from_pretrained(tmp_path)
+    assert loaded.shared and loaded.heads[0] is loaded.heads[2] and loaded.gate_width == shape.get("gate_width")
+    hidden, tokens = torch.randn(5, shape["hidden_size"]), torch.randn(5, 3, shape["hidden_size"])
+    for found, wanted in zip(loaded(hidden, tokens), copies(hidden, tokens), strict=True):
+        assert torch.equal(found, wanted)
+    drafted = []
+    for heads in (loaded, copies):
+        dec = Decoder(model, heads=heads)
+        sampler = Sampler(SamplingParams(seed=5), dec.model.config.vocab_size, torch.device("cpu"), [5, 6, 7])
+        with torch.inference_mode():
+            levels = HeadLevels(dec.target, dec.heads[kind], True, width=6, beam=4)
+            drafted.append([one.rows for one in conftest.drafted_levels(levels, hidden[:1].double(), sampler, 5)])
+    assert drafted[0] == drafted[1]
+    plain = Decoder(model).generate(prompt, 24, "ar", SamplingParams(seed=5))
+    assert (
+        Decoder(model, heads=loaded).generate(prompt, 24, "auto", SamplingParams(seed=5)).token_ids == plain.token_ids
+    )
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_half_written(tmp_path):

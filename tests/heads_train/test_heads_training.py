@@ -16,11 +16,13 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.forked import forked
 from tiny_books import HIDDEN, make_books
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from decoder.draft_heads import KINDS, DraftHeads
 from heads_train import HeadsModule
 from heads_train.cli import main
+from heads_train.new_heads import fit_heads
 
 HEADS = (1, 2, 3)
 
@@ -487,3 +489,49 @@ def test_bf16_trains_float32_heads_on_a_bf16_model(flags, tmp_path, monkeypatch)
     assert main(["fit", *flags, "--trainer.precision=bf16-mixed"]) == 0
     assert dtypes == {torch.bfloat16}
     assert all(tensor.dtype == torch.float32 for tensor in heads_of(tmp_path / "out" / "last").values())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fit_finds_the_heads_that_give_the_next_state(shared):
+    """Where the next state is a linear function of the state and the token, heads of any depth know it."""
+    torch.manual_seed(0)
+    d, rows = 12, []
+    turn, read = torch.linalg.qr(torch.randn(d, d))[0], torch.randn(d, d) * 0.2
+    for _ in range(20):
+        embedded = functional.rms_norm(torch.randn(40, d), (d,))
+        states = [functional.rms_norm(torch.randn(d), (d,))]
+        for token in embedded[1:]:
+            states.append(functional.rms_norm(turn @ states[-1] + read @ token, (d,)))
+        states = torch.stack(states) * 3
+        rows.append((states, torch.stack([embedded.roll(-i, 0) for i in (1, 2, 3)], dim=-2)))
+    heads = DraftHeads(d, kind="gated", gate_width=8, shared=shared)
+    found = {}
+    for fitted in (False, True):
+        if fitted:
+            fit_heads(heads, lambda: iter(rows))
+        outputs = heads(*rows[0])
+        for level, output in enumerate(outputs, start=1):
+            wanted = rows[0][0].roll(-level, 0)
+            found[fitted, level] = functional.cosine_similarity(output, wanted, dim=-1)[: -level - 1].mean().item()
+    for level in (1, 2, 3):
+        assert found[False, level] < 0.6 and found[True, level] > 0.95, found
+
+
+def test_fitted_heads_start_better_and_a_cut_run_goes_on(flags, tmp_path, capsys):
+    flags = [*flags, "--model.kind=gated", "--model.distill=true", "--model.learning_rate=1e-4", "--save_every=1"]
+    untrained = {}
+    for name, more in (("zero", []), ("fitted", ["--model.fitted_tokens=4000", "--model.shared=true"])):
+        out = [f"--output={tmp_path / name}", "--trainer.max_steps=2"]
+        assert main(["fit", *flags, *more, *out]) == 0
+        training = json.loads((tmp_path / name / "last" / "config.json").read_text())["training"]
+        untrained[name] = training["untrained"]["val_overlap_head1"]
+    assert untrained["fitted"] > untrained["zero"]
+    assert DraftHeads.from_pretrained(tmp_path / "fitted" / "last").shared
+    assert main(["fit", *flags, *more, f"--output={tmp_path / 'fitted'}", "--trainer.max_steps=4"]) == 0
+    capsys.readouterr()
+    assert main(["fit", *flags, f"--output={tmp_path / 'fitted'}", "--trainer.max_steps=5"]) == 2
+    assert "made with model.shared True, this run has False" in capsys.readouterr().err
+    assert main(["fit", *flags, f"--model.heads={tmp_path / 'fitted' / 'last'}", f"--output={tmp_path / 'new'}"]) == 2
+    assert "model.shared True, and" in capsys.readouterr().err
+    assert main(["fit", *flags, "--model.kind=chained", "--model.fitted_tokens=9"]) == 2
+    assert "for heads of kind conditioned or gated" in capsys.readouterr().err

@@ -54,35 +54,42 @@ class DraftHead(nn.Module):
     """One head: a linear layer without bias between two norms, with a residual around the first two.
 
     The layer is [d, d]. In a ``conditioned`` head it is [d, 2d] and also reads the embedding of the token before. A
-    ``gated`` head has a gated unit (SwiGLU, 2d wide) in parallel to the linear layer.
+    ``gated`` head has a gated unit (SwiGLU, ``gate_width`` wide) in parallel to the linear layer.
     """
 
-    def __init__(self, hidden_size: int, norm_eps: float, conditioned: bool, gated: bool):
+    def __init__(self, hidden_size: int, norm_eps: float, conditioned: bool, gate_width: int | None):
         super().__init__()
         self.input_norm = RMSNorm(hidden_size, norm_eps)
         self.linear = nn.Linear(hidden_size * (2 if conditioned else 1), hidden_size, bias=False)
         self.output_norm = RMSNorm(hidden_size, norm_eps)
         nn.init.zeros_(self.linear.weight)
-        self.gated = gated
-        if gated:
-            width = 2 * hidden_size
-            self.gate = nn.Linear(width, width, bias=False)
-            self.up = nn.Linear(width, width, bias=False)
-            self.down = nn.Linear(width, hidden_size, bias=False)
+        self.gated = gate_width is not None
+        if gate_width is not None:
+            self.gate = nn.Linear(2 * hidden_size, gate_width, bias=False)
+            self.up = nn.Linear(2 * hidden_size, gate_width, bias=False)
+            self.down = nn.Linear(gate_width, hidden_size, bias=False)
             nn.init.zeros_(self.down.weight)
 
     def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+        features = self.features(hidden, embedding)
+        change = self.linear(features)
+        if self.gated:
+            change = change + self.down(self.gated_features(features))
+        return change + hidden
+
+    def features(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+        """What the linear layer reads [..., d or 2d]."""
         features = self.input_norm(hidden)
         if embedding is not None:
             # Embeddings have any scale; they are normalised like the state that they are concatenated with.
             unit = functional.rms_norm(embedding, embedding.shape[-1:])
             features = torch.cat((features, unit.to(features.dtype)), dim=-1)
         # The weights may have a narrower dtype than the states, so that fewer bytes are read.
-        features = features.to(self.linear.weight.dtype)
-        change = self.linear(features)
-        if self.gated:
-            change = change + self.down(functional.silu(self.gate(features)) * self.up(features))
-        return change + hidden
+        return features.to(self.linear.weight.dtype)
+
+    def gated_features(self, features: torch.Tensor) -> torch.Tensor:
+        """What the last layer of the gated unit reads [..., gate_width]."""
+        return functional.silu(self.gate(features)) * self.up(features)
 
 
 class DraftHeads(nn.Module):
@@ -92,12 +99,17 @@ class DraftHeads(nn.Module):
     ``independent`` heads (Medusa*) all read ``h_0``. ``conditioned`` heads are chained and also read the embedding of
     the token drafted before, ``h_i = linear_i([input_norm_i(h_{i-1}); e(x_i)]) + h_{i-1}`` with e scaled to a root mean
     square of one (compare Hydra, arXiv 2402.05109). ``gated`` heads are conditioned and have a gated unit each, which
-    is 10 d^2 more parameters. New heads are the identity: what they add to the state is zero, and their norms are one.
+    is 5 d ``gate_width`` more parameters; 2 d is the usual width, and what None stands for. New heads are the identity:
+    what they add to the state is zero, and their norms are one.
+
+    ``shared`` heads are all the same one, which goes on from its own state as often as there are heads: it takes the
+    place of num_heads, and learns from as many tokens again. Only conditioned and gated heads can be.
 
     With a draft vocabulary they draft only some of the model's tokens, so that a level reads only their rows of the
     language-model head: ``draft_to_target`` [v] are the ids of these tokens, int64, ascending. None drafts all tokens.
 
-    Raises ValueError for an unknown kind, fewer than one head, a hidden size below one or a wrong ``draft_to_target``.
+    Raises ValueError for an unknown kind, fewer than one head, a hidden size or gate width below one, a gate width or
+    sharing that the kind does not have, or a wrong ``draft_to_target``.
     """
 
     def __init__(
@@ -107,18 +119,27 @@ class DraftHeads(nn.Module):
         norm_eps: float = 1e-6,
         kind: str = "chained",
         draft_to_target: torch.Tensor | None = None,
+        gate_width: int | None = None,
+        shared: bool = False,
     ):
         super().__init__()
         if kind not in KINDS:
             raise ValueError(f"unknown kind of heads {kind!r}; known kinds are {', '.join(KINDS)}")
-        for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads)):
-            if value < 1:
+        for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads), ("gate_width", gate_width)):
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if gate_width is not None and kind != "gated":
+            raise ValueError(f"gate_width is for gated heads, and these are {kind}: leave it out")
         self.hidden_size, self.num_heads, self.norm_eps, self.kind = hidden_size, num_heads, norm_eps, kind
         self.source: str | None = None  # where `from_pretrained` found them; errors name it
-        self.heads = nn.ModuleList(
-            DraftHead(hidden_size, norm_eps, self.conditioned, kind == "gated") for _ in range(num_heads)
-        )
+        if shared and not self.conditioned:
+            raise ValueError(f"shared is for conditioned and gated heads, and these are {kind}: leave it out")
+        self.gate_width, self.shared = (gate_width or 2 * hidden_size) if kind == "gated" else None, shared
+        made = [
+            DraftHead(hidden_size, norm_eps, self.conditioned, self.gate_width)
+            for _ in range(1 if shared else num_heads)
+        ]
+        self.heads = nn.ModuleList(made * num_heads if shared else made)
         self.register_buffer(DRAFT_TO_TARGET, None)
         if draft_to_target is not None:
             self.set_draft_vocabulary(draft_to_target)
@@ -235,12 +256,26 @@ class DraftHeads(nn.Module):
         }
         if self.draft_vocab_size is not None:
             config["draft_vocab_size"] = self.draft_vocab_size
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        # Named only where they are not the usual, so that heads of earlier versions have the same files.
+        if self.gate_width not in (None, 2 * self.hidden_size):
+            config["gate_width"] = self.gate_width
+        if self.shared:
+            config["shared"] = True
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._stored().items()}
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
             save_file(tensors, Path(scratch, WEIGHTS), metadata={"format": "pt"})
             Path(scratch, CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for name in (WEIGHTS, CONFIG):
                 os.replace(Path(scratch, name), directory / name)
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """What a file holds: of shared heads the first."""
+        first = "heads.0."
+        return {
+            name: tensor
+            for name, tensor in self.state_dict().items()
+            if not self.shared or name.startswith(first) or not name.startswith("heads.")
+        }
 
     @classmethod
     def from_pretrained(
@@ -285,6 +320,7 @@ class DraftHeads(nn.Module):
         if not path.is_file():
             raise FileNotFoundError(f"{directory} has no {WEIGHTS}")
         fields = {name: config.get(name) for name in ("hidden_size", "num_heads", "norm_eps", "kind")}
+        fields |= {name: config[name] for name in ("gate_width", "shared") if name in config}
         heads = cls._build(directory, fields, read_tensors(path))
         if (told := config.get("draft_vocab_size")) != heads.draft_vocab_size:
             raise ValueError(
@@ -320,8 +356,15 @@ class DraftHeads(nn.Module):
 
     @classmethod
     def _build(cls, directory: Path, fields: dict, tensors: dict[str, torch.Tensor]) -> "DraftHeads":
-        for name, kind in (("hidden_size", int), ("num_heads", int), ("norm_eps", float), ("kind", str)):
-            if not isinstance(fields[name], kind):
+        for name, kind in (
+            ("hidden_size", int),
+            ("num_heads", int),
+            ("norm_eps", float),
+            ("kind", str),
+            ("gate_width", int),
+            ("shared", bool),
+        ):
+            if name in fields and not isinstance(fields[name], kind):
                 raise ValueError(f"{directory / CONFIG} gives no usable {name}: {fields[name]!r}")
         try:
             with torch.device("meta"):
@@ -330,10 +373,12 @@ class DraftHeads(nn.Module):
             raise ValueError(f"{directory / CONFIG}: {error}") from error
         if (draft_to_target := tensors.pop(DRAFT_TO_TARGET, None)) is not None:
             _refuse_no_map(draft_to_target, f" of the heads in {directory}")
-        expected = heads.state_dict()
-        refuse_misfits(tensors, expected, directory)
+        refuse_misfits(tensors, heads._stored(), directory)
         for name, tensor in tensors.items():
             refuse_not_finite(name, tensor, f" in {directory}")
+        if heads.shared:
+            parts = {name.removeprefix("heads.0."): tensor for name, tensor in tensors.items()}
+            tensors = {f"heads.{i}.{name}": tensor for i in range(heads.num_heads) for name, tensor in parts.items()}
         heads.load_state_dict(tensors, assign=True)
         heads.set_draft_vocabulary(draft_to_target)
         return heads.requires_grad_(True)

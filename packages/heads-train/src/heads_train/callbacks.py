@@ -86,6 +86,7 @@ class ExportHeads(L.Callback):
             "chunks_per_step": data.batch_size * trainer.world_size * trainer.accumulate_grad_batches,
             "train_chunks": len(data.chunks["train"]),
             "start": module.start_heads,
+            "fitted_tokens": module.fitted_tokens,
             "learning_rate": module.learning_rate,
             "weight_decay": module.weight_decay,
             "warmup_steps": module.warmup_steps,

@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 from transformers import get_cosine_schedule_with_warmup
 
 from decoder.checks import shown
+from decoder.draft_heads import DraftHeads
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
@@ -23,7 +24,7 @@ from heads_train.divergence import LossWatch
 from heads_train.draft_vocabulary import expected_counts, most_expected
 from heads_train.loss import Objective, chunked_loss, log_sum_exp
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
-from heads_train.new_heads import copy_head, fit_features, new_heads, start_heads
+from heads_train.new_heads import copy_head, fit_features, fit_heads, new_heads, start_heads
 from heads_train.run_identity import describe_run, refuse_other_run
 from heads_train.states import StateCache
 
@@ -46,6 +47,12 @@ class HeadsModule(L.LightningModule):
         num_heads: how many heads (gamma); of ``eagle3`` the levels of its training-time test.
         kind: ``chained``, ``independent`` (Medusa*), ``conditioned`` (each head also reads the token before),
             ``gated`` (conditioned, with a gated unit in each head) or ``eagle3`` (one decoder layer for all levels).
+        gate_width: numbers in the gated unit of a ``gated`` head; None is twice the hidden size.
+        shared: one head takes the place of all of a conditioned or gated kind, going on from its own state; it is a
+            third as large as three and learns from as many tokens again.
+        fitted_tokens: tokens of training text on which new conditioned or gated heads are fitted by least squares
+            before the first step, to the model's own next states; 0 starts them as the identity. A learning rate that
+            is high for them (1e-3) loses it again.
         target_layers: the layers whose inputs ``eagle3`` reads; None takes 2, L / 2 and L - 3 of L layers.
         sliding_window: how many tokens of the text the attention of ``eagle3`` sees; None sees all.
         learning_rate: peak rate of AdamW.
@@ -73,6 +80,9 @@ class HeadsModule(L.LightningModule):
         heads: str | None = None,
         num_heads: int = 3,
         kind: str = "chained",
+        gate_width: int | None = None,
+        shared: bool = False,
+        fitted_tokens: int = 0,
         target_layers: Sequence[int] | None = None,
         sliding_window: int | None = 512,
         learning_rate: float = 5e-3,
@@ -98,8 +108,15 @@ class HeadsModule(L.LightningModule):
         if compile and shutil.which(compiler) is None:
             raise ValueError(f"model.compile needs a C++ compiler: install {compiler}, or name another one in CXX")
         self.config = load_config(model_name_or_path)
-        self.heads = new_heads(self.config, kind, num_heads, target_layers, sliding_window)
-        self.attention_settings = target_layers, sliding_window
+        self.shape = target_layers, sliding_window, gate_width, shared
+        self.heads = new_heads(self.config, kind, num_heads, *self.shape)
+        fits = isinstance(self.heads, DraftHeads) and self.heads.conditioned
+        if fitted_tokens < 0 or (fitted_tokens > 0 and not fits):
+            raise ValueError(
+                f"model.fitted_tokens is a number of tokens for heads of kind conditioned or gated, or 0, and it is "
+                f"{fitted_tokens} for kind {kind}"
+            )
+        self.fitted_tokens = fitted_tokens
         self.model_name_or_path, self.start_heads = model_name_or_path, heads
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, (beta1, beta2)
         self.warmup_steps = warmup_steps
@@ -166,18 +183,27 @@ class HeadsModule(L.LightningModule):
         if self.state_cache is not None:
             kept = StateCache(self.state_cache, self.model_name_or_path, self._backbone_dtype(), layers)
         self.states = FrozenStates(self.backbone, layers, kept)
-        if isinstance(self.heads, Eagle3DraftModel) and self.start_heads is None:
-            self._fit_features(self.heads)
+        if self.start_heads is None:
+            self._fit()
         if self.compile_layers:
             for layer in self.backbone.get_decoder().layers:
                 layer.compile()
 
-    def _fit_features(self, heads: Eagle3DraftModel) -> None:
+    def _fit(self) -> None:
+        """Let new heads start from a least-squares fit on training text, where there is one for their kind."""
         chunks = self.trainer.datamodule.chunks.get("train")
-        if chunks is not None:
-            some = chunks[:: max(1, len(chunks) * chunks.shape[1] // FITTED_TOKENS)]
-            ids = (torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some)
-            fit_features(heads, map(self.states, ids))
+        if chunks is None:
+            return
+        tokens = FITTED_TOKENS if isinstance(self.heads, Eagle3DraftModel) else self.fitted_tokens
+        if not tokens:
+            return
+        some = chunks[:: max(1, len(chunks) * chunks.shape[1] // tokens)]
+        ids = [torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some]
+        if isinstance(self.heads, Eagle3DraftModel):
+            fit_features(self.heads, map(self.states, ids))
+            return
+        heads = self.heads.to(self.states.device)
+        fit_heads(heads, lambda: ((self.states(row)[0], self._tokens_before(row)[0]) for row in ids))
 
     def _refuse_other_size(self, size: int | None, who: str) -> None:
         if self.draft_vocab_size not in (None, size):
@@ -378,7 +404,7 @@ class HeadsModule(L.LightningModule):
         state = get_model_state_dict(self.heads, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if not self.trainer.is_global_zero:
             return None
-        heads = new_heads(self.config, self.heads.kind, self.heads.num_heads, *self.attention_settings)
+        heads = new_heads(self.config, self.heads.kind, self.heads.num_heads, *self.shape)
         chosen = self.heads.draft_to_target
         heads.set_draft_vocabulary(None if chosen is None else chosen.cpu())
         if isinstance(heads, Eagle3DraftModel):

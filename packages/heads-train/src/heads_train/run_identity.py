@@ -15,6 +15,8 @@ def describe_heads(module: "HeadsModule") -> dict:
         "model.num_heads": module.heads.num_heads,
         "model.kind": module.heads.kind,
         "model.draft_vocab_size": module.draft_vocab_size,
+        "model.gate_width": getattr(module.heads, "gate_width", None),
+        "model.shared": getattr(module.heads, "shared", False),
         **describe_draft_model(module),
     }
 
@@ -44,6 +46,7 @@ def describe_run(module: "HeadsModule") -> dict:
         "model.beta2": module.betas[1],
         "model.warmup_steps": module.warmup_steps,
         "model.head_weights": module.head_weights,
+        "model.fitted_tokens": module.fitted_tokens,
         "model.distill": module.distill,
         "model.distill_loss": module.distill_loss,
         "model.backbone_dtype": module.backbone_dtype,
@@ -66,7 +69,10 @@ def refuse_other_run(saved: dict | None, module: "HeadsModule") -> None:
             "the checkpoint is not one of heads-train, or an older version's; give another one or another --output"
         )
     asked = describe_run(module) if module.trainer.state.fn == "fit" else describe_heads(module)
-    saved = {"model.distill_loss": "cross_entropy"} | saved  # checkpoints of before there was another one
+    # Checkpoints of before there was anything else.
+    width = 2 * module.heads.hidden_size if module.heads.kind == "gated" else None
+    before = {"model.gate_width": width, "model.shared": False, "model.fitted_tokens": 0}
+    saved = {"model.distill_loss": "cross_entropy"} | before | saved
     for name, value in asked.items():
         if saved.get(name) != value:
             raise ValueError(
