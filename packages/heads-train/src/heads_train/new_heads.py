@@ -14,7 +14,7 @@ from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads, load_heads
 from heads_train.backbone import norm_eps
 
-RIDGE_OF_HEADS = 1e-2  # the same for heads, whose gated units have many channels
+RIDGE_OF_HEADS = 0.1  # the same for heads, whose gated units have many channels
 _RIDGE = 1e-4  # of each channel's own square: keeps the fit of features that repeat each other stable
 
 
