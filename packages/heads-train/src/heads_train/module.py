@@ -191,11 +191,10 @@ class HeadsModule(L.LightningModule):
 
     def _fit(self) -> None:
         """Let new heads start from a least-squares fit on training text, where there is one for their kind."""
-        chunks = self.trainer.datamodule.chunks.get("train")
-        if chunks is None:
-            return
         tokens = FITTED_TOKENS if isinstance(self.heads, Eagle3DraftModel) else self.fitted_tokens
-        if not tokens:
+        chunks = self.trainer.datamodule.chunks.get("train") if tokens else None
+        # A run that goes on has its heads in the checkpoint.
+        if chunks is None or self.trainer.ckpt_path:
             return
         some = chunks[:: max(1, len(chunks) * chunks.shape[1] // tokens)]
         ids = [torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some]
