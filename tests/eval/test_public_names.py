@@ -1,9 +1,12 @@
-"""ts-eval uses public names of the decoder alone, so that files inside it can move."""
+"""ts-eval and heads-train use public names of the decoder alone, so that files inside it can move."""
 
 import ast
 from pathlib import Path
 
+import pytest
+
 import decoder
+import heads_train
 import ts_eval
 from decoder import parts
 
@@ -31,8 +34,12 @@ def private(folder):
     return found
 
 
-def test_only_public_names_are_imported():
-    assert private(Path(ts_eval.__file__).parent) == []
+FOLDERS = [Path(package.__file__).parent for package in (ts_eval, heads_train)]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_only_public_names_are_imported(folder):
+    assert private(folder) == []
 
 
 def test_private_names_are_found(tmp_path):
@@ -47,5 +54,5 @@ def test_private_names_are_found(tmp_path):
 
 def test_what_is_public_is_used():
     """A part that nobody outside needs is the decoder's own."""
-    used = {name for file in Path(ts_eval.__file__).parent.rglob("*.py") for _, name in imports(file)}
+    used = {name for folder in FOLDERS for file in folder.rglob("*.py") for _, name in imports(file)}
     assert set(parts.__all__) <= used

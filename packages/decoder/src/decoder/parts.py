@@ -1,4 +1,4 @@
-"""What programs beside the decoder may build on, such as `ts_eval`: names that stay when files inside move.
+"""What programs beside the decoder build on, as `ts_eval` and `heads_train` do: names that stay when files inside move.
 
 Those that users need are in `decoder` itself. Public, too, are `decoder.audit`, `decoder.drafters`, `decoder.heads`,
 `decoder.options` and `decoder.timings`; all other modules are the decoder's own. What a name is stands where it is
@@ -11,20 +11,24 @@ from decoder.backends.transfers import download
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
-from decoder.checks import MARK, check, parse_json
+from decoder.checks import MARK, check, parse_json, shown
 from decoder.cli.continuation import stream_on
 from decoder.cli.journal import Journal, damaged, named, whole_lines
+from decoder.draft_heads import DraftHead
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.cost_tuned import CostTuned
+from decoder.eagle3.checkpoint import LAYOUTS, save_draft_model
 from decoder.eagle3.config import Eagle3Config
+from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.eagle3.draft_model import Eagle3DraftModel, attend
 from decoder.eagle3.text_cache import Eagle3TextCache
 from decoder.heads_beside import heads_beside
+from decoder.heads_files import CONFIG, is_repository, read_json
 from decoder.loader import DTYPES, device_named
 from decoder.model import loading
 from decoder.model.architectures import refuse_unsupported
 from decoder.model.gguf import is_gguf, open_checked
-from decoder.model.loading import empty_model, read_tokenizer
+from decoder.model.loading import check_source, empty_model, out_of_memory, read_config, read_model, read_tokenizer
 from decoder.model.short_weights import SHORT, dtype_around, dtype_name, make_short, short_bytes
 from decoder.model.target import Target
 from decoder.parallel.ranks import ending_in_words, is_first_to_tell, join, linked
@@ -36,11 +40,15 @@ from decoder.text.stops import eos_ids
 from decoder.text.stream import TextStream
 
 __all__ = [
+    "CONFIG",
     "DTYPES",
+    "EAGLE3",
+    "LAYOUTS",
     "MARK",
     "SHORT",
     "CacheForm",
     "CostTuned",
+    "DraftHead",
     "DraftVocabulary",
     "Eagle3Config",
     "Eagle3DraftModel",
@@ -56,6 +64,7 @@ __all__ = [
     "available_memory",
     "chat_ids",
     "check",
+    "check_source",
     "damaged",
     "device_named",
     "download",
@@ -68,6 +77,7 @@ __all__ = [
     "is_chat",
     "is_first_to_tell",
     "is_gguf",
+    "is_repository",
     "join",
     "linked",
     "loading",
@@ -75,13 +85,19 @@ __all__ = [
     "named",
     "native",
     "open_checked",
+    "out_of_memory",
     "parse_json",
     "rank_paths",
+    "read_config",
+    "read_json",
+    "read_model",
     "read_tokenizer",
     "refuse_unshareable",
     "refuse_unsupported",
+    "save_draft_model",
     "shared_parameters",
     "short_bytes",
+    "shown",
     "stream_on",
     "text_ids",
     "whole_lines",

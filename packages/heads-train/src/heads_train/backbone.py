@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decoder.draft_heads import DraftHeads
-from decoder.model.gguf import is_gguf
-from decoder.model.loading import check_source, read_config, read_model, read_tokenizer
+from decoder import DraftHeads
+from decoder.parts import check_source, is_gguf, read_config, read_model, read_tokenizer
 from heads_train.states import StateCache
 
 

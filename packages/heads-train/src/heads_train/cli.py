@@ -19,8 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from decoder.checks import check
-from decoder.model.loading import out_of_memory
+from decoder.parts import check, out_of_memory
 from heads_train.callbacks import (
     Checkpoints,
     ExportHeads,

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import click
 
-from decoder.eagle3.checkpoint import LAYOUTS, save_draft_model
-from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import load_heads
+from decoder.parts import LAYOUTS, Eagle3DraftModel, save_draft_model
 
 
 @click.command()

@@ -5,8 +5,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.heads import Heads
+from decoder.parts import EAGLE3
 
 
 def write_model_card(folder: Path, heads: Heads, base_model: str, training: dict) -> None:

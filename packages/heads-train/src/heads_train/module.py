@@ -15,10 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 from transformers import get_cosine_schedule_with_warmup
 
-from decoder.checks import shown
-from decoder.draft_heads import DraftHeads
-from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder import DraftHeads
 from decoder.heads import Heads
+from decoder.parts import Eagle3DraftModel, shown
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
 from heads_train.divergence import LossWatch
 from heads_train.draft_vocabulary import expected_counts, most_expected

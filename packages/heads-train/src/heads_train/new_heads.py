@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from decoder.draft_heads import DraftHead, DraftHeads
-from decoder.eagle3.config import Eagle3Config
-from decoder.eagle3.draft_model import KIND as EAGLE3
-from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder import DraftHeads
 from decoder.heads import Heads, load_heads
+from decoder.parts import EAGLE3, DraftHead, Eagle3Config, Eagle3DraftModel
 from heads_train.backbone import norm_eps
 
 RIDGE_OF_HEADS = 0.1  # the same for heads, whose gated units have many channels

@@ -7,10 +7,8 @@ from pathlib import Path
 import click
 from huggingface_hub import HfApi
 
-from decoder.eagle3.checkpoint import save_draft_model
-from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads import Heads, load_heads
-from decoder.heads_files import CONFIG, is_repository, read_json
+from decoder.parts import CONFIG, Eagle3DraftModel, is_repository, read_json, save_draft_model
 from heads_train.model_card import model_card
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from decoder.eagle3.draft_model import Eagle3DraftModel
+from decoder.parts import Eagle3DraftModel
 
 if TYPE_CHECKING:
     from heads_train.module import HeadsModule

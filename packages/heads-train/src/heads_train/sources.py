@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decoder.checks import MARK, check, parse_json
-from decoder.heads_files import is_repository
+from decoder.parts import MARK, check, is_repository, parse_json
 
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet", ".txt", ".npy")
