@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.checks import check, faults, parse_json, shown
+from decoder.checks import check, decoded, faults, parse_json, shown
 from decoder.heads_files import read_json
 
 from .conftest import tiny_llama
@@ -82,6 +82,22 @@ def test_json_is_read_with_or_without_a_byte_order_mark(value, mark):
     text = json.dumps(value)
     for given_as in (mark + text, (mark + text).encode()):
         assert repr(parse_json(given_as, "it")) == repr(json.loads(text))
+
+
+@given(st.text())
+def test_a_text_is_read_with_or_without_a_byte_order_mark(text):
+    if text.count("\0") <= len(text) / 4:
+        assert decoded(b"\xef\xbb\xbf" + text.encode(), "it") == text
+        assert decoded(text.encode(), "it") == text.removeprefix("\ufeff")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "latin-1", "cp1252"])
+@given(text=st.text("abc é", min_size=1))
+def test_a_text_in_another_encoding_is_refused(encoding, text):
+    data = f"{text}Der Äther".encode(encoding)
+    with pytest.raises(ValueError, match=r"^line 3 of it is not UTF-8 text .*: save it as UTF-8$") as error:
+        decoded(data, "line 3 of it")
+    assert len(str(error.value)) < 120
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": 1} 2', b"\xff\xfe\xfd", "1" * 5000, "\ufeff", ""], ids=range(6))

@@ -61,7 +61,7 @@ def test_lines_that_cannot_be_read_are_told_by_their_number(tmp_path, line):
     path.write_bytes(b'{"text": "good"}\n' + line.encode(errors="surrogatepass"))
     with pytest.raises(ValueError, match=r"p\.jsonl") as error:
         read_texts(path)
-    assert len(str(error.value)) < 300 and ("line 2 of" in str(error.value) or line == "\ud800")
+    assert len(str(error.value)) < 300 and "line 2 of" in str(error.value)
 
 
 @pytest.mark.parametrize(

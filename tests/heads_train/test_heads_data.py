@@ -266,12 +266,41 @@ def test_ranks_share_an_epoch_without_overlap():
         ),
         ("train.jsonl", '{"text": "a"}\n' + "[" * 99_999, "line 2 of .* too deep"),
         ("train.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("train.txt", words(9).encode("utf-16-le"), "is not UTF-8 text .*as in UTF-16"),
+        (
+            "train.jsonl",
+            '{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"),
+            "line 2 of .* text .byte 11 is",
+        ),
         ("train.txt", "the sea", "none of 1 books .* has 8 tokens; lower --data.chunk_tokens"),
     ],
 )
 def test_unusable_books_are_refused_with_the_reason(chunks_of, tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=reason):
+        chunks_of(tmp_path)
+
+
+def test_damaged_parquet_files_are_named_with_the_row(chunks_of, tmp_path):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"text": [words(9)]}), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 30 + whole[34:])
+    with pytest.raises(OSError, match=r"train.parquet is damaged behind row 0; fetch it anew"):
+        chunks_of(tmp_path)
+    # What says that it is text and is none, as some writers leave it.
+    bad = pa.Array.from_buffers(pa.utf8(), 1, pa.array([b"caf\xe9"]).buffers())
+    pq.write_table(pa.table({"text": pa.concat_arrays([pa.array([words(9)] * 20), bad])}), path)
+    with pytest.raises(ValueError, match=r"column 'text' of row 21 of .*train.parquet is not UTF-8 text"):
+        chunks_of(tmp_path)
+
+
+@pytest.mark.parametrize("number", [-1, 2**31, 2**62])
+def test_numbers_that_are_no_token_ids_are_told_with_their_row(chunks_of, tmp_path, number):
+    rows = np.ones((3, 9), np.int64)
+    rows[1, 4] = number
+    np.save(tmp_path / "train.npy", rows)
+    with pytest.raises(ValueError, match=f"row 2 of .*train.npy holds {number}, which is no token id"):
         chunks_of(tmp_path)
 
 

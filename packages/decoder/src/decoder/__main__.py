@@ -23,6 +23,7 @@ import huggingface_hub
 import torch
 import transformers
 
+from decoder.checks import decoded
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
 from decoder.cli.flags import (
@@ -135,10 +136,7 @@ def _read(file: str | None) -> str:
         raise ValueError("give a prompt: --prompt-file F, --prompt TEXT, --chat TEXT, or pipe text into standard input")
     else:
         name, data = "standard input", sys.stdin.buffer.read()
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text") from error
+    return decoded(data, name)
 
 
 def _prompt_ids(args: argparse.Namespace) -> list[int]:

@@ -82,6 +82,27 @@ def check(value: object, name: str = "") -> None:
         raise ValueError(f"{' in '.join(filter(None, (place, name)))} {words}")
 
 
+def decoded(data: bytes, name: str) -> str:
+    """The text of what a file holds; a byte order mark in front of it is skipped.
+
+    Args:
+        data: UTF-8.
+        name: how an error's message calls it, for instance "line 3 of prompts.jsonl".
+
+    Raises:
+        ValueError: it is none, or seems to be UTF-16 or UTF-32.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        words = f"byte {error.start + 1:,} is 0x{data[error.start]:02x}"
+        raise ValueError(f"{name} is not UTF-8 text ({words}): save it as UTF-8") from error
+    # In UTF-16 every other byte of most alphabets' letters is zero.
+    if text.count("\0") > len(text) / 4:
+        raise ValueError(f"{name} is not UTF-8 text (much of it is null bytes, as in UTF-16): save it as UTF-8")
+    return text
+
+
 def parse_json(text: str | bytes, name: str) -> Any:
     """The value of a JSON text, whose numbers and texts are still to be checked where they are used.
 

@@ -11,7 +11,7 @@ from decoder.backends.transfers import download
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
-from decoder.checks import MARK, check, parse_json, shown
+from decoder.checks import check, decoded, parse_json, shown
 from decoder.cli.continuation import stream_on
 from decoder.cli.journal import Journal, damaged, named, whole_lines
 from decoder.draft_heads import DraftHead
@@ -44,7 +44,6 @@ __all__ = [
     "DTYPES",
     "EAGLE3",
     "LAYOUTS",
-    "MARK",
     "SHORT",
     "CacheForm",
     "CostTuned",
@@ -66,6 +65,7 @@ __all__ = [
     "check",
     "check_source",
     "damaged",
+    "decoded",
     "device_named",
     "download",
     "dtype_around",

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from decoder.parts import check, out_of_memory
+from decoder.parts import check, decoded, out_of_memory
 from heads_train.callbacks import (
     Checkpoints,
     ExportHeads,
@@ -217,8 +217,9 @@ def with_bases(name: str) -> list[Path]:
 
 
 def _base_of(file: Path) -> str | None:
+    text = decoded(file.read_bytes(), str(file))
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not YAML: {error}") from error
     check(content, str(file))

@@ -1,6 +1,7 @@
 """Where books come from: a local folder, a single file, or a Hugging Face data set."""
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from decoder.parts import MARK, check, is_repository, parse_json
+from decoder.parts import check, decoded, is_repository, parse_json
 
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet", ".txt", ".npy")
 # A streamed set is shuffled as far as a window of this many rows allows, and by whole files.
 SHUFFLE_ROWS = 256
+_MOST_IDS = 2**31  # of a vocabulary
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _file_texts(path: Path, column: str) -> Iterator[str | np.ndarray]:
     if path.name.endswith(".npy"):
         yield from _rows(path)
     elif path.name.endswith(".txt"):
-        yield _decoded(path)
+        yield io.StringIO(decoded(path.read_bytes(), str(path)), newline=None).read()
     elif path.name.endswith(".parquet"):
         yield from _parquet_texts(path, column)
     else:
@@ -172,14 +174,11 @@ def _rows(path: Path) -> np.ndarray:
         raise ValueError(f"{path} is no .npy file of token ids") from error
     if rows.ndim != 2 or not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"{path} holds {rows.dtype} {list(rows.shape)}, and rows of token ids are needed")
+    wrong = np.argwhere((rows < 0) | (rows >= _MOST_IDS))
+    if len(wrong):
+        row, place = wrong[0]
+        raise ValueError(f"row {row + 1} of {path} holds {rows[row, place]}, which is no token id")
     return rows
-
-
-def _decoded(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text") from error
 
 
 def _parquet_texts(path: Path, column: str) -> Iterator[str]:
@@ -192,22 +191,33 @@ def _parquet_texts(path: Path, column: str) -> Iterator[str]:
         raise ValueError(f"{path} is not a parquet file") from error
     if column not in file.schema_arrow.names:
         raise _no_column(str(path), column, file.schema_arrow.names)
-    number = 0
-    for batch in file.iter_batches(batch_size=16, columns=[column]):
-        for value in batch.column(0).to_pylist():
+    number, batches = 0, file.iter_batches(batch_size=16, columns=[column])
+    while True:
+        try:
+            values = next(batches).column(0)
+        except StopIteration:
+            return
+        except OSError as error:
+            raise OSError(f"{path} is damaged behind row {number}; fetch it anew") from error
+        for value in values:
             number += 1
-            yield _text(f"row {number} of {path}", column, value)
+            where = f"row {number} of {path}"
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"column {column!r} of {where} is not UTF-8 text") from error
+            yield _text(where, column, text)
 
 
 def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
     opener = gzip.open if path.name.endswith(".gz") else open
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with opener(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 where = f"line {number} of {path}"
-                if not line.strip().strip(MARK):
+                if not (text := decoded(line, where).strip()):
                     continue
-                book = parse_json(line, where)
+                book = parse_json(text, where)
                 if not isinstance(book, dict):
                     raise ValueError(f"{where} is no JSON object")
                 if column not in book:
@@ -217,5 +227,3 @@ def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
         raise OSError(f"{path} is cut short") from error
     except (zlib.error, gzip.BadGzipFile) as error:
         raise OSError(f"{path} is damaged or no gzip file ({error}); fetch it anew") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text") from error

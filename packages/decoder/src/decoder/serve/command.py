@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 
 from decoder.backends.memory import available_memory
-from decoder.checks import shown
+from decoder.checks import decoded, shown
 from decoder.cli.flags import (
     add_flags,
     add_loading_flags,
@@ -150,8 +150,8 @@ def _check_origin(origin: str) -> None:
 def _key(file: Path) -> str:
     if not file.is_file():
         raise FileNotFoundError(f"there is no key file {file}")
-    key = file.read_text(encoding="utf-8-sig").strip()
-    if not key or "\n" in key:
+    key = decoded(file.read_bytes(), f"the key file {file}").strip()
+    if not key or len(key.splitlines()) > 1:
         raise ValueError(f"the key file {file} must hold one key, in one line")
     return key
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from decoder.parts import check
+from decoder.parts import check, decoded
 from ts_eval.comparing.results import write_text
 
 if TYPE_CHECKING:
@@ -24,10 +24,11 @@ def read_run_file(path: str) -> dict:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no YAML mapping, or has a number or a text that `check` refuses.
+        ValueError: it is no UTF-8 text, no YAML mapping, or has a number or a text that `check` refuses.
     """
+    text = decoded(Path(path).read_bytes(), path)
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     check(content, path)

@@ -1,6 +1,7 @@
 """The texts that generation starts from."""
 
 import gzip
+import io
 import itertools
 import re
 import zlib
@@ -8,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoder.parts import MARK, chat_ids, check, is_chat, parse_json
+from decoder.parts import chat_ids, check, decoded, is_chat, parse_json
 
 SHIPPED = "pg19/test.jsonl.gz"
 HUB_SPLIT = "test"
@@ -67,17 +68,22 @@ def _file_texts(path: Path, limit: int | None) -> list[tuple[str, str | Messages
     texts: list[tuple[str, str | Messages]] = []
     try:
         if not path.name.endswith((".jsonl", ".jsonl.gz")):
-            texts.append((path.name, path.read_text(encoding="utf-8-sig")))
+            texts.append((path.name, read_text(path)))
             return texts[:limit]
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if len(texts) == limit:
                     break
-                if line.strip().strip(MARK):
-                    texts.append(_record(path, number, line))
+                if text := decoded(line, f"line {number} of {path}").strip():
+                    texts.append(_record(path, number, text))
         return texts
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as text: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file, its lines' ends as Python has them. Raises ValueError: it is none."""
+    return io.StringIO(decoded(path.read_bytes(), str(path)), newline=None).read()
 
 
 def _record(path: Path, number: int, line: str) -> tuple[str, str | Messages]:

@@ -16,7 +16,7 @@ from decoder.parts import read_tokenizer
 from ts_eval import defaults, metrics
 from ts_eval.commands.terminal import Columns
 from ts_eval.comparing.checkpoints import named, refuse_missing
-from ts_eval.comparing.prompts import read_texts
+from ts_eval.comparing.prompts import read_text, read_texts
 from ts_eval.report.table import DISTINCT, DISTINCT_HEADER, number
 
 
@@ -136,10 +136,7 @@ def _quiet_clustering() -> Iterator[None]:
 
 
 def _read(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text") from error
+    return read_text(Path(file))
 
 
 def table(rows: dict[str, dict]) -> list[RenderableType]:
