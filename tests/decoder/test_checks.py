@@ -63,13 +63,15 @@ def test_lists_deeper_than_python_calls_are_searched():
 
 
 def test_a_value_within_itself_or_in_many_places_is_searched_once():
-    """As YAML makes them from aliases: `a: &a [*a]`, and lists of one list ten times, thirty levels deep."""
+    """As YAML makes them from aliases: lists of one list ten times, thirty levels deep, and `a: &a [*a]`."""
     value = ["\udfff"]
     for _ in range(30):
         value = [value] * 10
-    value.append({"itself": value})
     [(place, _)] = faults(value)
     assert place == "[0]" * 31
+    value = {"b": [1, 2]}
+    value["b"].append({"c": value})
+    assert list(faults({"a": value, "d": value})) == [("a.b[2].c", "holds itself")]
 
 
 @given(nested | huge | broken_texts | st.lists(huge, min_size=1))

@@ -196,6 +196,9 @@ def test_a_file_builds_on_its_base_whose_settings_are_saved_with_its_own(parsed,
         ({"a.yaml": "base: b.yaml", "b.yaml": "base: a.yaml"}, "a.yaml is the base of a configuration that it builds"),
         ({"a.yaml": "base: none.yaml"}, "there is no configuration none.yaml; shipped are"),
         ({"a.yaml": "model: ["}, "a.yaml is not YAML: "),
+        ({"a.yaml": "base: 5"}, "base in a.yaml must be the name of a configuration, not 5"),
+        ({"a.yaml": "base: [b.yaml]"}, "base in a.yaml must be the name of a configuration, not ['b.yaml']"),
+        ({"a.yaml": "model: &m {kind: *m}"}, "model.kind in a.yaml holds itself"),
     ],
 )
 def test_a_wrong_base_is_one_sentence(files, reason, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 MARK = "\ufeff"
 """The byte order mark, which some editors write in front of a text and which is no part of it."""
@@ -43,18 +43,26 @@ def fault(value: object) -> str | None:
 def faults(value: object) -> Iterator[tuple[str, str]]:
     """(place, words of `fault`) of each faulty number or text in a value, as in ``("messages[0].role", ...)``.
 
-    Lists and mappings are searched, keys included; the place of the value itself is "".
+    Lists and mappings are searched, keys included; the place of the value itself is "". One that holds itself, as YAML
+    can write it down, is faulty, too.
     """
     # No recursion: lists within lists may go deeper than Python's calls.
     left: list[tuple[str, object]] = [("", value)]
-    # A YAML file can name a list in many places, and even within itself.
-    seen = set[int]()
+    # What is being searched, and what has been: a YAML file can name a list in many places.
+    within, seen = set[int](), set[int]()
     while left:
         place, one = left.pop()
+        if isinstance(one, _End):
+            within.discard(one.of)
+            continue
         if isinstance(one, Mapping | list | tuple):
+            if id(one) in within:
+                yield place, "holds itself"
             if id(one) in seen:
                 continue
             seen.add(id(one))
+            within.add(id(one))
+            left.append((place, _End(id(one))))
         if words := fault(one):
             yield place, words
         elif isinstance(one, Mapping):
@@ -66,6 +74,12 @@ def faults(value: object) -> Iterator[tuple[str, str]]:
                     left.append((f"{place}.{name}" if place else name, each))
         elif isinstance(one, list | tuple):
             left.extend((f"{place}[{index}]", one[index]) for index in reversed(range(len(one))))
+
+
+class _End(NamedTuple):
+    """Behind all that a value holds: the value's identity."""
+
+    of: int
 
 
 def check(value: object, name: str = "") -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from decoder.parts import check, decoded, out_of_memory
+from decoder.parts import check, decoded, out_of_memory, shown
 from heads_train.callbacks import (
     Checkpoints,
     ExportHeads,
@@ -223,7 +223,10 @@ def _base_of(file: Path) -> str | None:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not YAML: {error}") from error
     check(content, str(file))
-    return content.get("base") if isinstance(content, dict) else None
+    base = content.get("base") if isinstance(content, dict) else None
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f"base in {file} must be the name of a configuration, not {shown(base)}")
+    return base
 
 
 def _with_configs(args: Sequence[str]) -> list[str]:
