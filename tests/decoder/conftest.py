@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoder import Decoder, DraftHeads
-from decoder.backends import attention, attention_check, fast_layers, fast_paths
-from decoder.backends.cuda import bitwise_split_kv, rotary
+from decoder.backends import faults
+from decoder.backends.cuda import attention_check, bitwise_split_kv, kernel_check, rotary, split_kv
+from decoder.backends.cuda.backend import CudaBackend
 from decoder.backends.native import library as native
 from decoder.cache.base import LayeredCache
 from decoder.drafters.levels import LevelsWanted, fill_together
@@ -91,9 +92,8 @@ def dec(model):
 
 @pytest.fixture(autouse=True)
 def untested(monkeypatch):
-    """What a stand-in has passed or failed is not what the next test finds."""
-    monkeypatch.setattr(fast_paths, "_outcomes", {})
-    monkeypatch.setattr(fast_paths, "_warned", set())
+    """Of a stand-in that has failed the next test's user has not been told."""
+    monkeypatch.setattr(faults, "_warned", set())
 
 
 @pytest.fixture
@@ -110,17 +110,25 @@ def with_native():
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """Kernels have their stand-ins, layers are PyTorch's own, the walk and each choice are the device's, and what was
-    never written is no number."""
+    """Kernels have their stand-ins, the walk and each choice are the device's, and what was never written is no
+    number."""
     monkeypatch.setattr(target.Target, "draws_whole_trees", True)
     monkeypatch.setattr("decoder.sampling.sampler.on_host", lambda tensor: False)
-    monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
+    monkeypatch.setattr(split_kv, "split_kv_attention", eager_attention)
+    monkeypatch.setattr(kernel_check, "_PASSES", ((1, False), (5, True)))
+    monkeypatch.setattr(kernel_check, "_LENGTHS", (0, 70))
     monkeypatch.setattr(bitwise_split_kv, "bitwise_split_kv_attention", eager_attention_by_position)
     monkeypatch.setattr(attention_check, "_LENGTHS_ON_DEVICE", (1, 97, 300))
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
-    monkeypatch.setattr(fast_layers, "packing", finding({}))
     buffer = LayeredCache._buffer
     monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(float("nan")))
+
+
+def with_recorder(dec, recorder):
+    """Let a decoder run its passes as on CUDA."""
+    for each in filter(None, (dec.target, dec.draft_target)):
+        each.use(CudaBackend(each, recorder))
+    return dec
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder.backends.attention import TextInPass, tree_attention
+from decoder.backends.attention import tree_attention
+from decoder.backends.native.native_attention import NewTokens
+from decoder.backends.reference.attention import Masked
 from decoder.cache.full import FullCache
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -19,7 +21,7 @@ class Layer:
 
 
 def use(way, monkeypatch):
-    monkeypatch.setattr("decoder.backends.attention._MAX_SCORES", WAYS[way])
+    monkeypatch.setattr("decoder.backends.reference.attention._MAX_SCORES", WAYS[way])
 
 
 def case(heads, groups, dim, cached, new, dtype=torch.float64, batch=1, seed=0):
@@ -51,7 +53,7 @@ def obvious(query, key, value, mask, scaling):
 
 def assert_obvious(query, key, value, mask=None, scaling=0.3):
     actual, weights = tree_attention(
-        Layer, query, key, value, None, scaling=scaling, texts=[TextInPass(query.shape[2], mask)]
+        Layer, query, key, value, None, scaling=scaling, texts=[Masked(query.shape[2], mask)]
     )
     assert weights is None
     assert actual.dtype == query.dtype
@@ -100,7 +102,7 @@ def test_large_scores_on_either_side_neither_overflow_nor_vanish(way, new, monke
 def test_many_small_weights_still_sum_to_one(way, dtype, monkeypatch):
     use(way, monkeypatch)
     query, key, _ = case(4, 2, 64, cached=20_000, new=3, dtype=dtype)
-    actual, _ = tree_attention(Layer, query * 0, key, torch.ones_like(key), None)
+    actual, _ = tree_attention(Layer, query * 0, key, torch.ones_like(key), None, texts=[Masked(3)])
     torch.testing.assert_close(actual, torch.ones_like(actual), rtol=4e-3 if dtype == torch.bfloat16 else 5e-4, atol=0)
 
 
@@ -118,9 +120,9 @@ def test_any_layout_is_read_as_it_lies(way, new, monkeypatch):
 def test_queries_are_left_for_the_drafter():
     query, key, value = case(4, 2, 8, cached=13, new=3)
     recorded = {}
-    tree_attention(Layer, query, key, value, None, queries=recorded, observed=3)
+    tree_attention(Layer, query, key, value, None, texts=[Masked(3)], queries=recorded, observed=3)
     assert torch.equal(recorded[0], query)
-    tree_attention(Layer, query, key, value, None, queries=recorded, observed=2)
+    tree_attention(Layer, query, key, value, None, texts=[Masked(3)], queries=recorded, observed=2)
     assert torch.equal(recorded[0], query[:, :, 1:])
     assert recorded[0].untyped_storage().nbytes() < query.untyped_storage().nbytes(), "a view keeps a whole chunk"
 
@@ -145,7 +147,7 @@ def test_no_step_copies_the_cache_or_holds_all_scores_of_a_long_text(with_native
         key, value = cache.update(*fresh, layer_idx=0)
         assert key.data_ptr() == cache.keys[0].data_ptr()
         assert value.data_ptr() == cache.values[0].data_ptr()
-        texts = [TextInPass(new, native=cached)]
+        texts = [NewTokens(cached, new, None)]
         tree_attention(Layer, query, key, value, None, texts=texts)
 
     assert allocated(step) < cache.keys[0].nbytes / 2

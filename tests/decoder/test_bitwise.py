@@ -11,13 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.backends import attention, attention_check, bitwise, bitwise_check
-from decoder.backends.fast_paths import NATIVE, PACKED
+from decoder.backends import bitwise_check
 from decoder.backends.native import library as native
-from decoder.backends.native import packed_weight
+from decoder.backends.native import native_attention, whole_model
 from decoder.backends.native.native_layer import NativeLayer
-from decoder.backends.native.native_pass import NativePass
-from decoder.backends.native.packed_linear import product_of
+from decoder.backends.native.whole_model import WholeModel
 from decoder.cache.full import FullCache
 from decoder.model import target
 
@@ -168,23 +166,16 @@ def leaning(function):
     return row_dependent
 
 
-@pytest.mark.parametrize(
-    "part", ["norm", "activation", "rotary", "residual", "head", "attention", "layer", "product", "pass"]
-)
+@pytest.mark.parametrize("part", ["norm", "activation", "rotary", "residual", "head", "attention", "layer", "pass"])
 def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
     model = tiny_llama(torch.float32)
     layer = model.model.layers[1]
     if part in ("attention", "layer"):
-        monkeypatch.setattr(NativePass, "runs", lambda *given: False)
+        monkeypatch.setattr(WholeModel, "writes", lambda *given: False)
     if part == "norm":
         layer.input_layernorm.forward = leaning(layer.input_layernorm.forward)
     elif part == "activation":
         layer.mlp.act_fn = type("Leaning", (nn.Module,), {"forward": staticmethod(leaning(functional.silu))})()
-    elif part == "product":
-        product = packed_weight.NativeWeight.__call__
-        monkeypatch.setattr(
-            packed_weight.NativeWeight, "__call__", lambda self, x: product(self, x) * (1 + 2**-16 * (x.shape[-2] > 1))
-        )
     elif part == "rotary":
         rotary = model.model.rotary_emb
         turn = rotary.forward
@@ -196,9 +187,11 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
     elif part == "head":
         model.lm_head.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[-2] > 1)))
     elif part == "attention":
-        attend = attention.native_attention
+        attend = native_attention.native_attention
         monkeypatch.setattr(
-            attention, "native_attention", lambda heads, *given: attend(heads, *given) * (1 + 2**-8 * (len(heads) > 1))
+            whole_model,
+            "native_attention",
+            lambda heads, *given: attend(heads, *given) * (1 + 2**-8 * (len(heads) > 1)),
         )
     elif part == "layer":
         behind = NativeLayer.behind_attention
@@ -208,28 +201,17 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
             lambda self, attended, x: behind(self, attended, x) * (1 + 2**-16 * (x.shape[1] > 1)),
         )
     elif part == "pass":
-        run = NativePass.__call__
+        run = WholeModel._run_layers
 
         def leaning_pass(self, states, *given):
             run(self, states, *given)
             states.mul_(1 + 2**-16 * (states.shape[1] > 1))
 
-        monkeypatch.setattr(NativePass, "__call__", leaning_pass)
+        monkeypatch.setattr(WholeModel, "_run_layers", leaning_pass)
     dec = Decoder(model)
     assert not dec.bitwise and dec.target.bitwise.reason
     with pytest.raises(ValueError, match=r"bitwise cannot be had here: .*(row|token|text)"):
         Decoder(model, bitwise=True)
-
-
-def test_a_product_whose_difference_rounding_mostly_hides_is_caught(monkeypatch):
-    """In bfloat16 it shows once in many rows, and a text meets it sooner or later."""
-    product = packed_weight.NativeWeight.__call__
-    monkeypatch.setattr(
-        packed_weight.NativeWeight, "__call__", lambda self, x: product(self, x) * (1 + 2**-20 * (x.shape[-2] == 1))
-    )
-    if not native.multiplies(torch.bfloat16):
-        assert not Decoder(tiny_llama(torch.bfloat16)).bitwise
-    assert not Decoder(tiny_llama(torch.float32)).bitwise
 
 
 def test_layers_that_the_library_does_not_multiply_are_named(prompt):
@@ -252,21 +234,10 @@ def test_layers_that_the_library_does_not_multiply_are_named(prompt):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_the_library_it_is_off_and_says_so(without_native, dtype):
     dec = Decoder(tiny_llama(dtype))
-    reason = "on a CPU it needs native attention, off here: no C compiler (cc or gcc) is installed"
+    reason = "no C compiler (cc or gcc) is installed"
     assert not dec.bitwise and dec.target.bitwise.reason == reason and reason in dec.report()
     with pytest.raises(ValueError, match=f"bitwise cannot be had here: {re.escape(reason)}; leave it at 'auto'"):
         Decoder(dec.model, bitwise=True)
-
-
-@pytest.mark.parametrize("path", [NATIVE, PACKED])
-def test_where_the_library_gives_wrong_numbers_it_is_off_with_a_warning(monkeypatch, path):
-    if path == NATIVE:
-        monkeypatch.setattr("decoder.backends.fast_layers.native_attention_fault", lambda shape: "wrong numbers")
-    else:
-        monkeypatch.setattr("decoder.backends.fast_layers.packed_fault", lambda found: "wrong numbers")
-    with pytest.warns(UserWarning, match=f"{path} left off"):
-        dec = Decoder(tiny_llama(torch.float32))
-    assert not dec.bitwise and dec.target.bitwise.reason == f"on a CPU it needs {path}, off here: wrong numbers"
 
 
 def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch):
@@ -296,8 +267,8 @@ def test_what_changes_after_loading_is_tested_again(prompt, monkeypatch):
     auto.generate(prompt, 3, "ar")
     assert auto.bitwise
     tested = []
-    test = attention_check.native_fault
-    monkeypatch.setattr(attention_check, "native_fault", lambda shape: (tested.append(shape.dtype), test(shape))[1])
+    test = bitwise_check.model_fault
+    monkeypatch.setattr(bitwise_check, "model_fault", lambda target: (tested.append(target.dtype), test(target))[1])
     model.bfloat16()
     plain = auto.generate(prompt, 20, "ar", SAMPLINGS[0], return_logprobs=True)
     drafted = auto.generate(prompt, 20, "suffix", SAMPLINGS[0], return_logprobs=True)
@@ -358,25 +329,21 @@ def test_a_head_without_weights_is_refused_in_a_sentence():
         Decoder(model)
 
 
-def test_weights_that_another_library_packs_are_tested_again(prompt, monkeypatch):
+def test_weights_that_are_held_in_another_form_are_tested_again(prompt, monkeypatch):
     """The library holds weights that are bfloat16 numbers in another form than others."""
-    model = tiny_llama(torch.float32)
+    model, tested = tiny_llama(torch.float32), []
     dec = Decoder(model)
-    before = {packed.kind for packed in map(product_of, dec.target.replacements().layers.values()) if packed}
-    found = []
-    find = bitwise.Bitwise._find
-    monkeypatch.setattr(bitwise.Bitwise, "_find", lambda rules: (found.append(1), find(rules))[1])
+    before, test = dec.target.backend.covers, bitwise_check.model_fault
+    monkeypatch.setattr(bitwise_check, "model_fault", lambda target: (tested.append(1), test(target))[1])
     dec.generate(prompt, 3, "ar")
-    assert not found
+    assert not tested
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
     plain = dec.generate(prompt, 30, "ar", SAMPLINGS[0], return_logprobs=True)
-    after = {packed.kind for packed in map(product_of, dec.target.replacements().layers.values()) if packed}
-    assert found and before != after and dec.bitwise
+    assert tested and before != dec.target.backend.covers and dec.bitwise
     drafted = dec.generate(prompt, 30, "suffix", SAMPLINGS[0], return_logprobs=True)
     assert (drafted.token_ids, drafted.logprobs) == (plain.token_ids, plain.logprobs)
-    assert bitwise_check.products_fault(dec.target, dec.target.bitwise.rule) is None
 
 
 def test_float64_and_switching_off(prompt):

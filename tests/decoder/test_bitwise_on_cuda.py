@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.backends import attention_check, bitwise, bitwise_check
+from decoder.backends import bitwise_check
+from decoder.backends.base import FREE, PassRule
 from decoder.backends.bitwise import FREE, PassRule
-from decoder.backends.cuda import bitwise_split_kv
-from decoder.backends.native.norms import FusedNorm
-from decoder.model.target import Target
+from decoder.backends.cuda import attention_check, backend, bitwise_split_kv
+from decoder.backends.cuda.attention_kinds import ByPosition
+from decoder.backends.modules import ModulePass
+from decoder.backends.norms import FusedNorm
 from decoder.sampling import filters
 
 from .conftest import VOCAB, all_heads, tiny_llama
@@ -35,8 +37,8 @@ def narrow(monkeypatch, request):
     """Fewer rows than on CUDA, since each of them is a loop of a stand-in; chunks not much wider."""
     if request.node.get_closest_marker("gpu"):
         return
-    monkeypatch.setattr(bitwise, "_WIDTH_ON_CUDA", WIDTH)
-    monkeypatch.setattr(bitwise, "_CHUNKS_ON_CUDA", (48,))
+    monkeypatch.setattr(backend, "_WIDTH", WIDTH)
+    monkeypatch.setattr(backend, "_CHUNKS", (48,))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def prompt():
 def on_cuda(model, recorder=None, bitwise=True, **others):
     """A decoder that runs its passes as on CUDA."""
     dec = Decoder(model, bitwise=False, **others)
-    dec.target.set_recorder(recorder or TapeRecorder())
+    dec.target.use(backend.CudaBackend(dec.target, recorder or TapeRecorder()))
     dec.target.make_bitwise(bitwise)
     return dec
 
@@ -63,22 +65,22 @@ METHODS = [methods()[part::3] for part in range(3)]
 @pytest.mark.parametrize("names", METHODS, ids="-".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_method_gives_the_bits_of_plain_decoding(as_on_cuda, prompt, dtype, names, monkeypatch):
-    widths, run = set(), Target._run
+    widths, run = set(), ModulePass.run_ids
 
-    def counted(target, module, ids, cache, texts, observed):
-        if texts[0].tails is not None:
+    def counted(self, logits, ids, cache, new, *others):
+        if isinstance(new[0], ByPosition):
             widths.add(ids.shape[1])
-        return run(target, module, ids, cache, texts, observed)
+        return run(self, logits, ids, cache, new, *others)
 
     model = tiny_llama(dtype)
     small = tiny_llama(dtype, seed=2, num_hidden_layers=1) if {"triforce", "draft-model"} & set(names) else None
     dec = on_cuda(model, heads=all_heads(model), draft_model=small)
     assert dec.bitwise and "16 tokens in each pass, 48 of a prompt" in dec.report()
-    monkeypatch.setattr(Target, "_run", counted)
-    plain, replayed = generated(dec, prompt), dec.target.recorder.replayed
+    monkeypatch.setattr(ModulePass, "run_ids", counted)
+    plain, replayed = generated(dec, prompt), dec.target.backend.recorder.replayed
     for name in names:
         assert generated(dec, prompt, name) == plain, name
-    assert dec.target.recorder.replayed > replayed
+    assert dec.target.backend.recorder.replayed > replayed
     assert widths == {WIDTH, 48}
 
 
@@ -249,8 +251,8 @@ def test_the_kernels_themselves_in_a_generation(as_on_cuda, prompt, monkeypatch)
     from .triton_emulation import repair_emulation
 
     repair_emulation()
-    monkeypatch.setattr(bitwise, "_WIDTH_ON_CUDA", 4)
-    monkeypatch.setattr(bitwise, "_CHUNKS_ON_CUDA", ())
+    monkeypatch.setattr(backend, "_WIDTH", 4)
+    monkeypatch.setattr(backend, "_CHUNKS", ())
     monkeypatch.setattr(attention_check, "kernel_fault", lambda shape, device: None)
     monkeypatch.setattr(bitwise_check, "model_fault", lambda target: None)
     model = tiny_llama(torch.float32, num_hidden_layers=1)

@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from decoder.backends import attention_check
-from decoder.backends.attention import AttentionShape, _one_softmax
-from decoder.backends.cuda import bitwise_split_kv
+from decoder.backends.base import AttentionShape
+from decoder.backends.cuda import attention_check, bitwise_split_kv
 from decoder.backends.cuda.bitwise_split_kv import bitwise_split_kv_attention
 from decoder.backends.cuda.rotary import rotate
 from decoder.backends.cuda.tails import COLUMNS, DEPTH, STRIDE, tail_slots
+from decoder.backends.reference.attention import masked_softmax
 from decoder.sampling.token_tree import TokenTree
 from tests.decoder.triton_emulation import repair_emulation
 
@@ -66,7 +66,7 @@ def obvious(query, key, value, length, mask=None):
     new = query.shape[2]
     seen = torch.ones(new, new, dtype=torch.bool).tril() if mask is None else mask
     wide = (pairs[:, :, : length + new].double() for pairs in (key, value))
-    return _one_softmax(query.double(), *wide, ~seen.to(DEVICE), SCALING)
+    return masked_softmax(query.double(), *wide, ~seen.to(DEVICE), SCALING)
 
 
 # Where a tail begins to move and moves on, where a split begins, and where more splits than one tile holds are merged.

@@ -791,11 +791,11 @@ def test_other_products_are_refused_when_a_bitwise_run_is_resumed(common, tmp_pa
     """Where packed weights do not fit into memory any more, others compute, and sum in another order."""
     length = ["--dtype", "float32", "--max-new-tokens", "9", "--ignore-eos", "--output", str(tmp_path / "text")]
     assert command.main([*common, *length]) == 0
-    monkeypatch.setattr("decoder.backends.native.packed_linear.available_memory", lambda: 0)
+    monkeypatch.setattr("decoder.backends.native.packed_linear.available_memory", lambda device: 0)
     assert command.main([*common, *length, "--resume"]) == 2
     assert "was begun with bitwise True, not False" in capsys.readouterr().err
     monkeypatch.undo()
-    monkeypatch.setattr("decoder.backends.bitwise.native.library_name", lambda: "another library")
+    monkeypatch.setattr("decoder.backends.native.library.library_name", lambda: "another library")
     assert command.main([*common, *length, "--resume"]) == 2
     assert "was begun with computed_by " in capsys.readouterr().err
 

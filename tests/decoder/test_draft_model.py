@@ -276,7 +276,13 @@ def test_the_native_library_ranks_as_the_sampler_does(with_native, dtype):
         SAMPLINGS["plain"],
         SamplingParams(seed=4, min_p=0.05, repetition_penalty=1.3, penalty_window=9),
     ):
-        sampler = Sampler(sampling, 1003, torch.device("cpu"), list(range(40)), native=True)
+        sampler = Sampler(
+            sampling,
+            1003,
+            torch.device("cpu"),
+            list(range(40)),
+            choice=partial(native_choice, device=torch.device("cpu")),
+        )
         plainly = Sampler(sampling, 1003, torch.device("cpu"), list(range(40)))
         assert sampler.native is not None
         for pushed in range(4):

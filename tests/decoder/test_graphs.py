@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.backends import attention
-from decoder.backends.attention import AttentionShape
-from decoder.backends.cuda import cuda_graphs
+from decoder.backends.base import AttentionShape
+from decoder.backends.cuda import cuda_graphs, split_kv
+from decoder.backends.cuda.backend import CudaBackend
 from decoder.backends.cuda.cuda_graphs import CudaGraphs, padded_width
 from decoder.backends.cuda.split_kv import split_kv_attention
 from decoder.backends.probe import Probed
@@ -24,21 +24,13 @@ from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 from decoder.work import finish
 
-from .conftest import all_heads, clocked, random_heads, tiny_llama
+from .conftest import all_heads, clocked, random_heads, tiny_llama, with_recorder
 from .tape import TapeRecorder, eager_attention
 from .test_families import FAMILIES, ONCE_EACH, tiny
 from .test_walk import HostReads
 
 SAMPLING = SamplingParams(seed=2, min_p=0.1, repetition_penalty=1.2, penalty_window=64)
 NARROW = TokenSwiftOptions(tree=(1, 2, 2), ngrams=2, budget=30)
-
-
-def fixed_shapes(dec, recorder):
-    """Let a decoder run its passes as on CUDA."""
-    dec.target.recorder = recorder
-    if dec.draft_target is not None:
-        dec.draft_target.recorder = recorder
-    return dec
 
 
 class Unrecorded(TapeRecorder):
@@ -61,7 +53,7 @@ def test_recorded_passes_give_the_same_text(as_on_cuda, prompt, monkeypatch, kin
     expected = decoder_with(kind).generate(prompt, 60, "ar", SAMPLING)
     for method in methods() if kind == "chained" else ("auto", "medusa", "tokenswift", "tokenswift-fused"):
         recorder = TapeRecorder()
-        out = fixed_shapes(decoder_with(kind), recorder).generate(prompt, 60, method, SAMPLING, NARROW)
+        out = with_recorder(decoder_with(kind), recorder).generate(prompt, 60, method, SAMPLING, NARROW)
         assert out.token_ids == expected.token_ids, method
         assert recorder.recorded <= recorder.rehearsed
         assert recorder.replayed > 0.7 * out.stats.steps, method
@@ -82,10 +74,10 @@ def test_the_kernel_itself_in_a_generation(as_on_cuda, prompt, monkeypatch):
     dec = decoder_with("chained")
     prompt = prompt[:18]
     expected = dec.generate(prompt, 4, "ar", SAMPLING).token_ids
-    monkeypatch.setattr(attention.split_kv, "split_kv_attention", both)
+    monkeypatch.setattr(split_kv, "split_kv_attention", both)
     tree = TokenSwiftOptions(tree=(1, 2), ngrams=0, budget=20)
     # Kernels that are emulated leave nothing on a tape.
-    out = fixed_shapes(dec, Unrecorded()).generate(prompt, 4, "tokenswift", SAMPLING, tree)
+    out = with_recorder(dec, Unrecorded()).generate(prompt, 4, "tokenswift", SAMPLING, tree)
     assert out.token_ids == expected
     assert {query.shape[2] for query, *_ in calls} >= {17, 1, 4}
     assert all(committed.numel() == 1 and key.shape[2] > query.shape[2] for query, key, _, committed, *_ in calls)
@@ -111,7 +103,7 @@ def test_a_step_reads_once_and_once_more_where_the_model_drafts(as_on_cuda, prom
         counter.reads = before
         return result
 
-    stream = fixed_shapes(decoder_with(kind), Unrecorded()).stream(prompt, 60, method, SAMPLING, NARROW)
+    stream = with_recorder(decoder_with(kind), Unrecorded()).stream(prompt, 60, method, SAMPLING, NARROW)
     next(stream)
     counter, seen = HostReads(), []
     monkeypatch.setattr(Target, "_pass", uncounted)
@@ -129,7 +121,7 @@ def test_the_passes_of_every_family_are_recorded_and_give_the_same_text(as_on_cu
     plain, fixed = (Decoder(model, heads=random_heads(model)) for _ in range(2))
     recorder = TapeRecorder()
     expected = plain.generate(prompt, 16, "ar", SAMPLING).token_ids
-    out = fixed_shapes(fixed, recorder).generate(prompt, 16, "tokenswift", SAMPLING, NARROW)
+    out = with_recorder(fixed, recorder).generate(prompt, 16, "tokenswift", SAMPLING, NARROW)
     assert out.token_ids == expected
     # Experts that run one after the other let the host ask which of them have work.
     experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
@@ -142,7 +134,7 @@ def test_a_cache_that_grows_drops_what_was_recorded_over_its_old_buffers(as_on_c
     dec, recorder = decoder_with("chained"), TapeRecorder()
     expected = dec.generate(prompt, 200, "ar", SAMPLING).token_ids
     tokens = []
-    for chunk in fixed_shapes(dec, recorder).stream(prompt, None, "tokenswift", SAMPLING, NARROW):
+    for chunk in with_recorder(dec, recorder).stream(prompt, None, "tokenswift", SAMPLING, NARROW):
         tokens += chunk.token_ids
         if len(tokens) >= 200:
             break
@@ -153,7 +145,7 @@ def test_a_cache_that_grows_drops_what_was_recorded_over_its_old_buffers(as_on_c
 def test_passes_that_cannot_be_recorded_run_as_they_are(as_on_cuda, prompt):
     dec, recorder = decoder_with("chained"), Unrecorded()
     expected = dec.generate(prompt, 60, "ar", SAMPLING).token_ids
-    assert fixed_shapes(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW).token_ids == expected
+    assert with_recorder(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW).token_ids == expected
     assert recorder.recorded == recorder.replayed == 0
 
 
@@ -176,7 +168,7 @@ def test_after_a_recording_that_failed_passes_run_as_they_are(as_on_cuda, prompt
         try:
             raise torch.OutOfMemoryError("the user tries again with this")
         except torch.OutOfMemoryError:
-            out = fixed_shapes(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW)
+            out = with_recorder(dec, recorder).generate(prompt, 60, "tokenswift", SAMPLING, NARROW)
     assert out.token_ids == expected
     assert len(told) == 1
     assert recorder.recorded == 2
@@ -192,13 +184,13 @@ def test_memory_that_runs_out_in_a_recording_is_told_as_that(as_on_cuda, prompt)
                 raise RuntimeError("the recording was invalidated")
 
     with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
-        fixed_shapes(decoder_with("chained"), Full()).generate(prompt, 60, "tokenswift", SAMPLING, NARROW)
+        with_recorder(decoder_with("chained"), Full()).generate(prompt, 60, "tokenswift", SAMPLING, NARROW)
 
 
 def test_what_autocast_makes_of_weights_is_not_recorded(as_on_cuda, prompt):
     """Its copies go when the user's block ends, and a graph would go on reading where they were."""
     recorder = TapeRecorder()
-    dec = fixed_shapes(decoder_with("chained"), recorder)
+    dec = with_recorder(decoder_with("chained"), recorder)
     stream = dec.stream(prompt, 12, "ar", SAMPLING)
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(6):
@@ -210,7 +202,7 @@ def test_what_autocast_makes_of_weights_is_not_recorded(as_on_cuda, prompt):
 
 def test_interleaved_generations_leave_each_others_passes_alone(as_on_cuda, prompt):
     expected = [decoder_with("gated").generate(prompt[k:], 60, "ar", SAMPLING).token_ids for k in range(3)]
-    dec = fixed_shapes(decoder_with("gated"), TapeRecorder())
+    dec = with_recorder(decoder_with("gated"), TapeRecorder())
     streams = [
         dec.stream(prompt[k:], 60, method, SAMPLING, NARROW)
         for k, method in enumerate(("tokenswift", "tokenswift-fused", "auto"))
@@ -228,7 +220,7 @@ def test_a_logits_hook_may_keep_what_it_is_given(as_on_cuda, prompt):
     for hooked, fixed in zip(kept, (False, True), strict=True):
         dec = decoder_with("chained")
         if fixed:
-            fixed_shapes(dec, TapeRecorder())
+            with_recorder(dec, TapeRecorder())
         dec.generate(prompt, 20, "ar", SAMPLING, logits_hook=lambda _, logits, to=hooked: to.append(logits) or logits)
     torch.testing.assert_close(*kept)
 
@@ -243,7 +235,7 @@ def test_a_finished_generation_frees_its_cache_and_passes_at_once(as_on_cuda, pr
             caches.append(weakref.ref(self))
 
     monkeypatch.setattr("decoder.cache.stored.FullCache", Watched)
-    dec = fixed_shapes(decoder_with("gated"), TapeRecorder())
+    dec = with_recorder(decoder_with("gated"), TapeRecorder())
     gc.collect()
     gc.disable()
     try:
@@ -259,9 +251,9 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     """On the meta device, which refuses what would mix devices on CUDA or read a number there."""
 
     shape = AttentionShape(4, 2, 8, 8, torch.float64)
-    monkeypatch.setattr(target, "probe", lambda self: Probed(1.0, shape, 1))
+    monkeypatch.setattr(target, "probe", lambda *given: Probed(1.0, shape, 1, None))
     monkeypatch.setattr(target, "refuse_devices", lambda model, device: None)
-    monkeypatch.setattr(attention.split_kv, "split_kv_attention", eager_attention)
+    monkeypatch.setattr(split_kv, "split_kv_attention", eager_attention)
     for module in (cuda_graphs, target, full, streaming):
         monkeypatch.setattr(module, "upload", lambda numbers, device: torch.as_tensor(numbers).to(device))
 
@@ -272,7 +264,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     with torch.device("meta"):
         model = tiny_llama()
     on_meta = Target(model)
-    on_meta.recorder = Running()
+    on_meta.use(CudaBackend(on_meta, Running()))
     cache, partial, recent = FullCache(200), PartialCache(20, sink=4), RecentCache(30, sink=20, room=1)
     with torch.inference_mode(), on_meta.patched():
         queries = on_meta.prefill(prompt, cache, observed=1)
@@ -306,7 +298,7 @@ def test_a_tree_costs_what_its_padded_width_does(monkeypatch):
     monkeypatch.setattr(VerifyCosts, "_time", lambda self, width, cache: 1.0 + width)
     dec = decoder_with("chained")
     plain = finish(dec.verify_costs._measure(FullCache(1), {}))
-    fixed = finish(fixed_shapes(dec, Unrecorded()).verify_costs._measure(FullCache(1), {}))
+    fixed = finish(with_recorder(dec, Unrecorded()).verify_costs._measure(FullCache(1), {}))
     assert plain[1:] == pytest.approx([1.0 + nodes for nodes in range(1, 65)])
     assert fixed[1:] == pytest.approx([1.0 + padded_width(nodes) for nodes in range(1, 65)])
 
@@ -331,10 +323,10 @@ def test_cuda_replays_nearly_every_pass(prompt):
     model = tiny_llama(torch.bfloat16).cuda()
     dec = Decoder(model, heads=random_heads(model, kind="gated"))
     for method in ("ar", "tokenswift", "tokenswift-fused"):
-        dec.target.recorder = Counting(dec.target.device)
+        dec.target.use(CudaBackend(dec.target, Counting(dec.target.device)))
         out = dec.generate(prompt, 300, method, SAMPLING, NARROW)
-        assert dec.target.recorder.replayed > 0.9 * out.stats.steps, method
-        assert dec.target.recorder.recorded <= 12
+        assert dec.target.backend.recorder.replayed > 0.9 * out.stats.steps, method
+        assert dec.target.backend.recorder.recorded <= 12
 
 
 @pytest.mark.gpu

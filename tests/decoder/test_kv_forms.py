@@ -10,7 +10,7 @@ import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, load, methods, new_sequence
 from decoder.admission import CacheBytes
-from decoder.backends.attention import AttentionShape
+from decoder.backends.base import AttentionShape
 from decoder.cache import stored
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache

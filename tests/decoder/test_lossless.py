@@ -164,7 +164,7 @@ def assert_equal_to_ar(decoders, draw, monkeypatch):
     length = draw(st.integers(0, 60))
     expected = dec.generate(prompt, length, "ar", sampling)
     monkeypatch.setattr("decoder.model.target._PREFILL_CHUNK", draw(st.sampled_from([1, 7, 512])))
-    monkeypatch.setattr("decoder.backends.attention._MAX_SCORES", draw(st.sampled_from([1, 900, 2**26])))
+    monkeypatch.setattr("decoder.backends.reference.attention._MAX_SCORES", draw(st.sampled_from([1, 900, 2**26])))
     method = draw(st.sampled_from(DRAFTING))
     assert dec.generate(prompt, length, method, sampling, options).token_ids == expected.token_ids
     assert len(expected.token_ids) == length

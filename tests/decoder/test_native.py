@@ -8,13 +8,13 @@ import torch
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.backends.attention import _one_softmax
-from decoder.backends.fast_paths import NATIVE
-from decoder.backends.native import fused_layer, native_attention
 from decoder.backends.native import library as native
+from decoder.backends.native import native_attention
+from decoder.backends.native.backend import NATIVE
 from decoder.backends.native.native_attention import NewTokens
-from decoder.backends.native.native_pass import NativePass
 from decoder.backends.native.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, pack
+from decoder.backends.native.whole_model import WholeModel
+from decoder.backends.reference.attention import masked_softmax
 from decoder.cache.full import FullCache
 from decoder.sampling.token_tree import TokenTree
 
@@ -47,7 +47,7 @@ def obvious(rows, key, value, length, mask=None, heads=6):
     new = len(rows)
     seen = torch.ones(new, new, dtype=torch.bool).tril() if mask is None else mask
     wide = (pairs[:, :, : length + new].double() for pairs in (key, value))
-    output = _one_softmax(rows[None, :, :heads].transpose(1, 2).double(), *wide, ~seen, 0.3)
+    output = masked_softmax(rows[None, :, :heads].transpose(1, 2).double(), *wide, ~seen, 0.3)
     return output[0].transpose(0, 1).flatten(1)
 
 
@@ -160,22 +160,6 @@ def test_products_for_drafts_have_weights_of_a_byte(inputs, outputs, dtype):
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_layer_that_gives_wrong_numbers_is_left_off(dtype, monkeypatch):
-    if not native.multiplies(dtype):
-        pytest.skip("this processor does not multiply bfloat16")
-    model = tiny_llama(dtype)
-    layers = fused_layer.fused_layers(Decoder(model).target.replacements() and model.modules())
-    layer, fused = next(iter(layers.items()))
-    assert fused.native is not None and fused_layer.fused_layer_fault(layer, fused) is None
-    behind = type(fused.native).behind_attention
-    monkeypatch.setattr(
-        type(fused.native), "behind_attention", lambda self, attended, hidden: behind(self, attended, hidden) * 1.2
-    )
-    assert "hidden states" in fused_layer.fused_layer_fault(layer, fused)
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 40, 64, 200])
 def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
     """Whether or not gate and up end with a panel of weights, so that a thread has the same columns of both."""
@@ -184,9 +168,7 @@ def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
     model = tiny_llama(dtype, intermediate_size=width)
     for parameter in model.model.layers[0].mlp.parameters():
         parameter.data.mul_(20)  # gates from -90 to 90
-    layer, fused = next(
-        iter(fused_layer.fused_layers(Decoder(model).target.replacements() and model.modules()).items())
-    )
+    layer, native_layer = model.model.layers[0], Decoder(model).target.backend.whole._held[0]
     hidden = torch.randn(1, 13, model.config.hidden_size).to(dtype)
     attended = torch.zeros(13, model.config.hidden_size, dtype=dtype)
     threads = torch.get_num_threads()
@@ -195,26 +177,14 @@ def test_layers_of_any_width_are_right_and_each_row_stands_alone(width, dtype):
         expected = hidden.double() + layer.mlp.double()(normed)
         try:
             torch.set_num_threads(3)
-            found = fused.native.behind_attention(attended, hidden)
+            found = native_layer.behind_attention(attended, hidden)
             torch.set_num_threads(1)
             alone = [
-                fused.native.behind_attention(attended[row : row + 1], hidden[:, row : row + 1]) for row in range(13)
+                native_layer.behind_attention(attended[row : row + 1], hidden[:, row : row + 1]) for row in range(13)
             ]
         finally:
             torch.set_num_threads(threads)
     assert near(found, expected, dtype) and torch.equal(torch.cat(alone, 1), found)
-
-
-@needs_native
-def test_attention_that_gives_wrong_numbers_is_left_off_with_a_warning(prompt, monkeypatch):
-    expected = Decoder(tiny_llama(torch.float32), bitwise=False).generate(prompt, 30, "ar", SAMPLING).token_ids
-    right = native_attention.native_attention
-    for module in ("backends.kernel_check", "backends.attention"):
-        monkeypatch.setattr(f"decoder.{module}.native_attention", lambda *given: right(*given) * 1.1)
-    monkeypatch.setattr("decoder.backends.fast_paths._outcomes", {})
-    with pytest.warns(UserWarning, match=f"{NATIVE} left off"):
-        dec = Decoder(tiny_llama(torch.float32))
-    assert dec.generate(prompt, 30, "ar", SAMPLING).token_ids == expected
 
 
 def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch):
@@ -404,7 +374,7 @@ def test_another_default_dtype_changes_nothing(prompt, default):
     torch.set_default_dtype(default)
     try:
         dec = Decoder(model, heads=heads)
-        assert dec.target.attends_natively
+        assert dec.target.backend.name == NATIVE
         for method in ("ar", "auto"):
             assert dec.generate(prompt, 40, method, SAMPLING).token_ids == expected
     finally:
@@ -423,11 +393,11 @@ def test_what_a_hook_has_kept_of_the_embeddings_stays_as_it_was(prompt):
 def test_a_pass_in_one_call_has_the_bits_of_its_layers_in_turn(prompt, monkeypatch):
     """Of one text and of several, with the queries of a partial cache and the features of an EAGLE-3 draft model."""
     runs, found = [], []
-    run = NativePass.__call__
-    monkeypatch.setattr(NativePass, "__call__", lambda self, *given: runs.append(1) or run(self, *given))
+    run = WholeModel._run_layers
+    monkeypatch.setattr(WholeModel, "_run_layers", lambda self, *given: runs.append(1) or run(self, *given))
     for in_one_call in (True, False):
         if not in_one_call:
-            monkeypatch.setattr(NativePass, "runs", lambda *given: False)
+            monkeypatch.setattr(WholeModel, "writes", lambda *given: False)
         model = tiny_llama(torch.float32)
         dec = Decoder(model, heads=all_heads(model, "gated"))
         asked = dict(sampling=SAMPLING, options=TokenSwiftOptions(budget=24, sink=4), return_logprobs=True)
@@ -445,12 +415,12 @@ def test_a_pass_does_not_write_to_buffers_of_another_form(prompt, kind):
     """As they are where a part of the text was decoded under autocast, or as several texts of another dtype."""
     dec = Decoder(tiny_llama(torch.float32))
     dec.generate(prompt, 4, "ar")
-    native_pass = dec.target.replacements().model._native
+    whole = dec.target.backend.whole
     cache = FullCache(20)
     cache.prepare(2)
     pair = torch.zeros(1, 2, 0, 8, dtype=torch.bfloat16 if kind == "dtype" else torch.float32)
-    assert native_pass._writes(cache)
+    assert whole.writes(cache)
     cache.make_ready(3, pair, pair)
-    assert native_pass._writes(cache) == (kind != "dtype")
+    assert whole.writes(cache) == (kind != "dtype")
     cache.keys = cache.keys.transpose(3, 4).contiguous().transpose(3, 4)
-    assert not native_pass._writes(cache)
+    assert not whole.writes(cache)

@@ -8,9 +8,9 @@ import torch
 
 from decoder import Decoder, SamplingParams
 from decoder.backends.native import library as native
+from decoder.backends.native.levels import NativeLevels
 from decoder.drafters import levels as levels_module
 from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together
-from decoder.drafters.native_levels import NativeLevels
 from decoder.sampling.native_choice import IMPLEMENTED, NativeChoice, native_choice
 from decoder.sampling.noise import gumbel
 from decoder.sampling.sampler import Sampler
@@ -40,7 +40,7 @@ def obvious(sampler, logits):
 @pytest.mark.parametrize("vocab, scale", [(1, 1), (37, 0), (37, 3), (4_099, 0.01), (4_099, 4), (49_152, 2)])
 def test_the_library_draws_the_token_with_the_highest_score_of_all(vocab, scale, params, dtype):
     generator = torch.Generator().manual_seed(vocab)
-    sampler = Sampler(params, vocab, CPU, torch.randint(vocab, (30,), generator=generator).tolist(), native=True)
+    sampler = Sampler(params, vocab, CPU, torch.randint(vocab, (30,), generator=generator).tolist(), choice=CHOICE)
     left = 0
     for _ in range(30 if vocab > 4_099 else 150):
         logits = (torch.randn(vocab, generator=generator) * scale).to(dtype)
@@ -58,7 +58,7 @@ def test_the_library_draws_the_token_with_the_highest_score_of_all(vocab, scale,
 @pytest.mark.parametrize("params", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_what_is_collected_is_the_same_whoever_draws(params, dtype):
     collected = dict(collect_logprobs=True, collect_top_logprobs=3)
-    mine, theirs = (Sampler(params, 4_099, CPU, [5, 7], native=native, **collected) for native in (True, False))
+    mine, theirs = (Sampler(params, 4_099, CPU, [5, 7], choice=choice, **collected) for choice in (CHOICE, no_choice))
     generator = torch.Generator().manual_seed(1)
     for _ in range(60):
         logits = (torch.randn(4_099, generator=generator) * 3).to(dtype)
@@ -82,14 +82,14 @@ def test_of_several_that_it_cannot_tell_apart_the_noise_of_all_decides(monkeypat
         logits = torch.full((50,), -30.0)
         logits[7] = 30.0
         logits[9] = float(30 + noise[7] - noise[9]) + least * 1e-5
-        sampler = Sampler(params, 50, CPU, [1, 2], native=True)
+        sampler = Sampler(params, 50, CPU, [1, 2], choice=CHOICE)
         assert sampler.draw(logits).token == obvious(sampler, logits) == (7 if least < 0 else 9)
     assert len(asked) == 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_left_to_the_sampler(value):
-    sampler = Sampler(SAMPLINGS[0], 40, CPU, [1], native=True)
+    sampler = Sampler(SAMPLINGS[0], 40, CPU, [1], choice=CHOICE)
     logits = torch.zeros(40)
     logits[33] = value
     assert sampler.native.highest(logits, 1, None) is None
@@ -117,7 +117,7 @@ PLAIN = {"penalty_window": SamplingParams(repetition_penalty=1.5)}  # what to co
 def drawn(params, native):
     """Tokens of a small vocabulary drawn one after the other; None where the library does not choose."""
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(params, 8, CPU, [1, 2, 3, 4, 5], native=native)
+    sampler = Sampler(params, 8, CPU, [1, 2, 3, 4, 5], choice=CHOICE if native else no_choice)
     if native and sampler.native is None:
         return None
     tokens = []
@@ -148,7 +148,7 @@ def test_a_field_that_nobody_has_told_the_library_of_is_left_to_the_sampler():
     )
     assert native_choice(settled(temperature=0.5), CPU) is not None
     assert native_choice(settled(temperature=0.5, dry_multiplier=0.8), CPU) is None
-    assert Sampler(settled(dry_multiplier=0.8), 40, CPU, [1], native=True).native_drafts is None
+    assert Sampler(settled(dry_multiplier=0.8), 40, CPU, [1], choice=CHOICE).native_drafts is None
     # A default that is made anew for each object does not say what is switched off.
     made_anew = dataclasses.field(default_factory=tuple)
     listing = dataclasses.make_dataclass("Listing", [("words", tuple, made_anew)], bases=(Unchecked,), frozen=True)
@@ -157,7 +157,7 @@ def test_a_field_that_nobody_has_told_the_library_of_is_left_to_the_sampler():
 
 def test_what_the_library_does_not_know_it_does_not_choose():
     assert native_choice(SAMPLINGS[0], torch.device("meta")) is None
-    assert Sampler(SAMPLINGS[0], 40, CPU, [1], logits_hook=lambda ids, logits: logits, native=True).native is None
+    assert Sampler(SAMPLINGS[0], 40, CPU, [1], logits_hook=lambda ids, logits: logits, choice=CHOICE).native is None
     choice = NativeChoice(SAMPLINGS[0])
     assert choice.highest(torch.zeros(40, dtype=torch.float64), 1, None) is None
     assert choice.highest(torch.zeros(40, 2)[:, 0], 1, None) is None
@@ -169,7 +169,7 @@ def texts_of(dec, heads, params, counts, beam, coupled, own_level):
     for number, count in enumerate(counts):
         generator = torch.Generator().manual_seed(number)
         context = torch.randint(VOCAB, (20 + number,), generator=generator).tolist()
-        sampler = Sampler(params, VOCAB, CPU, context, native=True)
+        sampler = Sampler(params, VOCAB, CPU, context, choice=CHOICE)
         hidden = torch.randn(1, 32, generator=generator).to(dec.target.lm_head.weight.dtype)
         levels = HeadLevels(dec.target, heads, coupled, width=6, beam=beam)
         wanted.append(LevelsWanted(levels, hidden, sampler, count, own_level, lambda own, _: found.append(own)))

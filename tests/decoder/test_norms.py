@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decoder.backends.native.norms import fused_norms
+from decoder.backends.norms import fused_norms
 
 from .conftest import random_heads, tiny_llama
 from .test_families import FAMILIES, tiny

@@ -13,9 +13,9 @@ from decoder.backends.cuda.host_reads import HostReadError, HostReadsRefused
 from decoder.cache.full import FullCache
 from decoder.cache.pool import BufferPool, rounded
 
-from .conftest import VOCAB, tiny_llama
+from .conftest import VOCAB, tiny_llama, with_recorder
 from .tape import TapeRecorder
-from .test_graphs import NARROW, SAMPLING, decoder_with, fixed_shapes
+from .test_graphs import NARROW, SAMPLING, decoder_with
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def plain(prompt):
 def test_a_second_text_records_nothing_anew(as_on_cuda, poisoned, plain, prompt, method):
     """Nor does what the first has left in its buffers matter, to a text of another length either."""
     recorder = TapeRecorder()
-    dec = fixed_shapes(decoder_with("gated"), recorder)
+    dec = with_recorder(decoder_with("gated"), recorder)
     assert generate(dec, prompt, method, 40) == plain[0]
     recorded, rehearsed, replayed = recorder.recorded, recorder.rehearsed, recorder.replayed
     assert generate(dec, prompt, method, 40) == plain[0]
@@ -63,7 +63,7 @@ def test_a_second_text_records_nothing_anew(as_on_cuda, poisoned, plain, prompt,
 
 @pytest.mark.parametrize("method", TIMED)
 def test_timed_methods_give_the_same_text_over_what_others_have_left(as_on_cuda, poisoned, plain, prompt, method):
-    dec = fixed_shapes(decoder_with("gated"), TapeRecorder())
+    dec = with_recorder(decoder_with("gated"), TapeRecorder())
     for used in (method, "tokenswift", method):
         assert [generate(dec, prompt[k:], used, 40) for k in range(2)] == plain[:2]
 
@@ -73,7 +73,7 @@ def test_streams_that_are_closed_or_fail_give_back_and_those_that_interleave_sha
 ):
     dec, recorder = decoder_with("chained"), TapeRecorder()
     expected = [generate(dec, prompt[k:], "ar") for k in range(3)]
-    fixed_shapes(dec, recorder)
+    with_recorder(dec, recorder)
 
     def failing(context, logits):
         if len(context) > len(prompt) + 12:
@@ -103,7 +103,7 @@ def test_streams_that_are_closed_or_fail_give_back_and_those_that_interleave_sha
 
 
 def test_what_waits_is_one_text_of_the_last_ones_size(as_on_cuda, prompt):
-    dec = fixed_shapes(decoder_with("chained"), TapeRecorder())
+    dec = with_recorder(decoder_with("chained"), TapeRecorder())
     waiting = dec.target.pool
     # Buffers are as large as the text may become, however early it stops.
     assert len(dec.generate(prompt, 3000, "ar", SAMPLING, stop=list(range(VOCAB))).token_ids) == 1
@@ -138,7 +138,7 @@ def modified(change):
     prompt = list(range(5, 40))
     recorder = TapeRecorder()
     model = tiny_llama()
-    dec = fixed_shapes(Decoder(model), recorder)
+    dec = with_recorder(Decoder(model), recorder)
     before = generate(dec, prompt, "ar")
     recorded = recorder.recorded
     change(model)
@@ -185,7 +185,7 @@ def test_a_model_that_was_changed_is_recorded_anew_where_a_recording_would_not_s
 
 def test_a_change_while_a_text_runs_is_not_what_its_buffers_bring_to_the_next(as_on_cuda, poisoned, prompt):
     model = tiny_llama()
-    dec = fixed_shapes(Decoder(model), TapeRecorder())
+    dec = with_recorder(Decoder(model), TapeRecorder())
     first = dec.stream(prompt, 40, "ar", SAMPLING)
     for _ in range(5):
         next(first)
@@ -199,7 +199,7 @@ def test_a_change_while_a_text_runs_is_not_what_its_buffers_bring_to_the_next(as
 
 
 def test_texts_under_autocast_bring_no_buffers_of_its_dtype(as_on_cuda, prompt):
-    dec = fixed_shapes(Decoder(tiny_llama(torch.float32)), TapeRecorder())
+    dec = with_recorder(Decoder(tiny_llama(torch.float32)), TapeRecorder())
     expected = generate(Decoder(tiny_llama(torch.float32)), prompt, "ar")
     with torch.autocast("cpu", torch.bfloat16):
         generate(dec, prompt, "ar")

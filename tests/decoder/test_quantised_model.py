@@ -10,7 +10,6 @@ if not native.available():
     pytest.skip("needs the native library", allow_module_level=True)
 
 import decoder  # noqa: E402
-from decoder.backends.native.fused_layer import FusedLayer  # noqa: E402
 from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight  # noqa: E402
 from decoder.cache.full import FullCache  # noqa: E402
 from decoder.sampling.token_tree import TokenTree  # noqa: E402
@@ -90,11 +89,9 @@ def test_matrices_stay_in_the_formats_of_the_file(loaded):
     assert len(kinds) == LAYERS * 7 + 1
     assert kinds["model.layers.1.self_attn.q_proj"] == kinds["lm_head"] == name
     assert kinds["model.layers.1.self_attn.v_proj"] == "Q8_0"
-    faster = dec.target.replacements()
-    assert faster.model is not None
-    assert faster.model._native is not None  # all layers in one call
-    assert all(isinstance(faster.layers[layer], FusedLayer) for layer in dec.model.model.layers)
-    assert {product.kind for layer in faster.model._layers for product in layer.products.values()} == {QuantisedWeight}
+    backend = dec.target.backend
+    assert backend.whole is not None  # all layers in one call
+    assert set(backend._kinds()) == {QuantisedWeight.__name__.removesuffix("Weight")}
     assert "in gguf" in dec.report()
 
 

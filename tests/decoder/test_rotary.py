@@ -18,10 +18,10 @@ from decoder.backends.cuda.rotary import FusedRotary, fused_rotary, rotary_repla
 from decoder.cache.full import FullCache
 from decoder.model.target import Target
 
-from .conftest import clocked, random_heads, tiny_llama
+from .conftest import clocked, random_heads, tiny_llama, with_recorder
 from .tape import TapeRecorder, eager_rotation
 from .test_families import FAMILIES, tiny
-from .test_graphs import NARROW, SAMPLING, Unrecorded, fixed_shapes
+from .test_graphs import NARROW, SAMPLING, Unrecorded
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # One rounding of the result, where arithmetic is wider; Triton's emulation cuts bfloat16 off.
@@ -254,10 +254,7 @@ def test_recorded_passes_rotate_in_one_call_and_give_the_same_text(as_on_cuda, c
     expected = rotary_decoder(kind="gated").generate(prompt, 60, "ar", SAMPLING).token_ids
     assert not counted
     recorder = TapeRecorder()
-    dec = fixed_shapes(rotary_decoder(kind="gated"), recorder)
-    for each in (dec.target, dec.draft_target):
-        each.set_recorder(recorder)
-        each.fast_paths()  # tests the kernel
+    dec = with_recorder(rotary_decoder(kind="gated"), recorder)
     counted.clear()
     assert dec.generate(prompt, 60, method, SAMPLING, NARROW).token_ids == expected
     assert recorder.replayed > 5
@@ -276,7 +273,7 @@ def test_the_kernel_itself_in_a_generation(as_on_cuda, prompt, monkeypatch):
     monkeypatch.setattr(rotary, "rotate", lambda *arguments: calls.append(arguments[0].shape) or rotate(*arguments))
     expected = rotary_decoder().generate(prompt, 6, "ar", SAMPLING).token_ids
     # Kernels that are emulated leave nothing on a tape.
-    dec = fixed_shapes(rotary_decoder(), Unrecorded())
+    dec = with_recorder(rotary_decoder(), Unrecorded())
     assert dec.generate(prompt, 6, "tokenswift", SAMPLING, NARROW).token_ids == expected
     assert {shape[2] for shape in calls} >= {39, 1, 8}
 
@@ -287,7 +284,7 @@ def test_every_familys_passes_use_what_was_found(as_on_cuda, counted, prompt, fa
     expected = dec.generate(prompt, 6, "ar", SAMPLING).token_ids
     owners = {sys.modules[type(module).__module__] for module in model.modules()}
     before = [getattr(owner, "apply_rotary_pos_emb", None) for owner in owners]
-    fixed = fixed_shapes(dec, Unrecorded())
+    fixed = with_recorder(dec, Unrecorded())
     assert fixed.generate(prompt, 6, "ar", SAMPLING).token_ids == expected
     # The first generation has tested the kernel, too.
     counted.clear()
@@ -298,7 +295,7 @@ def test_every_familys_passes_use_what_was_found(as_on_cuda, counted, prompt, fa
 
 
 def test_the_function_is_the_modelling_files_own_but_for_passes(as_on_cuda, prompt):
-    dec = fixed_shapes(rotary_decoder(), TapeRecorder())
+    dec = with_recorder(rotary_decoder(), TapeRecorder())
     seen, failing = [], []
 
     def look(*_):
@@ -318,7 +315,7 @@ def test_the_function_is_the_modelling_files_own_but_for_passes(as_on_cuda, prom
 
 def test_two_decoders_of_a_family_take_turns_and_one_runs_inside_the_other(as_on_cuda, prompt):
     expected = [rotary_decoder().generate(prompt[k:], 20, "ar", SAMPLING).token_ids for k in range(2)]
-    first, second = (fixed_shapes(rotary_decoder(), TapeRecorder()) for _ in range(2))
+    first, second = (with_recorder(rotary_decoder(), TapeRecorder()) for _ in range(2))
     streams = [dec.stream(prompt[k:], 20, "tokenswift", SAMPLING, NARROW) for k, dec in enumerate((first, second))]
     found = [[], []]
     while any(len(tokens) < 20 for tokens in found):
@@ -327,7 +324,7 @@ def test_two_decoders_of_a_family_take_turns_and_one_runs_inside_the_other(as_on
             assert modeling_llama.apply_rotary_pos_emb is OWN
     assert found == expected
 
-    outer, inner = (fixed_shapes(rotary_decoder(), Unrecorded()) for _ in range(2))
+    outer, inner = (with_recorder(rotary_decoder(), Unrecorded()) for _ in range(2))
     seen = []
 
     def run_inside(*_):
@@ -343,11 +340,11 @@ def test_two_decoders_of_a_family_take_turns_and_one_runs_inside_the_other(as_on
         assert tokens == expected[1]
     assert seen and modeling_llama.apply_rotary_pos_emb is OWN
     # What it found inside of the other is the function itself.
-    assert inner.target.replacements().rotary[modeling_llama].original is OWN
+    assert inner.target.backend.rotary[modeling_llama].original is OWN
 
 
 def test_a_function_of_the_users_own_stays(as_on_cuda, counted, prompt, monkeypatch):
-    dec = fixed_shapes(rotary_decoder(), Unrecorded())
+    dec = with_recorder(rotary_decoder(), Unrecorded())
     found = fused_rotary(dec.target.model.modules(), torch.device("cpu"))
     users = []
 
@@ -366,7 +363,7 @@ def test_a_function_of_the_users_own_stays(as_on_cuda, counted, prompt, monkeypa
 def test_without_recorded_passes_nothing_is_replaced(counted, prompt):
     dec = rotary_decoder()
     dec.generate(prompt, 5, "tokenswift", SAMPLING, NARROW)
-    assert not counted and not dec.target.replacements().rotary
+    assert not counted
 
 
 @pytest.mark.gpu
@@ -403,7 +400,7 @@ def test_a_pass_on_cuda_launches_one_kernel_per_layer(tokens):
     hidden = []
     for fused in (True, False):
         if not fused:
-            target._faster = target.replacements()._replace(rotary={})
+            target.backend.rotary = {}
         cache = FullCache(1000)
         with torch.inference_mode(), target.patched():
             for run in range(3):

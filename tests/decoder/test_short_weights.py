@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
-from decoder.backends.fast_paths import FUSED, PACKED
 from decoder.backends.native import library as native
 from decoder.backends.native.mxint8 import mxint8_holds
 from decoder.model.short_weights import INT8, SHORT, make_short
@@ -37,7 +36,7 @@ def exact(request):
     model = short(dtype, around)
     small = tiny_llama(around, seed=2, num_hidden_layers=1)
     dec = Decoder(model, heads=all_heads(model), draft_model=small, bitwise=True)
-    assert dec.target.paths[PACKED].on and dec.target.paths[FUSED].on
+    assert not native.available() or "passes in one call" in dec.report()
     return dec
 
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from decoder.backends.attention import AttentionShape
+from decoder.backends.base import AttentionShape
+from decoder.backends.cuda.kernel_check import split_kv_fault
 from decoder.backends.cuda.split_kv import Device, launch_shape, split_kv_attention, unavailable
-from decoder.backends.kernel_check import split_kv_fault
 from tests.decoder.compile_kernels import GPUS
 from tests.decoder.triton_emulation import repair_emulation
 

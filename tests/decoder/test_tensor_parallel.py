@@ -135,7 +135,7 @@ def rank_layers(rank, folder, style):
 
         products._STYLES[style] = wrong
     dec = Decoder(model)
-    replaced = [name for name, module in model.named_modules() if module in dec.target.replacements().layers]
+    replaced = [name for name, module in model.named_modules() if module in dec.target.backend._forwards]
     tokens = dec.generate(prompt_ids(), 6, "ar", SAMPLING).token_ids
     assert own == {module: module.__dict__["forward"] for module in model.modules() if "forward" in module.__dict__}
     return replaced, tokens

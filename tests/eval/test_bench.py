@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 import decoder
 from decoder.backends.native import library as native
+from decoder.backends.native.levels import NativeLevels
 from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters import METHODS
-from decoder.drafters.native_levels import NativeLevels
 from decoder.model.target import Target
 from decoder.sampling.draft_context import DraftContext
 from ts_eval.cli import main

@@ -244,7 +244,7 @@ def test_the_check_compares_log_probabilities_to_the_last_bit(data, tmp_path, mo
 
 def test_demanding_bits_where_they_cannot_be_had_is_one_sentence(data, tmp_path, monkeypatch):
     shuffled = "its sums are shuffled"
-    monkeypatch.setattr("decoder.backends.attention_check.native_fault", lambda shape: shuffled)
+    monkeypatch.setattr("decoder.backends.bitwise_check.model_fault", lambda target: shuffled)
     result = compare(data, tmp_path / "demanded", "--bitwise")
     assert result.exit_code == 2
     assert result.stderr.strip() == (

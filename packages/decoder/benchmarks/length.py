@@ -19,6 +19,7 @@ from long_run import plt, prompt_of, sampling, timed_steps
 
 import decoder
 from decoder.backends.attention import tree_attention
+from decoder.backends.native.native_attention import NewTokens
 
 DATA = Path("data")
 
@@ -34,7 +35,7 @@ def attention_seconds(dec: decoder.Decoder, length: int, width: int) -> float:
     for _ in range(15):
         start = time.process_time()
         for _ in range(config.num_hidden_layers):
-            tree_attention(module, query, key, value, None)
+            tree_attention(module, query, key, value, None, texts=[NewTokens(length, width, None)])
         times.append(time.process_time() - start)
     return median(times)
 

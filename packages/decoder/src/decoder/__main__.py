@@ -201,7 +201,7 @@ class _Run:
         if self.decoder.bitwise:
             # With another number of threads, or by other libraries, sums may have another order.
             request["threads"] = torch.get_num_threads()
-            request["computed_by"] = self.decoder.target.bitwise.computed_by()
+            request["computed_by"] = self.decoder.target.backend.computed_by()
         self.ranks.first(lambda: self._check_request(request))
         kept = None if self.transcript is None else (self.transcript.token_ids, self.transcript.finish_reason)
         token_ids, finish_reason = self.ranks.agree(kept) or (list[int](), None)

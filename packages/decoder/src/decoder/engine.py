@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from decoder.backends.cuda.tails import DEPTH
+from decoder.backends.base import DEEPEST
 from decoder.backends.transfers import download
 from decoder.backends.verification import Verification
 from decoder.drafters.base import DeferredRead, DraftsAhead
@@ -124,7 +124,7 @@ class Engine:
     def _draft(self, sequences: list[Sequence]) -> dict[Sequence, TokenTree]:
         """The tree that each sequence's drafter proposes; a sequence whose drafter fails is left out."""
         # A step gives one token more than it accepts, and no pass may read beyond the model's last position.
-        depths = {sequence: min(sequence.remaining - 1, DEPTH) for sequence in sequences}
+        depths = {sequence: min(sequence.remaining - 1, DEEPEST) for sequence in sequences}
         self._fill_levels(depths)
         trees = {}
         for sequence, depth in depths.items():

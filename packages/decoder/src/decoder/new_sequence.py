@@ -47,7 +47,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
                 running=lambda: max(1, engine.decoding),
             )
         )
-        smallest, growable = len(context) + target.slots(drafter.max_nodes), arguments.open_ended
+        smallest, growable = len(context) + target.width(drafter.max_nodes), arguments.open_ended
         return drafter, full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
 
     sampler = Sampler(
@@ -58,7 +58,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         hook,
         collect_logprobs=arguments.return_logprobs,
         collect_top_logprobs=arguments.top_logprobs,
-        native=target.draws_natively,
+        choice=target.backend.choice,
     )
     return Sequence(
         Request(dec.model, arguments.context, sampling, options.verification, hook, options.kv_dtype),

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from decoder.backends.native.packed_linear import under_autocast
+from decoder.backends.forwards import under_autocast
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.model.target import Target

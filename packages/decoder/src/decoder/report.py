@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from decoder.backends.fast_paths import FastPath
+from decoder.backends.choose import Finding
 from decoder.model.short_weights import dtype_name
 from decoder.model.target import Target
 
@@ -33,7 +33,7 @@ def report(targets: Mapping[str, Target], heads: Iterable[str]) -> str:
     return "\n".join([*lines, "", f"draft heads: {kinds or 'none'}"])
 
 
-def _line(path: FastPath) -> str:
+def _line(path: Finding) -> str:
     return f"{path.name:<24} {'on ' if path.on else 'off'}  {path.reason}"
 
 

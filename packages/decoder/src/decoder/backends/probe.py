@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from decoder.backends.attention import AttentionShape
+from decoder.backends.base import AttentionShape, PassBatch, Tree
+from decoder.backends.check import Expected, trial_tree
+from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
-from decoder.sampling.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from decoder.model.target import Target
@@ -34,16 +35,18 @@ class Probed(NamedTuple):
         logit_scale: the factor from the language-model head's output to the model's logits.
         attention_shape: the shape of the attention layers.
         kv_bytes: how many bytes the keys and values of a token take in all layers.
+        expected: what the reference gives, for comparing.
     """
 
     logit_scale: float
     attention_shape: AttentionShape
     kv_bytes: int
+    expected: Expected
 
 
 @torch.inference_mode()
-def probe(target: "Target") -> Probed:
-    """Run the model on a tree of three tokens.
+def probe(target: "Target", reference: Reference) -> Probed:
+    """Run a small tree by the reference.
 
     Raises:
         ValueError: the model cannot be decoded exactly, for a reason that its configuration does not show.
@@ -51,15 +54,12 @@ def probe(target: "Target") -> Probed:
     experts = getattr(target.model.config, "_experts_implementation", None)
     if target.dtype == torch.float64 and experts == "grouped_mm":
         raise ValueError(f"{target.name} runs in float64 only with experts_implementation='eager': load it with that")
-    tree = TokenTree(0)
-    for token in (0, 1 % target.vocab_size):
-        tree.add(0, token, "probe")
-    cache = ProbedCache(target.slots(len(tree)))
-    target.replacements()
+    tree = trial_tree(target.vocab_size)
+    cache = ProbedCache(len(tree))
     try:
-        with target.patched():
-            [seen] = target.forward([tree], [cache], observe=True)
-            raw, logits = target.lm_head(target.norm(seen.hidden)).double(), seen.logits.double()
+        seen = reference.run(PassBatch([Tree(tree, cache)], True, len(tree)))
+        assert seen.logits is not None
+        raw, logits = target.lm_head(target.norm(seen.hidden)).double(), seen.logits.double()
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -75,31 +75,4 @@ def probe(target: "Target") -> Probed:
     if (raw * scale - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
         raise ValueError(f"{target.name} changes its logits behind its language-model head; that cannot be drafted for")
     scale = scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
-    return Probed(scale, shape, cache.nbytes // cache.capacity)
-
-
-@torch.inference_mode()
-def runs_flattened(target: "Target") -> bool:
-    """Whether the model can run several texts in one pass, each over its own cache, with the same result as alone."""
-    trees = [TokenTree(0), TokenTree(1 % target.vocab_size)]
-    trees[0].add(0, 0, "probe")
-    texts = [[0, 0, 0], [0]]
-
-    def verified(together: bool) -> list[torch.Tensor]:
-        caches = [ProbedCache(len(text) + target.slots(2)) for text in texts]
-        for text, cache in zip(texts, caches, strict=True):
-            target.prefill(text, cache)
-        size = len(trees) if together else 1
-        groups = (slice(start, start + size) for start in range(0, len(trees), size))
-        seen = (one for group in groups for one in target._verify(trees[group], caches[group], observe=False))
-        return [verification.logits.double() for verification in seen]
-
-    try:
-        with target.patched():
-            pairs = zip(verified(together=True), verified(together=False), strict=True)
-            return all((a - b).norm() <= _LOGITS_TOLERANCE * b.norm() for a, b in pairs)
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, LookupError, RuntimeError, TypeError):
-        # Some models process keys between cache and attention, where flattened passes have tuples of tensors.
-        return False
+    return Probed(scale, shape, cache.nbytes // cache.capacity, Expected(seen, (key, value)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decoder.backends.model_pass import PassOutput
+from decoder.backends.base import PassOutput
 
 
 @dataclass
@@ -32,9 +32,3 @@ class Verification:
         if output.logits is None:
             raise ValueError("a pass of the decoder alone verifies nothing: it has no logits")
         return cls(output.hidden, output.logits, output.queries, output.features)
-
-    def detached(self) -> "Verification":
-        """A copy that no later pass overwrites."""
-        queries = {layer: query.clone() for layer, query in self.queries.items()}
-        features = None if self.features is None else self.features.clone()
-        return Verification(self.hidden.clone(), self.logits.clone(), queries, features)

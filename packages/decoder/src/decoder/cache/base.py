@@ -1,14 +1,16 @@
 """What all caches share: one buffer of keys and one of values for all layers, and room for a pass to write in."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from transformers import Cache
 
-from decoder.backends.cuda.cuda_graphs import FixedPass
-from decoder.backends.native.packed_linear import under_autocast
+from decoder.backends.forwards import under_autocast
 from decoder.cache.pool import BufferPool, Buffers
+
+if TYPE_CHECKING:
+    from decoder.backends.cuda.cuda_graphs import FixedPass
 
 
 class LayeredCache(Cache, ABC):

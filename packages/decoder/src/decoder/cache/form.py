@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.backends.attention import AttentionShape
+from decoder.backends.base import AttentionShape
 from decoder.options import KV_DTYPES, TokenSwiftOptions
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoder.backends.attention import AttentionShape
+from decoder.backends.base import AttentionShape
 from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm

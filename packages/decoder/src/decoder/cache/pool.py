@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from decoder.backends.cuda.cuda_graphs import FixedPass
-
 if TYPE_CHECKING:
+    from decoder.backends.cuda.cuda_graphs import FixedPass
     from decoder.cache.base import LayeredCache
 
 # Capacities are rounded to multiples of 256 slots, or to 16 steps from one power of two to the next.
@@ -22,7 +21,7 @@ class Buffers(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     kv_length: torch.Tensor
-    passes: dict[tuple, FixedPass]
+    passes: "dict[tuple, FixedPass]"
 
 
 class BufferPool:

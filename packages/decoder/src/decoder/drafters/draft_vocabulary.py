@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from decoder.backends.fast_layers import FastLayers
+from decoder.backends.base import Forwards
+from decoder.backends.native.levels import NativeLevels
 from decoder.backends.native.packed_linear import DraftRows
 from decoder.backends.native.quantised import QuantisedLinear
-from decoder.drafters.native_levels import NativeLevels, native_levels
 from decoder.heads import Heads
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part, whole
@@ -44,7 +44,7 @@ class DraftVocabulary:
             self.rows = self._rows
             self._copy()
             target.speed_up(self._rows)
-        self._native: tuple[FastLayers, NativeLevels | None] | None = None  # and for which packed weights
+        self._native: tuple[Forwards, NativeLevels | None] | None = None  # and for which packed weights
 
     @classmethod
     def of(cls, target: Target, heads: Heads) -> "DraftVocabulary":
@@ -83,9 +83,9 @@ class DraftVocabulary:
 
     def native(self, heads: Heads) -> NativeLevels | None:
         """The levels of the heads by the native library, if it can run them. The model must be patched."""
-        faster = self.target.replacements()
-        if self._native is None or self._native[0] is not faster:
-            self._native = faster, native_levels(self.target, heads, self)
+        backend = self.target.backend
+        if self._native is None or self._native[0] is not backend.called:
+            self._native = backend.called, backend.levels(heads, self)
         return self._native[1]
 
     def scores(

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from decoder.backends.native.levels import DEEPEST, NativeLevels
 from decoder.backends.transfers import download
 from decoder.backends.verification import Verification
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
-from decoder.drafters.native_levels import DEEPEST, NativeLevels
 from decoder.heads import Heads
 from decoder.model.target import Target
 from decoder.sampling.draft_context import DraftContext

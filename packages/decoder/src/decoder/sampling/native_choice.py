@@ -92,3 +92,8 @@ def native_choice(params: SamplingParams, device: torch.device) -> NativeChoice 
     others = [field for field in fields(params) if field.name not in IMPLEMENTED]
     plain = all(getattr(params, field.name) == field.default for field in others)
     return NativeChoice(params) if plain and device.type == "cpu" else None
+
+
+def no_choice(params: SamplingParams) -> None:
+    """No choice, whatever the parameters."""
+    return None

@@ -12,7 +12,7 @@ import torch
 from decoder.backends.transfers import download, on_host, upload
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
-from decoder.sampling.native_choice import native_choice
+from decoder.sampling.native_choice import NativeChoice, no_choice
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.penalty_window import PenaltyWindow
@@ -49,7 +49,8 @@ class Sampler:
         logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, applied before the penalty.
         collect_logprobs: whether to collect the log-probability of every chosen token in ``logprobs``.
         collect_top_logprobs: how many of the most likely tokens to collect at every position in ``top_logprobs``.
-        native: whether the native library, which has passed its test, may choose tokens.
+        choice: what chooses tokens by given parameters faster than operators do, and chooses the same; it may have
+            nothing for some.
 
     Attributes:
         context: the token ids of the text so far, prompt and output.
@@ -73,7 +74,7 @@ class Sampler:
         logits_hook: LogitsHook | None = None,
         collect_logprobs: bool = False,
         collect_top_logprobs: int = 0,
-        native: bool = False,
+        choice: "Callable[[SamplingParams], NativeChoice | None]" = no_choice,
     ):
         self.params, self.logits_hook = params, logits_hook
         self.context = list(context)
@@ -82,8 +83,8 @@ class Sampler:
         self._most_likely = collect_top_logprobs
         self.noise = NoiseRows(params.seed, vocab_size, device)
         self.draft_params = params.for_weak_drafts()
-        self.native = native_choice(params, device) if native and logits_hook is None else None
-        self.native_drafts = native_choice(self.draft_params, device) if native else None
+        self.native = choice(params) if logits_hook is None else None
+        self.native_drafts = choice(self.draft_params)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")

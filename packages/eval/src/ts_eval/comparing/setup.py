@@ -183,7 +183,7 @@ def set_up(experiment: "Experiment") -> Setup:
         "endpoint": experiment.endpoint,
         "dtype": dtype_name(backbone),
         "bitwise": decoders[None].bitwise,
-        "computed_by": decoders[None].target.bitwise.computed_by(),
+        "computed_by": decoders[None].target.backend.computed_by(),
         "sampling": {name: value for name, value in asdict(params[0]).items() if name != "seed"},
         "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),
     }

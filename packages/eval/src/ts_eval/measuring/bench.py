@@ -224,7 +224,7 @@ def _refuse_too_long(
     # Two caches of the longest text, one to generate in and one to verify over, and a draft cache no longer than it;
     # of the widest tree the logits, and its mask and what is made of that; and the buffers that are copied.
     shape, widest = ModelShape.of(dec.model), widths[-1]
-    needed = 3 * shape.cache_bytes(lengths[-1] + max(further, dec.target.slots(widest)))
+    needed = 3 * shape.cache_bytes(lengths[-1] + max(further, dec.target.width(widest)))
     needed += 2 * measurement.COPIED_BYTES[device.type] + widest * (shape.vocab_size * shape.value_bytes + 2 * widest)
     free = available_memory(device)
     if needed > free:

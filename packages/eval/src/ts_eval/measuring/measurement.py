@@ -147,7 +147,7 @@ class Measurement:
 
     def small(self, bar: tqdm) -> dict:
         """What is less than a pass: one level of each kind of heads, and sampling and scoring per token."""
-        cache = FullCache(len(self.prompt) + self.target.slots(1))
+        cache = FullCache(len(self.prompt) + self.target.width(1))
         with self.target.patched():
             self.target.prefill(self.prompt[:-1], cache)
             [verified] = self.target.forward([TokenTree(self.prompt[-1])], [cache])
@@ -190,8 +190,8 @@ class Measurement:
         return [width if isinstance(width, int) else max(width) + 1 for width in tree]
 
     def _sampler(self, context: Sequence[int]) -> Sampler:
-        native = self.target.draws_natively
-        return Sampler(self.params, self.target.vocab_size, self.target.device, context, native=native)
+        target = self.target
+        return Sampler(self.params, target.vocab_size, target.device, context, choice=target.backend.choice)
 
     def _level(self, dec: "decoder.Decoder", heads: Heads, hidden: torch.Tensor) -> Operation:
         """Time one level with what it takes: an embedding where it is conditioned, and the language-model head."""
@@ -244,7 +244,7 @@ class Measurement:
             _fill(cache, len(tokens))
             return queries
 
-        cache = FullCache(length + target.slots(widths[-1]))
+        cache = FullCache(length + target.width(widths[-1]))
         with target.patched():
             queries = filled(target, text, cache)
 

@@ -6,11 +6,6 @@ from contextlib import contextmanager
 import torch
 
 
-def rounds_to_tf32() -> bool:
-    """Whether products of float32 numbers on CUDA are rounded to TF32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 @contextmanager
 def full_reductions() -> Iterator[None]:
     """A block in which sums of products in half precision are kept in float32 throughout, whatever the user has set.

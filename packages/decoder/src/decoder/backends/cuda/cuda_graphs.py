@@ -9,15 +9,16 @@ from weakref import WeakSet
 import torch
 
 from decoder.backends.cuda.host_reads import HostReadsRefused
-from decoder.backends.fast_paths import RECORDED, in_words, warn_of_fault
+from decoder.backends.faults import in_words, warn_of_fault
 from decoder.backends.transfers import overwrite, upload
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], Any]
-"""A forward pass: takes ids [2, T] (tokens, positions) and what each token sees (`TextInPass.mask` or its ``tails``) or
-None, on the device; returns its outputs."""
+"""A forward pass: takes ids [2, T] (tokens, positions) and what each token sees (a mask or `ByPosition.tails`) or None,
+on the device; returns its outputs."""
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BEYOND = 32  # wider passes have a multiple of this width
+CUDA = "CUDA graphs"
 WIDEST_RECORDED = 256  # tokens of the widest pass that is recorded; chunks of a prompt are longer, and too few
 
 
@@ -119,7 +120,7 @@ def _failure_reported(recorder: Recorder, device: torch.device) -> Iterator[None
         if isinstance(cause, torch.OutOfMemoryError):
             raise cause from None
         recorder.fault = in_words(cause)
-        warn_of_fault(RECORDED, device, recorder.fault)
+        warn_of_fault(CUDA, device, recorder.fault)
 
 
 class FixedPass:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decoder.backends.cuda.split_kv import next_power_of_2
-from decoder.backends.native.packed_linear import under_autocast
+from decoder.backends.forwards import under_autocast
 
 _NAME = "apply_rotary_pos_emb"
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-DEPTH = 64
-"""The engine cuts trees here: no node is deeper below its root."""
+from decoder.backends.base import DEEPEST
+
+DEPTH = DEEPEST
 STRIDE = 32
 COLUMNS = DEPTH + STRIDE
 """The number of keys in a tail. Those behind the token count too, although it does not see them."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from decoder.backends.fast_paths import in_words
+from decoder.backends.faults import in_words
 
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fPIC", "-fopenmp", "-shared")
 _COMPILERS = ("gcc", "cc")

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from ctypes import byref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from decoder.backends.attention import Pairs
+from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Attention, Text
-
-if TYPE_CHECKING:
-    from decoder.backends.attention import AttentionShape
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -28,8 +27,19 @@ class NewTokens(NamedTuple):
     tokens: int
     mask: torch.Tensor | None
 
+    @staticmethod
+    def attend(
+        texts: "Sequence[NewTokens]", query: torch.Tensor, keys: Pairs, values: Pairs, scaling: float
+    ) -> torch.Tensor:
+        """See `Attending`."""
+        heads = query[0].transpose(0, 1)
+        if heads.stride()[1:] != (heads.shape[2], 1):
+            heads = heads.contiguous()
+        output = native_attention(heads, heads.shape[1], keys, values, texts, scaling)
+        return output.view(1, *heads.shape[:2], -1)
 
-def unavailable(shape: "AttentionShape", device: torch.device) -> str | None:
+
+def unavailable(shape: AttentionShape, device: torch.device) -> str | None:
     """Why the library does not attend with heads of this shape; None if it does."""
     if device.type != "cpu":
         return "for a CPU only"

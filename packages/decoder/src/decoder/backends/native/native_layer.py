@@ -1,14 +1,13 @@
-"""A fused decoder layer in two calls of the native library, one on either side of attention."""
+"""A decoder layer of the Llama family in the native library: what it reads of it, and two calls around attention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ctypes import byref
+from typing import Any
 
 import torch
 
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Layer
-from decoder.backends.native.norms import FusedNorm
-from decoder.backends.native.packed_linear import PackedLinears
 from decoder.backends.native.packed_weight import NativeWeight
 
 
@@ -38,47 +37,41 @@ class NativeScratch:
 
 
 class NativeLayer:
-    """Both calls of one layer.
+    """One layer.
 
     Args:
-        products: by name, "qkv", "o", "gate_up" and "down", of native weights.
-        norms: before the queries, keys and values, and before the gate.
-        head_norm: of queries and keys, if they have one.
-        heads, kv_heads, dim: their numbers and their size.
+        module: transformers' layer.
+        products: by name, "qkv", "o", "gate_up" and "down", its weights.
         scratch: shared by the layers of a model.
 
     Attributes:
         layer: what the library reads.
     """
 
-    def __init__(
-        self,
-        products: Mapping[str, NativeWeight],
-        norms: Sequence[FusedNorm],
-        head_norm: FusedNorm | None,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        scratch: NativeScratch,
-    ):
-        # The library reads their memory.
-        all_norms = [*norms, head_norm] if head_norm else norms
-        # Copies, as those of products are: a later change takes effect with the next generation.
-        weights = [_floats(*norm.weight.shape).copy_(norm.weight) for norm in all_norms]
+    def __init__(self, module: Any, products: Mapping[str, NativeWeight], scratch: NativeScratch):
+        attention, dim = module.self_attn, module.self_attn.head_dim
+        self.heads, self.kv_heads = (getattr(attention, name).out_features // dim for name in ("q_proj", "k_proj"))
+        norms = [module.input_layernorm.weight, module.post_attention_layernorm.weight]
+        of_heads = attention.q_norm if "q_norm" in attention._modules else None
+        if of_heads is not None:
+            pairs = ((attention.q_norm, self.heads), (attention.k_norm, self.kv_heads))
+            norms.append(torch.cat([norm.weight.detach().expand(count, -1) for norm, count in pairs]))
+        # Copies, as those of products are: a later change takes effect with the next generation. The library reads
+        # their memory.
+        weights = [_floats(*weight.shape).copy_(weight.detach()) for weight in norms]
         self._held = *products.values(), *weights
-        norm_in, norm_between, *of_heads = (weight.data_ptr() for weight in weights)
         size, self._dim = len(weights[0]), dim
         self.layer = Layer(
             **{name: product.product for name, product in products.items()},
-            norm_in=norm_in,
-            norm_between=norm_between,
-            head_norm=of_heads[0] if of_heads else None,
+            norm_in=weights[0].data_ptr(),
+            norm_between=weights[1].data_ptr(),
+            head_norm=None if of_heads is None else weights[2].data_ptr(),
             size=size,
-            heads=heads,
-            kv_heads=kv_heads,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
             dim=dim,
-            eps=norms[0].eps,
-            head_eps=head_norm.eps if head_norm else 0,
+            eps=module.input_layernorm.variance_epsilon,
+            head_eps=0 if of_heads is None else of_heads.variance_epsilon,
         )
         self._scratch, self._given, self._library = scratch, byref(self.layer), native.library()
         self._outputs = self.layer.qkv.outputs // dim
@@ -123,10 +116,3 @@ class NativeLayer:
 def _floats(*shape: int) -> torch.Tensor:
     """What the library reads as float32, whatever PyTorch's default is."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
-def native_weights(products: Mapping[str, PackedLinears], dtype: torch.dtype) -> dict[str, NativeWeight] | None:
-    """The weights of a layer's products, if the library multiplies all of them by inputs of this dtype."""
-    weights = {name: product.weight for name, product in products.items()}
-    found = {name: weight for name, weight in weights.items() if isinstance(weight, NativeWeight)}
-    return found if len(found) == len(weights) and all(weight.dtype == dtype for weight in found.values()) else None

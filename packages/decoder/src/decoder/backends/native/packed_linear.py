@@ -1,23 +1,21 @@
 """Linear layers on a CPU with packed weights, so that the few rows of a step cost little more than one.
 
-Layers with the same input are joined to one product, since half of the time of a small model's step goes to calls.
+Layers with the same input can be joined to one product, as the library's whole passes read them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from decoder.backends.base import BackendFault
 from decoder.backends.memory import available_memory
-from decoder.backends.native import library as native
 from decoder.backends.native.int4 import Int4Linear, NativeInt4Weight
-from decoder.backends.native.norms import FusedNorm
 from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight
+from decoder.backends.norms import FusedNorm
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.work import Progress, Work, finish
 
@@ -26,7 +24,6 @@ Linear = nn.Linear | Int4Linear | QuantisedLinear
 _TOKENS = 8  # of a text that take about as long as packing a product
 _SHARE = 0.5  # the share of available memory that packed copies may take
 _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where it is given none
-_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class DraftRows(nn.Linear):
@@ -34,12 +31,9 @@ class DraftRows(nn.Linear):
 
 
 class PackedLinears:
-    """Forwards for one linear layer, or several with the same input: one product with a packed copy of their weights.
-
-    Of several layers the first that is called computes the outputs of all, and the others return their part.
+    """One linear layer, or several with the same input, as one product with a packed copy of their weights.
 
     Attributes:
-        inputs: the number of inputs.
         sizes: the number of outputs of each layer.
     """
 
@@ -47,8 +41,6 @@ class PackedLinears:
         self._fingerprint: list[torch.Tensor] = []
         self._weight: NativeWeight | None = None
         self.pack(layers)
-        self._input: torch.Tensor | None = None
-        self._parts: dict[int, torch.Tensor] = {}  # outputs for this input that have not been returned yet
 
     def pack(self, layers: Sequence[Linear]) -> None:
         """Pack the layers' weights, unless they are those that were packed last."""
@@ -57,7 +49,7 @@ class PackedLinears:
             return
         self._fingerprint = fingerprint
         self._weight = None  # frees the old copy before the new one is made
-        self.inputs, self.sizes = layers[0].in_features, [layer.out_features for layer in layers]
+        self.sizes = [layer.out_features for layer in layers]
         short = [layer for layer in layers if isinstance(layer, Int4Linear)]
         given = [layer.weight for layer in layers], [layer.bias for layer in layers]
         exact = not any(isinstance(layer, DraftRows) for layer in layers)
@@ -79,31 +71,11 @@ class PackedLinears:
         """How the weights are held."""
         return type(self._weight)
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def forwards(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """A forward for each layer, in order."""
-        return [partial(self._part, index) for index in range(len(self))] if len(self) > 1 else [self.product]
-
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all layers [..., sum of sizes] for inputs [..., in]."""
-        assert self._weight is not None
+        weight = self.weight
         # Conversions to the same dtype are calls, too.
-        return self._weight(x) if x.dtype == self._weight.dtype else self.unrounded(x).to(x.dtype)
-
-    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        """`product` in the dtype in which it is computed."""
-        assert self._weight is not None
-        return self._weight(x.to(self._weight.dtype))
-
-    def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if self._input is not x or index not in self._parts:
-            self._input, self._parts = x, dict(enumerate(self.product(x).split(self.sizes, dim=-1)))
-        part = self._parts.pop(index)
-        if not self._parts:
-            self._input = None
-        return part
+        return weight(x) if x.dtype == weight.dtype else weight(x.to(weight.dtype)).to(x.dtype)
 
 
 class PackedHead:
@@ -188,74 +160,63 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     return finish(packing(modules))
 
 
-def packing(modules: Iterable[nn.Module]) -> Work[dict[nn.Module, Callable]]:
+def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = ()) -> Work[dict[nn.Module, Callable]]:
     """Faster forwards for the linear layers and draft heads among ``modules``, with their weights as they are now.
 
-    The forwards hold a copy of the weights. If new copies would take more than half of the available memory, there are
-    no forwards, nor without the native library. Layers on a CPU in float32, bfloat16, four bits (`Int4Linear`) and
-    formats of GGUF files (`QuantisedLinear`, whose weights are not copied) get one, others none.
+    The forwards hold a copy of the weights. Layers on a CPU in float32, bfloat16, four bits (`Int4Linear`) and formats
+    of GGUF files (`QuantisedLinear`, whose weights are not copied) get one, others none.
+
+    Args:
+        groups: layers that read the same, to be one product each, see `joined`.
+
+    Raises:
+        BackendFault: the copies would take more than half of the available memory.
     """
-    if not native.available():
-        return {}
     modules = list(modules)
     heads = [module for module in modules if type(module) is DraftHead and _packable_head(module)]
     within = {layer for head in heads for layer in _products(head)}
-    layers = [module for module in modules if isinstance(module, Linear) and module not in within]
-    layers = [layer for layer in layers if _packable(layer)]
-    memory = available_memory(torch.device("cpu"))
+    alone = [[module] for module in modules if isinstance(module, Linear) and module not in within and packable(module)]
+    every = [*groups, *alone]
     new = sum(_nbytes(head) for head in heads if head not in _packed_heads)
-    new += sum(_nbytes(layer) for layer in layers if layer not in _packed)
-    if new > _SHARE * memory:
-        return {}
+    new += sum(_nbytes(layer) for group in every for layer in group if layer not in _packed)
+    if new > _SHARE * available_memory(torch.device("cpu")):
+        raise BackendFault("there is no memory for a packed copy of the weights")
     found: dict[nn.Module, Callable] = {}
-    for head in heads:
+    for number, head in enumerate(heads, start=1):
         if head in _packed_heads:
             _packed_heads[head].pack(head)
         else:
             _packed_heads[head] = PackedHead(head)
         found[head] = _packed_heads[head]
-        yield Progress(_TOKENS, _TOKENS * (len(heads) - len(found)))
-    for group in _groups(modules, layers):
+        yield Progress(_TOKENS, _TOKENS * (len(heads) - number + len(every)))
+    for number, group in enumerate(every, start=1):
         packed = joined(group)
         if packed is not None:
             packed.pack(group)
         else:
             packed = PackedLinears(group)
             _packed.update(dict.fromkeys(group, packed))
-        found |= zip(group, packed.forwards(), strict=True)
-        yield Progress(_TOKENS, _TOKENS * (len(heads) + len(layers) - len(found)))
+        if len(group) == 1:
+            found[group[0]] = packed.product
+        yield Progress(_TOKENS, _TOKENS * (len(every) - number))
     return found
 
 
-def _groups(modules: Iterable[nn.Module], layers: Iterable[Linear]) -> list[list[Linear]]:
-    """All ``layers``: those with the same input, as their names in a module show, as one group, others alone."""
-    alone, groups = dict.fromkeys(layers), []
-    for module in modules:
-        for names in _SAME_INPUT:
-            group = [child for name in names if (child := module._modules.get(name)) in alone]
-            alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in group}
-            if len(group) == len(names) and len(set(group)) == len(names) and len(alike) == 1:
-                groups.append(group)
-                for layer in group:
-                    del alone[layer]
-    return groups + [[layer] for layer in alone]
-
-
 def joined(layers: Sequence[Linear]) -> PackedLinears | None:
-    """The one packed product of exactly these layers, if `packed_layers` has made it."""
+    """The one packed product of exactly these layers, if `packing` has made it."""
     packed = _packed.get(layers[0])
-    whole = packed is not None and len(packed) == len(layers) and all(_packed.get(layer) is packed for layer in layers)
-    return packed if whole else None
+    whole = packed is not None and len(packed.sizes) == len(layers)
+    return packed if whole and all(_packed.get(layer) is packed for layer in layers) else None
 
 
 def product_of(forward: Callable | None) -> PackedLinears | None:
-    """The packed product behind a forward, if `packed_layers` has made it."""
-    bound = getattr(forward, "func", forward)
-    owner = getattr(bound, "__self__", None)
+    """The packed product behind a forward, if `packing` has made it."""
+    owner = getattr(forward, "__self__", None)
     return owner if isinstance(owner, PackedLinears) else None
 
 
-def _packable(module: nn.Module) -> bool:
+def packable(module: nn.Module) -> bool:
+    """Whether the library multiplies the weights of a linear layer."""
     if type(module) in (Int4Linear, QuantisedLinear):
         return module.weight.device.type == "cpu"
     if type(module) not in (nn.Linear, DraftRows):
@@ -270,7 +231,7 @@ def _packable_head(head: DraftHead) -> bool:
     """Whether a head can be packed; not if the user has changed one of its parts, or has put a hook on it."""
     products = _products(head)
     return (
-        all(_packable(layer) and layer.bias is None for layer in products)
+        all(packable(layer) and layer.bias is None for layer in products)
         and type(head.input_norm) is RMSNorm
         and not any(
             "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks
@@ -288,30 +249,3 @@ def _nbytes(layer: nn.Module) -> int:
     if isinstance(layer, QuantisedLinear):
         return 0  # nothing is copied
     return sum(parameter.nbytes for parameter in layer.parameters())
-
-
-def under_autocast() -> bool:
-    """Whether autocast is on, for any device."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-@contextmanager
-def replaced(layers: Mapping[nn.Module, Callable]) -> Iterator[None]:
-    """Give each layer its other forward until the end of the block; blocks can be nested.
-
-    A module whose forward an outer block or the user has already replaced is left as it is, unless the other forward
-    names that one as the one it stands for (``over``). So are all modules under autocast, which chooses other dtypes.
-    """
-    if under_autocast():
-        layers = {}
-    overs = {layer: getattr(other, "over", None) for layer, other in layers.items()}
-    mine = [layer for layer in layers if layer.__dict__.get("forward") is overs[layer]]
-    for layer in mine:
-        layer.__dict__["forward"] = layers[layer]
-    try:
-        yield
-    finally:
-        for layer in mine:
-            del layer.__dict__["forward"]
-            if overs[layer] is not None:
-                layer.__dict__["forward"] = overs[layer]

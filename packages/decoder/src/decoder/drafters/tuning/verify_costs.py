@@ -49,7 +49,7 @@ class VerifyCosts:
         Where ``texts`` are verified in one pass, with a tree of n nodes each, it is the share of one of them. What has
         not been measured yet is measured at once.
         """
-        if not self.target.flattens or self.target.most_nodes is not None:
+        if not self.target.flattens:
             texts = 1  # each has a pass of its own
         key = self._key(cache, texts)
         if key not in self._tables:
@@ -83,7 +83,7 @@ class VerifyCosts:
         narrowest, most = target.width(1), target.most_nodes or WIDEST
         wanted = sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)})
         # The first pass of a width prepares it, and on CUDA the second is recorded.
-        first = 5 if target.recorder is not None and cache.recordable else 3
+        first = 5 if target.backend.rehearsals > 1 and cache.recordable else 3
 
         def measure(widths: list[int]) -> Work[None]:
             """A pass of each width."""

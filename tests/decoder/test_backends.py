@@ -1,4 +1,4 @@
-"""Fast paths are tested before they are used: whatever fails is left off, told once, and the text stays right."""
+"""A backend is compared with the reference before it is used: whatever fails is told once, and the text stays right."""
 
 import warnings
 from functools import partial
@@ -10,14 +10,17 @@ import decoder.__main__ as command
 from decoder import Decoder
 from decoder.admission import Admission, CacheBytes
 from decoder.arguments import check_arguments
-from decoder.backends import fast_paths, kernel_check
-from decoder.backends.attention import AttentionShape
-from decoder.backends.cuda import recording_check, rotary, split_kv
-from decoder.backends.fast_paths import FUSED, MODEL, NORMS, PACKED, RECORDED, ROTARY, SPLIT_KV
-from decoder.backends.native import fused_layer, fused_model, norms, packed_linear, packed_weight
+from decoder.backends import check, choose, norms
+from decoder.backends.base import AttentionShape
+from decoder.backends.cuda import backend, kernel_check, rotary, split_kv
+from decoder.backends.cuda.cuda_graphs import CUDA
+from decoder.backends.native import native_attention, packed_linear, packed_weight, whole_model
+from decoder.backends.native.backend import NATIVE
+from decoder.backends.reference.backend import Reference
+from decoder.sampling.native_choice import NativeChoice
 from decoder.sequence import Sequence
 
-from .conftest import all_heads, random_heads, tiny_llama
+from .conftest import all_heads, tiny_llama
 from .tape import TapeRecorder
 from .test_graphs import NARROW, SAMPLING
 from .test_using_it import byte_tokenizer
@@ -80,8 +83,9 @@ def on_cuda(as_on_cuda, monkeypatch):
         recorders.append(TapeRecorder())
         return recorders[-1]
 
+    monkeypatch.setattr(choose, "on_cuda", lambda device: True)
     monkeypatch.setattr(split_kv, "unavailable", lambda device: None)
-    monkeypatch.setattr(recording_check, "CudaGraphs", recorder)
+    monkeypatch.setattr(backend, "CudaGraphs", recorder)
     return recorders
 
 
@@ -125,90 +129,108 @@ def assert_left_off(make, prompt, expected, name, fault):
         assert f"{fault}: " in warned[0] and "the reason" in warned[0]
         # What a KeyError says is on one line as it is.
         assert fault == "KeyError" or "more of it" not in warned[0]
-    assert state(dec)[name] is False
+    assert state(dec)[name] is False and isinstance(dec.target.backend, Reference)
     [line] = [line for line in dec.report().splitlines() if line.strip().startswith(name)]
     assert " off " in line and warned[0].split(": ", 1)[1][:15] in line
+    assert not dec.bitwise
+    with pytest.raises(ValueError, match="bitwise cannot be had here"):
+        Decoder(make(), bitwise=True)
     return dec
 
 
-def test_all_are_on_where_all_work(on_cuda, prompt, expected):
+def test_all_is_on_where_all_works(on_cuda, prompt, expected):
     dec, found = told(lambda: Decoder(single()))
     assert not found
     # What the test recorded was replayed in it, and nothing of it is kept.
     assert on_cuda[0].replayed >= 4 and not dec.target.pool.nbytes
     assert text(dec, prompt) == expected
-    on = state(dec)
-    assert all(on[name] for name in (SPLIT_KV, RECORDED, ROTARY, NORMS)) and not on[PACKED]
-    # A second decoder of such a model has nothing to test, and a recorder of its own.
+    assert state(dec)[CUDA] and dec.target.backend.rotary
+    # A second decoder of such a model has a recorder of its own.
     other = Decoder(single(seed=1))
-    assert len(on_cuda) == 2 and on_cuda[1].rehearsed == 0 and other.target.recorder is on_cuda[1]
+    assert len(on_cuda) == 2 and other.target.backend.recorder is on_cuda[1]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_attention_that_fails_is_left_off(on_cuda, prompt, expected, monkeypatch, fault):
+def test_attention_of_a_device_that_fails_leaves_all_to_the_reference(on_cuda, prompt, expected, monkeypatch, fault):
     monkeypatch.setattr(split_kv, "split_kv_attention", FAULTS[fault](split_kv.split_kv_attention))
-    dec = assert_left_off(single, prompt, expected, SPLIT_KV, fault)
-    assert dec.target.recorder is None and not on_cuda
-    assert not state(dec)[RECORDED] and not state(dec)[ROTARY] and state(dec)[NORMS]
+    assert_left_off(single, prompt, expected, CUDA, fault)
 
 
 @pytest.mark.parametrize("fault", SOME_FAULTS)
-def test_rotation_that_fails_is_left_off(on_cuda, prompt, expected, monkeypatch, fault):
+def test_a_rotation_that_is_another_function_is_not_used(on_cuda, prompt, expected, monkeypatch, fault):
     monkeypatch.setattr(rotary, "rotate", FAULTS[fault](rotary.rotate))
-    dec = assert_left_off(single, prompt, expected, ROTARY, fault)
-    assert state(dec)[SPLIT_KV] and state(dec)[RECORDED] and not dec.target.replacements().rotary
-    assert dec.target.recorder.replayed > 5
+    dec, found = told(lambda: Decoder(single()))
+    assert not found and not dec.target.backend.rotary and state(dec)[CUDA]
+    assert text(dec, prompt) == expected and dec.target.backend.recorder.replayed > 5
 
 
 @pytest.mark.parametrize("fault", SOME_FAULTS)
-def test_norms_that_fail_are_left_off(prompt, expected, monkeypatch, fault):
+def test_norms_that_are_another_function_are_not_used(with_native, prompt, expected, monkeypatch, fault):
     """On a CPU as well, and for real but for the fault."""
     monkeypatch.setattr(norms.FusedNorm, "__call__", FAULTS[fault](norms.FusedNorm.__call__))
-    dec = assert_left_off(single, prompt, expected, NORMS, fault)
-    assert state(dec)[PACKED] and not state(dec)[FUSED]
+    dec, found = told(lambda: Decoder(single()))
+    assert not found and dec.target.norm not in dec.target.backend.called
+    assert text(dec, prompt) == expected
+
+
+OF_LIBRARY = {
+    "products": (packed_weight.NativeWeight, "__call__"),
+    "layers": (whole_model.WholeModel, "run"),
+    "attention": (native_attention, "native_attention"),
+    "packing": (packed_linear, "pack"),
+}
 
 
 @pytest.mark.parametrize("fault", SOME_FAULTS)
-@pytest.mark.parametrize("name", ["NativeWeight", "pack"])
-def test_products_that_fail_are_left_off(with_native, prompt, expected, monkeypatch, fault, name):
-    if name == "NativeWeight":
-        kind = packed_weight.NativeWeight
-        monkeypatch.setattr(kind, "__call__", FAULTS[fault](kind.__call__))
-    elif fault in ("wrong", "no number"):
-        pack, factor = packed_weight.pack, 1.5 if fault == "wrong" else torch.nan
-        monkeypatch.setattr(packed_linear, "pack", lambda given, *other: pack([w * factor for w in given], *other))
+@pytest.mark.parametrize("part", OF_LIBRARY)
+def test_what_fails_of_the_library_leaves_all_to_the_reference(with_native, prompt, expected, monkeypatch, fault, part):
+    owner, name = OF_LIBRARY[part]
+    right = getattr(owner, name)
+    make = single
+    if part == "attention":
+
+        def make():
+            """Whose layers are called one by one."""
+            model = single()
+            model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+            return model
+
+    if part == "packing" and fault in ("wrong", "no number"):
+        factor = 1.5 if fault == "wrong" else torch.nan
+        monkeypatch.setattr(
+            owner, name, lambda given, *other, **named: right([w * factor for w in given], *other, **named)
+        )
+    elif part == "layers" and fault in ("wrong", "no number"):
+        factor = 1.5 if fault == "wrong" else torch.nan
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda *given: (found := right(*given))._replace(hidden=torch.roll(found.hidden, 1, -1) * factor),
+        )
     else:
-        monkeypatch.setattr(packed_linear, "pack", FAULTS[fault](None))
-    dec = assert_left_off(single, prompt, expected, PACKED, fault)
-    assert state(dec)[NORMS] and not state(dec)[FUSED]
+        monkeypatch.setattr(owner, name, FAULTS[fault](right))
+    assert_left_off(make, prompt, expected, NATIVE, fault)
 
 
-@pytest.mark.parametrize("fault", SOME_FAULTS)
-def test_fused_layers_that_fail_are_left_off(prompt, expected, monkeypatch, fault):
-    monkeypatch.setattr(fused_layer.FusedLayer, "__call__", FAULTS[fault](fused_layer.FusedLayer.__call__))
-    dec = assert_left_off(single, prompt, expected, FUSED, fault)
-    assert state(dec)[NORMS] and state(dec)[PACKED]
+def test_a_token_that_the_library_chooses_otherwise_leaves_all_to_the_reference(
+    with_native, prompt, expected, monkeypatch
+):
+    right = NativeChoice.highest
+
+    def another(*given):
+        token, score = right(*given)
+        return (token + 1) % 48, score
+
+    monkeypatch.setattr(NativeChoice, "highest", another)
+    dec = assert_left_off(single, prompt, expected, NATIVE, "wrong")
+    assert "has the highest score" in dec.report()
 
 
-@pytest.mark.parametrize("fault", SOME_FAULTS)
-def test_a_fused_model_that_fails_is_left_off(prompt, expected, monkeypatch, fault):
-    run = fused_model.FusedModel.__call__
-
-    def states(*given):
-        return run(*given)[0]
-
-    monkeypatch.setattr(fused_model.FusedModel, "__call__", lambda *given: (FAULTS[fault](states)(*given), []))
-    dec = assert_left_off(single, prompt, expected, MODEL, fault)
-    assert state(dec)[FUSED]
-
-
-@pytest.mark.parametrize("kind", ["gated", "conditioned", "chained"])
-def test_a_head_whose_product_is_wrong_is_found(prompt, expected, monkeypatch, kind):
-    monkeypatch.setattr(packed_linear.PackedHead, "__call__", wrong(packed_linear.PackedHead.__call__))
-    method = "tokenswift" if kind == "chained" else "tokenswift-fused"
-    tokens, found = told(lambda: text(Decoder(single(), heads=random_heads(single(), kind=kind)), prompt, method))
-    assert tokens == expected
-    assert len(found) == 1 and "in a PackedHead of 1 rows" in found[0]
+def test_without_memory_for_packed_weights_the_reference_decodes(with_native, prompt, expected, monkeypatch):
+    monkeypatch.setattr(packed_linear, "available_memory", lambda device: 0)
+    dec, found = told(lambda: Decoder(single()))
+    assert not found and not dec.bitwise and text(dec, prompt) == expected
+    assert "there is no memory for a packed copy of the weights" in dec.report()
 
 
 def test_a_recording_that_replays_something_else_is_left_off(on_cuda, prompt, expected, monkeypatch):
@@ -219,9 +241,8 @@ def test_a_recording_that_replays_something_else_is_left_off(on_cuda, prompt, ex
             outputs = run()
             return (lambda: None), outputs
 
-    monkeypatch.setattr(recording_check, "CudaGraphs", lambda device: Stale())
-    dec = assert_left_off(single, prompt, expected, RECORDED, "wrong")
-    assert dec.target.recorder is None and state(dec)[SPLIT_KV]
+    monkeypatch.setattr(backend, "CudaGraphs", lambda device: Stale())
+    assert_left_off(single, prompt, expected, CUDA, "wrong")
 
 
 @pytest.mark.parametrize("error", SOME_ERRORS)
@@ -234,20 +255,18 @@ def test_a_recorder_that_raises_anything_is_left_off(on_cuda, prompt, expected, 
         raise error("the reason\nand more of it")
 
     setattr(Breaking, where, breaks)
-    monkeypatch.setattr(recording_check, "CudaGraphs", lambda device: Breaking())
-    dec = assert_left_off(single, prompt, expected, RECORDED, error.__name__)
-    assert dec.target.recorder is None
+    monkeypatch.setattr(backend, "CudaGraphs", lambda device: Breaking())
+    assert_left_off(single, prompt, expected, CUDA, error.__name__)
 
 
 @pytest.mark.parametrize("error", [KeyError, UnknownToPython])
 def test_a_recording_that_fails_later_is_told_and_reported(on_cuda, prompt, expected, monkeypatch, error):
     dec = Decoder(single())
-    recorder = dec.target.recorder
-    monkeypatch.setattr(recorder, "record", raising(error)(None))
+    monkeypatch.setattr(dec.target.backend.recorder, "record", raising(error)(None))
     tokens, found = told(lambda: [text(dec, prompt) for _ in range(2)])
     assert tokens == [expected] * 2
-    assert len(found) == 1 and found[0].startswith(f"{RECORDED} left off on cpu: {error.__name__}: ")
-    assert not state(dec)[RECORDED] and error.__name__ in dec.report()
+    assert len(found) == 1 and found[0].startswith(f"{CUDA} left off on cpu: {error.__name__}: ")
+    assert "passes run unrecorded" in dec.report() and error.__name__ in dec.report()
 
 
 def test_memory_that_runs_out_in_a_test_is_no_fault(on_cuda, monkeypatch):
@@ -257,7 +276,6 @@ def test_memory_that_runs_out_in_a_test_is_no_fault(on_cuda, monkeypatch):
     monkeypatch.setattr(split_kv, "split_kv_attention", full)
     with pytest.raises(torch.OutOfMemoryError):
         Decoder(single())
-    assert not any(name == SPLIT_KV for name, *_ in fast_paths._outcomes)
 
 
 def test_the_real_kernels_pass_their_tests(monkeypatch):
@@ -272,24 +290,21 @@ def test_the_real_kernels_pass_their_tests(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         shape = AttentionShape(4, 2, 16, 24, dtype)
         assert kernel_check.split_kv_fault(shape, device) is None
-        assert kernel_check.rotary_fault(shape, device) is None
-        assert kernel_check.rms_norm_fault(frozenset([(48, dtype)]), device) is None
 
 
 @pytest.mark.parametrize("change", [lambda x: x + 0.2, lambda x: x[..., :-1], lambda x: x.clone().fill_(torch.nan)])
 def test_differences_are_found_and_roundings_are_none(change):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    assert kernel_check.difference(x.bfloat16(), x, 2**-6) is None
-    assert "its numbers differ" in (fault := kernel_check.difference(change(x), x, 2**-6)) or "shape" in fault
+    assert check.difference(x.bfloat16(), x, 2**-6) is None
+    assert "its numbers differ" in (fault := check.difference(change(x), x, 2**-6)) or "shape" in fault
 
 
-def test_a_report_has_versions_device_and_every_path(model):
+def test_a_report_has_versions_device_and_what_runs_each_model(model):
     dec = Decoder(single(), heads=all_heads(model), draft_model=single(seed=2, num_hidden_layers=1))
     report = dec.report()
     assert f"torch {torch.__version__}" in report and "transformers " in report and "triton" in report
     assert "device: cpu" in report and "AVX512-BF16" in report and "float32" in report
-    assert report.count(FUSED) == report.count(PACKED) == report.count(NORMS) == report.count(ROTARY) == 2
-    assert report.count("for CUDA only") == 4
+    assert report.count(f"  {NATIVE}") == report.count("texts in one pass") == report.count("bit for bit") == 2
     assert "draft heads: chained" in report
 
 
@@ -299,7 +314,7 @@ def test_doctor_prints_the_report_and_refuses_in_a_sentence(tmp_path, capsys):
     capsys.readouterr()
     assert command.main(["doctor", "--model", str(tmp_path), "--device", "cpu", "--dtype", "bfloat16"]) == 0
     out, err = capsys.readouterr()
-    assert "llama in bfloat16" in out and f"{PACKED} " in out and not err
+    assert "llama in bfloat16" in out and f"{NATIVE} " in out and not err
     assert command.main(["doctor", "--model", str(tmp_path / "none")]) == 2
     out, err = capsys.readouterr()
     assert not out and len(err.splitlines()) == 1 and "Traceback" not in err

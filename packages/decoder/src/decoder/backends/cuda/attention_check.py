@@ -1,25 +1,21 @@
-"""The tests of attention that promises bits: tokens alone and among others, in the native library and on a device."""
+"""The test of attention that promises bits on a device: tokens alone and among others, and against one softmax."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from decoder.backends import attention
-from decoder.backends.attention import AttentionShape
+from decoder.backends.base import AttentionShape
+from decoder.backends.check import ALLOWED, difference
 from decoder.backends.cuda import bitwise_split_kv
 from decoder.backends.cuda.bitwise_split_kv import SPLIT
 from decoder.backends.cuda.tails import COLUMNS, DEPTH, tail_slots
-from decoder.backends.kernel_check import ALLOWED, difference
-from decoder.backends.native import library as native
-from decoder.backends.native.native_attention import NewTokens, native_attention
+from decoder.backends.reference.attention import masked_softmax
 from decoder.sampling.token_tree import TokenTree
 
-_NODES = (5, 13, 60, 30, 90)
 _CHAIN = 45
-# For a device's kernels: where tails begin to move, on both sides of a split, and more splits than are merged at once.
+# Where tails begin to move, on both sides of a split, and more splits than are merged at once.
 _LENGTHS_ON_DEVICE = (1, DEPTH, COLUMNS, 700, SPLIT + DEPTH - 1, SPLIT + DEPTH + 1, 3000, 20 * SPLIT)
 _NODES_ON_DEVICE = (60, 5, 16)
-_CPU = torch.device("cpu")
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sequence[int], torch.Tensor | None], torch.Tensor]
 """Attention of queries [1, H, T, D] over a cache's keys and values, where the new tokens' pairs stand
@@ -29,20 +25,6 @@ behind the cached ones: takes these three, the cached tokens' number, the depths
 def _by_kernel(query, key, value, length, depths, mask) -> torch.Tensor:
     tails = tail_slots(length, depths, mask, len(depths)).to(query.device)
     return bitwise_split_kv.bitwise_split_kv_attention(query, key, value, tails, query.shape[-1] ** -0.5)
-
-
-def _natively(query, key, value, length, depths, mask) -> torch.Tensor:
-    heads = query[0].transpose(0, 1).contiguous()
-    new = NewTokens(length, len(heads), mask)
-    output = native_attention(heads, heads.shape[1], [key], [value], [new], query.shape[-1] ** -0.5)
-    return output.view(*heads.shape[:2], -1).transpose(0, 1)[None]
-
-
-def native_fault(shape: AttentionShape) -> str | None:
-    """Test whether the native library gives tokens the same bits alone and with others."""
-    split = native.library().keys_together()
-    lengths = (1, split - 10, split - 1, split, 700, 1500, 8 * split - 30, 5000)
-    return attention_fault(shape, _natively, lengths, _NODES)
 
 
 @torch.inference_mode()
@@ -60,7 +42,7 @@ def kernel_fault(shape: AttentionShape, device: torch.device) -> str | None:
         )
         actual = _by_kernel(query, key, value, length, range(_CHAIN), None)
         blocked = torch.ones(_CHAIN, _CHAIN, dtype=torch.bool, device=device).triu(1)
-        expected = attention._one_softmax(query.double(), key.double(), value.double(), blocked, shape.dim**-0.5)
+        expected = masked_softmax(query.double(), key.double(), value.double(), blocked, shape.dim**-0.5)
         fault = difference(actual, expected, ALLOWED[shape.dtype])
         if fault:
             return f"{fault} in attention behind {length} tokens"
@@ -73,7 +55,7 @@ def attention_fault(
     attend: Attend,
     lengths: Sequence[int],
     nodes: Sequence[int],
-    device: torch.device = _CPU,
+    device: torch.device,
 ) -> str | None:
     """Compare the tokens of trees and chains, behind texts of several lengths, with each token alone."""
     generator = torch.Generator(device).manual_seed(0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from decoder.backends.base import Forwards
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Drafter, Drafts, Head, Product
 from decoder.backends.native.packed_linear import PackedHead, product_of
@@ -145,21 +146,22 @@ def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
     return best
 
 
-def native_levels(target: "Target", heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
-    """The levels of these heads by the library; None where some of what they need is not packed for it."""
-    if type(heads) is not DraftHeads or not native.available() or target.ranks.size > 1 or vocabulary.rows is None:
+def native_levels(
+    target: "Target", heads: nn.Module, vocabulary: "DraftVocabulary", forwards: Forwards
+) -> NativeLevels | None:
+    """The levels of these heads by the library; None where some of what they need is not packed in ``forwards``."""
+    if type(heads) is not DraftHeads or target.ranks.size > 1 or vocabulary.rows is None:
         return None
-    faster = target.replacements().called
     modules = [heads._head(index) for index in range(heads.num_heads)]
-    found = [(module, faster.get(module)) for module in modules]
+    found = [(module, forwards.get(module)) for module in modules]
     packed = [(module, one) for module, one in found if isinstance(one, PackedHead)]
     if len(packed) < len(modules):
         return None
-    rows = product_of(faster.get(vocabulary.rows))
+    rows = product_of(forwards.get(vocabulary.rows))
     embeddings = target.model.get_input_embeddings()
     plain = type(embeddings) is nn.Embedding and type(embeddings.weight.data) is torch.Tensor
     plain = plain and embeddings.weight.dtype in _DTYPES and embeddings.weight.is_contiguous()
-    if rows is None or len(rows) > 1 or not plain:
+    if rows is None or not plain:
         return None
     table = embeddings.weight.detach()
     return NativeLevels(heads, packed, rows.weight, vocabulary.ids, table, target.logit_scale)

@@ -1,27 +1,31 @@
-"""Fused decoder layers: the same numbers as transformers' layers, and left off where a layer is another one."""
+"""Models that the native library runs as a whole: transformers' numbers, and modules where a model is another one."""
 
 import pytest
 import torch
 from torch import nn
 
 from decoder import Decoder
-from decoder.backends.fast_paths import FUSED, MODEL
-from decoder.backends.native.fused_layer import FusedLayer, fusible
+from decoder.backends.native.llama import known_layer
+from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, tiny_llama
 from .test_families import FAMILIES, tiny
 
-FUSED_FAMILIES = [name for name in FAMILIES if FAMILIES[name][0] in ("llama", "mistral", "qwen2", "qwen3")]
+WHOLE_FAMILIES = [name for name in FAMILIES if FAMILIES[name][0] in ("llama", "mistral", "qwen2", "qwen3")]
 
 
-def fused(dec):
-    return [layer for layer, forward in dec.target.replacements().layers.items() if isinstance(forward, FusedLayer)]
+pytestmark = pytest.mark.usefixtures("with_native")
+
+
+def passes(dec):
+    """Whether passes go through the library as a whole."""
+    return getattr(dec.target.backend, "whole", None) is not None
 
 
 def verified(target, prompt, tree):
-    cache = FullCache(len(prompt) + target.slots(len(tree)))
+    cache = FullCache(len(prompt) + target.width(len(tree)))
     with torch.inference_mode(), target.patched():
         target.prefill(prompt, cache)
         [seen] = target.forward([tree], [cache], observe=True)
@@ -37,25 +41,23 @@ def some_tree():
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)], ids=["32", "16"])
-@pytest.mark.parametrize("name", FUSED_FAMILIES)
-def test_a_pass_gives_what_transformers_layers_give(name, dtype, tolerance, monkeypatch):
+@pytest.mark.parametrize("name", WHOLE_FAMILIES)
+def test_a_pass_gives_what_transformers_layers_give(name, dtype, tolerance):
     model_type, overrides = FAMILIES[name]
     prompt = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     model = tiny(model_type, dtype, **overrides)
     dec = Decoder(model, bitwise=False)
-    assert len(fused(dec)) == model.config.num_hidden_layers
+    assert passes(dec)
     found = verified(dec.target, prompt, some_tree())
-    monkeypatch.setattr("decoder.backends.native.fused_layer.fusible", lambda layer: False)
-    dec.target.refresh_weights()
-    assert not fused(dec)
+    dec.target.use(Reference(dec.target))
     for mine, theirs in zip(found, verified(dec.target, prompt, some_tree()), strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
         assert (mine - theirs).double().norm() <= tolerance * theirs.double().norm()
 
 
-def test_layers_of_float64_and_of_other_families_stay_as_they_are():
-    assert not fused(Decoder(tiny_llama()))
-    assert not fused(Decoder(tiny("olmo2", torch.float32)))
+def test_models_of_float64_and_of_other_families_are_not_run_so():
+    assert isinstance(Decoder(tiny_llama()).target.backend, Reference)
+    assert not passes(Decoder(tiny("olmo2", torch.float32)))
 
 
 def other_forward(layer):
@@ -96,13 +98,14 @@ CHANGES = [other_forward, own_forward, hook_within, hook_before, another_activat
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_that_the_user_has_changed_stays_as_it_is(change):
+def test_a_layer_that_the_user_has_changed_runs_as_it_is(change):
     model = tiny_llama(torch.float32)
     dec = Decoder(model, bitwise=False)
-    assert all(fusible(layer) for layer in model.model.layers) and len(fused(dec)) == len(model.model.layers)
+    assert passes(dec)
     change(model.model.layers[0])
     dec.target.refresh_weights()
-    assert fused(dec) == list(model.model.layers[1:])
+    assert [known_layer(layer, torch.float32) for layer in model.model.layers] == [False, True]
+    assert not passes(dec) and not isinstance(dec.target.backend, Reference)
 
 
 def test_hooks_on_a_layer_still_run():
@@ -110,30 +113,21 @@ def test_hooks_on_a_layer_still_run():
     dec = Decoder(model, bitwise=False)
     model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
     dec.generate([1, 2, 3], 4, "ar", ignore_eos=True)
-    assert len(fused(dec)) == len(model.model.layers) and seen[-4:] == [1, 1, 1, 1]
+    assert not passes(dec) and seen[-4:] == [1, 1, 1, 1]
 
 
-def test_the_report_tells_of_them():
-    report = {path.name: path for path in Decoder(tiny_llama(torch.float32)).target.fast_paths()}
-    assert report[FUSED].on and "layers" in report[FUSED].reason
-
-
-def passes(dec):
-    """Whether passes go through the fused model."""
-    return dec.target.replacements().model is not None
-
-
-def test_a_fused_model_gives_the_bits_that_transformers_forwards_give_around_the_same_layers(with_native):
+def test_a_pass_in_one_call_gives_the_bits_of_layers_called_one_by_one(monkeypatch):
     prompt = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-    for name in FUSED_FAMILIES:
+    for name in WHOLE_FAMILIES:
         model_type, overrides = FAMILIES[name]
         dec = Decoder(tiny(model_type, torch.float32, **overrides))
         dec.target.read_features((1, 0, dec.target.layers, 0))
         assert passes(dec) and dec.target.bitwise.rule is not None
         found = [*verified(dec.target, prompt, some_tree()), features(dec.target, prompt)]
-        dec.target._faster = dec.target.replacements()._replace(model=None)
-        others = [*verified(dec.target, prompt, some_tree()), features(dec.target, prompt)]
-        assert not passes(dec) and all(map(torch.equal, found, others)), name
+        with monkeypatch.context() as patch:
+            patch.setattr(type(dec.target.backend.whole), "writes", lambda *given: False)
+            others = [*verified(dec.target, prompt, some_tree()), features(dec.target, prompt)]
+        assert all(map(torch.equal, found, others)), name
 
 
 def features(target, prompt):
@@ -178,8 +172,7 @@ def test_a_model_that_the_user_has_changed_runs_as_it_is(change):
     assert passes(dec)
     change(model)
     dec.target.refresh_weights()
-    assert not passes(dec)
-    assert not {path.name: path for path in dec.target.fast_paths()}[MODEL].on
+    assert not passes(dec) and "transformers' modules" in dec.report()
 
 
 def test_hooks_on_norm_embedding_and_head_still_run():

@@ -1,0 +1,34 @@
+"""Other forwards in the place of modules' own ones, until the end of a block."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def under_autocast() -> bool:
+    """Whether autocast is on, for any device."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+@contextmanager
+def replaced(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """Give each module its other forward until the end of the block; blocks can be nested.
+
+    A module whose forward an outer block or the user has already replaced is left as it is, unless the other forward
+    names that one as the one it stands for (``over``). So are all modules under autocast, which chooses other dtypes.
+    """
+    if under_autocast():
+        forwards = {}
+    overs = {module: getattr(other, "over", None) for module, other in forwards.items()}
+    mine = [module for module in forwards if module.__dict__.get("forward") is overs[module]]
+    for module in mine:
+        module.__dict__["forward"] = forwards[module]
+    try:
+        yield
+    finally:
+        for module in mine:
+            del module.__dict__["forward"]
+            if overs[module] is not None:
+                module.__dict__["forward"] = overs[module]

@@ -1,0 +1,126 @@
+"""A pass through the user's model by transformers' own modules: with our attention and cache, and other forwards.
+
+The model is reached through transformers' documented extension points. Norms, linear layers and rotary embeddings have
+none; they are replaced while a pass runs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from decoder.backends import attention
+from decoder.backends.attention import Attending
+from decoder.backends.base import Forwards, PassBackend, PassBatch, PassOutput
+from decoder.backends.forwards import replaced
+from decoder.backends.transfers import upload
+from decoder.cache.base import LayeredCache
+from decoder.cache.flattened import FlattenedCaches
+
+if TYPE_CHECKING:
+    from decoder.model.target import Target
+
+Around = AbstractContextManager[None]
+
+
+class ModulePass:
+    """Runs a model, or only its decoder, and leaves it as the user made it."""
+
+    def __init__(self, target: "Target"):
+        self._target = target
+        self._hidden: list[torch.Tensor] = []
+        self._features: list[torch.Tensor] = []
+
+    def run(
+        self, batch: PassBatch, new: Sequence[Attending], forwards: Forwards, around: Around | None = None
+    ) -> PassOutput:
+        """Run the tokens of a batch, of which ``new`` describes each text's to attention; see `run_ids`."""
+        ids = ids_of(batch, self._target.device)
+        return self.run_ids(batch.logits, ids, cache_of(batch), new, batch.observed, forwards, around)
+
+    def run_ids(
+        self,
+        logits: bool,
+        ids: torch.Tensor,
+        cache: LayeredCache | FlattenedCaches,
+        new: Sequence[Attending],
+        observed: int,
+        forwards: Forwards,
+        around: Around | None = None,
+    ) -> PassOutput:
+        """The same for ids [2, T]: tokens and positions of all texts in a row.
+
+        Args:
+            logits, observed: as in `PassBatch`.
+            around: a block to run the model in.
+        """
+        target = self._target
+        module = target.model if logits else target.decoder
+        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
+        queries: dict[int, torch.Tensor] = {}
+        with self._patched(forwards), around or nullcontext():
+            output = module(**inputs, texts=new, queries=queries if observed else None, observed=observed)
+            features = torch.cat(self._features, -1)[0] if self._features else None
+            return PassOutput(self._hidden[-1][0], output.logits[0] if logits else None, queries, features)
+
+    @contextmanager
+    def _patched(self, forwards: Forwards) -> Iterator[None]:
+        """A block in which the model is in eval mode, with our attention, the other forwards and the hooks."""
+        target = self._target
+        config, training = target.model.config, [module for module in target.modules if module.training]
+        implementation = config._attn_implementation
+        hooks = [target.norm.register_forward_pre_hook(self._catch_hidden)]
+        if target.feature_layers:
+            layers = [*target.decoder.layers, target.norm]
+            read = (layers[layer] for layer in target.feature_layers)
+            hooks += [layer.register_forward_pre_hook(self._catch_feature, with_kwargs=True) for layer in read]
+        config._attn_implementation = attention.NAME
+        for module in training:
+            module.training = False
+        try:
+            with replaced(forwards):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            config._attn_implementation = implementation
+            for module in training:
+                module.training = True
+            self._hidden, self._features = [], []
+
+    def _catch_hidden(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._hidden.append(args[0])
+
+    def _catch_feature(self, layer: nn.Module, args: tuple, named: dict) -> None:
+        self._features.append(args[0] if args else named["hidden_states"])
+
+
+def ids_of(batch: PassBatch, device: torch.device) -> torch.Tensor:
+    """Tokens and positions of all texts of a batch in a row, int64 [2, T]."""
+    first = batch.texts[0]
+    if isinstance(first.tokens, torch.Tensor):
+        return torch.stack((first.tokens, upload(first.positions, device)))
+    tokens = [token for text in batch.texts for token in text.tokens]
+    return upload([tokens, [position for text in batch.texts for position in text.positions]], device)
+
+
+def cache_of(batch: PassBatch) -> LayeredCache | FlattenedCaches:
+    """The cache that a pass over a batch is given."""
+    if len(batch.texts) == 1:
+        return batch.texts[0].cache
+    return FlattenedCaches([text.cache for text in batch.texts], [len(text.tokens) for text in batch.texts])
+
+
+def one_text_at_a_time(backend: PassBackend, batch: PassBatch) -> PassOutput:
+    """`PassBackend.run`, with a pass for each text."""
+    ends = list(accumulate(len(text.tokens) for text in batch.texts))
+    first = ends[-1] - batch.observed  # of the tokens whose queries are wanted
+    outputs = []
+    for text, (start, end) in zip(batch.texts, pairwise([0, *ends]), strict=True):
+        observed = end - max(start, min(first, end)) if batch.observed else 0
+        own = backend.run(PassBatch([text], batch.logits, observed))
+        outputs.append(PassOutput.joined([own]) if len(batch.texts) > 1 else own)
+    return PassOutput.joined(outputs)

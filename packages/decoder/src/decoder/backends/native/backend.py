@@ -1,0 +1,152 @@
+"""The backend of CPUs: passes by the native library, whose bits for a token follow from its text alone.
+
+Models of the Llama family are run as a whole. Of others transformers' modules run, with linear layers, norms,
+activations and attention that give a row the same bits wherever it stands.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from torch import nn
+
+from decoder.backends import bitwise_check
+from decoder.backends.base import FREE, Forwards, PassBatch, PassOutput, PassRule
+from decoder.backends.faults import fault_of
+from decoder.backends.forwards import replaced, under_autocast
+from decoder.backends.modules import ModulePass, cache_of, ids_of, one_text_at_a_time
+from decoder.backends.native import library as native
+from decoder.backends.native import native_attention
+from decoder.backends.native.activations import activations
+from decoder.backends.native.levels import NativeLevels, native_levels
+from decoder.backends.native.llama import products_of, runs_as_a_whole
+from decoder.backends.native.native_attention import NewTokens
+from decoder.backends.native.packed_linear import joined, packing, product_of
+from decoder.backends.native.quantised import QuantisedEmbedding
+from decoder.backends.native.whole_model import WholeModel
+from decoder.backends.norms import fused_norms
+from decoder.cache.base import LayeredCache
+from decoder.draft_heads import DraftHead
+from decoder.sampling.native_choice import NativeChoice, native_choice
+from decoder.work import Work
+
+if TYPE_CHECKING:
+    from decoder.drafters.draft_vocabulary import DraftVocabulary
+    from decoder.model.target import Target
+    from decoder.sampling.params import SamplingParams
+
+NATIVE = "native library"
+
+
+class NativeBackend:
+    """`PassBackend` for a model that is not `unavailable`.
+
+    Attributes:
+        whole: runs the model; None where its modules do.
+    """
+
+    name = NATIVE
+    rehearsals = 1
+    flattens: bool | None = None
+    fault: str | None = None
+
+    def __init__(self, target: "Target"):
+        self._target, self._modules = target, ModulePass(target)
+        self.whole: WholeModel | None = None
+        self._forwards: Forwards = {}
+        self.called: Forwards = {}
+
+    @staticmethod
+    def unavailable(target: "Target") -> str | None:
+        """Why the library does not run a model; None if it does."""
+        return native_attention.unavailable(target.attention_shape_now, target.device)
+
+    @property
+    def covers(self) -> str:
+        """See `PassBackend`."""
+        runs = "transformers' modules with its products and attention" if self.whole is None else "passes in one call"
+        return f"{runs}; weights as {', '.join(sorted(self._kinds())) or 'they are'}"
+
+    def renewing(self) -> Work[None]:
+        """See `PassBackend`."""
+        target = self._target
+        shared = target.shared_layers()
+        whole = not shared.modules and runs_as_a_whole(target.model, target.dtype)
+        outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
+        groups = [group for layer in target.decoder.layers for _, group in products_of(layer)] if whole else []
+        modules = outside if whole else [*target.modules, *target.helper_modules(), *shared.modules]
+        forwards = fused_norms(modules) | (yield from packing(modules, groups)) | activations(modules)
+        forwards |= shared.forwards(forwards)
+        called = {module: forward for module, forward in forwards.items() if module in set(outside)}
+        self.whole = WholeModel(target.model, target.dtype) if whole else None
+        self.flattens = True if whole else self.flattens
+        self._forwards, self.called = forwards, called
+
+    def prepare(self, cache: LayeredCache, count: int) -> None:
+        """See `PassBackend`."""
+        cache.prepare(self._target.layers)
+        cache.begin(count)
+
+    def run(self, batch: PassBatch) -> PassOutput:
+        """See `PassBackend`."""
+        target = self._target
+        if under_autocast():  # which chooses dtypes inside of the model's own modules
+            return target.reference.run(batch)
+        if len(batch.texts) > 1 and not self.flattens:
+            return one_text_at_a_time(self, batch)
+        new = []
+        for text in batch.texts:
+            self.prepare(text.cache, len(text.tokens))
+            new.append(NewTokens(text.cache.get_seq_length(), len(text.tokens), text.mask()))
+        if self.whole is None:
+            return self._modules.run(batch, new, self._forwards)
+        with replaced(self.called):
+            ids, cache = ids_of(batch, target.device), cache_of(batch)
+            found = self.whole.run(ids, cache, new, batch.observed, target.feature_layers)
+            logits = target.lm_head(target.norm(found.hidden))[0] if batch.logits else None
+        features = torch.cat(found.inputs, -1)[0] if found.inputs else None
+        return PassOutput(found.hidden[0], logits, found.queries, features)
+
+    def width(self, nodes: int) -> int:
+        """See `PassBackend`."""
+        return nodes
+
+    def rule(self, demanded: bool) -> tuple[PassRule | None, str]:
+        """See `PassBackend`: the library's bits hold by construction; what else runs is tested."""
+        fault = self._multiplied_elsewhere() or fault_of(partial(bitwise_check.model_fault, self._target))
+        return (FREE, "any number of tokens in a pass") if fault is None else (None, fault)
+
+    def _multiplied_elsewhere(self) -> str | None:
+        """In words, the first layer that the library does not multiply; None if it multiplies all."""
+        within = {layer for own in self._target.decoder.layers for layer in own.modules()} if self.whole else set()
+        with replaced(self._forwards):
+            for name, module in self._target.model.named_modules():
+                if isinstance(module, nn.Embedding | QuantisedEmbedding | DraftHead) or module in within:
+                    continue
+                weights = any(own is not None and own.ndim > 1 for own in module._parameters.values())
+                if weights and product_of(module.__dict__.get("forward")) is None:
+                    return f"the native library does not multiply {name} ({type(module).__name__})"
+        return None
+
+    def computed_by(self) -> str:
+        """See `PassBackend`."""
+        by = [f"{count} {kind}" for kind, count in sorted(self._kinds().items())] or ["no packed products"]
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        return f"{', '.join(by)}, native attention; {versions}; {native.library_name()}"
+
+    def _kinds(self) -> Counter[str]:
+        """How often the model's weights are held in each form."""
+        layers = self._target.decoder.layers if self.whole else ()
+        products = [joined(group) for layer in layers for _, group in products_of(layer)]
+        products += [product_of(self._forwards.get(module)) for module in self._target.modules]
+        return Counter(product.kind.__name__.removesuffix("Weight") for product in products if product is not None)
+
+    def choice(self, params: "SamplingParams") -> NativeChoice | None:
+        """See `PassBackend`."""
+        return native_choice(params, self._target.device)
+
+    def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
+        """See `PassBackend`."""
+        return native_levels(self._target, heads, vocabulary, self.called)

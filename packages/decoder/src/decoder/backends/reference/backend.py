@@ -1,0 +1,94 @@
+"""The backend that runs everywhere: every dtype, every device; slow, and right up to rounding."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from decoder.backends.base import Forwards, PassBatch, PassOutput, PassRule
+from decoder.backends.modules import ModulePass, one_text_at_a_time
+from decoder.backends.native.quantised import QuantisedLinear
+from decoder.backends.reference.attention import Masked
+from decoder.backends.transfers import upload
+from decoder.cache.base import LayeredCache
+from decoder.work import Work
+
+if TYPE_CHECKING:
+    from decoder.drafters.draft_vocabulary import DraftVocabulary
+    from decoder.model.target import Target
+    from decoder.sampling.params import SamplingParams
+
+_PART, _MOST = 32, 127  # inputs that are rounded together, and the largest whole number
+
+
+class Reference:
+    """`PassBackend`: transformers' own modules, and `Masked` attention.
+
+    Args:
+        target: the model.
+        why: why no other backend runs it, in words.
+    """
+
+    name = "reference"
+    covers = "transformers' own modules"
+    rehearsals = 1
+    flattens: bool | None = None
+    fault: str | None = None
+
+    def __init__(self, target: "Target", why: str = ""):
+        self._target, self._pass, self._why = target, ModulePass(target), why
+        self.called: Forwards = {}
+
+    def renewing(self) -> Work[None]:
+        """See `PassBackend`."""
+        # Weights in formats of their own are restored, so that nothing is multiplied by what is to be compared.
+        restored = {one: partial(_restored, one) for one in self._target.modules if isinstance(one, QuantisedLinear)}
+        self._forwards = restored | self._target.shared_layers().forwards({})
+        return
+        yield
+
+    def prepare(self, cache: LayeredCache, count: int) -> None:
+        """See `PassBackend`."""
+        cache.prepare(self._target.layers)
+        cache.begin(count)
+
+    def run(self, batch: PassBatch) -> PassOutput:
+        """See `PassBackend`."""
+        if len(batch.texts) > 1 and not self.flattens:
+            return one_text_at_a_time(self, batch)
+        device, new = self._target.device, []
+        for text in batch.texts:
+            self.prepare(text.cache, len(text.tokens))
+            mask = text.mask()
+            new.append(Masked(len(text.tokens), None if mask is None else upload(mask, device)))
+        return self._pass.run(batch, new, self._forwards)
+
+    def width(self, nodes: int) -> int:
+        """See `PassBackend`."""
+        return nodes
+
+    def rule(self, demanded: bool) -> tuple[PassRule | None, str]:
+        """See `PassBackend`."""
+        return None, self._why
+
+    def computed_by(self) -> str:
+        """See `PassBackend`."""
+        return self.covers
+
+    def choice(self, params: "SamplingParams") -> None:
+        """See `PassBackend`."""
+        return None
+
+    def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> None:
+        """See `PassBackend`."""
+        return None
+
+
+def _restored(layer: QuantisedLinear, x: torch.Tensor) -> torch.Tensor:
+    """A layer's outputs for inputs [..., in], rounded as its products round them, with weights in single precision."""
+    parts = x.float().unflatten(-1, (-1, _PART))
+    steps = parts.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / _MOST
+    rounded = ((parts / steps).round() * steps).flatten(-2)
+    weight = layer.rows(torch.arange(layer.out_features))
+    return nn.functional.linear(rounded, weight, None if layer.bias is None else layer.bias.float()).to(x.dtype)
