@@ -10,7 +10,6 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.backends import bitwise_check
 from decoder.backends.base import FREE, PassRule
-from decoder.backends.bitwise import FREE, PassRule
 from decoder.backends.cuda import attention_check, backend, bitwise_split_kv
 from decoder.backends.cuda.attention_kinds import ByPosition
 from decoder.backends.modules import ModulePass

@@ -1,6 +1,7 @@
 """`draft-model`: a small model drafts, with a cache of its own that follows the text, only as far as that pays."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
 from decoder.model.vocabularies import refuse_other_size, refuse_other_tokens
 from decoder.prefill import prefill
+from decoder.sampling.native_choice import native_choice
 from decoder.sampling.sampler import Sampler
 
 from .conftest import VOCAB, clocked, random_heads, tiny_llama

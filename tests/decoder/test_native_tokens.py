@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from decoder.backends.native import library as native
 from decoder.backends.native.levels import NativeLevels
 from decoder.drafters import levels as levels_module
 from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together
-from decoder.sampling.native_choice import IMPLEMENTED, NativeChoice, native_choice
+from decoder.sampling.native_choice import IMPLEMENTED, NativeChoice, native_choice, no_choice
 from decoder.sampling.noise import gumbel
 from decoder.sampling.sampler import Sampler
 
@@ -19,6 +20,7 @@ from .conftest import VOCAB, random_heads, tiny_llama
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
 CPU = torch.device("cpu")
+CHOICE = partial(native_choice, device=CPU)
 SAMPLINGS = [
     SamplingParams(temperature=0.7, seed=5),
     SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.2, seed=2**63 - 1),
