@@ -25,7 +25,6 @@ ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2**-6, torch
 """Largest allowed error of one function, relative to the largest number of its result."""
 # Of a whole pass, whose layers each round: the norm of the errors as a share of that of a row of the results.
 _ALLOWED_IN_PASSES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.2}
-# Where inputs are rounded to eight bits, a small difference can turn many a rounding.
 _ALLOWED_QUANTISED = 0.1
 
 _PARENTS = (0, 1, 2, 3, 3, 4, 5)  # of the nodes of the tree, below its root: a chain of four that branches
@@ -135,10 +134,13 @@ def _off(target: "Target", words: str, actual: torch.Tensor, expected: torch.Ten
     # Some models mark tokens that do not exist with the least number of their dtype.
     usual = theirs.abs() < torch.finfo(expected.dtype).max / 2
     errors = ((mine - theirs) * usual).nan_to_num(torch.inf).norm(dim=1) / (theirs * usual).norm(dim=1)
-    # In half precision the numbers of a few odd tokens may be any.
-    error, allowed = float(errors.median()), _ALLOWED_IN_PASSES.get(target.dtype, 0.2)
+    # In half precision the numbers of an odd token may be any.
+    most = 1.0 if target.dtype in (torch.float32, torch.float64) else 0.75
+    allowed = _ALLOWED_IN_PASSES.get(target.dtype, 0.2)
     if any(isinstance(module, QuantisedLinear) for module in target.modules):
-        allowed = max(2 * allowed, _ALLOWED_QUANTISED)
+        # A small difference can turn many a rounding to eight bits.
+        most, allowed = 0.5, max(2 * allowed, _ALLOWED_QUANTISED)
+    error = float(errors.sort()[0][int(most * (len(errors) - 1))])
     return None if error <= allowed else f"the {words} are off by {error:.2g} of their norm"
 
 

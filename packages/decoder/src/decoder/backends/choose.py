@@ -75,6 +75,8 @@ def choosing(target: "Target", expected: Expected) -> Work[Chosen]:
         if why_not is None:
             if backend.flattens is None:
                 backend.flattens = runs_flattened(target, backend)
+            # What was recorded is not worth its memory.
+            target.pool.clear()
             return Chosen(backend, kind.name, None)
         warn_of_fault(kind.name, target.device, why_not)
     return Chosen((yield from _reference(target, why_not)), kind.name, why_not)
