@@ -68,7 +68,7 @@ def choosing(target: "Target", expected: Expected) -> Work[Chosen]:
         except torch.OutOfMemoryError:
             raise
         except BackendFault as error:
-            return Chosen((yield from _reference(target, str(error))), kind.name, str(error))
+            return Chosen((yield from _reference(target, kind.name, str(error))), kind.name, str(error))
         except Exception as error:
             # Compilers, drivers and interpreters raise many unrelated types for one fact.
             why_not = in_words(error)
@@ -79,11 +79,11 @@ def choosing(target: "Target", expected: Expected) -> Work[Chosen]:
             target.pool.clear()
             return Chosen(backend, kind.name, None)
         warn_of_fault(kind.name, target.device, why_not)
-    return Chosen((yield from _reference(target, why_not)), kind.name, why_not)
+    return Chosen((yield from _reference(target, kind.name, why_not)), kind.name, why_not)
 
 
-def _reference(target: "Target", why: str) -> Work[Reference]:
-    reference = Reference(target, why)
+def _reference(target: "Target", of_device: str, why: str) -> Work[Reference]:
+    reference = Reference(target, f"it needs the {of_device}, off here: {why}")
     yield from reference.renewing()
     reference.flattens = runs_flattened(target, reference)
     return reference

@@ -18,7 +18,7 @@ on the device; returns its outputs."""
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BEYOND = 32  # wider passes have a multiple of this width
-CUDA = "CUDA graphs"
+CUDA = "CUDA kernels"
 WIDEST_RECORDED = 256  # tokens of the widest pass that is recorded; chunks of a prompt are longer, and too few
 
 
