@@ -17,6 +17,7 @@ from decoder.backends.cuda.cuda_graphs import CUDA
 from decoder.backends.native import native_attention, packed_linear, packed_weight, whole_model
 from decoder.backends.native.backend import NATIVE
 from decoder.backends.reference.backend import Reference
+from decoder.request import GenerationRequest
 from decoder.sampling.native_choice import NativeChoice
 from decoder.sequence import Sequence
 
@@ -332,7 +333,7 @@ def test_a_preempted_text_leaves_its_buffers_to_nobody(on_cuda, monkeypatch):
     monkeypatch.setattr(Sequence, "preempt", lambda sequence: (preempt(sequence), kept.append(None)))
     sequences = []
     for tokens, new in ((100, 60), (1300, None)):
-        one = check_arguments(dec, [1] * tokens, new, "ar", None, None, None, True, False, None)
+        one = check_arguments(dec, GenerationRequest([1] * tokens, new, "ar", None, None, None, True, False, None))
         sequences.append(dec.sequence(engine, one))
         admission.plan(sequences[-1], partial(dec.cache_bytes, one))
         engine.add(sequences[-1])

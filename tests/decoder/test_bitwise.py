@@ -235,7 +235,7 @@ def test_layers_that_the_library_does_not_multiply_are_named(prompt):
 def test_without_the_library_it_is_off_and_says_so(without_native, dtype):
     dec = Decoder(tiny_llama(dtype))
     reason = "it needs the native library, off here: no C compiler (cc or gcc) is installed"
-    assert not dec.bitwise and dec.target.bitwise.reason == reason and reason.split(': ')[1] in dec.report()
+    assert not dec.bitwise and dec.target.bitwise.reason == reason and reason.split(": ")[1] in dec.report()
     with pytest.raises(ValueError, match=f"bitwise cannot be had here: {re.escape(reason)}; leave it at 'auto'"):
         Decoder(dec.model, bitwise=True)
 

@@ -17,6 +17,7 @@ from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target
+from decoder.request import GenerationRequest
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, clocked, finding, random_heads
@@ -632,7 +633,7 @@ def test_a_rest_ends_where_others_join_and_is_not_compared(model, prompt, monkey
 
     def begun(text, tokens):
         given = rests.dec, text, tokens, "suffix", rests.sampling, None, None, True, False, None
-        sequence = rests.dec.sequence(engine, check_arguments(*given))
+        sequence = rests.dec.sequence(engine, check_arguments(given[0], GenerationRequest(*given[1:])))
         engine.add(sequence)
         return sequence
 

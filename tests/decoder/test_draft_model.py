@@ -15,6 +15,7 @@ from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
 from decoder.model.vocabularies import refuse_other_size, refuse_other_tokens
 from decoder.prefill import prefill
+from decoder.request import GenerationRequest
 from decoder.sampling.native_choice import native_choice
 from decoder.sampling.sampler import Sampler
 
@@ -122,7 +123,7 @@ def test_a_text_that_waited_goes_on(model, prompt):
     expected = dec.generate(prompt, 80, "ar", sampling).token_ids
     given = (prompt, 80, "draft-model", sampling, TokenSwiftOptions(tree=(2, 2)), None, True, False, None)
     engine = Engine(dec.target)
-    sequence = dec.sequence(engine, check_arguments(dec, *given))
+    sequence = dec.sequence(engine, check_arguments(dec, GenerationRequest(*given)))
     engine.add(sequence)
     for _ in range(10):
         engine.step()
@@ -260,7 +261,7 @@ def test_the_prefill_stops_between_parts(pair, prompt, monkeypatch):
     monkeypatch.setattr("decoder.model.target._PREFILL_CHUNK", 16)
     given = (prompt, 20, "draft-model", SamplingParams(), TokenSwiftOptions(), None, True, False, None)
     engine = Engine(pair.target)
-    sequence = pair.sequence(engine, check_arguments(pair, *given))
+    sequence = pair.sequence(engine, check_arguments(pair, GenerationRequest(*given)))
     with torch.inference_mode(), pair.target.patched():
         lengths = []
         for _ in prefill(pair.target, sequence, None):

@@ -14,6 +14,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.engine import Engine
 from decoder.model.target import Target
 from decoder.prefix_reuse import prefix_reuse
+from decoder.request import GenerationRequest
 from decoder.serve.worker import Worker
 
 from .conftest import all_heads, tiny_llama
@@ -66,7 +67,7 @@ def parts(monkeypatch, small_parts):
 
 
 def added(dec, engine, prompt, new, method="ar"):
-    one = check_arguments(dec, prompt, new, method, GREEDY, None, None, True, False, None)
+    one = check_arguments(dec, GenerationRequest(prompt, new, method, GREEDY, None, None, True, False, None))
     sequence = dec.sequence(engine, one)
     engine.add(sequence)
     return sequence

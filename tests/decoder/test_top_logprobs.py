@@ -9,6 +9,7 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.arguments import check_arguments
 from decoder.model.target import Target
+from decoder.request import GenerationRequest
 from decoder.sampling.acceptance import Independent
 from decoder.sampling.filters import highest
 from decoder.sampling.sampler import Sampler
@@ -190,7 +191,7 @@ def test_a_number_that_cannot_be_honoured_is_told_at_once(dec, prompt, value):
 
 
 def test_processes_compare_how_many_they_were_asked_for(dec):
-    arguments = check_arguments(dec, [1], 3, "ar", None, None, None, False, False, None, 4)
+    arguments = check_arguments(dec, GenerationRequest([1], 3, "ar", None, None, None, False, False, None, 4))
     assert arguments.by_name()["top_logprobs"] == 4
 
 

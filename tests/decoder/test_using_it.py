@@ -624,3 +624,9 @@ def test_a_tree_reads_as_it_is_written():
     for text in ("x", "", "0.x 1", "1;2"):
         with pytest.raises(ValueError, match="written as branching"):
             parse_tree(text)
+
+
+def test_a_field_that_no_request_has_is_named(dec, prompt):
+    for call in (dec.generate, dec.stream, dec.generate_batch, dec.stream_batch):
+        with pytest.raises(TypeError, match="temperature"):
+            call([prompt], 3, temperature=0.5)

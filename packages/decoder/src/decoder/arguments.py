@@ -1,8 +1,7 @@
 """Checks the arguments of a generation."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from decoder.checks import shown
 from decoder.drafters import METHODS
@@ -10,10 +9,11 @@ from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.heads import Heads
 from decoder.options import TokenSwiftOptions
+from decoder.request import GenerationRequest
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook
-from decoder.text.prompts import Prompt, prompt_ids
-from decoder.text.stops import Stop, check_stop, eos_ids
+from decoder.text.prompts import prompt_ids
+from decoder.text.stops import check_stop, eos_ids
 
 if TYPE_CHECKING:
     from decoder.decoder import Decoder
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The checked arguments for one prompt; fields not listed here are those of `Decoder.generate`.
+    """The checked arguments for one prompt; fields not listed here are those of `GenerationRequest`.
 
     Attributes:
         context: the prompt's token ids.
@@ -57,53 +57,42 @@ class Arguments:
         return values
 
 
-def check_arguments(
-    dec: "Decoder",
-    prompt: Prompt,
-    max_new_tokens: int | None,
-    method: str | None,
-    sampling: SamplingParams | None,
-    options: TokenSwiftOptions | None,
-    stop: Stop,
-    ignore_eos: bool,
-    return_logprobs: bool,
-    logits_hook: LogitsHook | None,
-    top_logprobs: int = 0,
-) -> Arguments:
-    """Check the arguments of `Decoder.generate`; raises ValueError with a message that says what to change."""
-    sampling, options = sampling or SamplingParams(), options or TokenSwiftOptions()
+def check_arguments(dec: "Decoder", request: GenerationRequest) -> Arguments:
+    """Check what is asked of a decoder; raises ValueError with a message that says what to change."""
+    sampling, options = request.sampling or SamplingParams(), request.options or TokenSwiftOptions()
     for name, value, kind in (("sampling", sampling, SamplingParams), ("options", options, TokenSwiftOptions)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
-    for name, switch in (("ignore_eos", ignore_eos), ("return_logprobs", return_logprobs)):
+    for name, switch in (("ignore_eos", request.ignore_eos), ("return_logprobs", request.return_logprobs)):
         if not isinstance(switch, bool):
             raise ValueError(f"{name} must be true or false, not {shown(switch)}")
-    if logits_hook is not None and not callable(logits_hook):
-        raise ValueError(f"logits_hook must be a function, not {type(logits_hook).__name__}")
+    hook, top_logprobs = request.logits_hook, request.top_logprobs
+    if hook is not None and not callable(hook):
+        raise ValueError(f"logits_hook must be a function, not {type(hook).__name__}")
     vocab_size = dec.target.vocab_size
     if type(top_logprobs) is not int or not 0 <= top_logprobs <= vocab_size:
         raise ValueError(
             f"top_logprobs must be an integer of at least 0 and at most {vocab_size}, the size of the vocabulary, "
             f"not {shown(top_logprobs)}"
         )
-    context = prompt_ids(prompt, dec.tokenizer, vocab_size, dec.sanitize_control_tokens)
-    limit = _length_limit(dec, len(context), max_new_tokens)
-    method, heads = _method(dec, method, options)
-    stop_ids, strings = check_stop(stop, dec.tokenizer, vocab_size)
-    if not ignore_eos:
+    context = prompt_ids(request.prompt, dec.tokenizer, vocab_size, dec.sanitize_control_tokens)
+    limit = _length_limit(dec, len(context), request.max_new_tokens)
+    method, heads = _method(dec, request.method, options)
+    stop_ids, strings = check_stop(request.stop, dec.tokenizer, vocab_size)
+    if not request.ignore_eos:
         stop_ids |= eos_ids(dec.model, dec.tokenizer)
     return Arguments(
         context,
         limit,
-        max_new_tokens is None,
+        request.max_new_tokens is None,
         method,
         heads,
         sampling,
         options,
         stop_ids,
         strings,
-        return_logprobs,
-        logits_hook,
+        request.return_logprobs,
+        hook,
         top_logprobs,
     )
 
@@ -146,20 +135,4 @@ def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> t
         raise ValueError(
             f"method {method!r} needs draft heads ({' or '.join(kinds)}): give heads=, or use 'prompt-lookup'"
         )
-    return method, dec.heads.get(kind)
-
-
-def per_prompt(name: str, value: Any, count: int, listed: Callable[[Any], bool] = lambda each: True) -> list:
-    """The values of an argument for ``count`` prompts, if ``value`` is a list with one per prompt or one value for all.
-
-    Where one value can itself be a list, ``listed`` decides: a list counts as one of values per prompt if ``listed`` is
-    true of any of its entries.
-    """
-    if not isinstance(value, list | tuple) or not any(map(listed, value)):
-        return [value] * count
-    if len(value) != count:
-        without = f"prompt {len(value)} has none" if len(value) < count else f"there is no prompt {count}"
-        raise ValueError(
-            f"{name} has {len(value)} entries for {count} prompts ({without}): give one for each or for all"
-        )
-    return list(value)
+    return method, None if kind is None else dec.heads[kind]

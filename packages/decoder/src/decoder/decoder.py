@@ -1,17 +1,15 @@
 """The class that users work with: a model with its tokenizer and draft heads, ready to generate."""
 
-from collections import abc
 from collections.abc import Generator, Hashable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.admission import Admission, CacheBytes, memory_for_caches
-from decoder.arguments import Arguments, check_arguments, per_prompt
+from decoder.arguments import Arguments, check_arguments
 from decoder.audit import Audit, audit
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.cache.form import CacheForm
@@ -25,16 +23,13 @@ from decoder.heads import Heads, HeadsLike, check_heads, load_heads
 from decoder.model.target import Target
 from decoder.model.vocabularies import refuse_other_size
 from decoder.new_sequence import new_sequence
-from decoder.options import TokenSwiftOptions
 from decoder.outputs import BatchError, Chunk, GenerationOutput
 from decoder.prefix_reuse import PrefixReuse, prefix_reuse
 from decoder.report import report
-from decoder.sampling.params import SamplingParams
-from decoder.sampling.sampler import LogitsHook
+from decoder.request import BatchRequest, GenerationRequest, asked_with
 from decoder.scheduler import Fits
 from decoder.sequence import Sequence
-from decoder.text.prompts import Prompt, check_sanitizes, is_chat
-from decoder.text.stops import Stop
+from decoder.text.prompts import check_sanitizes
 
 _MOST_TUNING_STATES = 32  # tuning states that are remembered, one for each combination of settings
 _MOST_TEXTS = 256  # texts that are decoded together at most; memory may set a lower bound
@@ -106,6 +101,7 @@ class Decoder:
             module = deepcopy(one) if isinstance(one, Heads) else load_heads(one)
             if isinstance(module, Eagle3DraftModel):
                 module.check_fits(self.target.hidden_size, self.target.vocab_size, self.target.layers)
+                assert module.target_layers is not None  # `check_fits` has named them
                 self.target.read_features(module.target_layers)
             else:
                 module.check_fits(self.target.hidden_size, self.target.vocab_size)
@@ -119,67 +115,30 @@ class Decoder:
                 f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"
             )
 
-    def generate(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int | None,
-        method: str | None = None,
-        sampling: SamplingParams | None = None,
-        options: TokenSwiftOptions | None = None,
-        stop: Stop = None,
-        ignore_eos: bool = False,
-        return_logprobs: bool = False,
-        logits_hook: LogitsHook | None = None,
-        top_logprobs: int = 0,
-    ) -> GenerationOutput:
+    @asked_with(GenerationRequest)
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Generate up to ``max_new_tokens`` tokens; the same seed gives the same tokens with every method.
 
         Args:
-            prompt: text, token ids, a LongTensor [n] or [1, n], or chat messages ({"role": ..., "content": ...} each)
-                for the tokenizer's chat template.
-            max_new_tokens: how many tokens to generate, exactly, unless a stop ends the text earlier. None goes on
-                until a stop or the model's last position, in a cache that grows with the text; in a batch also no
-                further than memory reaches.
-            method: one of `decoder.methods()`. None takes `auto`; with independent verification, where the text depends
-                on the method, it takes `tokenswift`, or `prompt-lookup` without heads.
-            sampling: defaults to `SamplingParams()`.
-            options: how to draft, defaults to `TokenSwiftOptions()`. They change the speed only, except for
-                ``verification`` and ``kv_dtype``.
-            stop: stop strings and/or token ids that end the text.
-            ignore_eos: do not end at the end-of-sequence ids of the generation config or the tokenizer.
-            return_logprobs: return each token's log-probability under the filtered distribution.
-            logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, called for every position, before the penalty.
-            top_logprobs: how many of the most likely tokens to return for each position, with their log-probabilities
-                under the filtered distribution; at most V. 0 returns none.
+            request: the fields of a `GenerationRequest`, by position or by name, such as ``generate(prompt, 100,
+                stop="END")``.
 
         Raises:
             ValueError: an unusable prompt, length, method or stop; the message says what to change.
         """
-        arguments = (prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
         output = None
-        for chunk in self.stream(*arguments, top_logprobs):
+        for chunk in self.stream(**vars(request)):
             output = chunk.output
+        assert output is not None
         return output
 
-    def stream(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int | None,
-        method: str | None = None,
-        sampling: SamplingParams | None = None,
-        options: TokenSwiftOptions | None = None,
-        stop: Stop = None,
-        ignore_eos: bool = False,
-        return_logprobs: bool = False,
-        logits_hook: LogitsHook | None = None,
-        top_logprobs: int = 0,
-    ) -> Generator[Chunk, None, None]:
+    @asked_with(GenerationRequest)
+    def stream(self, request: GenerationRequest) -> Generator[Chunk, None, None]:
         """`generate`, yielding a `Chunk` per step; arguments are checked at once, work begins with the first chunk.
 
         Weights that are changed between two chunks take effect in the next generation.
         """
-        arguments = (prompt, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
-        checked = check_arguments(self, *arguments, top_logprobs)
+        checked = check_arguments(self, request)
         engine = self.engine()
         return self._run(engine, self.sequence(engine, checked))
 
@@ -199,31 +158,14 @@ class Decoder:
             if chunk.output is not None:
                 return
 
-    def generate_batch(
-        self,
-        prompts: abc.Sequence[Prompt],
-        max_new_tokens: int | abc.Sequence[int | None] | None,
-        method: str | None = None,
-        sampling: SamplingParams | abc.Sequence[SamplingParams | None] | None = None,
-        options: TokenSwiftOptions | None = None,
-        stop: Stop | abc.Sequence[Stop] = None,
-        ignore_eos: bool = False,
-        return_logprobs: bool = False,
-        logits_hook: LogitsHook | abc.Sequence[LogitsHook | None] | None = None,
-        max_batch: int | None = None,
-        top_logprobs: int = 0,
-    ) -> list[GenerationOutput]:
+    @asked_with(BatchRequest)
+    def generate_batch(self, request: BatchRequest) -> list[GenerationOutput]:
         """`generate` for many prompts, decoded together: each step verifies the trees of all texts in one pass.
 
         Each text is the one it would be alone. A text that has ended leaves, a waiting one joins.
 
         Args:
-            prompts: in any of the forms that `generate` takes.
-            max_new_tokens: one for all, or a list with one per prompt, as are ``sampling`` and ``logits_hook``.
-            stop: one for all, as in `generate`; or a list with a value per prompt, at least one of which is None or a
-                list, since a list of strings and ids alone is one value for all.
-            max_batch: how many texts are decoded together at most; None takes as many as memory has room for, up to
-                256.
+            request: the fields of a `BatchRequest`, by position or by name.
 
         Returns:
             The outputs in the order of the prompts.
@@ -232,56 +174,28 @@ class Decoder:
             ValueError: an unusable argument, before any work; the message names the prompt's index.
             BatchError: some texts failed while they were generated; the others' outputs are in its ``outputs``.
         """
-        arguments = (prompts, max_new_tokens, method, sampling, options, stop, ignore_eos, return_logprobs, logits_hook)
         outputs: dict[int, GenerationOutput] = {}
-        for index, chunk in self.stream_batch(*arguments, max_batch, top_logprobs):
+        for index, chunk in self.stream_batch(**vars(request)):
             if chunk.output is not None:
                 outputs[index] = chunk.output
         return [outputs[index] for index in range(len(outputs))]
 
-    def stream_batch(
-        self,
-        prompts: abc.Sequence[Prompt],
-        max_new_tokens: int | abc.Sequence[int | None] | None,
-        method: str | None = None,
-        sampling: SamplingParams | abc.Sequence[SamplingParams | None] | None = None,
-        options: TokenSwiftOptions | None = None,
-        stop: Stop | abc.Sequence[Stop] = None,
-        ignore_eos: bool = False,
-        return_logprobs: bool = False,
-        logits_hook: LogitsHook | abc.Sequence[LogitsHook | None] | None = None,
-        max_batch: int | None = None,
-        top_logprobs: int = 0,
-    ) -> Generator[tuple[int, Chunk], None, None]:
+    @asked_with(BatchRequest)
+    def stream_batch(self, request: BatchRequest) -> Generator[tuple[int, Chunk], None, None]:
         """`generate_batch`, yielding (the prompt's index, its `Chunk`) as they come."""
-        if isinstance(prompts, str | bytes | torch.Tensor) or not isinstance(prompts, abc.Sequence) or is_chat(prompts):
-            raise ValueError("prompts must be a list with a prompt per text")
-        if not prompts:
-            raise ValueError("there are no prompts: give at least one")
-        if max_batch is not None and (type(max_batch) is not int or max_batch < 1):
-            raise ValueError(f"max_batch must be an integer of at least 1, or None, not {max_batch!r}")
-        count = len(prompts)
-        columns = zip(
-            prompts,
-            per_prompt("max_new_tokens", max_new_tokens, count),
-            per_prompt("sampling", sampling, count),
-            per_prompt("stop", stop, count, listed=lambda each: each is None or isinstance(each, list | tuple)),
-            per_prompt("logits_hook", logits_hook, count),
-            strict=True,
-        )
+        requests = request.each()
         checked = []
         # Buffers that wait for a single text would take memory from the caches of the batch.
         self.target.pool.clear()
         ranks = self.target.ranks
-        ranks.refuse_unequal({"number of prompts": count, "max_batch": max_batch})
+        ranks.refuse_unequal({"number of prompts": len(requests), "max_batch": request.max_batch})
         memory = memory_for_caches(self.target.device, self.prefixes)
         # The processes of one machine share its host memory.
         memory = CacheBytes(ranks.least(memory.device), ranks.least(memory.host) // ranks.size)
-        admission = Admission(max_batch or _MOST_TEXTS, memory)
-        for index, (prompt, length, params, stops, hook) in enumerate(columns):
-            given = (prompt, length, method, params, options, stops, ignore_eos, return_logprobs, hook)
+        admission = Admission(request.max_batch or _MOST_TEXTS, memory)
+        for index, own in enumerate(requests):
             try:
-                one = check_arguments(self, *given, top_logprobs)
+                one = check_arguments(self, own)
                 checked.append(one)
                 admission.check(self.cache_bytes(one))
             except ValueError as error:

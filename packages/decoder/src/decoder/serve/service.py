@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from decoder.arguments import Arguments, check_arguments
 from decoder.decoder import Decoder
 from decoder.options import TokenSwiftOptions
+from decoder.request import GenerationRequest
 from decoder.serve.body import parse_body
 from decoder.serve.errors import ApiError
 from decoder.serve.metrics import Metrics
@@ -190,20 +191,19 @@ class Service:
             words += f", but the model has {positions:,} positions: shorten one of them"
             raise ApiError(400, words, code="context_length_exceeded")
         try:
-            one = check_arguments(
-                self.dec,
+            request = GenerationRequest(
                 ids,
                 asked.max_tokens,
                 asked.method or settings.method,
                 asked.sampling,
                 settings.options,
                 [*asked.stop, *asked.stop_token_ids],
-                asked.ignore_eos,
-                asked.logprobs,
-                None,
+                ignore_eos=asked.ignore_eos,
+                return_logprobs=asked.logprobs,
                 # A vocabulary may be smaller than what may be asked for.
-                min(asked.top_logprobs, self.dec.target.vocab_size),
+                top_logprobs=min(asked.top_logprobs, self.dec.target.vocab_size),
             )
+            one = check_arguments(self.dec, request)
             one = replace(one, limit=min(one.limit, settings.max_tokens))
             self.worker.admission.check(self.dec.cache_bytes(one))
         except ValueError as error:
