@@ -95,7 +95,7 @@ READS += [
 @pytest.mark.parametrize("method, kind, reads", READS)
 def test_a_step_reads_once_and_once_more_where_the_model_drafts(as_on_cuda, prompt, monkeypatch, method, kind, reads):
     """Outside of its passes: they could not be recorded if they read from the device."""
-    run = Target._pass
+    run = CudaBackend.run
 
     def uncounted(*arguments, **named):
         before = counter.reads
@@ -106,7 +106,7 @@ def test_a_step_reads_once_and_once_more_where_the_model_drafts(as_on_cuda, prom
     stream = with_recorder(decoder_with(kind), Unrecorded()).stream(prompt, 60, method, SAMPLING, NARROW)
     next(stream)
     counter, seen = HostReads(), []
-    monkeypatch.setattr(Target, "_pass", uncounted)
+    monkeypatch.setattr(CudaBackend, "run", uncounted)
     for _ in range(12):
         with counter:
             next(stream)

@@ -9,6 +9,7 @@ from decoder.hf import custom_generate
 from decoder.loader import load
 from decoder.options import TokenSwiftOptions, parse_tree
 from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
+from decoder.request import BatchRequest, GenerationRequest
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.token_tree import rank_paths
 from decoder.stats import Statistics
@@ -16,11 +17,13 @@ from decoder.stats import Statistics
 __all__ = [
     "Audit",
     "BatchError",
+    "BatchRequest",
     "Chunk",
     "Decoder",
     "DraftHeads",
     "Eagle3DraftModel",
     "GenerationOutput",
+    "GenerationRequest",
     "Request",
     "SamplingParams",
     "Statistics",
