@@ -11,6 +11,7 @@ import torch
 
 from decoder.backends.base import Chain, PassBackend, PassBatch, PassOutput, Tree
 from decoder.backends.forwards import replaced
+from decoder.backends.native.int4 import Int4Linear
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.cache.full import FullCache
 from decoder.sampling.filters import first_argmax
@@ -137,8 +138,8 @@ def _off(target: "Target", words: str, actual: torch.Tensor, expected: torch.Ten
     # In half precision the numbers of an odd token may be any.
     most = 1.0 if target.dtype in (torch.float32, torch.float64) else 0.75
     allowed = _ALLOWED_IN_PASSES.get(target.dtype, 0.2)
-    if any(isinstance(module, QuantisedLinear) for module in target.modules):
-        # A small difference can turn many a rounding to eight bits.
+    if any(isinstance(module, Int4Linear | QuantisedLinear) for module in target.modules):
+        # A small difference can turn many a rounding of inputs, to bfloat16 or to eight bits.
         most, allowed = 0.5, max(2 * allowed, _ALLOWED_QUANTISED)
     error = float(errors.sort()[0][int(most * (len(errors) - 1))])
     return None if error <= allowed else f"the {words} are off by {error:.2g} of their norm"

@@ -6,6 +6,7 @@ import torch
 
 from decoder.backends.base import AttentionShape, PassBatch, Tree
 from decoder.backends.check import Expected, trial_tree
+from decoder.backends.forwards import replaced
 from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
 
@@ -59,7 +60,8 @@ def probe(target: "Target", reference: Reference) -> Probed:
     try:
         seen = reference.run(PassBatch([Tree(tree, cache)], True, len(tree)))
         assert seen.logits is not None
-        raw, logits = target.lm_head(target.norm(seen.hidden)).double(), seen.logits.double()
+        with replaced(reference.called):
+            raw, logits = target.lm_head(target.norm(seen.hidden)).double(), seen.logits.double()
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:

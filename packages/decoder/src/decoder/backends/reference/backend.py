@@ -44,9 +44,17 @@ class Reference:
         """See `PassBackend`."""
         # Weights in formats of their own are restored, so that nothing is multiplied by what is to be compared.
         restored = {one: partial(_restored, one) for one in self._target.modules if isinstance(one, QuantisedLinear)}
-        self._forwards = restored | self._target.shared_layers().forwards({})
+        casting = self._casting()
+        self.called = {layer: one for layer, one in casting.items() if layer is self._target.lm_head}
+        self._forwards = restored | casting | self._target.shared_layers().forwards({})
         return
         yield
+
+    def _casting(self) -> Forwards:
+        """Linear layers of a model of several dtypes, such as norms in float32 beside products in bfloat16."""
+        floating = {one.dtype for one in self._target.model.parameters() if one.is_floating_point()}
+        linear = [one for one in self._target.modules if type(one) is nn.Linear] if len(floating) > 1 else []
+        return {layer: partial(_cast, layer) for layer in linear}
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
         """See `PassBackend`."""
@@ -83,6 +91,11 @@ class Reference:
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> None:
         """See `PassBackend`."""
         return None
+
+
+def _cast(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A layer's outputs for inputs [..., in] of another dtype, in theirs."""
+    return nn.functional.linear(x.to(layer.weight.dtype), layer.weight, layer.bias).to(x.dtype)
 
 
 def _restored(layer: QuantisedLinear, x: torch.Tensor) -> torch.Tensor:
