@@ -9,6 +9,7 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.backends.attention import tree_attention
 from decoder.backends.forwards import replaced
 from decoder.backends.native.packed_linear import packed_layers
+from decoder.backends.reference.attention import Masked
 from decoder.model.architectures import refuse_unsupported
 
 from .conftest import VOCAB, random_heads, tiny_llama
@@ -297,7 +298,7 @@ class CappedLlama(LlamaForCausalLM):
     "model_type, overrides, reason",
     [
         ("doge", {}, "uses an attention mask of its own"),
-        ("nemotron", dict(head_dim=8), "attention interface and cache in all 2 layers"),
+        ("nemotron", dict(head_dim=8), "another attention and cache: its layers hand nothing on"),
         ("opt", dict(ffn_dim=48, do_layer_norm_before=False), "has no final norm"),
     ],
 )
@@ -334,7 +335,7 @@ def test_attention_never_ignores_what_a_model_asks_of_it(asked, reason):
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     arguments = {"attention_mask": None, **asked}
     if reason is None:
-        assert tree_attention(layer, query, key, key, **arguments)[0].shape == (1, 3, 4, 8)
+        assert tree_attention(layer, query, key, key, texts=[Masked(3)], **arguments)[0].shape == (1, 3, 4, 8)
     else:
         with pytest.raises(ValueError, match=f"llama uses .*{reason}"):
             tree_attention(layer, query, key, key, **arguments)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
+from decoder.backends import modules
 from decoder.backends.base import AttentionShape
-from decoder.backends.cuda import cuda_graphs, split_kv
+from decoder.backends.cuda import backend, cuda_graphs, split_kv
 from decoder.backends.cuda.backend import CudaBackend
 from decoder.backends.cuda.cuda_graphs import CudaGraphs, padded_width
 from decoder.backends.cuda.split_kv import split_kv_attention
@@ -254,7 +255,8 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     monkeypatch.setattr(target, "probe", lambda *given: Probed(1.0, shape, 1, None))
     monkeypatch.setattr(target, "refuse_devices", lambda model, device: None)
     monkeypatch.setattr(split_kv, "split_kv_attention", eager_attention)
-    for module in (cuda_graphs, target, full, streaming):
+    monkeypatch.setattr(backend, "split_kv_fault", lambda *given: None)
+    for module in (backend, cuda_graphs, modules, target, full, streaming):
         monkeypatch.setattr(module, "upload", lambda numbers, device: torch.as_tensor(numbers).to(device))
 
     class Running(TapeRecorder):

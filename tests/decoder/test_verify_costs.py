@@ -129,7 +129,7 @@ def test_many_texts_share_a_pass(model, monkeypatch):
     assert costs.at(FullCache(1))[1] == pytest.approx(0.081)
     assert measured.count(64) == 5
     # Where each text has a pass of its own nothing is shared.
-    costs.target.flattens = False
+    monkeypatch.setattr(costs.target.backend, "flattens", False)
     assert costs.at(FullCache(1), texts=8) == costs.at(FullCache(1))
     # A node more costs a text alone an eightieth of a step, one of many an eleventh of theirs.
     assert (table[2] - table[1]) / table[1] > 4 * (1.0 / 81.0)

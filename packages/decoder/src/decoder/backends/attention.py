@@ -41,7 +41,7 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    texts: Sequence[Attending],
+    texts: Sequence[Attending] = (),
     queries: dict[int, torch.Tensor] | None = None,
     observed: int = 0,
     **kwargs,
@@ -61,10 +61,13 @@ def tree_attention(
     Raises:
         ValueError: the model asks for more than causal attention: a mask of its own, a window that binds, attention
             sinks, a soft cap, a position bias, or anything else that is not known to change nothing.
+        LookupError: the layer has not handed on what the pass was given.
     """
     asked = more_than_causal(module, attention_mask, kwargs)
     if asked:
         raise ValueError(f"{module.config.model_type} uses {asked}; only plain causal attention can be accelerated")
+    if not texts:
+        raise LookupError("its layers hand nothing on to attention")
     if queries is not None:
         last = query[:, :, -observed:]
         # A view would keep a long chunk's queries alive.
