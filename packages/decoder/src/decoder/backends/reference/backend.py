@@ -43,10 +43,12 @@ class Reference:
     def renewing(self) -> Work[None]:
         """See `PassBackend`."""
         # Weights in formats of their own are restored, so that nothing is multiplied by what is to be compared.
-        restored = {one: partial(_restored, one) for one in self._target.modules if isinstance(one, QuantisedLinear)}
+        restored: Forwards = {
+            one: partial(_restored, one) for one in self._target.modules if isinstance(one, QuantisedLinear)
+        }
         casting = self._casting()
         self.called = {layer: one for layer, one in casting.items() if layer is self._target.lm_head}
-        self._forwards = restored | casting | self._target.shared_layers().forwards({})
+        self._forwards = {**restored, **casting, **self._target.shared_layers().forwards({})}
         return
         yield
 
