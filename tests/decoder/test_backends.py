@@ -103,7 +103,7 @@ def told(make):
 
 
 def state(dec):
-    return {path.name: path.on for path in dec.target.fast_paths()}
+    return {path.name: path.on for path in dec.target.findings()}
 
 
 def text(dec, prompt, method="ar", length=12):

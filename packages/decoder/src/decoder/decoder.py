@@ -244,7 +244,7 @@ class Decoder:
         return audit(output)
 
     def report(self) -> str:
-        """What belongs into an issue: versions, the device, which fast paths it uses, and why not the others."""
+        """What belongs into an issue: versions, the device, what runs its models, and why not the rest."""
         targets = {"model": self.target}
         if self.draft_target is not None:
             targets["draft model"] = self.draft_target

@@ -1,4 +1,4 @@
-"""The report for an issue: versions, the device, and which fast paths a decoder uses on it."""
+"""The report for an issue: versions, the device, and what runs a decoder's models on it."""
 
 import platform
 import sys
@@ -28,7 +28,7 @@ def report(targets: Mapping[str, Target], heads: Iterable[str]) -> str:
         sizes = f"{config.num_hidden_layers} layers of {target.hidden_size}, {shape.heads} query and {shape.kv_heads}"
         shared = f" in each of {target.ranks.size} processes" if target.ranks.size > 1 else ""
         lines += ["", f"{role}: {target.name} in {dtype_name(target.model)}, {sizes} KV heads of {shape.dim}{shared}"]
-        lines += [f"  {_line(path)}" for path in target.fast_paths()]
+        lines += [f"  {_line(path)}" for path in target.findings()]
     kinds = ", ".join(heads)
     return "\n".join([*lines, "", f"draft heads: {kinds or 'none'}"])
 

@@ -1,4 +1,4 @@
-"""`python -m decoder doctor`: which fast paths a model uses on this machine, and why not the others."""
+"""`python -m decoder doctor`: what runs a model on this machine, and why not the rest."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def doctor(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> s
     """
     asked = parser(
         prog="python -m decoder doctor",
-        description="Tell which fast paths a model uses on this machine, and why not: put it into an issue.",
+        description="Tell what runs a model on this machine, and why not the rest: put it into an issue.",
         allow_abbrev=False,
     )
     add_loading_flags(asked)

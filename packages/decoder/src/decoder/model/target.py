@@ -206,7 +206,7 @@ class Target:
         """Whether several texts are verified in one pass."""
         return bool(self.backend.flattens) and self.most_nodes is None
 
-    def fast_paths(self) -> list[Finding]:
+    def findings(self) -> list[Finding]:
         """What runs the model here and what does not, and why."""
         chosen, backend = self._chosen, self.backend
         flattened = "several texts are verified together", "the model gives something else then, or cannot run them"
