@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from decoder.sampling.params import SamplingParams
 
 _PART, _MOST = 32, 127  # inputs that are rounded together, and the largest whole number
+_AT_ONCE = 2**18  # weights that are restored at a time
 
 
 class Reference:
@@ -105,5 +106,7 @@ def _restored(layer: QuantisedLinear, x: torch.Tensor) -> torch.Tensor:
     parts = x.float().unflatten(-1, (-1, _PART))
     steps = parts.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / _MOST
     rounded = ((parts / steps).round() * steps).flatten(-2)
-    weight = layer.rows(torch.arange(layer.out_features))
-    return nn.functional.linear(rounded, weight, None if layer.bias is None else layer.bias.float()).to(x.dtype)
+    # Some outputs at a time, whose weights stay in the processor's cache.
+    some = torch.arange(layer.out_features).split(max(1, _AT_ONCE // layer.in_features))
+    out = torch.cat([nn.functional.linear(rounded, layer.rows(part)) for part in some], -1)
+    return (out if layer.bias is None else out + layer.bias.float()).to(x.dtype)
