@@ -1,5 +1,6 @@
 """The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
 
+import ctypes
 import multiprocessing
 import sys
 
@@ -201,7 +202,7 @@ def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch):
 @pytest.fixture
 def uncompiled(monkeypatch, tmp_path):
     """The library has not been asked for, and the user's cache folder is empty."""
-    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    monkeypatch.setattr(native, "_loaded_for", native._loaded_for.__wrapped__)
     monkeypatch.setattr(native, "_key", native._key.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
@@ -224,7 +225,7 @@ def test_one_that_cannot_be_opened_is_made_again(uncompiled, monkeypatch):
     """Cut short when the machine went down, say. A name that is open already would be taken for that library."""
     opened, folder = native._opened, uncompiled / "tokenswift-decoder"
     folder.mkdir(0o700)
-    (folder / f"native-{native._key()}.so").write_text("cut short")
+    (folder / f"native-{native._key(None)}.so").write_text("cut short")
     assert native.available()
     [made] = folder.iterdir()
     assert len(made.read_bytes()) > 1000 and opened(made)
@@ -256,15 +257,34 @@ def test_the_second_compiler_is_tried_where_the_first_fails(uncompiled, monkeypa
     monkeypatch.setattr(native.shutil, "which", found.get)
     assert native.available()
     found["cc"] = None
-    (native._folder() / f"native-{native._key()}.so").unlink()
+    (native._folder() / f"native-{native._key(None)}.so").unlink()
     assert "broken-cc failed: error: " in native._loaded()
+
+
+@needs_native
+def test_an_instruction_set_can_be_asked_for(monkeypatch):
+    [*_, slowest] = native._instruction_sets(None)
+    monkeypatch.setenv("TOKENSWIFT_INSTRUCTIONS", slowest)
+    assert native.library().instructions().decode() == slowest
+    monkeypatch.setenv("TOKENSWIFT_INSTRUCTIONS", "sse9")
+    with pytest.raises(native.NativeUnavailable, match=r"INSTRUCTIONS is sse9, and this processor has .*generic"):
+        native.library()
+
+
+@needs_native
+def test_a_library_with_other_structures_is_refused(uncompiled, monkeypatch):
+    class Head(ctypes.Structure):
+        _fields_ = (*native.Head._fields_, ("new", ctypes.c_int64))
+
+    monkeypatch.setattr(native, "_STRUCTURES", (*set(native._STRUCTURES) - {native.Head}, Head))
+    assert native._loaded() == "the library has other structures than this program: Head"
 
 
 @pytest.mark.parametrize(
     "what, reason",
     [
         ("no compiler", "no C compiler (gcc or cc) is installed"),
-        ("another machine", "for Linux on x86-64, not linux on riscv64"),
+        ("another machine", "for Linux on x86_64 or aarch64, not linux on riscv64"),
         ("old processor", "the processor has no AVX2"),
         ("broken compiler", "failed: "),
         ("full disk", "it could not be made: OSError: no space left"),
@@ -276,11 +296,11 @@ def test_where_it_cannot_be_had_pytorch_does_all_and_the_report_says_why(uncompi
     elif what == "another machine":
         monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
     elif what == "old processor":
-        monkeypatch.setattr(native, "_processor", lambda: "sse2 fma")
+        monkeypatch.setattr(native, "_processor", lambda: {"sse2", "fma"})
     elif what == "broken compiler":
         if native.shutil.which("gcc") is None:
             pytest.skip("there is no compiler")
-        monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
+        monkeypatch.setattr(native.compiling, "FLAGS", ("--no-such-flag",))
     else:
 
         def full(**given):

@@ -4,7 +4,7 @@ PyTorch's operators leave much of a processor's speed unused where a pass has fe
 as long as a small one of them. The library runs all layers of a pass in one call (`layers.c`), reads weights once for
 all rows of a step, and sums every row in an order of its own. It also draws tokens (`tokens.c`) and runs draft heads
 (`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some ten seconds, and later found
-without a compiler.
+without a compiler. TOKENSWIFT_INSTRUCTIONS names an instruction set to use in place of the fastest one.
 """
 
 import ctypes
@@ -13,29 +13,25 @@ import os
 import platform
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
+from itertools import product, takewhile
 from pathlib import Path
 
 import torch
 
 from decoder.backends.faults import in_words
+from decoder.backends.native import compiling
+from decoder.backends.native.compiling import INSTRUCTION_SETS, OF_MACHINE
 
-_FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fPIC", "-fopenmp", "-shared")
 _COMPILERS = ("gcc", "cc")
-_NAMES = (
-    *("native.h", "attention.h", "tokens.h", "products.c", "attention.c", "layers.c", "tokens.c", "levels.c"),
-    *("quantised.c", "formats/formats.h", "formats/formats.c", "formats/avx2.c", "formats/vnni.c"),
-)
-SOURCES = tuple(Path(__file__).parent / "csrc" / name for name in _NAMES)
-_SECONDS = 600  # in which it must be compiled; a busy machine may take long
+_FORCED = "TOKENSWIFT_INSTRUCTIONS"
 
 
-FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED = range(6)  # kinds of weights, as native.h has them
+FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED = range(6)  # kinds of weights, as library.h has them
 
 
 class NativeUnavailable(Exception):
@@ -43,7 +39,7 @@ class NativeUnavailable(Exception):
 
 
 class Product(ctypes.Structure):
-    """`Product` of native.h."""
+    """`Product` of library.h."""
 
     _fields_ = (
         ("inputs", c_int64),
@@ -59,19 +55,19 @@ MOST_PARTS = 3  # of a product with quantised weights
 
 
 class QuantisedPart(ctypes.Structure):
-    """`QuantisedPart` of native.h."""
+    """`QuantisedPart` of library.h."""
 
     _fields_ = (("format", c_int64), ("outputs", c_int64), ("weight", c_void_p))
 
 
 class Quantised(ctypes.Structure):
-    """`Quantised` of native.h."""
+    """`Quantised` of library.h."""
 
     _fields_ = (("count", c_int64), ("parts", QuantisedPart * MOST_PARTS))
 
 
 class Format(ctypes.Structure):
-    """`Format` of formats.h."""
+    """`Format` of library.h."""
 
     _fields_ = (
         ("name", c_char_p),
@@ -84,7 +80,7 @@ class Format(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of layers.c."""
+    """`Layer` of library.h."""
 
     _fields_ = (
         ("qkv", Product),
@@ -104,7 +100,7 @@ class Layer(ctypes.Structure):
 
 
 class Text(ctypes.Structure):
-    """`Text` of attention.h."""
+    """`Text` of library.h."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -122,7 +118,7 @@ class Text(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """`Attention` of attention.h."""
+    """`Attention` of library.h."""
 
     _fields_ = (
         ("texts", POINTER(Text)),
@@ -139,7 +135,7 @@ class Attention(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """`Pass` of layers.c."""
+    """`Pass` of library.h."""
 
     _fields_ = (
         ("layers", POINTER(POINTER(Layer))),
@@ -156,7 +152,7 @@ class Pass(ctypes.Structure):
 
 
 class Choosing(ctypes.Structure):
-    """`Choosing` of tokens.h."""
+    """`Choosing` of library.h."""
 
     _fields_ = (
         ("penalised", c_void_p),
@@ -169,7 +165,7 @@ class Choosing(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """`Head` of levels.c."""
+    """`Head` of library.h."""
 
     _fields_ = (
         ("readers", Product),
@@ -181,7 +177,7 @@ class Head(ctypes.Structure):
 
 
 class Drafter(ctypes.Structure):
-    """`Drafter` of levels.c."""
+    """`Drafter` of library.h."""
 
     _fields_ = (
         ("heads", POINTER(Head)),
@@ -201,7 +197,7 @@ class Drafter(ctypes.Structure):
 
 
 class Drafts(ctypes.Structure):
-    """`Drafts` of levels.c."""
+    """`Drafts` of library.h."""
 
     _fields_ = (
         ("choosing", Choosing),
@@ -217,6 +213,16 @@ class Drafts(ctypes.Structure):
     )
 
 
+class Structure(ctypes.Structure):
+    """`Structure` of library.h."""
+
+    _fields_ = (("name", c_char_p), ("bytes", c_int64))
+
+
+_STRUCTURES = (
+    *(Product, QuantisedPart, Quantised, Format, Layer, Text, Attention, Pass, Choosing, Head, Drafter, Drafts),
+)
+
 _ARGUMENTS = {
     "linear": (POINTER(Product), c_void_p, c_int64, c_int, c_void_p, c_int),
     "before_attention": (POINTER(Layer), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
@@ -230,7 +236,7 @@ _ARGUMENTS = {
     "pack_weights": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "unpack_rows": (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int),
     "weight_format": (c_int,),
-    "use_instructions": (c_int,),
+    "use_instructions": (c_char_p,),
     **dict.fromkeys(
         (
             "multiplies_bf16",
@@ -249,16 +255,21 @@ _ARGUMENTS = {
 _LONG = ("contenders", "draft_numbers")  # what they return
 
 
-@cache
 def _loaded() -> ctypes.CDLL | str:
     """The library, or why there is none."""
+    return _loaded_for(os.environ.get(_FORCED))
+
+
+@cache
+def _loaded_for(forced: str | None) -> ctypes.CDLL | str:
+    """The library for the fastest instruction set, or for the one that the user asks for."""
     try:
-        key = _key()
+        key = _key(forced)
         folder = _folder()
         if folder is not None and _trusted(folder) and (file := folder / f"native-{key}.so").exists():
             with suppress(OSError):  # cut short, say, when the machine went down
                 return _opened(file)
-        return _compiled(key)
+        return _compiled(key, _instruction_sets(forced))
     except NativeUnavailable as error:
         return str(error)
     except Exception as error:
@@ -313,31 +324,46 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 def library_name() -> str | None:
     """Tells two libraries with other bits apart; None where there is none."""
-    return _key() if available() else None
+    return _key(os.environ.get(_FORCED)) if available() else None
 
 
 @cache
-def _key() -> str:
-    """What the library depends on: its source, how it is compiled, and the processor.
+def _key(forced: str | None) -> str:
+    """What the library depends on: its source, how it is compiled, and the instruction set.
 
     Raises:
         NativeUnavailable: it is not for this machine.
     """
-    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
-        raise NativeUnavailable(f"for Linux on x86-64, not {sys.platform} on {platform.machine()}")
-    processor = _processor()
-    if not {"avx2", "fma"} <= set(processor.split()):
+    sources = (file.read_text() for file in compiling.files())
+    return hashlib.sha256("\0".join((*sources, *compiling.FLAGS, *_instruction_sets(forced))).encode()).hexdigest()[:16]
+
+
+def _instruction_sets(forced: str | None) -> list[str]:
+    """The instruction sets of this processor, the fastest first, or the one that is asked for.
+
+    Raises:
+        NativeUnavailable: there is none.
+    """
+    machine = platform.machine()
+    if not sys.platform.startswith("linux") or machine not in OF_MACHINE:
+        raise NativeUnavailable(f"for Linux on {' or '.join(OF_MACHINE)}, not {sys.platform} on {machine}")
+    features = _processor()
+    here = [name for name in (*OF_MACHINE[machine], "generic") if INSTRUCTION_SETS[name].features <= features]
+    if forced:
+        if forced not in here:
+            raise NativeUnavailable(f"{_FORCED} is {forced}, and this processor has {', '.join(here)}")
+        return [forced]
+    found = [name for name in OF_MACHINE[machine] if name in here]
+    if not found:
         raise NativeUnavailable("the processor has no AVX2")
-    sources = (file.read_text() for file in SOURCES)
-    return hashlib.sha256("\0".join((*sources, processor, *_FLAGS)).encode()).hexdigest()[:16]
+    return found
 
 
-def _processor() -> str:
-    """Which processor it is and what it can do, as Linux lists it."""
-    names = ("cpu family", "model", "stepping", "flags")
+def _processor() -> set[str]:
+    """What the processor can do, as Linux lists it."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return " ".join(found.get(name, "") for name in names)
+    found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
+    return set(found.get("flags", found.get("Features", "")).split())
 
 
 def _folder() -> Path | None:
@@ -357,7 +383,7 @@ def _trusted(folder: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _compiled(key: str) -> ctypes.CDLL:
+def _compiled(key: str, sets: list[str]) -> ctypes.CDLL:
     """The library, newly made, and kept for the next process where there is a place for it.
 
     Raises:
@@ -369,30 +395,18 @@ def _compiled(key: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="tokenswift-decoder-") as temporary:
         made = Path(temporary) / "native.so"
         faults = []
-        for compiler in compilers:
-            fault = _fault_of_compiling(compiler, made)
+        # An old compiler may not know the fastest set.
+        for name, compiler in product(sets, compilers):
+            fault = compiling.fault_of_compiling(compiler, made, [name])
             if fault is None:
                 break
             faults.append(f"{Path(compiler).name} failed: {fault}")
         else:
-            raise NativeUnavailable("; ".join(faults))
+            raise NativeUnavailable("; ".join(dict.fromkeys(faults)))
         with suppress(OSError):
             _keep(made, key)
         # It stays in memory when the file is gone.
         return _opened(made)
-
-
-def _fault_of_compiling(compiler: str, made: Path) -> str | None:
-    """What the compiler says where it cannot compile the library to the file ``made``."""
-    command = (compiler, *_FLAGS, "-o", str(made), *(str(file) for file in SOURCES if file.suffix == ".c"), "-lm")
-    plain = {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=plain)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return in_words(error)
-    if not done.returncode:
-        return None
-    return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
 
 
 def _keep(made: Path, key: str) -> None:
@@ -408,7 +422,20 @@ def _keep(made: Path, key: str) -> None:
 
 
 def _opened(file: Path) -> ctypes.CDLL:
+    """The library in a file, with the types of its functions.
+
+    Raises:
+        NativeUnavailable: it was made for other structures, or for another processor.
+    """
     library = ctypes.CDLL(str(file))
+    library.structures.restype, library.instructions.restype = POINTER(Structure), c_char_p
+    theirs, own = library.structures(), {one.__name__: ctypes.sizeof(one) for one in _STRUCTURES}
+    sizes = {entry.name.decode(): entry.bytes for entry in takewhile(lambda entry: entry.name, theirs)}
+    if sizes != own:
+        wrong = ", ".join(sorted({name for name, _ in own.items() ^ sizes.items()}))
+        raise NativeUnavailable(f"the library has other structures than this program: {wrong}")
+    if library.instructions() is None:
+        raise NativeUnavailable("the library was made for another processor")
     for name, arguments in _ARGUMENTS.items():
         getattr(library, name).argtypes = arguments
     for name in _LONG:

@@ -5,87 +5,36 @@
 
 #include "attention.h"
 
-enum { SPLIT = 256, BLOCK = 64 };  // keys whose weights are summed together, and keys that are transposed together
-enum { TILE = 6 };                 // rows that share a register tile
-enum { FEW = 48 };                 // rows whose scores a core holds at a time
-enum { MOST_DIM = 256 };
-enum { MOST_PARTIAL = 1 << 24 };  // numbers of attention over splits that wait to be merged
-
-int rows_held(void) { return FEW; }
-
-int keys_together(void) { return SPLIT; }
-
-int most_dim(void) { return MOST_DIM; }
+enum {
+    SPLIT = KEYS_TOGETHER,
+    BLOCK = 64
+};                               // keys whose weights are summed together, and keys that are transposed together
+enum { TILE = 6 };               // rows that share a register tile
+enum { FEW = QUERY_HEADS_HELD }; // rows whose scores a core holds at a time
+enum { MOST_PARTIAL = 1 << 24 }; // numbers of attention over splits that wait to be merged
 
 // Rows that look at the same keys: some query heads of tokens, all of one KV head.
 typedef struct {
     const Attention *a;
     const Text *text;
-    int64_t kv_head, first_token, tokens;  // of the text
-    int64_t token_in_pass;                 // the text's first one
+    int64_t kv_head, first_token, tokens; // of the text
+    int64_t token_in_pass;                // the text's first one
 } Rows;
-
-INLINE void transpose(vec *rows) {
-#if defined(__AVX512F__)
-    // Of two rows, of four, and then of quarters of vectors, which have instructions of their own.
-    __m512 two[16], four[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        two[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
-        two[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        const __m512d a = (__m512d)two[i / 2 * 4 + i % 2], b = (__m512d)two[i / 2 * 4 + i % 2 + 2];
-        four[i / 2 * 4 + i % 2 * 2] = (__m512)_mm512_unpacklo_pd(a, b);
-        four[i / 2 * 4 + i % 2 * 2 + 1] = (__m512)_mm512_unpackhi_pd(a, b);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const __m512 even = _mm512_shuffle_f32x4(four[i], four[4 + i], 0x88), odd = _mm512_shuffle_f32x4(four[i], four[4 + i], 0xdd);
-        const __m512 even2 = _mm512_shuffle_f32x4(four[8 + i], four[12 + i], 0x88);
-        const __m512 odd2 = _mm512_shuffle_f32x4(four[8 + i], four[12 + i], 0xdd);
-        rows[i] = (vec)_mm512_shuffle_f32x4(even, even2, 0x88);
-        rows[4 + i] = (vec)_mm512_shuffle_f32x4(odd, odd2, 0x88);
-        rows[8 + i] = (vec)_mm512_shuffle_f32x4(even, even2, 0xdd);
-        rows[12 + i] = (vec)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
-    }
-#else
-#pragma GCC unroll 4
-    for (int step = LANES / 2; step; step /= 2) {
-        ivec low, high;
-        for (int lane = 0; lane < LANES; lane++) {
-            low[lane] = lane & step ? LANES + lane - step : lane;
-            high[lane] = lane & step ? LANES + lane : lane + step;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            if (i & step) continue;
-            const vec a = rows[i], b = rows[i + step];
-            rows[i] = __builtin_shuffle(a, b, low);
-            rows[i + step] = __builtin_shuffle(a, b, high);
-        }
-    }
-#endif
-}
 
 // How attention reads keys and values: as they are, widened to float32, or in pairs of bfloat16 that the processor
 // multiplies: two numbers of a key, and the same number of the values in two neighbouring positions.
 typedef enum { FLOAT_CACHE, BF16_CACHE, PAIRED_CACHE } Cache;
 
 INLINE Cache cache_of(const Attention *a) {
-#if defined(__AVX512BF16__)
-    if (a->is_bf16 && a->dim % 2 == 0) return PAIRED_CACHE;
-#endif
+    if (BF16_PAIRS_MULTIPLY && a->is_bf16 && a->dim % 2 == 0) return PAIRED_CACHE;
     return a->is_bf16 ? BF16_CACHE : FLOAT_CACHE;
 }
 
 // Numbers of LANES keys, or pairs of them, to a column of `out` per key; as many as there are lanes, unless `part`.
-INLINE void transposed_tile(
-    const int part, const Cache cache, const void *from, const int32_t *slots, int64_t slot, int64_t at, int64_t keys,
-    int64_t numbers, float *out) {
+INLINE void transposed_tile(const int part, const Cache cache, const void *from, const int32_t *slots, int64_t slot,
+    int64_t at, int64_t keys, int64_t numbers, float *out) {
     vec rows[LANES];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int key = 0; key < LANES; key++) {
         const int64_t here = at + slots[part && key >= keys ? 0 : key] * slot;
         if (part && key >= keys) rows[key] = (vec){0};
@@ -93,7 +42,7 @@ INLINE void transposed_tile(
         else rows[key] = load(from, here, cache == BF16_CACHE, part ? numbers : LANES);
     }
     transpose(rows);
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int n = 0; n < LANES; n++)
         if (!part || n < numbers) memcpy(out + n * BLOCK, &rows[n], sizeof(vec));
 }
@@ -107,7 +56,8 @@ INLINE void transposed_block(const Cache cache, const Rows *rows, const int32_t 
         for (int64_t i = 0; i < dim; i += LANES) {
             const int64_t keys = count - first, numbers = dim - i, at = head + i * each;
             float *to = out + i * BLOCK + first;
-            if (keys >= LANES && numbers >= LANES) transposed_tile(0, cache, from, slots + first, slot, at, keys, numbers, to);
+            if (keys >= LANES && numbers >= LANES)
+                transposed_tile(0, cache, from, slots + first, slot, at, keys, numbers, to);
             else transposed_tile(1, cache, from, slots + first, slot, at, keys, numbers, to);
         }
 }
@@ -121,25 +71,29 @@ static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t coun
 }
 
 // scores [count, BLOCK] of queries [count, dim], with rows of SPLIT numbers.
-INLINE void single_score_tile(const int count, const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {
+INLINE void single_score_tile(
+    const int count, const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {
     for (int first = 0; first < BLOCK; first += WIDE * LANES) {
         vec sums[TILE * WIDE];
-#pragma GCC unroll 24
+        UNROLL(24)
         for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
         for (int64_t k = 0; k < dim; k++) {
             vec key[WIDE];
-#pragma GCC unroll 4
+            UNROLL(4)
             for (int i = 0; i < WIDE; i++) key[i] = load(keys, k * BLOCK + first + i * LANES, 0, LANES);
-#pragma GCC unroll 6
-            for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
-                for (int i = 0; i < WIDE; i++) sums[r * WIDE + i] += queries[r * dim + k] * key[i];
+            UNROLL(6)
+            for (int r = 0; r < count; r++) {
+                UNROLL(4)
+                for (int i = 0; i < WIDE; i++)
+                    sums[r * WIDE + i] = fused(splat(queries[r * dim + k]), key[i], sums[r * WIDE + i]);
+            }
         }
-#pragma GCC unroll 6
-        for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            UNROLL(4)
             for (int i = 0; i < WIDE; i++)
                 store(scores, r * SPLIT + first + i * LANES, 0, sums[r * WIDE + i] * scaling, LANES);
+        }
     }
 }
 
@@ -154,9 +108,8 @@ INLINE void fewest_and_most(const int count, const int32_t *seen, int64_t *least
 
 // Weighted sums [count, value_dim] of the values in some slots, `seen` of them for each row; weights have rows of SPLIT
 // numbers. They go on from what stands in `out`, if `go_on`.
-INLINE void single_value_tile(
-    const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const float *weights, int go_on,
-    float *out) {
+INLINE void single_value_tile(const int count, const Rows *rows, const int32_t *slots, const int32_t *seen,
+    const float *weights, int go_on, float *out) {
     int64_t least, most;
     fewest_and_most(count, seen, &least, &most);
     const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
@@ -165,22 +118,27 @@ INLINE void single_value_tile(
     for (int64_t first = 0; first < dim; first += WIDE * LANES) {
         vec sums[TILE * WIDE];
         const int64_t left = dim - first;
-#pragma GCC unroll 6
-        for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            UNROLL(4)
             for (int i = 0; i < WIDE; i++) {
                 sums[r * WIDE + i] = (vec){0};
                 if (go_on && i * LANES < left)
                     sums[r * WIDE + i] = load(out, r * dim + first + i * LANES, 0, left - i * LANES);
             }
-#define OVER_KEYS(number)                                                                         \
-    for (int64_t k = 0; k < least; k++) {                                                         \
-        const int64_t at = head + slots[k] * slot + first;                                        \
-        vec value[WIDE];                                                                          \
-        _Pragma("GCC unroll 4") for (int i = 0; i < WIDE; i++) value[i] = number;                 \
-        _Pragma("GCC unroll 6") for (int r = 0; r < count; r++)                                   \
-            _Pragma("GCC unroll 4") for (int i = 0; i < WIDE; i++)                                \
-                sums[r * WIDE + i] += weights[r * SPLIT + k] * value[i];                          \
+        }
+#define OVER_KEYS(number)                                                                                              \
+    for (int64_t k = 0; k < least; k++) {                                                                              \
+        const int64_t at = head + slots[k] * slot + first;                                                             \
+        vec value[WIDE];                                                                                               \
+        UNROLL(4)                                                                                                      \
+        for (int i = 0; i < WIDE; i++) value[i] = number;                                                              \
+        UNROLL(6)                                                                                                      \
+        for (int r = 0; r < count; r++) {                                                                              \
+            UNROLL(4)                                                                                                  \
+            for (int i = 0; i < WIDE; i++)                                                                             \
+                sums[r * WIDE + i] = fused(splat(weights[r * SPLIT + k]), value[i], sums[r * WIDE + i]);               \
+        }                                                                                                              \
     }
         if (left >= WIDE * LANES) {
             if (is_bf16) OVER_KEYS(load(rows->text->values, at + i * LANES, 1, LANES))
@@ -189,177 +147,154 @@ INLINE void single_value_tile(
             OVER_KEYS(i * LANES < left ? load(rows->text->values, at + i * LANES, is_bf16, left - i * LANES) : (vec){0})
         }
         // What a row does not see may be no number, which a weight of zero would not hide.
-        for (int64_t k = least; k < most; k++)
-#pragma GCC unroll 4
+        for (int64_t k = least; k < most; k++) {
+            UNROLL(4)
             for (int i = 0; i < WIDE; i++) {
                 if (i * LANES >= left) break;
                 const int64_t at = head + slots[k] * slot + first + i * LANES;
                 const vec value = load(rows->text->values, at, is_bf16, left - i * LANES);
-#pragma GCC unroll 6
+                UNROLL(6)
                 for (int r = 0; r < count; r++)
-                    if (k < seen[r]) sums[r * WIDE + i] += weights[r * SPLIT + k] * value;
+                    if (k < seen[r])
+                        sums[r * WIDE + i] = fused(splat(weights[r * SPLIT + k]), value, sums[r * WIDE + i]);
             }
-#pragma GCC unroll 6
-        for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+        }
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            UNROLL(4)
             for (int i = 0; i < WIDE; i++)
                 if (i * LANES < left) store(out, r * dim + first + i * LANES, 0, sums[r * WIDE + i], left - i * LANES);
+        }
     }
 }
 
-#if defined(__AVX512BF16__)
-_Static_assert(BLOCK == WIDE * LANES, "a block of keys is one tile wide");
-
 // Add products of pairs to `count` rows of WIDE sums; a row's pair stands in every word of a vector.
-#define ADD_PAIRS(pair_of_row, pairs)                                                                             \
-    _Pragma("GCC unroll 6") for (int r = 0; r < count; r++) {                                                     \
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)pair_of_row);                                      \
-        _Pragma("GCC unroll 4") for (int i = 0; i < WIDE; i++)                                                    \
-            sums[r * WIDE + i] = (vec)_mm512_dpbf16_ps((__m512)sums[r * WIDE + i], pair, (__m512bh)pairs[i]);     \
+INLINE void add_pairs(const int count, const uint16_t *of_rows, int64_t stride, const uvec *pairs, vec *sums) {
+    UNROLL(6)
+    for (int r = 0; r < count; r++) {
+        uint32_t pair;
+        memcpy(&pair, of_rows + r * stride, 4);
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) sums[r * WIDE + i] = dot_pairs(sums[r * WIDE + i], (uvec){0} + pair, pairs[i]);
     }
-
-INLINE uint32_t pair_at(const uint16_t *from) {
-    uint32_t pair;
-    memcpy(&pair, from, 4);
-    return pair;
 }
 
 // `single_score_tile` of queries and keys in pairs.
 INLINE void paired_score_tile(
     const int count, const uint16_t *queries, int64_t dim, const float *keys, float scaling, float *scores) {
+    _Static_assert(!BF16_PAIRS_MULTIPLY || BLOCK == WIDE * LANES, "a block of keys is one tile wide");
     vec sums[TILE * WIDE];
-#pragma GCC unroll 24
+    UNROLL(24)
     for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
     for (int64_t k = 0; k < dim; k += 2) {
-        vec key[WIDE];
-#pragma GCC unroll 4
-        for (int i = 0; i < WIDE; i++) key[i] = load(keys, k / 2 * BLOCK + i * LANES, 0, LANES);
-        ADD_PAIRS(pair_at(queries + r * dim + k), key)
+        uvec key[WIDE];
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) key[i] = (uvec)load(keys, k / 2 * BLOCK + i * LANES, 0, LANES);
+        add_pairs(count, queries + k, dim, key, sums);
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+    UNROLL(6)
+    for (int r = 0; r < count; r++) {
+        UNROLL(4)
         for (int i = 0; i < WIDE; i++) store(scores, r * SPLIT + i * LANES, 0, sums[r * WIDE + i] * scaling, LANES);
-}
-
-// Numbers of two values side by side, two vectors of LANES pairs each.
-INLINE void paired(__m512i a, __m512i b, vec *out) {
-    uvec low, high;
-    for (int lane = 0; lane < LANES; lane++) {
-        low[lane] = (uint32_t)(lane | (lane + 32) << 16);
-        high[lane] = low[lane] + (LANES | LANES << 16);
     }
-    out[0] = (vec)_mm512_permutex2var_epi16(a, (__m512i)low, b);
-    out[1] = (vec)_mm512_permutex2var_epi16(a, (__m512i)high, b);
 }
 
 // `single_value_tile` of weights and values in pairs of neighbouring positions. The last position that a row sees stands
 // alone if it is the first of a pair.
-INLINE void paired_value_tile(
-    const int count, const Rows *rows, const int32_t *slots, const int32_t *seen, const uint16_t *weights, int go_on,
-    float *out) {
+INLINE void paired_value_tile(const int count, const Rows *rows, const int32_t *slots, const int32_t *seen,
+    const uint16_t *weights, int go_on, float *out) {
     int64_t least, most;
     fewest_and_most(count, seen, &least, &most);
     const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
     const uint16_t *values = (const uint16_t *)rows->text->values + rows->kv_head * rows->text->value_head;
     for (int64_t first = 0; first < dim; first += WIDE * LANES) {
         vec sums[TILE * WIDE];
+        uvec pairs[WIDE];
         const int64_t left = dim - first;
-        const __mmask32 low = _bzhi_u32(~0u, left < 32 ? left : 32), high = _bzhi_u32(~0u, left < 32 ? 0 : left < 64 ? left - 32 : 32);
-#pragma GCC unroll 6
-        for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            UNROLL(4)
             for (int i = 0; i < WIDE; i++) {
                 sums[r * WIDE + i] = (vec){0};
-                if (go_on) sums[r * WIDE + i] = load(out, r * dim + first + i * LANES, 0, i * LANES < left ? left - i * LANES : 0);
+                if (go_on && i * LANES < left)
+                    sums[r * WIDE + i] = load(out, r * dim + first + i * LANES, 0, left - i * LANES);
             }
+        }
         int64_t k = 0;
         for (; k + 1 < least; k += 2) {
-            const uint16_t *a = values + slots[k] * slot + first, *b = values + slots[k + 1] * slot + first;
-            vec pairs[WIDE];
-            paired(_mm512_maskz_loadu_epi16(low, a), _mm512_maskz_loadu_epi16(low, b), pairs);
-            paired(_mm512_maskz_loadu_epi16(high, a + 32), _mm512_maskz_loadu_epi16(high, b + 32), pairs + 2);
-            ADD_PAIRS(pair_at(weights + r * 2 * SPLIT + k), pairs)
+            pairs_of(values + slots[k] * slot + first, values + slots[k + 1] * slot + first, left, left, pairs);
+            add_pairs(count, weights + k, 2 * SPLIT, pairs, sums);
         }
         // What a row does not see may be no number, which a weight of zero would not hide.
         for (; k < most; k += 2) {
             const uint16_t *a = values + slots[k] * slot + first;
             const uint16_t *b = k + 1 < most ? values + slots[k + 1] * slot + first : a;
-#pragma GCC unroll 6
+            UNROLL(6)
             for (int r = 0; r < count; r++) {
                 if (k >= seen[r]) continue;
-                const uint32_t both = k + 1 < seen[r] ? ~0u : 0;
-                vec pairs[WIDE];
-                paired(_mm512_maskz_loadu_epi16(low, a), _mm512_maskz_loadu_epi16(low & both, b), pairs);
-                paired(_mm512_maskz_loadu_epi16(high, a + 32), _mm512_maskz_loadu_epi16(high & both, b + 32), pairs + 2);
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)pair_at(weights + r * 2 * SPLIT + k));
-#pragma GCC unroll 4
-                for (int i = 0; i < WIDE; i++)
-                    sums[r * WIDE + i] = (vec)_mm512_dpbf16_ps((__m512)sums[r * WIDE + i], pair, (__m512bh)pairs[i]);
+                pairs_of(a, b, left, k + 1 < seen[r] ? left : 0, pairs);
+                add_pairs(1, weights + r * 2 * SPLIT + k, 0, pairs, sums + r * WIDE);
             }
         }
-#pragma GCC unroll 6
-        for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            UNROLL(4)
             for (int i = 0; i < WIDE; i++)
                 if (i * LANES < left) store(out, r * dim + first + i * LANES, 0, sums[r * WIDE + i], left - i * LANES);
+        }
     }
 }
-#endif
 
 // A function for each number of rows: inlined together they would not keep their sums in registers.
-#define FOR_ROWS(N, tile, cached)                                                                                        \
-    ONCE void tile##_scores_of_##N(const cached *queries, int64_t dim, const float *keys, float scaling, float *scores) { \
-        tile##_score_tile(N, queries, dim, keys, scaling, scores);                                                       \
-    }                                                                                                                    \
-    ONCE void tile##_values_of_##N(const Rows *rows, const int32_t *slots, const int32_t *seen, const cached *weights,   \
-                                   int go_on, float *out) {                                                              \
-        tile##_value_tile(N, rows, slots, seen, weights, go_on, out);                                                    \
+#define FOR_ROWS(N, tile, cached)                                                                                      \
+    ONCE void tile##_scores_of_##N(                                                                                    \
+        const cached *queries, int64_t dim, const float *keys, float scaling, float *scores) {                         \
+        tile##_score_tile(N, queries, dim, keys, scaling, scores);                                                     \
+    }                                                                                                                  \
+    ONCE void tile##_values_of_##N(                                                                                    \
+        const Rows *rows, const int32_t *slots, const int32_t *seen, const cached *weights, int go_on, float *out) {   \
+        tile##_value_tile(N, rows, slots, seen, weights, go_on, out);                                                  \
     }
-#define FOR_ALL_ROWS(tile, cached)                                                  \
-    FOR_ROWS(1, tile, cached) FOR_ROWS(2, tile, cached) FOR_ROWS(3, tile, cached)   \
-    FOR_ROWS(4, tile, cached) FOR_ROWS(5, tile, cached) FOR_ROWS(6, tile, cached)
+#define FOR_ALL_ROWS(tile, cached)                                                                                     \
+    FOR_ROWS(1, tile, cached)                                                                                          \
+    FOR_ROWS(2, tile, cached)                                                                                          \
+    FOR_ROWS(3, tile, cached) FOR_ROWS(4, tile, cached) FOR_ROWS(5, tile, cached) FOR_ROWS(6, tile, cached)
 FOR_ALL_ROWS(single, float)
-#if defined(__AVX512BF16__)
 FOR_ALL_ROWS(paired, uint16_t)
-#endif
 
-#define BY_COUNT(count, call, ...)          \
-    switch (count) {                        \
-        case 1: call##1(__VA_ARGS__); break; \
-        case 2: call##2(__VA_ARGS__); break; \
-        case 3: call##3(__VA_ARGS__); break; \
-        case 4: call##4(__VA_ARGS__); break; \
-        case 5: call##5(__VA_ARGS__); break; \
-        default: call##6(__VA_ARGS__);       \
+#define BY_COUNT(count, call, ...)                                                                                     \
+    switch (count) {                                                                                                   \
+        case 1: call##1(__VA_ARGS__); break;                                                                           \
+        case 2: call##2(__VA_ARGS__); break;                                                                           \
+        case 3: call##3(__VA_ARGS__); break;                                                                           \
+        case 4: call##4(__VA_ARGS__); break;                                                                           \
+        case 5: call##5(__VA_ARGS__); break;                                                                           \
+        default: call##6(__VA_ARGS__);                                                                                 \
     }
 
 // Of up to TILE of `count` queries, in the form in which `gather_queries` leaves them.
-static void scores_of(const Attention *a, int64_t count, const void *queries, const float *keys, float scaling, float *scores) {
-#if defined(__AVX512BF16__)
+static void scores_of(
+    const Attention *a, int64_t count, const void *queries, const float *keys, float scaling, float *scores) {
     if (cache_of(a) == PAIRED_CACHE) {
         BY_COUNT(count, paired_scores_of_, queries, a->dim, keys, scaling, scores)
         return;
     }
-#endif
     BY_COUNT(count, single_scores_of_, queries, a->dim, keys, scaling, scores)
 }
 
 // Of up to TILE of `count` rows, whose weights stand from number `first` on.
-static void values_of(
-    const Rows *rows, int64_t count, const int32_t *slots, const int32_t *seen, const float *weights, int64_t first,
-    int go_on, float *out) {
-#if defined(__AVX512BF16__)
+static void values_of(const Rows *rows, int64_t count, const int32_t *slots, const int32_t *seen, const float *weights,
+    int64_t first, int go_on, float *out) {
     if (cache_of(rows->a) == PAIRED_CACHE) {
         BY_COUNT(count, paired_values_of_, rows, slots, seen, (const uint16_t *)weights + first, go_on, out)
         return;
     }
-#endif
     BY_COUNT(count, single_values_of_, rows, slots, seen, weights + first, go_on, out)
 }
 
 // Fetch the vectors in some neighbouring slots, of `dim` numbers each, to a core's cache.
-INLINE void prefetch(const Attention *a, const void *from, int64_t head, int64_t slot, int64_t first, int64_t count, int64_t dim) {
+INLINE void prefetch(
+    const Attention *a, const void *from, int64_t head, int64_t slot, int64_t first, int64_t count, int64_t dim) {
     const int64_t size = a->is_bf16 ? 2 : 4, side_by_side = slot == dim;
     const int64_t pieces = side_by_side ? 1 : count, bytes = (side_by_side ? count : 1) * dim * size;
     const char *here = (const char *)from + (head + first * slot) * size;
@@ -376,7 +311,7 @@ typedef struct {
 } Keys;
 
 // Turn the scores of the keys that a row sees, SPLIT at most, to their weights; to bfloat16 in their place, if `paired`.
-INLINE State weigh(int paired __attribute__((unused)), float *scores, int64_t seen) {
+INLINE State weigh(int paired, float *scores, int64_t seen) {
     enum { TWO = 2 * LANES };
     const int64_t end = (seen + TWO - 1) / TWO * TWO;
     if (!end) return (State){-INFINITY, 0};
@@ -387,14 +322,14 @@ INLINE State weigh(int paired __attribute__((unused)), float *scores, int64_t se
     for (int64_t n = 0; n < end; n += TWO) {
         const vec first = power_of_two(load(scores, n, 0, LANES) - largest);
         const vec second = power_of_two(load(scores, n + LANES, 0, LANES) - largest);
-#if defined(__AVX512BF16__)
         if (paired) {
-            const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-            memcpy((uint16_t *)scores + n, &both, sizeof both);
-            total = (vec)_mm512_dpbf16_ps((__m512)total, both, (__m512bh)_mm512_set1_epi16(0x3f80));  // ones
+            uint16_t *to = (uint16_t *)scores + n;
+            uvec both;
+            narrowed_both(first, second, to);
+            memcpy(&both, to, sizeof both);
+            total = dot_pairs(total, both, (uvec){0} + 0x3f803f80u); // ones
             continue;
         }
-#endif
         store(scores, n, 0, first, LANES);
         store(scores, n + LANES, 0, second, LANES);
         total = total + first + second;
@@ -403,21 +338,20 @@ INLINE State weigh(int paired __attribute__((unused)), float *scores, int64_t se
 }
 
 // Rows over the keys of a split. Fills states and sums of values.
-ONCE void over_split(
-    const Rows *rows, const void *queries, int64_t count, const Keys *k, State *states, float *sums) {
+ONCE void over_split(const Rows *rows, const void *queries, int64_t count, const Keys *k, State *states, float *sums) {
     const Attention *a = rows->a;
     const int paired = cache_of(a) == PAIRED_CACHE;
     const int64_t per_token = a->heads / a->kv_heads;
     const int32_t *slots = k->slots;
-    const float scaling = a->scaling * 1.44269504f;  // weights are powers of two
+    const float scaling = a->scaling * 1.44269504f; // weights are powers of two
     float scores[FEW * SPLIT] __attribute__((aligned(64)));
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
     for (int64_t first = 0; first < k->common; first += BLOCK) {
         const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
         prefetch(a, rows->text->values, rows->kv_head * rows->text->value_head, rows->text->value_slot, slots[first],
-                 last - first, a->value_dim);
+            last - first, a->value_dim);
         prefetch(a, rows->text->keys, rows->kv_head * rows->text->key_head, rows->text->key_slot, slots[first] + BLOCK,
-                 last + BLOCK < k->common ? BLOCK : k->common - last, a->dim);
+            last + BLOCK < k->common ? BLOCK : k->common - last, a->dim);
         transposed_keys(rows, slots + first, last - first, keys);
         for (int64_t r = 0; r < count; r += TILE)
             scores_of(a, count - r, row_of(queries, r * a->dim, paired), keys, scaling, scores + r * SPLIT + first);
@@ -430,7 +364,8 @@ ONCE void over_split(
             for (int64_t h = r; h < r + per_token; h += TILE) {
                 scores_of(a, r + per_token - h, row_of(queries, h * a->dim, paired), keys, scaling, few);
                 for (int64_t n = 0; n < TILE && h + n < r + per_token; n++)
-                    memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT, (extra < BLOCK ? extra : BLOCK) * sizeof(float));
+                    memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT,
+                        (extra < BLOCK ? extra : BLOCK) * sizeof(float));
             }
         }
     for (int64_t r = 0; r < count; r++) states[r] = weigh(paired, scores + r * SPLIT, k->seen[r]);
@@ -441,8 +376,8 @@ ONCE void over_split(
     for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r];
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t h = r; k->seen[r] > k->common && h < r + per_token; h += TILE)
-            values_of(rows, r + per_token - h, k->own + r / per_token * SPLIT, seen + h, scores + h * SPLIT, k->common, 1,
-                      sums + h * a->value_dim);
+            values_of(rows, r + per_token - h, k->own + r / per_token * SPLIT, seen + h, scores + h * SPLIT, k->common,
+                1, sums + h * a->value_dim);
 }
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
@@ -478,15 +413,16 @@ static void attend_split(const Rows *rows, const void *queries, int64_t start, S
             keys.seen[(token - first) * per_token + h] = (int32_t)(count < SPLIT ? count : SPLIT);
     }
     const int64_t skipped = first * per_token;
-    over_split(rows, row_of(queries, skipped * dim, cache_of(rows->a) == PAIRED_CACHE), (rows->tokens - first) * per_token, &keys, states + skipped,
-               sums + skipped * value_dim);
+    over_split(rows, row_of(queries, skipped * dim, cache_of(rows->a) == PAIRED_CACHE),
+        (rows->tokens - first) * per_token, &keys, states + skipped, sums + skipped * value_dim);
 }
 
 // Add what a row saw in a later split.
 ONCE void merge(State *to, float *sums, State other, const float *others, int64_t dim) {
-    if (other.total == 0) return;  // it saw nothing there
+    if (other.total == 0) return; // it saw nothing there
     const float largest = other.largest > to->largest ? other.largest : to->largest;
-    const float kept = power_of_two(splat(to->largest - largest))[0], added = power_of_two(splat(other.largest - largest))[0];
+    const float kept = power_of_two(splat(to->largest - largest))[0],
+                added = power_of_two(splat(other.largest - largest))[0];
     to->largest = largest;
     to->total = to->total * kept + other.total * added;
     for (int64_t i = 0; i < dim; i += LANES)
@@ -514,7 +450,8 @@ static void write_outputs(const Rows *rows, const State *states, const float *su
     for (int64_t token = 0; token < rows->tokens; token++)
         for (int64_t h = 0; h < per_token; h++) {
             const int64_t row = token * per_token + h;
-            const int64_t at = ((rows->token_in_pass + rows->first_token + token) * a->heads + rows->kv_head * per_token + h) * dim;
+            const int64_t at =
+                ((rows->token_in_pass + rows->first_token + token) * a->heads + rows->kv_head * per_token + h) * dim;
             for (int64_t i = 0; i < dim; i += LANES)
                 store(a->out, at + i, a->is_bf16, load(sums, row * dim + i, 0, dim - i) / states[row].total, dim - i);
         }
@@ -574,7 +511,8 @@ void share_attention(const Attention *a, const Plan *plan) {
         gather_queries(&rows, queries);
         if (w->by_split) {
             // Partial results stand by split, KV head and token.
-            const int64_t at = split * w->rows + rows.kv_head * rows.text->count * per_token + rows.first_token * per_token;
+            const int64_t at =
+                split * w->rows + rows.kv_head * rows.text->count * per_token + rows.first_token * per_token;
             for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
             attend_split(&rows, queries, split * SPLIT, w->states + at, w->sums + at * dim);
             continue;
@@ -585,7 +523,8 @@ void share_attention(const Attention *a, const Plan *plan) {
             for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
             attend_split(&rows, queries, start, to, start ? others : own);
             if (start)
-                for (int64_t r = 0; r < all; r++) merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
+                for (int64_t r = 0; r < all; r++)
+                    merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
         }
         write_outputs(&rows, own_states, own);
     }
@@ -611,6 +550,7 @@ void share_attention(const Attention *a, const Plan *plan) {
 int attend(const Attention *a, int64_t count, int threads) {
     Plan plan;
     if (make_plan(a, count, threads, &plan)) return 1;
+    (void)threads;
 #pragma omp parallel num_threads(threads)
     share_attention(a, &plan);
     drop_plan(&plan);

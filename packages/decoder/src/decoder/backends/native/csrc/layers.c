@@ -5,20 +5,9 @@
 
 #include "attention.h"
 
-enum { CHUNK = 8 * MOST_ROWS };  // rows that go through a layer together, so that they stay in a core's cache
-
-int rows_together(void) { return CHUNK; }
-
-typedef struct {
-    Product qkv, o, gate_up, down;
-    const float *norm_in, *norm_between;
-    const float *head_norm;  // [heads + kv_heads, dim], NULL where queries and keys have no norm
-    int64_t size, heads, kv_heads, dim;
-    float eps, head_eps;
-} Layer;
-
 // Queries and keys are normalised, if they have a norm, and rotated; values are left as they are.
-ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
+ONCE void turn(
+    const Layer *l, float *heads, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
     const int64_t dim = l->dim, half = dim / 2, turned = l->heads + l->kv_heads, all = l->qkv.outputs / dim;
     for (int64_t head = 0; head < all; head++, heads += dim, at += dim) {
         if (head < turned) {
@@ -26,8 +15,8 @@ ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *
             for (int64_t i = 0; i < half; i += LANES) {
                 const int64_t left = half - i;
                 const vec a = load(heads, i, 0, left), b = load(heads, i + half, 0, left);
-                const vec first = a * load(cosines, i, 0, left) - b * load(sines, i, 0, left);
-                const vec second = b * load(cosines, i + half, 0, left) + a * load(sines, i + half, 0, left);
+                const vec first = fused(a, load(cosines, i, 0, left), -(b * load(sines, i, 0, left)));
+                const vec second = fused(b, load(cosines, i + half, 0, left), a * load(sines, i + half, 0, left));
                 store(out, at + i, is_bf16, first, left);
                 store(out, at + half + i, is_bf16, second, left);
             }
@@ -39,39 +28,38 @@ ONCE void turn(const Layer *l, float *heads, const float *cosines, const float *
 
 // Rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim], as one of the threads that share them.
 // Angles are [rows, dim]; `scratch` has room for CHUNK rows of the layer's input and of its queries, keys and values.
-static void share_before_attention(
-    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
-    int is_bf16, int thread, int all) {
+static void share_before_attention(const Layer *l, const void *x, int64_t rows, const float *cosines,
+    const float *sines, void *out, float *scratch, int is_bf16, int thread, int all) {
     float *normed = scratch, *heads = scratch + CHUNK * l->size;
     const int64_t width = l->qkv.outputs;
     for (int64_t first = 0; first < rows; first += CHUNK) {
         const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
         for (int64_t r = thread; r < count; r += all)
             norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
-                 row_of(normed, r * l->size, is_bf16), is_bf16);
+                row_of(normed, r * l->size, is_bf16), is_bf16);
 #pragma omp barrier
         const Out to = {heads, NULL, 0, 0};
         share(&l->qkv, normed, is_bf16, count, &to, thread, all);
 #pragma omp barrier
         for (int64_t r = thread; r < count; r += all)
             turn(l, heads + r * width, cosines + (first + r) * l->dim, sines + (first + r) * l->dim, out,
-                 (first + r) * width, is_bf16);
+                (first + r) * width, is_bf16);
     }
 }
 
-void before_attention(
-    const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out, float *scratch,
-    int is_bf16, int threads) {
+void before_attention(const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out,
+    float *scratch, int is_bf16, int threads) {
+    (void)threads;
 #pragma omp parallel num_threads(threads)
-    share_before_attention(l, x, rows, cosines, sines, out, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
+    share_before_attention(
+        l, x, rows, cosines, sines, out, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
 }
 
 // What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output, as one of the threads
 // that share them. `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs
 // of gate and up. The output may take the input's place.
-static void share_behind_attention(
-    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int thread,
-    int all) {
+static void share_behind_attention(const Layer *l, const void *attended, const void *x, int64_t rows, void *y,
+    float *scratch, int is_bf16, int thread, int all) {
     const int64_t width = l->down.inputs;
     float *hidden = scratch, *normed = hidden + CHUNK * l->size, *gate_up = normed + CHUNK * l->size;
     float *gated = gate_up + CHUNK * 2 * width;
@@ -81,8 +69,8 @@ static void share_behind_attention(
         share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count, &to_hidden, thread, all);
 #pragma omp barrier
         for (int64_t r = thread; r < count; r += all)
-            norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size,
-                 row_of(normed, r * l->size, is_bf16), is_bf16);
+            norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size, row_of(normed, r * l->size, is_bf16),
+                is_bf16);
 #pragma omp barrier
         const Out to_gate_up = {gate_up, NULL, 0, 0};
         const Columns mine = share_halves(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
@@ -100,8 +88,9 @@ static void share_behind_attention(
     }
 }
 
-void behind_attention(
-    const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads) {
+void behind_attention(const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch,
+    int is_bf16, int threads) {
+    (void)threads;
 #pragma omp parallel num_threads(threads)
     share_behind_attention(l, attended, x, rows, y, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
 }
@@ -124,18 +113,6 @@ static void write_pairs(const Attention *a, int64_t count, int thread, int threa
     }
 }
 
-// Some layers of a pass over the new tokens of several texts.
-typedef struct {
-    const Layer *const *layers;
-    int64_t first, last;  // of the model's layers, those to run
-    int64_t rows;         // tokens of all texts
-    void *states;         // [rows, size], which the layers change
-    void *heads;          // [rows, heads + 2 kv_heads, dim] of one layer, `heads_layer` numbers behind those of the last
-    int64_t heads_layer;
-    const float *cosines, *sines;  // [rows, dim]
-    float *scratch;
-} Pass;
-
 // `a` describes the texts of layer 0. Returns 0, or 1 where there was no memory.
 int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
     Plan plan;
@@ -148,13 +125,15 @@ int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
     Attention own = *a;
     own.texts = texts;
     const int is_bf16 = a->is_bf16;
+    (void)threads;
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), all = omp_get_num_threads();
         for (int64_t number = p->first; number < p->last; number++) {
             const Layer *l = p->layers[number];
             void *heads = row_of(p->heads, (number - p->first) * p->heads_layer, is_bf16);
-            share_before_attention(l, p->states, p->rows, p->cosines, p->sines, heads, p->scratch, is_bf16, thread, all);
+            share_before_attention(
+                l, p->states, p->rows, p->cosines, p->sines, heads, p->scratch, is_bf16, thread, all);
 #pragma omp single
             {
                 own.queries = heads;

@@ -4,47 +4,12 @@
 // draft may be off by a rounding.
 
 #include "native.h"
-#include "tokens.h"
-
-// A head: state + change, and for a gated one + down (silu(gate) * up).
-typedef struct {
-    Product readers;  // of change, or of change, gate and up: they read the same
-    Product down;     // without inputs where the head is not gated
-    const float *norm_in, *norm_out;
-    float eps;
-} Head;
-
-typedef struct {
-    const Head *heads;
-    int64_t count, size;  // of heads, and of a state
-    int32_t conditioned;  // whether they also read the token before
-    int32_t chained;      // whether a head goes on from the state of the one before
-    int32_t vocabulary_is_bf16, embeddings_are_bf16;  // what the product with its rows takes, and what embeddings are
-    const void *embeddings;
-    const float *ones;  // [size]
-    float embedding_eps, logit_scale;
-    Product vocabulary;
-    const int64_t *ids;  // the tokens drafted; NULL where they are all
-} Drafter;
-
-// A text, and what is drafted behind it. `out` gets level by level what `HeadLevels.read` takes. The first level may be
-// given there; heads then draft the others.
-typedef struct {
-    Choosing choosing;
-    int64_t position;  // of the first draft
-    const void *state;
-    int32_t state_is_bf16;
-    int32_t given;   // whether the first level is
-    int64_t newest;  // token
-    int64_t levels, width, beam;
-    double *out;
-} Drafts;
 
 enum { DEEPEST = 64 };
 
 // A branch that goes on, or its next state.
 typedef struct {
-    int64_t text, parent;  // the row of the state that it goes on from
+    int64_t text, parent; // the row of the state that it goes on from
     double likely;
     int64_t depth, tokens[DEEPEST];
 } Branch;
@@ -78,7 +43,7 @@ static int64_t go_on(Level *l, int64_t text, int64_t first, int64_t branches, in
         for (int64_t n = 0; n < width; n++) {
             *out++ = scores[n];
             likely[b * width + n] += l->branches[first + b].likely;
-            if (!(likely[b * width + n] > -INFINITY)) likely[b * width + n] = -INFINITY;  // NaN stands for taken ones
+            if (!(likely[b * width + n] > -INFINITY)) likely[b * width + n] = -INFINITY; // NaN stands for taken ones
         }
     }
     for (int64_t b = 0; b < branches; b++)
@@ -88,7 +53,7 @@ static int64_t go_on(Level *l, int64_t text, int64_t first, int64_t branches, in
     const int64_t most = !l->d->conditioned ? 1 : t->beam < all ? t->beam : all;
     for (int64_t kept = 0; kept < most; kept++) {
         int64_t best = 0;
-        while (isnan(likely[best])) best++;  // taken already
+        while (isnan(likely[best])) best++; // taken already
         for (int64_t n = best + 1; n < all; n++)
             if (likely[n] > likely[best]) best = n;
         const Branch *from = &l->branches[first + best / width];
@@ -144,7 +109,7 @@ static void read_branch(const Level *l, const Head *head, int64_t row) {
     if (!d->conditioned) return;
     const int64_t newest = b->depth ? b->tokens[b->depth - 1] : l->texts[b->text].newest;
     norm(row_of(d->embeddings, newest * d->size, d->embeddings_are_bf16), d->embeddings_are_bf16, d->ones,
-         d->embedding_eps, d->size, l->features + row * inputs + d->size, 0);
+        d->embedding_eps, d->size, l->features + row * inputs + d->size, 0);
 }
 
 // Fill level `number` of all branches, as one of the threads that share it.
@@ -159,11 +124,14 @@ static void fill_level(Level *l, int64_t number, int thread, int threads) {
     share(&head->readers, l->features, 0, l->rows, &to_read, thread, threads);
 #pragma omp barrier
     for (int64_t row = thread; row < l->rows; row += threads) {
-        const float *change = l->read + row * read, *gate = change + size, *up = gate + width, *state = state_of(l, row);
+        const float *change = l->read + row * read, *gate = change + size, *up = gate + width,
+                    *state = state_of(l, row);
         for (int64_t i = 0; i < size; i += LANES)
-            store(l->next_states, row * size + i, 0, load(state, i, 0, size - i) + load(change, i, 0, size - i), size - i);
+            store(l->next_states, row * size + i, 0, load(state, i, 0, size - i) + load(change, i, 0, size - i),
+                size - i);
         for (int64_t i = 0; i < width; i += LANES)
-            store(l->gated, row * width + i, 0, silu(load(gate, i, 0, width - i)) * load(up, i, 0, width - i), width - i);
+            store(
+                l->gated, row * width + i, 0, silu(load(gate, i, 0, width - i)) * load(up, i, 0, width - i), width - i);
     }
 #pragma omp barrier
     if (width) {
@@ -173,7 +141,7 @@ static void fill_level(Level *l, int64_t number, int thread, int threads) {
     }
     for (int64_t row = thread; row < l->rows; row += threads)
         norm(l->next_states + row * size, 0, head->norm_out, head->eps, size,
-             row_of(l->normed, row * size, d->vocabulary_is_bf16), d->vocabulary_is_bf16);
+            row_of(l->normed, row * size, d->vocabulary_is_bf16), d->vocabulary_is_bf16);
 #pragma omp barrier
     const Out to_logits = {l->logits, NULL, 0, 0};
     share(&d->vocabulary, l->normed, d->vocabulary_is_bf16, l->rows, &to_logits, thread, threads);
@@ -186,7 +154,7 @@ static void fill_level(Level *l, int64_t number, int thread, int threads) {
         if (d->logit_scale != 1)
             for (int64_t i = 0; i < v; i++) logits[i] *= d->logit_scale;
         best_drafts(&t->choosing, t->position + number, logits, d->ids, v, b->tokens, b->depth, t->width,
-                    l->scores + row * l->most_width, l->tokens + row * l->most_width);
+            l->scores + row * l->most_width, l->tokens + row * l->most_width);
     }
 }
 
@@ -226,12 +194,13 @@ int draft_levels(const Drafter *d, const Drafts *texts, int64_t count, float *ro
         for (int64_t i = 0; i < d->size; i += LANES)
             store(l.states, text * d->size + i, 0, load(t->state, i, t->state_is_bf16, d->size - i), d->size - i);
     }
+    (void)threads;
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), all = omp_get_num_threads();
         for (int64_t number = 0; number < levels && l.rows; number++) {
             if (number || !texts[0].given) fill_level(&l, number, thread, all);
-#pragma omp barrier  // all have seen that there are rows
+#pragma omp barrier // all have seen that there are rows
 #pragma omp single
             turn_over(&l, number);
         }

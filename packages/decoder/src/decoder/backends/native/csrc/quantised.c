@@ -17,7 +17,7 @@ static void round_part(const void *x, int64_t at, int is_bf16, Input *to) {
     for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
     float size;
     memcpy(&size, &largest, 4);
-    if (size < 1e-30f) size = 0;  // its inverse would not be a number
+    if (size < 1e-30f) size = 0; // its inverse would not be a number
     to->step = size / 127;
     const float rate = to->step > 0 ? 127 / size : 0;
     typedef int8_t bytes __attribute__((vector_size(LANES)));
@@ -58,7 +58,7 @@ static void multiply(
         const QuantisedPart *of = &q->parts[part];
         const Format *f = &weight_formats[of->format];
         const int64_t blocks = p->inputs / f->inputs, end = begin + (of->outputs + SIDE - 1) / SIDE;
-        const Tile tile = tile_of((int)of->format);
+        const Tile tile = tile_table[of->format];
         for (int64_t panel = first > begin ? first : begin; panel < last && panel < end; panel++) {
             tile(of->weight + (panel - begin) * blocks * f->packed_bytes, blocks, x, stride, rows, sums);
             finish(p, sums, rows, row, panel * SIDE, out);
@@ -67,8 +67,8 @@ static void multiply(
     }
 }
 
-enum { INPUTS_HELD = 1 << 14 };     // parts of inputs on a thread's stack, 1 MB
-enum { PANELS_HELD = 1 << 18 };     // weights, about, that a core holds while one group of rows follows another
+enum { INPUTS_HELD = 1 << 14 }; // parts of inputs on a thread's stack, 1 MB
+enum { PANELS_HELD = 1 << 18 }; // weights, about, that a core holds while one group of rows follows another
 
 void quantised_panels(
     const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
@@ -84,24 +84,7 @@ void quantised_panels(
         const int64_t step = groups == 1 ? last - first : held > 1 ? held : 1;
         for (int64_t panel = first; panel < last; panel += step)
             for (int64_t row = 0; row < count; row += each)
-                multiply(p, inputs + row * parts, begin + row, (int)(count - row < each ? count - row : each), out, panel,
-                         panel + step < last ? panel + step : last);
+                multiply(p, inputs + row * parts, begin + row, (int)(count - row < each ? count - row : each), out,
+                    panel, panel + step < last ? panel + step : last);
     }
-}
-
-int quantised_width(void) { return SIDE; }
-
-// Weights [outputs, inputs] as a file has them to panels; `to` is zero.
-void pack_weights(int format, const uint8_t *from, int64_t outputs, int64_t inputs, uint8_t *to, int threads) {
-    const int64_t panels = (outputs + SIDE - 1) / SIDE;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t panel = 0; panel < panels; panel++)
-        pack_panel(format, from, outputs, inputs, panel, to);
-}
-
-// Rows of packed weights, by their numbers, to `to` [count, inputs].
-void unpack_rows(
-    int format, const uint8_t *packed, int64_t inputs, const int64_t *rows, int64_t count, float *to, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t r = 0; r < count; r++) unpack_row(format, packed, inputs, rows[r], to + r * inputs);
 }

@@ -4,7 +4,6 @@
 // is enough to find the few tokens that it can be, and to rank drafts.
 
 #include "native.h"
-#include "tokens.h"
 
 typedef uint64_t words __attribute__((vector_size(8 * LANES)));
 typedef int64_t signed_words __attribute__((vector_size(8 * LANES)));
@@ -12,9 +11,9 @@ typedef int64_t signed_words __attribute__((vector_size(8 * LANES)));
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
 // SplitMix64's finaliser.
-#define MIXED(z)                       \
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u; \
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu; \
+#define MIXED(z)                                                                                                       \
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;                                                                           \
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;                                                                           \
     z = z ^ z >> 31;
 
 static uint64_t key_of(uint64_t seed, int64_t position) {
@@ -27,19 +26,19 @@ static uint64_t key_of(uint64_t seed, int64_t position) {
 
 // Natural logarithm of positive numbers, within a few units of the last place.
 INLINE vec logarithm(vec x) {
-    const ivec power = ((ivec)x - 0x3f3504f3) >> 23;  // so that what is left is between sqrt(1/2) and sqrt(2)
+    const ivec power = ((ivec)x - 0x3f3504f3) >> 23; // so that what is left is between sqrt(1/2) and sqrt(2)
     const vec n = __builtin_convertvector(power, vec), r = (vec)((ivec)x - (power << 23)) - 1;
     vec p = splat(7.0376836292e-2f);
-    p = p * r - 1.1514610310e-1f;
-    p = p * r + 1.1676998740e-1f;
-    p = p * r - 1.2420140846e-1f;
-    p = p * r + 1.4249322787e-1f;
-    p = p * r - 1.6668057665e-1f;
-    p = p * r + 2.0000714765e-1f;
-    p = p * r - 2.4999993993e-1f;
-    p = p * r + 3.3333331174e-1f;
+    p = fused(p, r, splat(-1.1514610310e-1f));
+    p = fused(p, r, splat(1.1676998740e-1f));
+    p = fused(p, r, splat(-1.2420140846e-1f));
+    p = fused(p, r, splat(1.4249322787e-1f));
+    p = fused(p, r, splat(-1.6668057665e-1f));
+    p = fused(p, r, splat(2.0000714765e-1f));
+    p = fused(p, r, splat(-2.4999993993e-1f));
+    p = fused(p, r, splat(3.3333331174e-1f));
     const vec square = r * r;
-    return r + (p * r * square - n * 2.12194440e-4f - square * 0.5f) + n * 0.693359375f;
+    return r + fused(p, r * square, -fused(n, splat(2.12194440e-4f), square * 0.5f)) + n * 0.693359375f;
 }
 
 // The random words of the tokens `ids` at a position.
@@ -51,7 +50,7 @@ INLINE words words_of(uint64_t key, signed_words ids) {
 
 // The Gumbel noise of such words, within some 1e-5.
 INLINE vec noise(words z) {
-    const signed_words odd = (signed_words)(z >> 11 | 1);  // of the uniform u, in units of 2^-53
+    const signed_words odd = (signed_words)(z >> 11 | 1); // of the uniform u, in units of 2^-53
     const vec u = __builtin_convertvector(odd, vec) * 0x1p-53f;
     const vec v = __builtin_convertvector(((int64_t)1 << 53) - odd, vec) * 0x1p-53f;
     // -log(1 - u); what 1 - u loses for small u is made up for.
@@ -79,15 +78,6 @@ INLINE int any(const uint8_t *penalised, int64_t count) {
     return (two[0] | two[1]) != 0;
 }
 
-// Whether no lane is.
-INLINE int none(ivec where) {
-#if defined(__AVX512F__)
-    return !_mm512_test_epi32_mask((__m512i)where, (__m512i)where);
-#else
-    return _mm256_testz_si256((__m256i)where, (__m256i)where);
-#endif
-}
-
 INLINE int no_word(signed_words where) {
     ivec halves_of_it[2];
     memcpy(halves_of_it, &where, sizeof where);
@@ -97,9 +87,8 @@ INLINE int no_word(signed_words where) {
 // The tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores before noise:
 // those whose approximate noise does not rule them out, or without noise the first of the best. Returns how many, or -1
 // where there are more than `room`, or the logits hold what is no number or too large.
-int64_t contenders(
-    const Choosing *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids, double *scores,
-    int64_t room) {
+int64_t contenders(const Choosing *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids,
+    double *scores, int64_t room) {
     const uint8_t *penalised = c->penalised;
     const int64_t whole = vocab / LANES * LANES;
     vec most = splat(-INFINITY);
@@ -158,7 +147,8 @@ int64_t contenders(
             if (count == room) {
                 int64_t kept = 0;
                 for (int64_t n = 0; n < count; n++)
-                    if (sums[n] >= highest - margin) ids[kept] = ids[n], scores[kept] = scores[n], sums[kept++] = sums[n];
+                    if (sums[n] >= highest - margin)
+                        ids[kept] = ids[n], scores[kept] = scores[n], sums[kept++] = sums[n];
                 if (kept == room) return -1;
                 count = kept;
             }
@@ -171,9 +161,8 @@ int64_t contenders(
     return kept;
 }
 
-void best_drafts(
-    const Choosing *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab, const int64_t *drafted,
-    int64_t depth, int64_t width, float *scores, int64_t *tokens) {
+void best_drafts(const Choosing *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
+    const int64_t *drafted, int64_t depth, int64_t width, float *scores, int64_t *tokens) {
     const float rate = (float)(1 / c->temperature), penalty = (float)c->penalty;
     if (c->penalised)
         for (int64_t i = 0; i < vocab; i++) {

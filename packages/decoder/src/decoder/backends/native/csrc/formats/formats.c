@@ -13,30 +13,59 @@ typedef struct {
     uint16_t scale, minimum;
 } Block;
 
-typedef struct { uint16_t scale; uint8_t codes[16]; } BlockQ4_0;
-typedef struct { uint16_t scale, minimum; uint8_t codes[16]; } BlockQ4_1;
-typedef struct { uint16_t scale; uint8_t high[4], codes[16]; } BlockQ5_0;
-typedef struct { uint16_t scale, minimum; uint8_t high[4], codes[16]; } BlockQ5_1;
-typedef struct { uint16_t scale; uint8_t codes[32]; } BlockQ8_0;
-typedef struct { uint16_t scale, minimum; uint8_t scales[12], codes[128]; } BlockQ4_K;
-typedef struct { uint16_t scale, minimum; uint8_t scales[12], high[32], codes[128]; } BlockQ5_K;
-typedef struct { uint8_t codes[128], high[64], scales[16]; uint16_t scale; } BlockQ6_K;
-typedef struct { uint16_t scale; uint8_t codes[16]; } BlockIQ4_NL;
-typedef struct { uint8_t exponent, codes[16]; } BlockMXFP4;
+typedef struct {
+    uint16_t scale;
+    uint8_t codes[16];
+} BlockQ4_0;
+typedef struct {
+    uint16_t scale, minimum;
+    uint8_t codes[16];
+} BlockQ4_1;
+typedef struct {
+    uint16_t scale;
+    uint8_t high[4], codes[16];
+} BlockQ5_0;
+typedef struct {
+    uint16_t scale, minimum;
+    uint8_t high[4], codes[16];
+} BlockQ5_1;
+typedef struct {
+    uint16_t scale;
+    uint8_t codes[32];
+} BlockQ8_0;
+typedef struct {
+    uint16_t scale, minimum;
+    uint8_t scales[12], codes[128];
+} BlockQ4_K;
+typedef struct {
+    uint16_t scale, minimum;
+    uint8_t scales[12], high[32], codes[128];
+} BlockQ5_K;
+typedef struct {
+    uint8_t codes[128], high[64], scales[16];
+    uint16_t scale;
+} BlockQ6_K;
+typedef struct {
+    uint16_t scale;
+    uint8_t codes[16];
+} BlockIQ4_NL;
+typedef struct {
+    uint8_t exponent, codes[16];
+} BlockMXFP4;
 
-#define SIZE_OF_BLOCK(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values) \
-    _Static_assert(sizeof(Block##name) == bytes, "a block of " #name);                           \
+#define SIZE_OF_BLOCK(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values)                       \
+    _Static_assert(sizeof(Block##name) == bytes, "a block of " #name);                                                 \
     _Static_assert(inputs % PART == 0 && inputs <= LONGEST, "a block of " #name);
 EACH_FORMAT(SIZE_OF_BLOCK)
 
-#define PACKED_BYTES(inputs, bits, minimum, scales, minima) \
+#define PACKED_BYTES(inputs, bits, minimum, scales, minima)                                                            \
     (HEAD_BYTES(minimum) + (inputs) / PART * PART_BYTES(bits, scales, minima))
-#define ENTRY(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values) \
+#define ENTRY(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values)                               \
     {#name, number, inputs, bytes, PACKED_BYTES(inputs, bits, minimum, scales, minima), HEAD_BYTES(minimum)},
 const Format weight_formats[FORMATS] = {EACH_FORMAT(ENTRY)};
 
 #define LAYOUT_AT(name, ...) &LAYOUT_##name,
-static const Layout *const layouts[FORMATS] = {EACH_FORMAT(LAYOUT_AT)};
+const Layout *const layouts[FORMATS] = {EACH_FORMAT(LAYOUT_AT)};
 
 static const uint8_t nonlinear_values[16] = {NONLINEAR_VALUES}, values_of_four_bits[16] = {VALUES_OF_FOUR_BITS};
 
@@ -133,7 +162,7 @@ INLINE void place(const Layout l, const int inputs, const Block *from, int o, ui
         for (int i = 0; i < l.scales; i++) part[SIDE * i + o] = from->scales[p * l.scales + i];
         if (l.minima) part[SIDE * l.scales + o] = from->minima[p];
         uint8_t *codes = part + SIDE * (l.scales + l.minima) + 4 * o, *high = codes + CODE_BYTES(l.bits);
-        uint32_t words[WORDS], above[2] = {0};  // four codes each, in a word's bytes
+        uint32_t words[WORDS], above[2] = {0}; // four codes each, in a word's bytes
         memcpy(words, from->codes + p * PART, sizeof words);
 #pragma GCC unroll 8
         for (int w = 0; w < WORDS; w++) {
@@ -151,19 +180,18 @@ INLINE void place(const Layout l, const int inputs, const Block *from, int o, ui
     }
 }
 
-#define PACK(name, number, count, bytes, ...)                                                              \
-    static void pack_##name(                                                                               \
-        const uint8_t *from, int64_t outputs, int64_t inputs, int64_t panel, uint8_t *to) {                 \
-        const int64_t blocks = inputs / count, last = outputs < (panel + 1) * SIDE ? outputs : (panel + 1) * SIDE; \
-        to += panel * blocks * weight_formats[AT_##name].packed_bytes;                                      \
-        for (int64_t b = 0; b < blocks; b++, to += weight_formats[AT_##name].packed_bytes)                  \
-            for (int64_t output = panel * SIDE; output < last; output++) {                                  \
-                Block##name block;                                                                          \
-                Block read;                                                                                 \
-                memcpy(&block, from + (output * blocks + b) * bytes, bytes);                                \
-                read_##name(&block, &read);                                                                 \
-                place(LAYOUT_##name, count, &read, (int)(output % SIDE), to);                               \
-            }                                                                                               \
+#define PACK(name, number, count, bytes, ...)                                                                          \
+    static void pack_##name(const uint8_t *from, int64_t outputs, int64_t inputs, int64_t panel, uint8_t *to) {        \
+        const int64_t blocks = inputs / count, last = outputs < (panel + 1) * SIDE ? outputs : (panel + 1) * SIDE;     \
+        to += panel * blocks * weight_formats[AT_##name].packed_bytes;                                                 \
+        for (int64_t b = 0; b < blocks; b++, to += weight_formats[AT_##name].packed_bytes)                             \
+            for (int64_t output = panel * SIDE; output < last; output++) {                                             \
+                Block##name block;                                                                                     \
+                Block read;                                                                                            \
+                memcpy(&block, from + (output * blocks + b) * bytes, bytes);                                           \
+                read_##name(&block, &read);                                                                            \
+                place(LAYOUT_##name, count, &read, (int)(output % SIDE), to);                                          \
+            }                                                                                                          \
     }
 EACH_FORMAT(PACK)
 
@@ -182,7 +210,7 @@ static float half(uint16_t x) {
     return x & SIGN ? -size : size;
 }
 
-static float scale_at(const Layout *l, const uint8_t *at) {
+float scale_at(const Layout *l, const uint8_t *at) {
     uint16_t bits;
     memcpy(&bits, at, 2);
     if (l->values != FLOATS_OF_FOUR_BITS) return half(bits);
@@ -192,8 +220,7 @@ static float scale_at(const Layout *l, const uint8_t *at) {
     return scale;
 }
 
-// Less its centre, what the code of word w, place j and output o of a part stands for.
-static int code_at(const Layout *l, const uint8_t *codes, int w, int j, int o) {
+int code_at(const Layout *l, const uint8_t *codes, int w, int j, int o) {
     const int at = 4 * o + j;
     if (l->bits == 8) return (int8_t)codes[64 * w + at];
     const uint8_t *high = codes + CODE_BYTES(l->bits);
@@ -225,71 +252,3 @@ void unpack_row(int format, const uint8_t *packed, int64_t inputs, int64_t outpu
         }
     }
 }
-
-// --------------------------------------------------------------------------------------------------------- products
-
-// One output of a part, as all instruction sets have to compute it.
-static float added(const Layout *l, const uint8_t *part, const Input *x, int o, float scale, float minimum, float sum) {
-    const uint8_t *codes = part + SIDE * (l->scales + l->minima);
-    int32_t halves[2] = {0, 0};
-    for (int i = 0; i < PART; i++) halves[i / 16] += x->codes[i] * code_at(l, codes, i / 4, i % 4, o);
-    if (l->scales == 2)
-        for (int i = 0; i < 2; i++) halves[i] *= (int8_t)part[SIDE * i + o];
-    if (l->scales == 1) scale *= part[o];
-    if (l->minima) minimum *= part[SIDE * l->scales + o];
-    sum = fmaf((float)(halves[0] + halves[1]), scale * x->step, sum);
-    return l->minimum ? fmaf(minimum, x->total, sum) : sum;
-}
-
-static void generic_tile(
-    int format, const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {
-    const Format *f = &weight_formats[format];
-    const Layout *l = layouts[format];
-    memset(sums, 0, (size_t)rows * SIDE * sizeof *sums);
-    for (int64_t block = 0, at = 0; block < blocks; block++, panel += f->packed_bytes) {
-        const uint8_t *part = panel + HEAD_BYTES(l->minimum);
-        for (int p = 0; p < f->inputs / PART; p++, at++, part += PART_BYTES(l->bits, l->scales, l->minima))
-            for (int r = 0; r < rows; r++)
-                for (int o = 0; o < SIDE; o++) {
-                    const float scale = scale_at(l, panel + 2 * o);
-                    const float minimum = l->minimum ? scale_at(l, panel + 2 * SIDE + 2 * o) : 0;
-                    float *sum = &sums[r * SIDE + o];
-                    *sum = added(l, part, &x[r * stride + at], o, scale, minimum, *sum);
-                }
-    }
-}
-
-#define GENERIC_TILE(name, ...)                                                                                    \
-    static void generic_##name(                                                                                    \
-        const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {              \
-        generic_tile(AT_##name, panel, blocks, x, stride, rows, sums);                                             \
-    }
-EACH_FORMAT(GENERIC_TILE)
-
-#define GENERIC_ENTRY(name, ...) generic_##name,
-const Tile generic_tiles[FORMATS] = {EACH_FORMAT(GENERIC_ENTRY)};
-
-static const Tile *tiles_of(int set) {
-#if defined(__x86_64__)
-    if (set == VNNI && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw")) return vnni_tiles;
-    if (set == AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2_tiles;
-#endif
-    return set == GENERIC ? generic_tiles : NULL;
-}
-
-static const Tile *in_use;
-
-// Use an instruction set from now on, in place of the fastest one; returns whether this processor has it.
-int use_instructions(int set) {
-    const Tile *const found = tiles_of(set);
-    if (found) in_use = found;
-    return found != NULL;
-}
-
-Tile tile_of(int format) {
-    for (int set = 0; !in_use; set++) in_use = tiles_of(set);
-    return in_use[format];
-}
-
-// The formats in order, for those who only have the library: NULL behind the last one.
-const Format *weight_format(int number) { return number < FORMATS ? &weight_formats[number] : NULL; }

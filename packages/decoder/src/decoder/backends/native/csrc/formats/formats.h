@@ -12,24 +12,26 @@
 #ifndef FORMATS_H
 #define FORMATS_H
 
+#include "../library.h"
+
 #include <stdint.h>
 #include <string.h>
 
 enum {
-    SIDE = 16,       // outputs that lie interleaved
-    PART = 32,       // inputs that are rounded together
-    WORDS = 8,       // of four inputs, in a part
-    LONGEST = 256,   // inputs of a block
-    ROWS_HELD = 16,  // of a tile
+    SIDE = 16,      // outputs that lie interleaved
+    PART = 32,      // inputs that are rounded together
+    WORDS = 8,      // of four inputs, in a part
+    LONGEST = 256,  // inputs of a block
+    ROWS_HELD = 16, // of a tile
 };
 
 // PART inputs: `step` times whole numbers from -127 to 127, and their sums, for what all codes of a weight share.
 typedef struct {
     int8_t codes[PART];
-    float step, total;    // total: step times the sum of the codes
-    int32_t sum;          // of all codes,
-    int32_t halves[2];    // and of the first and the last 16
-    int16_t pairs[3][2];  // of those at places 0, 1 and at places 2, 3 of all words: in either half, and in both
+    float step, total;   // total: step times the sum of the codes
+    int32_t sum;         // of all codes,
+    int32_t halves[2];   // and of the first and the last 16
+    int16_t pairs[3][2]; // of those at places 0, 1 and at places 2, 3 of all words: in either half, and in both
 } Input;
 
 _Static_assert(sizeof(Input) == 64, "a part of the inputs fills a line of the cache");
@@ -50,22 +52,22 @@ enum { NONE = -1 };
 enum { THEMSELVES, NONLINEAR, FLOATS_OF_FOUR_BITS };
 
 //  name, number in GGUF files, inputs and bytes of a block there, and the layout's fields
-#define EACH_FORMAT(X)                                        \
-    X(Q4_0, 2, 32, 18, 4, 3, 0, 0, 0, THEMSELVES)             \
-    X(Q4_1, 3, 32, 20, 4, NONE, 1, 0, 0, THEMSELVES)          \
-    X(Q5_0, 6, 32, 22, 5, 4, 0, 0, 0, THEMSELVES)             \
-    X(Q5_1, 7, 32, 24, 5, NONE, 1, 0, 0, THEMSELVES)          \
-    X(Q8_0, 8, 32, 34, 8, 7, 0, 0, 0, THEMSELVES)             \
-    X(Q4_K, 12, 256, 144, 4, NONE, 1, 1, 1, THEMSELVES)       \
-    X(Q5_K, 13, 256, 176, 5, NONE, 1, 1, 1, THEMSELVES)       \
-    X(Q6_K, 14, 256, 210, 6, 5, 0, 2, 0, THEMSELVES)          \
-    X(IQ4_NL, 20, 32, 18, 4, 7, 0, 0, 0, NONLINEAR)           \
+#define EACH_FORMAT(X)                                                                                                 \
+    X(Q4_0, 2, 32, 18, 4, 3, 0, 0, 0, THEMSELVES)                                                                      \
+    X(Q4_1, 3, 32, 20, 4, NONE, 1, 0, 0, THEMSELVES)                                                                   \
+    X(Q5_0, 6, 32, 22, 5, 4, 0, 0, 0, THEMSELVES)                                                                      \
+    X(Q5_1, 7, 32, 24, 5, NONE, 1, 0, 0, THEMSELVES)                                                                   \
+    X(Q8_0, 8, 32, 34, 8, 7, 0, 0, 0, THEMSELVES)                                                                      \
+    X(Q4_K, 12, 256, 144, 4, NONE, 1, 1, 1, THEMSELVES)                                                                \
+    X(Q5_K, 13, 256, 176, 5, NONE, 1, 1, 1, THEMSELVES)                                                                \
+    X(Q6_K, 14, 256, 210, 6, 5, 0, 2, 0, THEMSELVES)                                                                   \
+    X(IQ4_NL, 20, 32, 18, 4, 7, 0, 0, 0, NONLINEAR)                                                                    \
     X(MXFP4, 39, 32, 17, 4, 4, 0, 0, 0, FLOATS_OF_FOUR_BITS)
 
 #define PLACE_OF(name, ...) AT_##name,
 enum { EACH_FORMAT(PLACE_OF) FORMATS };
 
-#define LAYOUT_OF(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values) \
+#define LAYOUT_OF(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values)                           \
     static const Layout LAYOUT_##name __attribute__((unused)) = {bits, shift, minimum, scales, minima, values};
 EACH_FORMAT(LAYOUT_OF)
 
@@ -73,7 +75,7 @@ EACH_FORMAT(LAYOUT_OF)
 // its whole numbers, then codes (or their lower four bits), then the bits above.
 #define HEAD_BYTES(minimum) (2 * SIDE * (1 + (minimum)))
 #define CODE_BYTES(bits) (PART * SIDE * ((bits) == 8 ? 8 : 4) / 8)
-#define HIGH_BYTES(bits) (PART * SIDE * ((bits) == 8 ? 0 : (bits) - 4) / 8)
+#define HIGH_BYTES(bits) (PART * SIDE * ((bits) == 8 ? 0 : (bits)-4) / 8)
 #define PART_BYTES(bits, scales, minima) (SIDE * ((scales) + (minima)) + CODE_BYTES(bits) + HIGH_BYTES(bits))
 
 // The codes of a part: those of word w and output o at 64 (w / 2) + 4 o, the even word's in the lower bits; bytes at
@@ -89,32 +91,25 @@ typedef void (*Tile)(const uint8_t *panel, int64_t blocks, const Input *x, int64
 
 #define PRIVATE __attribute__((visibility("hidden")))
 
-extern PRIVATE const Tile generic_tiles[FORMATS];
-#if defined(__x86_64__)
-extern PRIVATE const Tile avx2_tiles[FORMATS], vnni_tiles[FORMATS];
-#endif
-
-typedef struct {
-    const char *name;
-    int32_t number;        // in GGUF files
-    int32_t inputs;        // of a block
-    int32_t bytes;         // of a block in a file
-    int32_t packed_bytes;  // of a block of SIDE outputs,
-    int32_t head_bytes;    // and of what stands before its parts
-} Format;
-
 extern PRIVATE const Format weight_formats[FORMATS];
 
-// The tile of a format for the instruction set in use.
-PRIVATE Tile tile_of(int format);
+extern PRIVATE const Layout *const layouts[FORMATS];
+
+// The tiles of an instruction set.
+#if defined(IN_SET)
+extern PRIVATE const Tile tile_table[FORMATS];
+#endif
+
+// A scale or a minimum.
+PRIVATE float scale_at(const Layout *l, const uint8_t *at);
+
+// Less its centre, what the code of word w, place j and output o of a part stands for.
+PRIVATE int code_at(const Layout *l, const uint8_t *codes, int w, int j, int o);
 
 // Panel `panel` of weights [outputs, inputs] as a file has them to where all panels stand, `to`, which is zero.
 PRIVATE void pack_panel(int format, const uint8_t *from, int64_t outputs, int64_t inputs, int64_t panel, uint8_t *to);
 
 // The weights [inputs] of one output.
 PRIVATE void unpack_row(int format, const uint8_t *packed, int64_t inputs, int64_t output, float *to);
-
-// Instruction sets, the fastest first.
-enum { VNNI, AVX2, GENERIC, INSTRUCTION_SETS };
 
 #endif

@@ -1,17 +1,11 @@
 // Products with quantised weights for processors with AVX-512 and its products of bytes (VNNI).
 
-#if defined(__x86_64__)
-#pragma GCC target("arch=x86-64-v4,avx512vnni")
-
-#include "formats.h"
-
-#include <immintrin.h>
-
-#define INLINE static inline __attribute__((always_inline))
+#include "native.h"
+#include "formats/formats.h"
 
 typedef struct {
-    __m512i words[WORDS];  // unsigned codes of SIDE outputs, plus the centre
-    __m512i scales[2];     // whole numbers
+    __m512i words[WORDS]; // unsigned codes of SIDE outputs, plus the centre
+    __m512i scales[2];    // whole numbers
     __m512 scale, minimum;
 } Weights;
 
@@ -27,7 +21,7 @@ INLINE __m512i low_bits(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8
 
 // Codes of word w: `high` has their upper bits.
 INLINE __m512i with_high(const int bits, const int w, __m512i code, __m512i high) {
-    const int left = bits == 5 ? 4 - w : 4 - w % 4 * 2;  // from where they are to the fifth bit
+    const int left = bits == 5 ? 4 - w : 4 - w % 4 * 2; // from where they are to the fifth bit
     const __m512i moved = left >= 0 ? _mm512_slli_epi16(high, left) : _mm512_srli_epi16(high, -left);
     // code | (moved & mask)
     return _mm512_ternarylogic_epi32(code, moved, _mm512_set1_epi8(bits == 5 ? 0x10 : 0x30), 0xf8);
@@ -40,7 +34,7 @@ INLINE __m512i from_table(const Layout l, __m512i code) {
 }
 
 INLINE void read_words(const Layout l, const uint8_t *codes, Weights *to) {
-#pragma GCC unroll 8
+    UNROLL(8)
     for (int w = 0; w < WORDS; w++) {
         __m512i code = _mm512_loadu_si512(codes + 64 * (l.bits == 8 ? w : w / 2));
         if (l.bits == 8) code = _mm512_xor_si512(code, _mm512_set1_epi8((char)0x80));
@@ -55,9 +49,9 @@ INLINE void read_words(const Layout l, const uint8_t *codes, Weights *to) {
 
 INLINE void read_weights(const Layout l, const uint8_t *block, const uint8_t *part, Weights *to) {
     to->scale = l.values == FLOATS_OF_FOUR_BITS
-        ? _mm512_castsi512_ps(
-              _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)block)), 16))
-        : halves_at(block);
+                    ? _mm512_castsi512_ps(
+                          _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)block)), 16))
+                    : halves_at(block);
     if (l.scales == 1) to->scale = _mm512_mul_ps(to->scale, bytes_at(part));
     if (l.scales == 2) to->scales[0] = whole_at(part), to->scales[1] = whole_at(part + SIDE);
     if (l.minimum) to->minimum = halves_at(block + 2 * SIDE);
@@ -72,9 +66,10 @@ INLINE __m512i broadcast(const void *at) {
 }
 
 // Words [first, last) less their centre, of which the inputs' `sum` has as many.
-INLINE __m512i sum_of(const Layout l, const Weights *w, const Input *x, const int first, const int last, const int32_t *sum) {
+INLINE __m512i sum_of(
+    const Layout l, const Weights *w, const Input *x, const int first, const int last, const int32_t *sum) {
     __m512i even = _mm512_setzero_si512(), odd = even;
-#pragma GCC unroll 8
+    UNROLL(8)
     for (int i = first; i < last; i += 2) {
         even = _mm512_dpbusd_epi32(even, w->words[i], broadcast(x->codes + 4 * i));
         odd = _mm512_dpbusd_epi32(odd, w->words[i + 1], broadcast(x->codes + 4 * i + 4));
@@ -91,9 +86,8 @@ INLINE __m512i whole_sum(const Layout l, const Weights *w, const Input *x) {
     return _mm512_add_epi32(_mm512_mullo_epi32(first, w->scales[0]), _mm512_mullo_epi32(second, w->scales[1]));
 }
 
-INLINE void tile(
-    const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, const int rows,
-    float *sums) {
+INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride,
+    const int rows, float *sums) {
     const int part_bytes = PART_BYTES(l.bits, l.scales, l.minima), head = HEAD_BYTES(l.minimum);
     __m512 held[ROWS_HELD];
     for (int r = 0; r < rows; r++) held[r] = _mm512_setzero_ps();
@@ -113,16 +107,13 @@ INLINE void tile(
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(sums + r * SIDE, held[r]);
 }
 
-#define TILE(name, number, inputs, ...)                                                                     \
-    static void tile_##name(                                                                                \
-        const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {       \
-        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, 1, sums);               \
-        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, rows, sums);                      \
+#define TILE(name, number, inputs, ...)                                                                                \
+    static void tile_##name(                                                                                           \
+        const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {                 \
+        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, 1, sums);                          \
+        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, rows, sums);                                 \
     }
 EACH_FORMAT(TILE)
 
 #define ENTRY(name, ...) tile_##name,
-const Tile vnni_tiles[FORMATS] = {EACH_FORMAT(ENTRY)};
-#else
-typedef int nothing_here;
-#endif
+const Tile tile_table[FORMATS] = {EACH_FORMAT(ENTRY)};

@@ -1,0 +1,48 @@
+// AVX2 with fused products: 16 registers of 8 numbers.
+
+#include <immintrin.h>
+
+enum { LANES = 8, MOST_ROWS = 6, WIDE = 2 };
+#define FEW_ROWS(X, kind, again) X(kind, again, 1, 4) X(kind, again, 2, 2)
+#define MANY_ROWS(X, kind, again) X(kind, again, 3, 1) X(kind, again, 4, 1) X(kind, again, 5, 1) X(kind, again, 6, 1)
+
+#include "../types.h"
+
+INLINE vec all_widened(halves x) { return (vec)((uvec)_mm256_cvtepu16_epi32((__m128i)x) << 16); }
+
+INLINE vec larger(vec x, vec y) { return (vec)_mm256_max_ps((__m256)x, (__m256)y); }
+
+INLINE vec swapped(vec x, int step) {
+    const __m256 y = (__m256)x;
+    if (step == 4) return (vec)_mm256_permute2f128_ps(y, y, 1);
+    return (vec)(step == 2 ? _mm256_permute_ps(y, 0x4e) : _mm256_permute_ps(y, 0xb1));
+}
+
+INLINE vec to_whole(vec x) { return (vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+INLINE vec fused(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+
+INLINE int none(ivec where) { return _mm256_testz_si256((__m256i)where, (__m256i)where); }
+
+// Of two rows, of four, and then of halves of vectors.
+INLINE void transpose(vec *rows) {
+    __m256 two[8], four[8];
+    UNROLL(4)
+    for (int i = 0; i < 8; i += 2) {
+        two[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+        two[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+    UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        const __m256d a = (__m256d)two[i / 2 * 4 + i % 2], b = (__m256d)two[i / 2 * 4 + i % 2 + 2];
+        four[i / 2 * 4 + i % 2 * 2] = (__m256)_mm256_unpacklo_pd(a, b);
+        four[i / 2 * 4 + i % 2 * 2 + 1] = (__m256)_mm256_unpackhi_pd(a, b);
+    }
+    UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        rows[i] = (vec)_mm256_permute2f128_ps(four[i], four[4 + i], 0x20);
+        rows[4 + i] = (vec)_mm256_permute2f128_ps(four[i], four[4 + i], 0x31);
+    }
+}
+
+#include "../without_masks.h"

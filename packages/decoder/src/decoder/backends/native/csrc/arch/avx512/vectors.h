@@ -1,0 +1,140 @@
+// AVX-512 (F, BW, DQ, VL) with products of bytes (VNNI), and of bfloat16 where the compiler is told so: 32 registers of
+// 16 numbers. Masks need no call that would empty all registers.
+
+#include <immintrin.h>
+
+enum { LANES = 16, MOST_ROWS = 14, WIDE = 4 };
+#define FEW_ROWS(X, kind, again)                                                                                       \
+    X(kind, again, 1, 1)                                                                                               \
+    X(kind, again, 2, 1) X(kind, again, 3, 1) X(kind, again, 4, 1) X(kind, again, 5, 1) X(kind, again, 6, 1)
+#define MANY_ROWS(X, kind, again)                                                                                      \
+    X(kind, again, 7, 1)                                                                                               \
+    X(kind, again, 8, 1) X(kind, again, 9, 1) X(kind, again, 10, 1) X(kind, again, 11, 1) X(kind, again, 12, 1)        \
+        X(kind, again, 13, 1) X(kind, again, 14, 1)
+
+#include "../types.h"
+
+INLINE vec all_widened(halves x) { return (vec)((uvec)_mm512_cvtepu16_epi32((__m256i)x) << 16); }
+
+INLINE halves rounded(vec x) { return (halves)_mm512_cvtepi32_epi16((__m512i)rounded_words(x)); }
+
+INLINE __mmask16 mask_of(int64_t count) {
+    return (__mmask16)_bzhi_u32(0xffff, count < LANES ? (uint32_t)count : LANES);
+}
+
+INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
+    if (is_bf16) return all_widened((halves)_mm256_maskz_loadu_epi16(mask_of(count), (const uint16_t *)from + at));
+    return (vec)_mm512_maskz_loadu_ps(mask_of(count), (const float *)from + at);
+}
+
+INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
+    if (is_bf16) _mm256_mask_storeu_epi16((uint16_t *)to + at, mask_of(count), (__m256i)rounded(x));
+    else _mm512_mask_storeu_ps((float *)to + at, mask_of(count), (__m512)x);
+}
+
+INLINE vec larger(vec x, vec y) { return (vec)_mm512_max_ps((__m512)x, (__m512)y); }
+
+INLINE vec swapped(vec x, int step) {
+    const __m512 y = (__m512)x;
+    if (step == 8) return (vec)_mm512_shuffle_f32x4(y, y, 0x4e);
+    if (step == 4) return (vec)_mm512_shuffle_f32x4(y, y, 0xb1);
+    return (vec)(step == 2 ? _mm512_permute_ps(y, 0x4e) : _mm512_permute_ps(y, 0xb1));
+}
+
+INLINE vec to_whole(vec x) {
+    return (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+INLINE vec times_power(vec x, vec n) { return (vec)_mm512_scalef_ps((__m512)x, (__m512)n); }
+
+INLINE vec fused(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+INLINE int none(ivec where) { return !_mm512_test_epi32_mask((__m512i)where, (__m512i)where); }
+
+// Of two rows, of four, and then of quarters of vectors, which have instructions of their own.
+INLINE void transpose(vec *rows) {
+    __m512 two[16], four[16];
+    UNROLL(8)
+    for (int i = 0; i < 16; i += 2) {
+        two[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+        two[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    }
+    UNROLL(8)
+    for (int i = 0; i < 8; i++) {
+        const __m512d a = (__m512d)two[i / 2 * 4 + i % 2], b = (__m512d)two[i / 2 * 4 + i % 2 + 2];
+        four[i / 2 * 4 + i % 2 * 2] = (__m512)_mm512_unpacklo_pd(a, b);
+        four[i / 2 * 4 + i % 2 * 2 + 1] = (__m512)_mm512_unpackhi_pd(a, b);
+    }
+    UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        const __m512 even = _mm512_shuffle_f32x4(four[i], four[4 + i], 0x88);
+        const __m512 odd = _mm512_shuffle_f32x4(four[i], four[4 + i], 0xdd);
+        const __m512 even2 = _mm512_shuffle_f32x4(four[8 + i], four[12 + i], 0x88);
+        const __m512 odd2 = _mm512_shuffle_f32x4(four[8 + i], four[12 + i], 0xdd);
+        rows[i] = (vec)_mm512_shuffle_f32x4(even, even2, 0x88);
+        rows[4 + i] = (vec)_mm512_shuffle_f32x4(odd, odd2, 0x88);
+        rows[8 + i] = (vec)_mm512_shuffle_f32x4(even, even2, 0xdd);
+        rows[12 + i] = (vec)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
+}
+
+enum { BYTES_MULTIPLY = 1 };
+
+INLINE ivec dot_fours(ivec sum, uvec a, uvec b) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+
+#if defined(__AVX512BF16__)
+enum { BF16_PAIRS_MULTIPLY = 1 };
+
+INLINE vec dot_pairs(vec sum, uvec a, uvec b) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+
+INLINE void narrowed_both(vec first, vec second, uint16_t *to) {
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    memcpy(to, &both, sizeof both);
+}
+
+// The numbers -8 to 7, twice, since a code that is looked up has a bit of the next one above it.
+INLINE uvec bf16_of_codes(uvec words) {
+    const __m256i once = _mm256_setr_epi16((int16_t)0xc100, (int16_t)0xc0e0, (int16_t)0xc0c0, (int16_t)0xc0a0,
+        (int16_t)0xc080, (int16_t)0xc040, (int16_t)0xc000, (int16_t)0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+        0x40c0, 0x40e0);
+    return (uvec)_mm512_permutexvar_epi16((__m512i)words, _mm512_inserti64x4(_mm512_castsi256_si512(once), once, 1));
+}
+
+INLINE vec twice(vec x, int half) {
+    const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return (vec)_mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8 * half)), (__m512)x);
+}
+
+INLINE uvec bf16_of_bytes(const void *from, vec low, vec high) {
+    __m128i first, second;
+    memcpy(&first, from, sizeof first), memcpy(&second, (const char *)from + sizeof first, sizeof second);
+    const vec a = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)) * low;
+    const vec b = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second)) * high;
+    return (uvec)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+}
+
+INLINE void paired(__m512i a, __m512i b, uvec *out) {
+    uvec low, high;
+    for (uint32_t lane = 0; lane < LANES; lane++) {
+        low[lane] = lane | (lane + 32) << 16;
+        high[lane] = low[lane] + (LANES | LANES << 16);
+    }
+    out[0] = (uvec)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+    out[1] = (uvec)_mm512_permutex2var_epi16(a, (__m512i)high, b);
+}
+
+INLINE __mmask32 mask_of_halves(int64_t count) {
+    return _bzhi_u32(~0u, count < 0 ? 0 : count < 32 ? (uint32_t)count : 32);
+}
+
+INLINE void pairs_of(const uint16_t *a, const uint16_t *b, int64_t count_a, int64_t count_b, uvec *pairs) {
+    for (int i = 0; i < WIDE / 2; i++) {
+        const __mmask32 of_a = mask_of_halves(count_a - 32 * i), of_b = mask_of_halves(count_b - 32 * i);
+        paired(_mm512_maskz_loadu_epi16(of_a, a + 32 * i), _mm512_maskz_loadu_epi16(of_b, b + 32 * i), pairs + 2 * i);
+    }
+}
+#else
+#include "../without_bf16.h"
+#endif

@@ -1,0 +1,42 @@
+// Partial loads and stores, and powers of two, for sets that have no instructions for them.
+
+#ifndef WITHOUT_MASKS_H
+#define WITHOUT_MASKS_H
+
+INLINE halves rounded(vec x) { return __builtin_convertvector(rounded_words(x), halves); }
+
+INLINE vec load(const void *from, int64_t at, int is_bf16, int64_t count) {
+    if (is_bf16) {
+        halves x = {0};
+        memcpy(&x, (const uint16_t *)from + at, count >= LANES ? sizeof x : (size_t)count * 2);
+        return all_widened(x);
+    }
+    vec x = {0};
+    memcpy(&x, (const float *)from + at, count >= LANES ? sizeof x : (size_t)count * 4);
+    return x;
+}
+
+INLINE void store(void *to, int64_t at, int is_bf16, vec x, int64_t count) {
+    if (is_bf16) {
+        const halves y = rounded(x);
+        memcpy((uint16_t *)to + at, &y, count >= LANES ? sizeof y : (size_t)count * 2);
+    } else {
+        memcpy((float *)to + at, &x, count >= LANES ? sizeof x : (size_t)count * 4);
+    }
+}
+
+INLINE vec times_power(vec x, vec n) {
+    const ivec low = n < -126;
+    return choose(low, (vec){0}, x * (vec)((__builtin_convertvector(choose(low, (vec){0}, n), ivec) + 127) << 23));
+}
+
+#include "without_bf16.h"
+
+enum { BYTES_MULTIPLY = 0 };
+
+INLINE ivec dot_fours(ivec sum, uvec a, uvec b) {
+    (void)a, (void)b;
+    return sum;
+}
+
+#endif

@@ -1,0 +1,225 @@
+// What callers see of the library: its structures, which library.py has as ctypes, and its functions.
+//
+// The functions exist once for each instruction set that was compiled; library.c calls those of the set in use.
+
+#ifndef LIBRARY_H
+#define LIBRARY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+// --------------------------------------------------------------------------------------------------------- products
+
+// x W^T, and b if there is one. Weights are packed in panels of `panel_width` outputs, in words of 32 bits:
+//
+// FLOATS    float32, input after input.
+// HALVES    bfloat16 in pairs of inputs, of which the lower half of a word is the first.
+// BYTES     fours of inputs, the lowest byte first, each 128 more than its weight, with a scale per output.
+// NIBBLES   blocks of BLOCK_INPUTS inputs. For each output a word with two bfloat16 numbers, the step in the lower half
+//           and the centre in the upper one, then four words of eight codes: the lower half has those of the even
+//           inputs, the upper half those of the odd ones, the first in the lowest bits. A weight is
+//           step * (code - 8) + centre. x is bfloat16 where `multiplies_bf16`.
+// BLOCKS    blocks of as many inputs. For each output a word with its step, a power of two in float32, then signed bytes,
+//           four inputs in half a panel of words: of two inputs those of all outputs, an output's two beside each other,
+//           and then the other two. A weight is step * byte, which bfloat16 holds. x is bfloat16 where `multiplies_bf16`.
+// QUANTISED weights of GGUF files, which `formats/formats.h` describes; `weight` points to a `Quantised`. x may always be
+//           bfloat16.
+typedef struct {
+    int64_t inputs, outputs;
+    const void *weight;
+    const float *bias, *scales;
+    int32_t kind;
+} Product;
+
+enum { FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED };
+enum { BLOCK_INPUTS = 32 };
+
+// Some outputs of a QUANTISED product: a format of `formats/` and its packed weights. All parts but the last have whole
+// panels, of `quantised_width` outputs.
+typedef struct {
+    int64_t format, outputs;
+    const uint8_t *weight;
+} QuantisedPart;
+
+enum { MOST_PARTS = 3 };
+
+typedef struct {
+    int64_t count;
+    QuantisedPart parts[MOST_PARTS];
+} Quantised;
+
+// A weight format of GGUF files.
+typedef struct {
+    const char *name;
+    int32_t number;       // in GGUF files
+    int32_t inputs;       // of a block
+    int32_t bytes;        // of a block in a file
+    int32_t packed_bytes; // of a block of `quantised_width` outputs,
+    int32_t head_bytes;   // and of what stands before its parts
+} Format;
+
+// -------------------------------------------------------------------------------------------------- layers and texts
+
+typedef struct {
+    Product qkv, o, gate_up, down;
+    const float *norm_in, *norm_between;
+    const float *head_norm; // [heads + kv_heads, dim], NULL where queries and keys have no norm
+    int64_t size, heads, kv_heads, dim;
+    float eps, head_eps;
+} Layer;
+
+// One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its first
+// `length` tokens; distances are in numbers.
+typedef struct {
+    const void *keys, *values;
+    int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;
+    int64_t length, count;
+    const uint8_t *mask; // [count, count], which new token sees which; NULL where each sees those before it
+} Text;
+
+typedef struct {
+    const Text *texts;
+    const void *queries; // [tokens of all texts, .., dim], `query_token` numbers from one token to the next
+    void *out;           // [tokens of all texts, heads, value_dim]
+    int64_t query_token, heads, kv_heads, dim, value_dim;
+    float scaling;
+    int32_t is_bf16;
+} Attention;
+
+// Some layers of a pass over the new tokens of several texts.
+typedef struct {
+    const Layer *const *layers;
+    int64_t first, last; // of the model's layers, those to run
+    int64_t rows;        // tokens of all texts
+    void *states;        // [rows, size], which the layers change
+    void *heads;         // [rows, heads + 2 kv_heads, dim] of one layer, `heads_layer` numbers behind those of the last
+    int64_t heads_layer;
+    const float *cosines, *sines; // [rows, dim]
+    float *scratch;
+} Pass;
+
+// ------------------------------------------------------------------------------------------------- tokens and drafts
+
+// How one text's tokens are chosen.
+typedef struct {
+    const uint8_t *penalised; // by token; NULL where none is
+    double penalty, temperature;
+    double log_min_p; // -INFINITY where nothing is filtered
+    uint64_t seed;
+    int32_t noisy; // without noise the best one is chosen, and neither temperature nor min-p change it
+} Choosing;
+
+// A head: state + change, and for a gated one + down (silu(gate) * up).
+typedef struct {
+    Product readers; // of change, or of change, gate and up: they read the same
+    Product down;    // without inputs where the head is not gated
+    const float *norm_in, *norm_out;
+    float eps;
+} Head;
+
+typedef struct {
+    const Head *heads;
+    int64_t count, size;                             // of heads, and of a state
+    int32_t conditioned;                             // whether they also read the token before
+    int32_t chained;                                 // whether a head goes on from the state of the one before
+    int32_t vocabulary_is_bf16, embeddings_are_bf16; // what the product with its rows takes, and what embeddings are
+    const void *embeddings;
+    const float *ones; // [size]
+    float embedding_eps, logit_scale;
+    Product vocabulary;
+    const int64_t *ids; // the tokens drafted; NULL where they are all
+} Drafter;
+
+// A text, and what is drafted behind it. `out` gets level by level what `HeadLevels.read` takes. The first level may be
+// given there; heads then draft the others.
+typedef struct {
+    Choosing choosing;
+    int64_t position; // of the first draft
+    const void *state;
+    int32_t state_is_bf16;
+    int32_t given;  // whether the first level is
+    int64_t newest; // token
+    int64_t levels, width, beam;
+    double *out;
+} Drafts;
+
+enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `keys_together` and those behind it
+
+// ---------------------------------------------------------------------------------------------------------- layouts
+
+// name, bytes: callers compare these with their own, see `structures`.
+#define EACH_STRUCTURE(X)                                                                                              \
+    X(Product, 48)                                                                                                     \
+    X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Layer, 256) X(Text, 88) X(Attention, 72) X(Pass, 80)         \
+        X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
+
+#define HAS_SIZE(name, bytes) _Static_assert(sizeof(name) == (bytes), "the size of " #name);
+EACH_STRUCTURE(HAS_SIZE)
+_Static_assert(
+    offsetof(Product, kind) == 40 && offsetof(Quantised, parts) == 8 && offsetof(Format, number) == 8, "offsets");
+_Static_assert(offsetof(Layer, norm_in) == 4 * sizeof(Product) && offsetof(Layer, eps) == 248, "offsets");
+_Static_assert(
+    offsetof(Text, mask) == 80 && offsetof(Attention, scaling) == 64 && offsetof(Pass, scratch) == 72, "offsets");
+_Static_assert(offsetof(Drafter, embeddings) == 40 && offsetof(Drafter, vocabulary) == 64, "offsets");
+_Static_assert(offsetof(Drafts, state) == 56 && offsetof(Drafts, newest) == 72, "offsets");
+
+typedef struct {
+    const char *name;
+    int64_t bytes;
+} Structure;
+
+// -------------------------------------------------------------------------------------------------------- functions
+
+// Those that an instruction set has its own of: result, name, parameters, arguments.
+//
+// linear            x [rows, inputs] to y [rows, outputs]. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED.
+// before_attention  rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim]. Angles are [rows, dim];
+//                   `scratch` has room for `rows_together` rows of the layer's input and of its queries, keys and values.
+// behind_attention  what attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output,
+//                   which may take the input's place. `scratch` has room for `rows_together` rows of twice the layer's
+//                   size and of one and a half times the outputs of gate and up.
+// attend            returns 0, or 1 where there was no memory.
+// run_layers        `a` describes the texts of layer 0. Returns 0, or 1 where there was no memory.
+// contenders        the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
+//                   before noise: those whose approximate noise does not rule them out, or without noise the first of the
+//                   best. Returns how many, or -1 where there are more than `room`, or the logits hold what is no number
+//                   or too large.
+// rank_drafts       the `width` best of `vocab` drafts at a position, the best first.
+// draft_numbers     numbers of memory that `draft_levels` needs for so many branches at a time.
+// draft_levels      `room` has `draft_numbers` for the branches of all texts. Returns 0, or 1 where there was no memory.
+#define EACH_FUNCTION(X)                                                                                               \
+    X(void, linear, (const Product *p, const void *x, int64_t rows, int is_bf16, void *y, int threads),                \
+        (p, x, rows, is_bf16, y, threads))                                                                             \
+    X(void, before_attention,                                                                                          \
+        (const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out,             \
+            float *scratch, int is_bf16, int threads),                                                                 \
+        (l, x, rows, cosines, sines, out, scratch, is_bf16, threads))                                                  \
+    X(void, behind_attention,                                                                                          \
+        (const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16,      \
+            int threads),                                                                                              \
+        (l, attended, x, rows, y, scratch, is_bf16, threads))                                                          \
+    X(int, attend, (const Attention *a, int64_t count, int threads), (a, count, threads))                              \
+    X(int, run_layers, (const Pass *p, const Attention *a, int64_t count, int threads), (p, a, count, threads))        \
+    X(int64_t, contenders,                                                                                             \
+        (const Choosing *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids,            \
+            double *scores, int64_t room),                                                                             \
+        (c, position, logits, is_bf16, vocab, ids, scores, room))                                                      \
+    X(int, rank_drafts,                                                                                                \
+        (const Choosing *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores,              \
+            int64_t *tokens),                                                                                          \
+        (c, position, logits, vocab, width, scores, tokens))                                                           \
+    X(int64_t, draft_numbers, (const Drafter *d, int64_t branches, int64_t width), (d, branches, width))               \
+    X(int, draft_levels, (const Drafter *d, const Drafts *texts, int64_t count, float *room, int threads),             \
+        (d, texts, count, room, threads))
+
+#define MEMBER(result, name, parameters, arguments) result(*name) parameters;
+
+typedef struct {
+    const char *name;
+    int multiplies_bf16; // whether products take inputs in bfloat16
+    int panel_width;     // outputs of a product that stand beside each other
+    int rows_together;   // that go through a layer
+    EACH_FUNCTION(MEMBER)
+} InstructionSet;
+
+#endif
