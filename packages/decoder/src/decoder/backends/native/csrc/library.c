@@ -17,7 +17,12 @@ SETS
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&                                    \
         __builtin_cpu_supports("avx512vnni"))
 #define FOUND_avx2 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#define FOUND_neon (getauxval(AT_HWCAP) >> 20 & 1) // dotprod
+#else
 #define FOUND_neon 1
+#endif
 #define FOUND_generic 1
 
     // Set `number` of those that were compiled, NULL where the processor does not have it; the last one has the name "".

@@ -397,7 +397,8 @@ typedef void (*Tiles)(
 #define READ_ONCE(kind)                                                                                                \
     FEW_ROWS(TILES, kind, 0)                                                                                           \
     MANY_ROWS(TILES, kind, 0)                                                                                          \
-    MANY_ROWS(TILES, kind, 1) static const Tiles kind##_tiles[2][MOST_ROWS + 1] = {                                    \
+    MANY_ROWS(TILES, kind, 1)                                                                                          \
+    static const Tiles kind##_tiles[2][MOST_ROWS + 1] = {                                                              \
         {FEW_ROWS(ENTRY, kind, 0) MANY_ROWS(ENTRY, kind, 0)},                                                          \
         {MANY_ROWS(ENTRY, kind, 1)},                                                                                   \
     };

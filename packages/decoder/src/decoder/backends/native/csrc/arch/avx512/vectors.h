@@ -9,8 +9,9 @@ enum { LANES = 16, MOST_ROWS = 14, WIDE = 4 };
     X(kind, again, 2, 1) X(kind, again, 3, 1) X(kind, again, 4, 1) X(kind, again, 5, 1) X(kind, again, 6, 1)
 #define MANY_ROWS(X, kind, again)                                                                                      \
     X(kind, again, 7, 1)                                                                                               \
-    X(kind, again, 8, 1) X(kind, again, 9, 1) X(kind, again, 10, 1) X(kind, again, 11, 1) X(kind, again, 12, 1)        \
-        X(kind, again, 13, 1) X(kind, again, 14, 1)
+    X(kind, again, 8, 1)                                                                                               \
+    X(kind, again, 9, 1) X(kind, again, 10, 1) X(kind, again, 11, 1) X(kind, again, 12, 1) X(kind, again, 13, 1)       \
+        X(kind, again, 14, 1)
 
 #include "../types.h"
 

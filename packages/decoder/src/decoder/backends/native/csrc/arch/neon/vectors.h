@@ -1,0 +1,59 @@
+// NEON, with 8 numbers to a vector as two registers, so that bits are those of the generic set.
+
+#include <arm_neon.h>
+
+enum { LANES = 8, MOST_ROWS = 6, WIDE = 2 };
+#define FEW_ROWS(X, kind, again) X(kind, again, 1, 4) X(kind, again, 2, 2)
+#define MANY_ROWS(X, kind, again) X(kind, again, 3, 1) X(kind, again, 4, 1) X(kind, again, 5, 1) X(kind, again, 6, 1)
+
+#include "../types.h"
+
+typedef struct {
+    float32x4_t of[2];
+} Both;
+
+INLINE Both both_of(vec x) {
+    Both both;
+    memcpy(&both, &x, sizeof both);
+    return both;
+}
+
+INLINE vec joined(float32x4_t low, float32x4_t high) {
+    const Both both = {{low, high}};
+    vec x;
+    memcpy(&x, &both, sizeof x);
+    return x;
+}
+
+INLINE vec all_widened(halves x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
+
+INLINE vec larger(vec x, vec y) { return choose(x > y, x, y); }
+
+INLINE vec swapped(vec x, int step) {
+    const Both both = both_of(x);
+    if (step == 4) return joined(both.of[1], both.of[0]);
+    if (step == 1) return joined(vrev64q_f32(both.of[0]), vrev64q_f32(both.of[1]));
+    return joined(vextq_f32(both.of[0], both.of[0], 2), vextq_f32(both.of[1], both.of[1], 2));
+}
+
+INLINE vec to_whole(vec x) { return joined(vrndnq_f32(both_of(x).of[0]), vrndnq_f32(both_of(x).of[1])); }
+
+INLINE vec fused(vec a, vec b, vec c) {
+    const Both x = both_of(a), y = both_of(b), z = both_of(c);
+    return joined(vfmaq_f32(z.of[0], x.of[0], y.of[0]), vfmaq_f32(z.of[1], x.of[1], y.of[1]));
+}
+
+INLINE int none(ivec where) {
+    int32x4_t both[2];
+    memcpy(both, &where, sizeof both);
+    return !vmaxvq_u32(vreinterpretq_u32_s32(vorrq_s32(both[0], both[1])));
+}
+
+INLINE void transpose(vec *rows) {
+    vec columns[LANES];
+    for (int i = 0; i < LANES; i++)
+        for (int lane = 0; lane < LANES; lane++) columns[lane][i] = rows[i][lane];
+    memcpy(rows, columns, sizeof columns);
+}
+
+#include "../without_masks.h"

@@ -1,0 +1,77 @@
+"""The native library built for several targets: the same bits where they are promised, and no fault that sanitizers find.
+
+`tests/native/hashes.c` prints a hash of what each function makes of fixed inputs. Programs for aarch64 run in qemu.
+"""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from decoder.backends.native import compiling
+from decoder.backends.native import library as native
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with what this machine computes"),
+]
+PROGRAM = Path(__file__).parents[1] / "native" / "hashes.c"
+SANITIZERS = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+NAMES = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "unpacked"}
+
+
+def built(folder, compiler, sets, flags=(), linking=()):
+    """The program with the library's files for these instruction sets."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"needs {compiler}")
+    for command in compiling.commands(compiler, sets, (*flags, *WARNINGS), folder):
+        subprocess.run(command, check=True)
+    made, objects = folder / "hashes", map(str, folder.glob("*.o"))
+    given = [*compiling.FLAGS, *flags, *linking, *WARNINGS, "-I", str(compiling.FOLDER)]
+    subprocess.run([compiler, *given, "-o", str(made), str(PROGRAM), *objects, "-lm"], check=True)
+    return made
+
+
+def printed(*command):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def sets_here():
+    return [*native._instruction_sets(None), "generic"]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What the generic set prints here."""
+    return printed(built(tmp_path_factory.mktemp("generic"), "gcc", ["generic"]), "generic")
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_instruction_sets_have_the_bits_that_they_promise(compiler, expected, tmp_path):
+    linking = () if compiler == "gcc" else ("-fno-openmp",)  # clang's own library is rarely installed
+    program = built(tmp_path, compiler, sets_here(), linking, linking)
+    lines = {name: printed(program, name) for name in sets_here()}
+    assert lines["avx2"] == lines["generic"] == expected
+    for found in lines.values():
+        same = [line for line in found if line.split()[0] in NAMES]
+        assert len(same) > 80 and set(same) <= set(expected)
+
+
+@pytest.mark.parametrize("instructions", ["neon", "generic"])
+def test_aarch64_has_the_bits_of_this_machine(instructions, expected, tmp_path):
+    if shutil.which("qemu-aarch64") is None:
+        pytest.skip("needs qemu-aarch64 (qemu-user)")
+    program = built(tmp_path, "aarch64-linux-gnu-gcc", [instructions], linking=("-static",))
+    assert printed("qemu-aarch64", program, instructions) == expected
+
+
+def test_sanitizers_find_nothing(expected, tmp_path):
+    program = built(tmp_path, "gcc", sets_here(), SANITIZERS)
+    for name in sets_here():
+        lines = printed(program, name)
+        assert len(lines) == len(expected) and (lines == expected or name.startswith("avx512"))

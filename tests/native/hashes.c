@@ -1,0 +1,261 @@
+// Prints a hash of what each function of the native library makes of fixed inputs, for the instruction set that is named.
+//
+// Sets with vectors of the same size print the same lines on any processor; lines of quantised products are the same for
+// all sets. `tests/decoder/test_native_targets.py` builds it for several targets and compares what they print.
+
+#include "library.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int use_instructions(const char *name);
+int panel_width(void);
+int quantised_width(void);
+int rows_together(void);
+const Format *weight_format(int number);
+void pack_weights(int format, const uint8_t *from, int64_t outputs, int64_t inputs, uint8_t *to, int threads);
+void unpack_rows(
+    int format, const uint8_t *packed, int64_t inputs, const int64_t *rows, int64_t count, float *to, int threads);
+#define DECLARED(result, name, parameters, arguments) result name parameters;
+EACH_FUNCTION(DECLARED)
+
+enum { MOST = 1 << 22 };
+
+static uint64_t seed = 1;
+
+static uint32_t random_bits(void) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(seed >> 33);
+}
+
+static float random_float(void) { return (float)(random_bits() % 65536) / 32768 - 1; }
+
+static uint16_t random_bf16(void) { return (uint16_t)((random_bits() & 0x807f) | (0x7c + random_bits() % 3) << 7); }
+
+static uint16_t random_half(void) { return (uint16_t)((random_bits() & 0x83ff) | (4 + random_bits() % 8) << 10); }
+
+static void *memory(int64_t bytes) {
+    // No place behind it is readable for sanitizers.
+    void *found = malloc(bytes ? (size_t)bytes : 1);
+    if (!found) exit(2);
+    return found;
+}
+
+static float *floats(int64_t count) {
+    float *numbers = memory(count * 4);
+    for (int64_t i = 0; i < count; i++) numbers[i] = random_float();
+    return numbers;
+}
+
+static uint16_t *bf16s(int64_t count) {
+    uint16_t *numbers = memory(count * 2);
+    for (int64_t i = 0; i < count; i++) numbers[i] = random_bf16();
+    return numbers;
+}
+
+static void print(const char *what, int64_t rows, const void *numbers, int64_t bytes) {
+    uint64_t hash = 14695981039346656037u;
+    for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const uint8_t *)numbers)[i]) * 1099511628211u;
+    printf("%s %lld %016llx\n", what, (long long)rows, (unsigned long long)hash);
+}
+
+// ----------------------------------------------------------------------------------------------- quantised products
+
+// Random blocks, with scales that are small numbers.
+static uint8_t *random_blocks(const Format *f, int64_t count) {
+    uint8_t *blocks = memory(count * f->bytes);
+    for (int64_t i = 0; i < count * f->bytes; i++) blocks[i] = (uint8_t)random_bits();
+    for (int64_t b = 0; b < count; b++) {
+        uint8_t *block = blocks + b * f->bytes;
+        const uint16_t halves[2] = {random_half(), random_half()};
+        if (!strcmp(f->name, "MXFP4")) block[0] = (uint8_t)(118 + random_bits() % 7);
+        else if (!strcmp(f->name, "Q6_K")) memcpy(block + f->bytes - 2, halves, 2);
+        else memcpy(block, halves, f->head_bytes / quantised_width());
+    }
+    return blocks;
+}
+
+static void quantised_products(void) {
+    enum { INPUTS = 512, OUTPUTS = 75 };
+    for (int number = 0; weight_format(number); number++) {
+        const Format *f = weight_format(number);
+        const int64_t panels = (OUTPUTS + quantised_width() - 1) / quantised_width(), blocks = INPUTS / f->inputs;
+        uint8_t *from = random_blocks(f, OUTPUTS * blocks), *packed = memory(panels * blocks * f->packed_bytes);
+        memset(packed, 0, panels * blocks * f->packed_bytes);
+        pack_weights(number, from, OUTPUTS, INPUTS, packed, 1);
+        const int64_t rows[3] = {74, 0, 16};
+        float *unpacked = memory(3 * INPUTS * 4);
+        unpack_rows(number, packed, INPUTS, rows, 3, unpacked, 1);
+        print("unpacked", number, unpacked, 3 * INPUTS * 4);
+        Quantised all = {1, {{number, OUTPUTS, packed}}};
+        float *bias = floats(OUTPUTS);
+        const Product p = {INPUTS, OUTPUTS, &all, bias, NULL, QUANTISED};
+        for (int64_t count = 1; count <= 37; count = count * 3 / 2 + 1) {
+            float *x = floats(count * INPUTS), *y = memory(count * OUTPUTS * 4);
+            x[0] = 50, x[1] = 0;
+            linear(&p, x, count, 0, y, 1);
+            print(f->name, count, y, count * OUTPUTS * 4);
+            free(x), free(y);
+        }
+        free(from), free(packed), free(unpacked), free(bias);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- packed products
+
+static int64_t words_of(int kind, int64_t inputs) {
+    if (kind == NIBBLES) return inputs / BLOCK_INPUTS * 5;
+    if (kind == BLOCKS) return inputs / BLOCK_INPUTS * 9;
+    const int64_t each = kind == FLOATS ? 1 : kind == HALVES ? 2 : 4;
+    return (inputs + each - 1) / each;
+}
+
+// The same weights for any width of panels: word `word` of output `output`.
+static uint32_t word_of(int kind, int64_t inputs, int64_t output, int64_t word) {
+    seed = (uint64_t)(output * 1000003 + word) * 0x9E3779B97F4A7C15u + (uint64_t)kind;
+    random_bits();
+    if (kind == FLOATS) {
+        const float x = random_float();
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        return bits;
+    }
+    if (kind == HALVES || (kind == NIBBLES && word % 5 == 0)) {
+        const uint32_t low = random_bf16();
+        return low | (kind == HALVES && 2 * word + 1 >= inputs ? 0 : (uint32_t)random_bf16() << 16);
+    }
+    if (kind == BLOCKS && word % 9 == 0) return (0x78 + random_bits() % 8) << 23; // a power of two
+    return random_bits() ^ random_bits() << 16;
+}
+
+static void packed_products(void) {
+    static const char *const names[] = {"float32", "bfloat16", "bytes", "codes", "blocks"};
+    static const int64_t sizes[][2] = {{64, 75}, {129, 40}, {7, 3}, {320, 64}};
+    for (int kind = FLOATS; kind <= BLOCKS; kind++)
+        for (int size = 0; size < 4; size++) {
+            const int64_t inputs = sizes[size][0], outputs = sizes[size][1], width = panel_width();
+            if ((kind == NIBBLES || kind == BLOCKS) && inputs % BLOCK_INPUTS) continue;
+            const int64_t panels = (outputs + width - 1) / width, words = words_of(kind, inputs);
+            uint32_t *packed = memory(panels * width * words * 4);
+            for (int64_t i = 0; i < panels * width * words; i++)
+                packed[i] = word_of(kind, inputs, i / width / words * width + i % width, i / width % words);
+            seed = (uint64_t)(kind * 10 + size);
+            float *scales = floats(outputs), *bias = floats(outputs);
+            const Product p = {inputs, outputs, packed, bias, kind == BYTES ? scales : NULL, kind};
+            for (int64_t rows = 1; rows <= 61; rows = rows * 3 / 2 + 1) {
+                float *x = floats(rows * inputs), *y = memory(rows * outputs * 4);
+                linear(&p, x, rows, 0, y, 1);
+                print(names[kind], rows, y, rows * outputs * 4);
+                free(x), free(y);
+            }
+            free(packed), free(scales), free(bias);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------- whole layers
+
+static Product random_product(int64_t inputs, int64_t outputs) {
+    const int64_t width = panel_width(), panels = (outputs + width - 1) / width, words = words_of(HALVES, inputs);
+    uint32_t *packed = memory(panels * width * words * 4);
+    for (int64_t i = 0; i < panels * width * words; i++)
+        packed[i] = word_of(HALVES, inputs, i / width / words * width + i % width, i / width % words);
+    return (Product){inputs, outputs, packed, NULL, NULL, HALVES};
+}
+
+// A pass over two texts: a tree behind `length` tokens, and a prompt.
+static void passes(int64_t length, int64_t new) {
+    enum { SIZE = 48, HEADS = 6, KV_HEADS = 2, DIM = 10, WIDTH = 72, PROMPT = 5 };
+    const int64_t all = HEADS + 2 * KV_HEADS, rows = new + PROMPT, together = rows_together();
+    Layer layer = {
+        .qkv = random_product(SIZE, all * DIM),
+        .o = random_product(HEADS * DIM, SIZE),
+        .gate_up = random_product(SIZE, 2 * WIDTH),
+        .down = random_product(WIDTH, SIZE),
+        .size = SIZE,
+        .heads = HEADS,
+        .kv_heads = KV_HEADS,
+        .dim = DIM,
+        .eps = 1e-5f,
+        .head_eps = 1e-6f,
+    };
+    seed = (uint64_t)(length * 100 + new);
+    float *norm_in = floats(SIZE), *norm_between = floats(SIZE), *head_norm = floats((HEADS + KV_HEADS) * DIM);
+    layer.norm_in = norm_in, layer.norm_between = norm_between, layer.head_norm = head_norm;
+    const Layer *layers[2] = {&layer, &layer};
+    const int64_t slots = length + new, of_layer = KV_HEADS *slots *DIM, of_prompt = KV_HEADS *PROMPT *DIM;
+    float *keys = floats(2 * of_layer), *values = floats(2 * of_layer);
+    float *prompt_keys = floats(2 * of_prompt), *prompt_values = floats(2 * of_prompt);
+    uint8_t *mask = memory(new *new);
+    for (int64_t i = 0; i < new *new; i++) mask[i] = i / new == i % new || (i % new < i / new &&i % new % 2 == 0);
+    const Text texts[2] = {
+        {keys, values, of_layer, slots * DIM, DIM, of_layer, slots * DIM, DIM, length, new, mask},
+        {prompt_keys, prompt_values, of_prompt, PROMPT * DIM, DIM, of_prompt, PROMPT * DIM, DIM, 0, PROMPT, NULL},
+    };
+    float *states = floats(rows * SIZE), *heads = memory(rows * all * DIM * 4),
+          *attended = memory(rows * HEADS * DIM * 4);
+    float *cosines = floats(rows * DIM), *sines = floats(rows * DIM);
+    const int64_t before = SIZE + all * DIM, behind = 2 * SIZE + 3 * WIDTH;
+    float *scratch = memory(together * (before > behind ? before : behind) * 4);
+    const Attention a = {texts, NULL, attended, all * DIM, HEADS, KV_HEADS, DIM, DIM, 0.3f, 0};
+    const Pass pass = {layers, 0, 2, rows, states, heads, 0, cosines, sines, scratch};
+    if (run_layers(&pass, &a, 2, 2)) exit(2);
+    print("states", length, states, rows * SIZE * 4);
+    print("keys", length, keys, 2 * of_layer * 4);
+    const void *const held[] = {layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight, norm_in,
+        norm_between, head_norm, keys, values, prompt_keys, prompt_values, mask, states, heads, attended, cosines,
+        sines, scratch};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++) free((void *)held[i]);
+}
+
+static void attention_of_bf16(int64_t length, int64_t new, int64_t dim) {
+    enum { HEADS = 4, KV_HEADS = 2 };
+    seed = (uint64_t)(length * 1000 + dim);
+    const int64_t slots = length + new;
+    uint16_t *keys = bf16s(KV_HEADS * slots * dim), *values = bf16s(KV_HEADS * slots * dim);
+    uint16_t *queries = bf16s(new *HEADS *dim), *out = memory(new *HEADS *dim * 2);
+    const Text text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, length, new, NULL};
+    const Attention a = {&text, queries, out, HEADS * dim, HEADS, KV_HEADS, dim, dim, 0.2f, 1};
+    if (attend(&a, 1, 1)) exit(2);
+    print("attention", length, out, new *HEADS *dim * 2);
+    free(keys), free(values), free(queries), free(out);
+}
+
+// ---------------------------------------------------------------------------------------------------------- tokens
+
+static void tokens(int64_t vocab) {
+    seed = (uint64_t)vocab;
+    float *logits = floats(vocab);
+    uint8_t *penalised = memory(vocab);
+    for (int64_t i = 0; i < vocab; i++) penalised[i] = random_bits() % 9 == 0;
+    int64_t ids[64];
+    double scores[64];
+    for (int noisy = 0; noisy < 2; noisy++) {
+        const Choosing c = {penalised, 1.1, 0.8, log(0.01), 7, noisy};
+        const int64_t found = contenders(&c, 11, logits, 0, vocab, ids, scores, 64);
+        print("contenders", found, ids, found > 0 ? found * 8 : 0);
+        float best[8];
+        int64_t drafts[8];
+        float *written = memory(vocab * 4);
+        memcpy(written, logits, vocab * 4);
+        rank_drafts(&c, 11, written, vocab, 8, best, drafts);
+        print("drafts", noisy, drafts, sizeof drafts);
+        print("scores", noisy, best, sizeof best);
+        free(written);
+    }
+    free(logits), free(penalised);
+}
+
+int main(int count, char **arguments) {
+    if (count != 2 || use_instructions(arguments[1])) {
+        fprintf(stderr, "name an instruction set that this processor has and that was compiled\n");
+        return 1;
+    }
+    quantised_products();
+    packed_products();
+    passes(0, 3), passes(40, 9), passes(600, 17);
+    attention_of_bf16(300, 7, 24), attention_of_bf16(5, 1, 64), attention_of_bf16(70, 3, 9);
+    tokens(5), tokens(1000);
+    return 0;
+}
