@@ -1,4 +1,4 @@
-"""The sources of the native library: compilers of two families find nothing to say about them, and they are formatted."""
+"""The sources of the native library: two compilers find nothing to say about them, and they are formatted."""
 
 import shutil
 import subprocess

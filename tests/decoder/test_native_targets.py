@@ -1,4 +1,4 @@
-"""The native library built for several targets: the same bits where they are promised, and no fault that sanitizers find.
+"""The native library for several targets: the same bits where they are promised, and no fault that sanitizers find.
 
 `tests/native/hashes.c` prints a hash of what each function makes of fixed inputs. Programs for aarch64 run in qemu.
 """

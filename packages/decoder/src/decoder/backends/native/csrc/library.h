@@ -148,11 +148,11 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `key
 // ---------------------------------------------------------------------------------------------------------- layouts
 
 // name, bytes: callers compare these with their own, see `structures`.
-#define EACH_STRUCTURE(X)                                                                                              \
-    X(Product, 48)                                                                                                     \
-    X(QuantisedPart, 24)                                                                                               \
-    X(Quantised, 80) X(Format, 32) X(Layer, 256) X(Text, 88) X(Attention, 72) X(Pass, 80) X(Choosing, 48) X(Head, 120) \
-        X(Drafter, 120) X(Drafts, 112)
+// clang-format off
+#define EACH_STRUCTURE(X)                                                                                          \
+    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Layer, 256) X(Text, 88) X(Attention, 72)  \
+    X(Pass, 80) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
+// clang-format on
 
 #define HAS_SIZE(name, bytes) _Static_assert(sizeof(name) == (bytes), "the size of " #name);
 EACH_STRUCTURE(HAS_SIZE)

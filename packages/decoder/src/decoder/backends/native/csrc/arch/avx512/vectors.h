@@ -10,8 +10,8 @@ enum { LANES = 16, MOST_ROWS = 14, WIDE = 4 };
 #define MANY_ROWS(X, kind, again)                                                                                      \
     X(kind, again, 7, 1)                                                                                               \
     X(kind, again, 8, 1)                                                                                               \
-    X(kind, again, 9, 1) X(kind, again, 10, 1) X(kind, again, 11, 1) X(kind, again, 12, 1) X(kind, again, 13, 1)       \
-        X(kind, again, 14, 1)
+    X(kind, again, 9, 1)                                                                                               \
+    X(kind, again, 10, 1) X(kind, again, 11, 1) X(kind, again, 12, 1) X(kind, again, 13, 1) X(kind, again, 14, 1)
 
 #include "../types.h"
 
