@@ -82,7 +82,7 @@ class NativeInt4Weight(NativeWeight):
         self._hold((outputs, inputs), dtype, self._words(codes, _shared(scales)), bias)
 
     def _words(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """In panels of outputs and blocks of inputs, [panels, blocks x 5 words, outputs, 4 bytes], as in native.h.
+        """In panels of outputs and blocks of inputs, [panels, blocks x 5 words, outputs, 4 bytes], as in library.h.
 
         Args:
             codes: [out, in / 2].

@@ -138,7 +138,7 @@ class MXInt8Weight(NativeWeight):
         return torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """[panels, blocks x 9 words, outputs, 4 bytes], as native.h has them."""
+        """[panels, blocks x 9 words, outputs, 4 bytes], as library.h has them."""
         blocks = self._in_panels(weight, torch.float32).unflatten(2, (-1, BLOCK))
         steps = mxint8_steps(blocks)
         bytes_of = (blocks / steps).round_().to(torch.int8)  # [panels, outputs, blocks, inputs]
