@@ -204,6 +204,7 @@ def uncompiled(monkeypatch, tmp_path):
     """The library has not been asked for, and the user's cache folder is empty."""
     monkeypatch.setattr(native, "_loaded_for", native._loaded_for.__wrapped__)
     monkeypatch.setattr(native, "_key", native._key.__wrapped__)
+    monkeypatch.setattr(native.compiling, "FLAGS", (*native.compiling.FLAGS, "-O0"))  # half of the compiler's time
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
