@@ -3,35 +3,52 @@
 #include "native.h"
 #include "formats/formats.h"
 
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+INLINE ivec whole_swapped(ivec x, int step) { return (ivec)swapped((vec)x, step); }
+
+// Sums of those at places 0, 1 and at places 2, 3 of the words of a half of a part, in lanes 0 and 2.
+INLINE ivec sums_of_places(const ivec *numbers) {
+    enum { VECTORS = PART / 2 / LANES };
+    ivec total = numbers[0];
+    for (int i = 1; i < VECTORS; i++) total += numbers[i];
+    UNROLL(2)
+    for (int step = LANES / 2; step > 2; step /= 2) total += whole_swapped(total, step);
+    return total + whole_swapped(total, 1);
+}
+
 // A part of 32 inputs: rounded to the nearest of 127 steps to either side of zero.
 static void round_part(const void *x, int64_t at, int is_bf16, Input *to) {
     vec numbers[PART / LANES];
-    ivec most = {0};
+    ivec whole[PART / LANES], most = {0};
     for (int i = 0; i < PART / LANES; i++) {
         numbers[i] = load(x, at + i * LANES, is_bf16, LANES);
         // As whole numbers: what is no number is the largest, and makes the step none.
         const ivec size = (ivec)numbers[i] & 0x7fffffff;
         most = (ivec)choose(size > most, (vec)size, (vec)most);
     }
-    int32_t largest = 0;
-    for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
-    float size;
-    memcpy(&size, &largest, 4);
+    UNROLL(4)
+    for (int step = LANES / 2; step; step /= 2) {
+        const ivec other = whole_swapped(most, step);
+        most = (ivec)choose(other > most, (vec)other, (vec)most);
+    }
+    float size = ((vec)most)[0];
     if (size < 1e-30f) size = 0; // its inverse would not be a number
     to->step = size / 127;
-    const float rate = to->step > 0 ? 127 / size : 0;
-    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    const vec rate = splat(to->step > 0 ? 127 / size : 0);
     for (int i = 0; i < PART / LANES; i++) {
-        const bytes codes = __builtin_convertvector(__builtin_convertvector(to_whole(numbers[i] * rate), ivec), bytes);
+        whole[i] = __builtin_convertvector(to_whole(numbers[i] * rate), ivec);
+        const bytes codes = __builtin_convertvector(whole[i], bytes);
         memcpy(to->codes + i * LANES, &codes, sizeof codes);
+        // What is no number is a code of some kind, of which the sums are as well.
+        whole[i] = __builtin_convertvector(codes, ivec);
     }
-    int32_t pairs[2][2] = {{0}};
-    for (int i = 0; i < PART; i++) pairs[i / 16][i / 2 % 2] += to->codes[i];
-    for (int i = 0; i < 2; i++) {
-        to->halves[i] = pairs[i][0] + pairs[i][1];
-        to->pairs[0][i] = (int16_t)pairs[0][i], to->pairs[1][i] = (int16_t)pairs[1][i];
-        to->pairs[2][i] = (int16_t)(pairs[0][i] + pairs[1][i]);
+    for (int half = 0; half < 2; half++) {
+        const ivec sums = sums_of_places(whole + half * (PART / LANES / 2));
+        to->pairs[half][0] = (int16_t)sums[0], to->pairs[half][1] = (int16_t)sums[2];
+        to->halves[half] = sums[0] + sums[2];
     }
+    for (int i = 0; i < 2; i++) to->pairs[2][i] = (int16_t)(to->pairs[0][i] + to->pairs[1][i]);
     to->sum = to->halves[0] + to->halves[1];
     to->total = to->step * (float)to->sum;
 }
