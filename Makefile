@@ -49,9 +49,9 @@ $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-tra
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis ruff \
-		mypy peft openai mkdocs-material 'mkdocstrings[python]' \
+		mypy peft openai jsonschema mkdocs-material 'mkdocstrings[python]' \
 		"triton ; platform_system == 'Linux' and platform_machine == 'x86_64'" \
-		-e 'packages/decoder[gguf,serve,tensor-parallel]' -e packages/heads-train -e packages/eval
+		-e 'packages/decoder[constraints,gguf,serve,tensor-parallel]' -e packages/heads-train -e packages/eval
 	touch $(INSTALLED)
 
 clean:

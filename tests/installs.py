@@ -36,12 +36,18 @@ class Install:
     tools: tuple[str, ...] = ()
 
 
-OF_EXTRAS = ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "llama_cpp", "triton", "peft")
+OF_EXTRAS = ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "llama_cpp", "triton", "peft", "llguidance")
 INSTALLS = {
     "decoder": Install(
         ("decoder",),
         ("decoder/test_plain_install.py", "decoder/test_using_it.py", "decoder/test_command.py"),
         ("lightning", "datasets", *OF_EXTRAS),
+    ),
+    "decoder[constraints]": Install(
+        ("decoder[constraints]",),
+        ("decoder/test_grammars.py", "decoder/test_constrained.py"),
+        ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton"),
+        ("jsonschema",),
     ),
     "decoder[gguf]": Install(
         ("decoder[gguf]",), ("decoder/test_gguf*.py",), ("accelerate", "starlette", "uvicorn", "mauve", "triton")

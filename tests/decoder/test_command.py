@@ -211,6 +211,10 @@ def test_flags_are_the_settings_and_their_defaults():
         tree=(1, 2), coupled=False, budget=99, cache="static"
     )
     assert command.from_flags(SamplingParams, args) == SamplingParams(min_p=0.1, top_k=7)
+    given = ["--logit-bias", "3:2.5,17:-100", "--bad-words", "one", "--bad-words", "two", "--min-tokens", "4"]
+    args = command._parser().parse_args(["--model", "m", *given])
+    expected = SamplingParams(logit_bias={17: -100, 3: 2.5}, bad_words=["one", "two"], min_tokens=4)
+    assert command.from_flags(SamplingParams, args) == expected
 
 
 def test_help_explains_every_flag(run):
@@ -218,7 +222,11 @@ def test_help_explains_every_flag(run):
     assert status == 0
     for settings in (SamplingParams, TokenSwiftOptions):
         for field in fields(settings):
-            assert f"--{field.name.replace('_', '-')}" in text
+            # The constraint has flags of its own; how much of the output there was follows from what is resumed.
+            assert (f"--{field.name.replace('_', '-')}" in text) == (
+                field.name not in ("constraint", "continued_tokens")
+            )
+    assert all(flag in text for flag in ("--json-schema", "--regex", "--grammar", "--choice"))
     assert "the highest penalised" in text
     words = " ".join(text.split())
     assert "--tree TREE branching per depth" in words and "1,3,3,3" in words and "'0.0.0 0.1 1'" in words
@@ -298,6 +306,51 @@ def test_a_run_cut_at_any_byte_resumes_exactly(run, common, tmp_path, method, te
         assert (status, text, file.read_bytes()) == (0, whole, whole.encode()), told
         assert Path(f"{file}.tokens").read_bytes()[:header] == record[:header]
         assert tokens_in(file) == tokens_in(tmp_path / "whole")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "words": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 4}},
+    "required": ["ok", "words"],
+    "additionalProperties": False,
+}
+
+
+def test_the_output_has_the_shape_that_was_asked_for_also_when_resumed(run, common, tmp_path):
+    pytest.importorskip("llguidance")
+    file = tmp_path / "schema.json"
+    file.write_text("\ufeff" + json.dumps(SCHEMA), encoding="utf-8")
+    arguments = [*common, "--max-new-tokens", 200, "--json-schema", file]
+    whole = run(*arguments, "--method", "ar", "--output", tmp_path / "whole")[1]
+    assert set(json.loads(whole)) == {"ok", "words"}
+    record = (tmp_path / "whole.tokens").read_bytes()
+    lines = record.splitlines(keepends=True)
+    for cut in (2, len(lines) // 2, len(lines) - 1):
+        Path(tmp_path / "cut.tokens").write_bytes(b"".join(lines[:cut]))
+        status, text, told = run(*arguments, "--output", tmp_path / "cut", "--resume")
+        assert (status, text) == (0, whole), told
+    other = [*common, "--max-new-tokens", 200, "--choice", "yes", "--choice", "no"]
+    status, _, told = run(*other, "--output", tmp_path / "cut", "--resume")
+    assert status == 2 and "another constraint" in told
+    assert run(*other)[1] in ("yes", "no")
+    assert run(*common, "--regex", "x{3}y", "--max-new-tokens", 9)[1] == "xxxy"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--json-schema", "nowhere.json"], "nowhere.json"),
+        (["--regex", "(a"], "unclosed group"),
+        (["--regex", "a", "--choice", "b"], "not allowed with"),
+        (["--logit-bias", "3=4"], "biases are written like"),
+        (["--logit-bias", "3:400"], "logit_bias must be between"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_told_before_the_model_is_loaded(run, common, monkeypatch, flags, words):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(command, "load_from_flags", None)
+    status, _, told = run(*common, "--max-new-tokens", 9, *flags)
+    assert status == 2 and words in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize("tokens", ['["a", 5]', "[true]", "[1.5]", "[null]", "[[3]]", "3", '[1]}\n{"at": 5'])

@@ -45,7 +45,7 @@ def test_levels_for_many_branches_are_those_of_each_branch_alone(model, kind):
                     # Heads that look at no tokens see the penalty window of the text alone.
                     context = sampler.draft_context(path if heads.conditioned else ())
                     logits = dec.target.head(normalised[None])
-                    scores = sampler.processed(logits.double(), context.in_window(), None, sampler.draft_params)[0]
+                    scores = sampler.processed(logits.double(), context.conditions(), None, sampler.draft_params)[0]
                     scores = scores + sampler.draft_context().noise(1, skip=depth)[0]
                     best = scores.topk(6)
                     assert [token for token, _ in level.rows[row]] == best.indices.tolist()

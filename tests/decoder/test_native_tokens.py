@@ -10,12 +10,14 @@ import torch
 from decoder import Decoder, SamplingParams
 from decoder.backends.native import library as native
 from decoder.backends.native.levels import NativeLevels
+from decoder.constraints import Vocabulary
 from decoder.drafters import levels as levels_module
 from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together
 from decoder.sampling.native_choice import IMPLEMENTED, NativeChoice, native_choice, no_choice
 from decoder.sampling.noise import gumbel
 from decoder.sampling.sampler import Sampler
 
+from .automaton import Automaton
 from .conftest import VOCAB, random_heads, tiny_llama
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
@@ -112,21 +114,32 @@ OTHERS = {
     "penalty_window": [dict(repetition_penalty=1.5, penalty_window=2), dict(repetition_penalty=1.5, penalty_window=0)],
     "seed": [dict(seed=1), dict(seed=2**62)],
     "suppress_tokens": [dict(suppress_tokens=(1, 2, 3))],
+    "presence_penalty": [dict(presence_penalty=1.5)],
+    "frequency_penalty": [dict(frequency_penalty=-0.5)],
+    "logit_bias": [dict(logit_bias={3: 2.0, 5: -100})],
+    "min_tokens": [dict(min_tokens=30)],
+    "bad_words": [dict(bad_words=[[3], [4, 5]])],
+    "constraint": [dict(constraint=Automaton())],
+    "continued_tokens": [dict(bad_words=[[5, token] for token in range(7)], continued_tokens=1)],
 }
-PLAIN = {"penalty_window": SamplingParams(repetition_penalty=1.5)}  # what to compare with, where not with the defaults
+# What to compare with, where not with the defaults.
+PLAIN = {
+    "penalty_window": SamplingParams(repetition_penalty=1.5),
+    "continued_tokens": SamplingParams(bad_words=[[5, token] for token in range(7)]),
+}
+VOCABULARY = Vocabulary(8, stop_ids=frozenset([2, 6]))
 
 
 def drawn(params, native):
     """Tokens of a small vocabulary drawn one after the other; None where the library does not choose."""
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(params, 8, CPU, [1, 2, 3, 4, 5], choice=CHOICE if native else no_choice)
+    sampler = Sampler(params, 8, CPU, [1, 2, 3, 4, 5], choice=CHOICE if native else no_choice, vocabulary=VOCABULARY)
     if native and sampler.native is None:
         return None
     tokens = []
     for _ in range(60):
         logits = torch.randn(8, generator=generator)
-        found = sampler.native.highest(logits, len(sampler.context), sampler.window.penalised) if native else None
-        tokens.append(found[0] if native else obvious(sampler, logits))
+        tokens.append(sampler.draw(logits).token if native else obvious(sampler, logits))
         sampler.push(tokens[-1])
     return tokens
 

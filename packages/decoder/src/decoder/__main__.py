@@ -9,12 +9,13 @@ Standard output gets the text and nothing else. Exit status: 0 done; 1 the run b
 import argparse
 import gc
 import io
+import json
 import os
 import re
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,11 +28,13 @@ from decoder.checks import decoded
 from decoder.cli.continuation import stream_on
 from decoder.cli.doctor import doctor
 from decoder.cli.flags import (
+    add_constraint_flags,
     add_flags,
     add_loading_flags,
     add_sanitize_flag,
     check_flags,
     check_sources,
+    constraint_of,
     from_flags,
     heads_of,
     load_from_flags,
@@ -86,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--resume", action="store_true", help="go on with what a cut run has left in --output, if any")
     output.add_argument("--audit", action="store_true", help="score the text again afterwards and say what was found")
     add_flags(parser.add_argument_group("sampling"), SamplingParams)
+    shape = parser.add_argument_group("shape", "one of these says what the output must be")
+    add_constraint_flags(shape.add_mutually_exclusive_group())
     drafting = parser.add_argument_group("drafting", "changes the speed, never the text (but see --verification)")
     drafting.add_argument("--method", choices=methods(), help="default: auto, which needs exact verification")
     add_flags(drafting, TokenSwiftOptions)
@@ -183,6 +188,7 @@ class _Run:
     def _prepare(self) -> None:
         args = self.args
         sampling, options = from_flags(SamplingParams, args), from_flags(TokenSwiftOptions, args)
+        sampling = replace(sampling, constraint=self.ranks.first(lambda: constraint_of(args)))
         prompt_ids = self.ranks.first(lambda: _prompt_ids(args))
         request: dict[str, Any] = {
             "prompt": {"sha256": digest_of(prompt_ids), "tokens": len(prompt_ids)},
@@ -190,8 +196,8 @@ class _Run:
             "ignore_eos": args.ignore_eos,
             "verification": options.verification,
             "kv_dtype": options.kv_dtype,
-            **asdict(sampling),
-            "suppress_tokens": list(sampling.suppress_tokens),
+            # As they come back from a file: lists, and no tuples.
+            **json.loads(json.dumps(asdict(sampling))),
         }
         self.ranks.first(lambda: self._check_request(request))
         self.decoder: Decoder = load_from_flags(args, args.tensor_parallel)

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.cache.rounding import rounding_cache
+from decoder.constraints.base import Vocabulary
 from decoder.model.short_weights import INT4, short_dtype
 from decoder.sampling.filters import first_argmax
 from decoder.sampling.params import SamplingParams
@@ -93,6 +94,7 @@ def audit(output: "GenerationOutput") -> Audit:
         request.sampling,
         request.logits_hook,
         request.kv_dtype,
+        request.vocabulary,
     )
 
 
@@ -104,6 +106,7 @@ def audit_tokens(
     sampling: SamplingParams,
     logits_hook: LogitsHook | None = None,
     kv_dtype: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Audit:
     """Score ``token_ids`` again by one teacher-forced pass of the plain model, and compare with the seed's choices.
 
@@ -125,7 +128,9 @@ def audit_tokens(
             output = model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=max(1, rows))
             for position in range(max(start, first), end):
                 logits = output.logits[0, position - end]
-                sampler = sampler or Sampler(sampling, len(logits), logits.device, prompt_ids, logits_hook)
+                sampler = sampler or Sampler(
+                    sampling, len(logits), logits.device, prompt_ids, logits_hook, vocabulary=vocabulary
+                )
                 scores = sampler.scores(logits)
                 expected, token = int(first_argmax(scores)), text[position + 1]
                 if token != expected:

@@ -14,10 +14,12 @@ from decoder.backends.transfers import download
 from decoder.backends.verification import Verification
 from decoder.drafters.base import DeferredRead, DraftsAhead
 from decoder.drafters.levels import fill_together
+from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.target import Target
 from decoder.parallel.ranks import Ranks, linked
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sampling.acceptance import Step, Walk, walk
+from decoder.sampling.constraint_path import keep_within
 from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.scheduler import Fits, Scheduler, failure_of
@@ -131,6 +133,10 @@ class Engine:
             if sequence.error is None:
                 with failure_of(sequence):
                     tree = sequence.drafter.propose(sequence.cache, sequence.sampler, depth)
+                    path, drafter = sequence.sampler.constraint, sequence.drafter
+                    if path is not None and not getattr(drafter, "keeps_within", False):
+                        # Plain decoding drafts nothing, forced tokens neither.
+                        keep_within(tree, path, depth if drafter.max_nodes > 1 else 0, max(drafter.max_nodes, WIDEST))
                     tree.prune(depth, self.target.most_nodes)
                     trees[sequence] = tree
         return trees

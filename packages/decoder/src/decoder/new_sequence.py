@@ -8,12 +8,14 @@ from decoder.arguments import Arguments
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.stored import full_cache
+from decoder.constraints.base import Vocabulary
 from decoder.drafters import Drafter, DrafterContext, drafter_class
 from decoder.engine import Engine
 from decoder.outputs import Request
 from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.sampler import Sampler
 from decoder.sequence import Sequence
+from decoder.text.stops import eos_ids
 from decoder.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         smallest, growable = len(context) + target.width(drafter.max_nodes), arguments.open_ended
         return drafter, full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
 
+    ends = frozenset(arguments.stop_ids)
+    vocabulary = Vocabulary(target.vocab_size, dec.tokenizer, ends & eos_ids(dec.model, dec.tokenizer), ends)
     sampler = Sampler(
         sampling,
         target.vocab_size,
@@ -59,9 +63,10 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         collect_logprobs=arguments.return_logprobs,
         collect_top_logprobs=arguments.top_logprobs,
         choice=target.backend.choice,
+        vocabulary=vocabulary,
     )
     return Sequence(
-        Request(dec.model, arguments.context, sampling, options.verification, hook, options.kv_dtype),
+        Request(dec.model, arguments.context, sampling, options.verification, hook, options.kv_dtype, vocabulary),
         sampler,
         *begun(arguments.context, arguments.limit),
         arguments.limit,
@@ -69,7 +74,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         None if dec.tokenizer is None else TextStream(dec.tokenizer, arguments.stop_strings, arguments.context),
         exact if exactly else Independent(sampling.seed, target.device),
         # Reading from a GPU takes long, so all is read at once; but a hook needs each logits vector on the host.
-        draws_whole_trees=exactly and hook is None and target.draws_whole_trees,
+        draws_whole_trees=exactly and sampler.draws_whole_trees and target.draws_whole_trees,
         # Other verifications choose the text by the drafts, which a new drafter would not make again.
         renew=begun if exactly else None,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from decoder.constraints.base import Vocabulary
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook
 from decoder.stats import Statistics
@@ -21,6 +22,7 @@ class Request:
         verification: `TokenSwiftOptions.verification`.
         logits_hook: the user's hook, if any.
         kv_dtype: `TokenSwiftOptions.kv_dtype`.
+        vocabulary: the tokens, and which of them end the text.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -29,6 +31,7 @@ class Request:
     verification: str
     logits_hook: LogitsHook | None
     kv_dtype: str | None = None
+    vocabulary: Vocabulary | None = field(default=None, repr=False)
 
 
 @dataclass

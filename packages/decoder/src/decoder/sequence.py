@@ -99,7 +99,8 @@ class Sequence:
         self.remaining -= 1
         if self.text_stream is not None:
             self.text_stream.push(token)
-        if token in self.stop_ids or (self.text_stream is not None and self.text_stream.stopped):
+        stopped = token in self.stop_ids or (self.text_stream is not None and self.text_stream.stopped)
+        if stopped or self.sampler.finished:
             self.finish_reason = "stop"
         elif not self.remaining:
             self.finish_reason = "length"

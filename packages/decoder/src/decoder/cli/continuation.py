@@ -28,9 +28,9 @@ def stream_on(
     """`Decoder.stream` for a text whose first tokens, ``token_ids``, have been generated before.
 
     Since the noise is keyed by position and the penalty window covers prompt and output, these tokens can simply be
-    added to the prompt. Text and stop strings are decoded over the whole output. The first chunk comes before any work
-    and has no new tokens, but the text so far. The output in the last chunk is the whole generation; its statistics
-    are those of the new tokens alone.
+    added to the prompt, where `SamplingParams.continued_tokens` tells them from it. Text and stop strings are decoded
+    over the whole output. The first chunk comes before any work and has no new tokens, but the text so far. The output
+    in the last chunk is the whole generation; its statistics are those of the new tokens alone.
 
     Args:
         decoder: the decoder.
@@ -59,9 +59,11 @@ def stream_on(
         options = replace(options, budget=options.budget_for(len(prompt_ids)))
     rest = None if max_new_tokens is None else max_new_tokens - len(token_ids)
     context = [*prompt_ids, *token_ids]
-    stream = decoder.stream(
-        context, rest, method, sampling, options, ignore_eos=ignore_eos, return_logprobs=return_logprobs
+    on = replace(
+        sampling,
+        continued_tokens=sampling.continued_tokens + len(token_ids),
     )
+    stream = decoder.stream(context, rest, method, on, options, ignore_eos=ignore_eos, return_logprobs=return_logprobs)
     request = Request(decoder.model, list(prompt_ids), sampling, options.verification, None, options.kv_dtype)
     ended = finish_reason if finish_reason == "stop" or rest == 0 else None
     return _run(stream, decoder, request, token_ids, stop, ended)

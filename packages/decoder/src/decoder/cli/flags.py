@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
+from decoder import constraints
 from decoder.checks import check, shown
 from decoder.decoder import Decoder
 from decoder.heads_beside import heads_beside
@@ -32,6 +33,13 @@ def _ids(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"token ids are written like 3,17, not {shown(text)}") from None
 
 
+def _biases(text: str) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in (pair.split(":") for pair in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"biases are written like 3:2.5,17:-100, not {shown(text)}") from None
+
+
 _CHOICES = {"cache": CACHES, "draft_cache": DRAFT_CACHES, "verification": VERIFICATIONS, "kv_dtype": KV_DTYPES}
 # Help texts that differ from the docstring, which writes trees in Python's syntax.
 _WORDS = {
@@ -39,7 +47,9 @@ _WORDS = {
     "(1,3,3,3 is the paper's); or paths of ranks, as in '0.0.0 0.1 1' (default: chosen step by step from what "
     "verifications cost here and what was accepted)"
 }
-_TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS")}
+_TUPLES = {"tree": (_tree, "TREE"), "suppress_tokens": (_ids, "IDS"), "logit_bias": (_biases, "ID:X,...")}
+_REPEATED = {"bad_words": "TEXT"}
+_WITHOUT = {"constraint", "continued_tokens"}  # fields that have flags of their own, or follow from others
 
 
 def add_loading_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +122,13 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
     hints, words = get_type_hints(settings), _documented(settings)
     for field in fields(settings):
         default: Any = field.default
-        if field.name in _TUPLES:
+        if field.name in _WITHOUT:
+            continue
+        kind: Any = str
+        metavar = _REPEATED.get(field.name)
+        if field.name in _REPEATED:
+            default = None
+        elif field.name in _TUPLES:
             kind, metavar = _TUPLES[field.name]
             default = ",".join(map(str, default or ())) or None
         else:
@@ -124,6 +140,8 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
             typed = dict(choices=_CHOICES[field.name])
         else:
             typed = dict(type=kind, metavar=metavar)
+        if field.name in _REPEATED:
+            typed["action"] = "append"
         shown = "" if default is None or kind is bool else " (default: %(default)s)"
         group.add_argument(
             flag(field.name),
@@ -135,8 +153,39 @@ def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:
 
 def from_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
     """Make the record from the parsed flags; it validates itself."""
-    given = {field.name: getattr(args, field.name) for field in fields(cast(Any, settings))}
+    given = {field.name: getattr(args, field.name, None) for field in fields(cast(Any, settings))}
     return settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def add_constraint_flags(group: Any) -> None:
+    """Add the flags for what the output must be; ``group`` lets one of them be given."""
+    group.add_argument("--json-schema", metavar="F", help="JSON that holds to the schema in this file")
+    group.add_argument("--regex", metavar="PATTERN", help="text that this regular expression matches as a whole")
+    group.add_argument("--grammar", metavar="F", help="text of the Lark grammar in this file, from its rule start")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated")
+
+
+def constraint_of(args: argparse.Namespace) -> constraints.Grammar | None:
+    """The constraint that the flags of `add_constraint_flags` ask for, if any.
+
+    Raises:
+        ValueError: it cannot be kept, or its file holds no text.
+        OSError: its file cannot be read.
+    """
+    if args.json_schema is not None:
+        return constraints.json_schema(_text_of(args.json_schema))
+    if args.regex is not None:
+        return constraints.regex(args.regex)
+    if args.grammar is not None:
+        return constraints.grammar(_text_of(args.grammar))
+    return None if args.choice is None else constraints.choice(args.choice)
+
+
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text") from error
 
 
 def flag(name: str) -> str:

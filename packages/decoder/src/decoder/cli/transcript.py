@@ -16,6 +16,8 @@ from decoder.parallel.sharding import whole
 FORMAT_VERSION = 1
 _SAMPLES = 64  # numbers of each weight that a fingerprint reads
 _ADDED_LATER = ("bitwise", "threads")  # keys that records of earlier versions lack
+# What they stand for where a record of an earlier version lacks them; None for all others.
+_UNSAID = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "bad_words": [], "continued_tokens": 0}
 
 
 class Transcript:
@@ -99,9 +101,9 @@ class Transcript:
         for name, value in request.items():
             if name in _ADDED_LATER and name not in self.request:
                 continue
-            recorded = self.request.get(name)
+            recorded = self.request.get(name, _UNSAID.get(name))
             if recorded != value:
-                readable = not isinstance(value, dict)
+                readable = not isinstance(value, dict) and not isinstance(recorded, dict)
                 difference = f"{recorded!r}, not {value!r}" if readable else f"another {name}"
                 raise ValueError(
                     f"{self.path} was begun with {name + ' ' if readable else ''}{difference}: "

@@ -247,7 +247,8 @@ class HeadLevels(Levels):
                 context.push(tokens[0, :1])
                 continue
             # Scores that hold noise can be compared like this, too: one far above the others is mostly right.
-            likely = (likely + scores.log_softmax(-1)).flatten()
+            # A branch behind which nothing may follow has no numbers, and is the last to go on from.
+            likely = (likely + scores.log_softmax(-1)).flatten().nan_to_num(nan=-torch.inf)
             likely, indices = likely.topk(min(self.beam, len(likely)))
             likely, rows = likely[:, None], indices // self.width
             newest = tokens.flatten().index_select(0, indices)[:, None]

@@ -85,19 +85,34 @@ class DraftModelLevels(Levels):
     ) -> Filling:
         ranks, numbers = self.target.ranks, []
         tokens = self._unread(sampler.context)
-        count = min(count, self.positions - len(sampler.context))
+        tokens += self._forced(sampler, context)
         for level in range(count):
             (logits,) = yield ModelPass((self.small, "levels"), self, tokens)
             own = logits[0, : self._shared]
             row = ranks.agree(sampler.best_drafts(own, self.coupled, context, self.width, self._token_ids))
             numbers += [number for candidate in row for number in candidate]
-            last = level + 1 == count
+            last = level + 1 == count or not self._room(sampler) > 0
             if last or (self.goes_on is not None and not ranks.agree(self.goes_on(level, row))):
                 break
-            tokens = [row[0][0]]
-            self._drafted += tokens
-            context.push(tokens[0])
+            self._drafted.append(row[0][0])
+            context.push(row[0][0])
+            tokens = [row[0][0], *self._forced(sampler, context)]
         return [torch.tensor(numbers, dtype=torch.float64)]
+
+    def _forced(self, sampler: Sampler, context: DraftContext) -> list[int]:
+        """Draft the tokens that the constraint forces next, where those who take the levels know them, too."""
+        if (path := sampler.constraint) is None or self.goes_on is None:
+            return []
+        place = path.find(context.drafted)
+        forced = list(() if place is None else path.forced(place)[: self._room(sampler)])
+        self._drafted += forced
+        for token in forced:
+            context.push(token)
+        return self._known(forced)
+
+    def _room(self, sampler: Sampler) -> int:
+        """How many more tokens it may draft and read: one position is for what it then predicts."""
+        return self.positions - 1 - len(sampler.context) - len(self._drafted)
 
     def read(self, numbers: Sequence[float]) -> list[Level]:
         row = list(zip(map(int, numbers[::2]), numbers[1::2], strict=True))

@@ -64,7 +64,8 @@ class Independent:
         if sampler.params.greedy:
             draws = first_argmax(filtered)[:, None].expand(-1, len(paths)).tolist()
         else:
-            chances = filtered.softmax(-1)
+            # Behind an end token nothing may follow, and nothing is taken.
+            chances = filtered.softmax(-1).nan_to_num(nan=1.0)
             draws = torch.multinomial(chances, len(paths), replacement=True, generator=self.generator).tolist()
         accepted = []
         for number, path in enumerate(paths):

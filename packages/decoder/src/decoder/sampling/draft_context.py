@@ -1,12 +1,16 @@
 """The draft context: a text with drafted tokens behind it, and the penalty window and noise to rank further drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from decoder.backends.transfers import upload
+from decoder.sampling.conditions import Conditions
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.penalty_window import PenaltyWindow
+
+Allowed = Callable[[Sequence[int]], torch.Tensor | None]
+"""Given drafted tokens behind a text: the tokens that may follow them, bool [V]; None where all may."""
 
 
 class DraftContext:
@@ -18,10 +22,20 @@ class DraftContext:
         window: the text's penalty window, which is not changed.
         noise: the text's noise.
         text: the token ids of the text.
+        output: the tokens of the output, as a window that holds them all; of size 0 where they do not matter.
+        allowed: which tokens may follow; None where all may.
     """
 
-    def __init__(self, window: PenaltyWindow, noise: NoiseRows, text: Sequence[int]):
+    def __init__(
+        self,
+        window: PenaltyWindow,
+        noise: NoiseRows,
+        text: Sequence[int],
+        output: PenaltyWindow,
+        allowed: Allowed | None = None,
+    ):
         self._window, self._counts = window, window.counts
+        self._output, self._output_counts, self._allowed = output, output.counts, allowed
         self._noise, self._text = noise, text
         self._tokens: list[int | torch.Tensor] = []
         self._one: torch.Tensor | None = None
@@ -48,7 +62,7 @@ class DraftContext:
             newest: the last one of them, int64 [1] on the device.
             counts: how often each token occurs in the penalty window behind them, int32 [V]; None without a penalty.
         """
-        context = cls(base._window, base._noise, base._text)
+        context = cls(base._window, base._noise, base._text, base._output)
         context._added, context._most_added, context._newest = added, most_added, newest
         if counts is not None:
             context._counts = counts
@@ -57,16 +71,21 @@ class DraftContext:
     def push(self, token: int | torch.Tensor) -> None:
         """Append a drafted token: an id, or an int64 tensor [1] that holds one."""
         self._tokens.append(token)
+        if self._output.size:
+            if self._output_counts is self._output.counts:
+                self._output_counts = self._output_counts.clone()
+            self._count(self._output_counts, token, 1)
         size, within = self._window.size, self._window.tokens
         if not size:
             return
         if self._counts is self._window.counts:
             self._counts = self._counts.clone()
-        self._count(token, 1)
+        self._count(self._counts, token, 1)
         leaving = len(within) + len(self._tokens) - size - 1
         if self._added is not None or leaving < 0:
             return
-        self._count(within[leaving] if leaving < len(within) else self._tokens[leaving - len(within)], -1)
+        left = within[leaving] if leaving < len(within) else self._tokens[leaving - len(within)]
+        self._count(self._counts, left, -1)
 
     @property
     def position(self) -> int:
@@ -86,6 +105,20 @@ class DraftContext:
             return self._window.penalised
         return self._counts > 0
 
+    def conditions(self) -> Conditions:
+        """Those of the next position. On a device, to know what may follow is to wait for the drafted tokens."""
+        counts = self._output_counts if self._output.size else None
+        return Conditions(self.in_window(), counts, self.allowed())
+
+    def allowed(self, more: Sequence[int] = ()) -> torch.Tensor | None:
+        """The tokens that may follow, bool [V], with ``more`` tokens behind those pushed; None where all may."""
+        return None if self._allowed is None else self._allowed([*self.drafted, *more])
+
+    @property
+    def drafted(self) -> list[int]:
+        """The tokens that were pushed, which the host then waits for."""
+        return [int(token) for token in self._tokens]
+
     def noise(self, count: int, skip: int = 0, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind the next position.
 
@@ -99,10 +132,10 @@ class DraftContext:
         rows = self._noise.rows(len(self._text), self._most_added + start + count, 0, token_ids)
         return rows.index_select(0, self._added + torch.arange(start, start + count, device=rows.device))
 
-    def _count(self, token: int | torch.Tensor, change: int) -> None:
+    def _count(self, counts: torch.Tensor, token: int | torch.Tensor, change: int) -> None:
         if isinstance(token, int):
-            self._counts[token].add_(change)
+            counts[token].add_(change)
         else:
             if self._one is None:
-                self._one = self._counts.new_ones(1)
-            self._counts.index_add_(0, token, self._one, alpha=change)
+                self._one = counts.new_ones(1)
+            counts.index_add_(0, token, self._one, alpha=change)

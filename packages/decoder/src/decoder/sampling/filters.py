@@ -52,13 +52,27 @@ def filter_eta(logits: torch.Tensor, epsilon: float) -> torch.Tensor:
     return logits.masked_fill(drop, -torch.inf)
 
 
-def process_logits(logits: torch.Tensor, params: SamplingParams, in_window: torch.Tensor | None) -> torch.Tensor:
+def penalise_output(logits: torch.Tensor, counts: torch.Tensor, frequency: float, presence: float) -> torch.Tensor:
+    """Frequency and presence penalty, as OpenAI and vLLM define them; ``counts`` [..., V] are those in the output."""
+    return logits - counts * frequency - (counts > 0) * presence
+
+
+def process_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    in_window: torch.Tensor | None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The filtered, unnormalised log-probabilities of each row [..., V], in the dtype given; -inf for dropped tokens.
 
-    ``in_window`` [..., V] bool marks the tokens of the penalty window; None stands for an empty window.
+    Args:
+        in_window: the tokens of the penalty window, bool [..., V]; None stands for an empty window.
+        counts: how often the output has each token, int32 [..., V]; None stands for an empty output.
     """
     if in_window is not None and params.repetition_penalty != 1:
         logits = penalise(logits, in_window, params.repetition_penalty)
+    if counts is not None and params.counts_output:
+        logits = penalise_output(logits, counts, params.frequency_penalty, params.presence_penalty)
     if params.greedy:
         return logits
     if params.temperature != 1:

@@ -15,8 +15,16 @@ from decoder.backends.native.library import Choosing
 from decoder.sampling.noise import gumbel
 from decoder.sampling.params import SamplingParams
 
-IMPLEMENTED = frozenset({"temperature", "min_p", "repetition_penalty", "penalty_window", "seed"})
-"""The fields of `SamplingParams` that the library takes into account; its window comes with each call."""
+IMPLEMENTED = frozenset(
+    {
+        *("temperature", "min_p", "repetition_penalty", "penalty_window", "seed"),
+        *("constraint", "bad_words", "min_tokens", "continued_tokens"),
+    }
+)
+"""The fields of `SamplingParams` that the library takes into account; its window comes with each call.
+
+Tokens that the last four rule out have logits of -inf already.
+"""
 
 _ROOM = 64  # tokens that may be left
 _DTYPES = (torch.float32, torch.bfloat16)

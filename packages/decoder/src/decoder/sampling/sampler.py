@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 
 from decoder.backends.transfers import download, on_host, upload
+from decoder.constraints.base import Vocabulary
+from decoder.sampling.conditions import Conditions, Restriction
+from decoder.sampling.constraint_path import ConstraintPath
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
 from decoder.sampling.native_choice import NativeChoice, no_choice
@@ -18,6 +21,8 @@ from decoder.sampling.params import SamplingParams
 from decoder.sampling.penalty_window import PenaltyWindow
 from decoder.sampling.token_tree import TokenTree
 from decoder.timings import stage
+
+_ENDLESS = 2**62  # the size of a window that no token leaves
 
 LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
 
@@ -51,6 +56,7 @@ class Sampler:
         collect_top_logprobs: how many of the most likely tokens to collect at every position in ``top_logprobs``.
         choice: what chooses tokens by given parameters faster than operators do, and chooses the same; it may have
             nothing for some.
+        vocabulary: the text's vocabulary, for parameters that need more of it than its size.
 
     Attributes:
         context: the token ids of the text so far, prompt and output.
@@ -60,9 +66,11 @@ class Sampler:
         draft_params: what drafts of heads are ranked with.
         native: the library's choice of the target's tokens; None where PyTorch's operators choose.
         native_drafts: the same for drafts of heads.
+        output: the tokens of the output as a window that holds them all; of size 0 where they do not matter.
 
     Raises:
-        ValueError: suppressed tokens are outside the vocabulary, or they are all of it.
+        ValueError: parameters name tokens outside the vocabulary, or suppress all of it; or the constraint does not fit
+            the vocabulary, or the output that goes on.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class Sampler:
         collect_logprobs: bool = False,
         collect_top_logprobs: int = 0,
         choice: "Callable[[SamplingParams], NativeChoice | None]" = no_choice,
+        vocabulary: Vocabulary | None = None,
     ):
         self.params, self.logits_hook = params, logits_hook
         self.context = list(context)
@@ -84,7 +93,7 @@ class Sampler:
         self.noise = NoiseRows(params.seed, vocab_size, device)
         self.draft_params = params.for_weak_drafts()
         self.native = choice(params) if logits_hook is None else None
-        self.native_drafts = choice(self.draft_params)
+        self.native_drafts = None if params.restricts else choice(self.draft_params)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")
@@ -92,6 +101,29 @@ class Sampler:
             raise ValueError("suppress_tokens forbids the whole vocabulary: leave at least one token")
         self._suppressed = upload(params.suppress_tokens, device) if params.suppress_tokens else None
         self.window = PenaltyWindow(params.window, vocab_size, device, self.context)
+        self._prompt_tokens = max(0, len(self.context) - params.continued_tokens)
+        output = self.context[self._prompt_tokens :]
+        self.output = PenaltyWindow(_ENDLESS if params.counts_output else 0, vocab_size, device, output)
+        self._bias = _bias(params, vocab_size, device)
+        self._tells_output = bool(params.bad_words or params.min_tokens)
+        self._restriction: Restriction | None = None
+        if params.restricts:
+            self._restriction = Restriction(params, vocabulary or Vocabulary(vocab_size), device, output)
+
+    @property
+    def constraint(self) -> ConstraintPath | None:
+        """Where the text stands in its constraint, if it has one."""
+        return None if self._restriction is None else self._restriction.path
+
+    @property
+    def draws_whole_trees(self) -> bool:
+        """Whether `TreeDraws` can draw the tokens of all nodes of a tree at once."""
+        return self.logits_hook is None and self._restriction is None and not self.params.counts_output
+
+    @property
+    def finished(self) -> bool:
+        """Whether the constraint ends the text here, where no token does."""
+        return self.constraint is not None and self.constraint.finished
 
     @property
     def collects(self) -> bool:
@@ -100,7 +132,8 @@ class Sampler:
 
     def draft_context(self, drafted: Sequence[int] = ()) -> DraftContext:
         """The state that drafts are ranked with, where the text goes on with ``drafted``."""
-        context = DraftContext(self.window, self.noise, self.context)
+        allowed = None if self._restriction is None else self.allowed
+        context = DraftContext(self.window, self.noise, self.context, self.output, allowed)
         for token in drafted:
             context.push(token)
         return context
@@ -108,6 +141,24 @@ class Sampler:
     def in_window(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
         """The tokens that are penalised behind ``drafted``, bool [V]; None when nothing is penalised."""
         return self.draft_context(drafted).in_window()
+
+    def allowed(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
+        """The tokens that may follow ``drafted``, bool [V]; None where all may, or the drafts themselves may not.
+
+        Raises:
+            ValueError: the constraint cannot tell.
+        """
+        if self._restriction is None:
+            return None
+        path = self._restriction.path
+        node = None if path is None else path.find(drafted)
+        output = [*self.context[self._prompt_tokens :], *drafted] if self._tells_output else ()
+        return self._restriction.allowed(output, node)
+
+    def _conditions(self, drafted: Sequence[int] = ()) -> Conditions:
+        """Those of a node of a tree, of which penalties are those of the text alone."""
+        counts = self.output.counts if self.output.size else None
+        return Conditions(self.window.penalised, counts, self.allowed(drafted))
 
     def filtered(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
         """The target's logits [V] after hook, penalty and filters: unnormalised log-probabilities, float64 [V].
@@ -120,16 +171,16 @@ class Sampler:
             logits = self.logits_hook([*self.context, *drafted], logits.clone())
             if not isinstance(logits, torch.Tensor) or logits.shape != shape:
                 raise ValueError(f"logits_hook must return a tensor of the shape it was given, {list(shape)}")
-        return self.processed(logits.double(), self.window.penalised)
+        return self.processed(logits.double(), self._conditions(drafted))
 
     def processed(
         self,
         logits: torch.Tensor,
-        in_window: torch.Tensor | None,
+        conditions: Conditions,
         token_ids: torch.Tensor | None = None,
         params: SamplingParams | None = None,
     ) -> torch.Tensor:
-        """Logits [..., V], of the target or a draft, after suppression, penalty and filters; the dtype is the same.
+        """Logits [..., V], of the target or a draft, after bans, bias, penalties and filters; the dtype is the same.
 
         If ``token_ids`` [v] are given, the logits [..., v] are those of these tokens alone. ``params`` are the user's
         if none are given.
@@ -138,9 +189,15 @@ class Sampler:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         elif self._suppressed is not None:
             logits = logits.masked_fill(torch.isin(token_ids, self._suppressed), -torch.inf)
-        if in_window is not None and token_ids is not None:
-            in_window = in_window.index_select(-1, token_ids)
-        return process_logits(logits, params or self.params, in_window)
+        if token_ids is not None:
+            conditions = conditions.of_tokens(token_ids)
+        in_window, counts, allowed = conditions
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        if self._bias is not None:
+            bias = self._bias.to(logits.dtype)
+            logits = logits + (bias if token_ids is None else bias.index_select(0, token_ids))
+        return process_logits(logits, params or self.params, in_window, counts)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """The filtered logits of the next position plus its noise, float64 [V]: their argmax is the chosen token."""
@@ -153,7 +210,12 @@ class Sampler:
     def draw(self, logits: torch.Tensor) -> Drawn:
         """Choose the token of the next position from the target's logits [V]; the host waits for it."""
         position = len(self.context)
-        found = None if self.native is None else self.native.highest(logits, position, self.window.penalised)
+        found = None
+        if self.native is not None:
+            # What may not follow is ruled out before, which changes no other number.
+            allowed = self.allowed()
+            left = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+            found = self.native.highest(left, position, self.window.penalised)
         if found is not None and not self.collects:
             return Drawn(*found)
         filtered = self.filtered(logits)
@@ -211,7 +273,10 @@ class Sampler:
         if not drawn.score > -math.inf:
             if math.isnan(drawn.score):
                 raise ValueError("the logits hold NaN: the model's dtype overflows, or logits_hook returned it")
-            raise ValueError("no token is left to choose from: suppress_tokens or logits_hook forbid all of them")
+            raise ValueError(
+                "no token is left to choose from: suppress_tokens, bad_words, the constraint or logits_hook forbid "
+                "all of them"
+            )
         if self.logprobs is not None:
             self.logprobs.append(drawn.logprob)
         if self.top_logprobs is not None:
@@ -223,6 +288,9 @@ class Sampler:
         """Append a token to the text."""
         self.context.append(token)
         self.window.push(token)
+        self.output.push(token)
+        if self.constraint is not None:
+            self.constraint.push(token)
 
     @stage("scoring")
     def draft_scores(
@@ -246,7 +314,14 @@ class Sampler:
             weak: whether they are of heads and not of the model itself, see `SamplingParams.for_weak_drafts`.
         """
         params = self.draft_params if weak else self.params
-        filtered = self.processed(logits.double(), context.in_window(), token_ids, params)
+        conditions = context.conditions()
+        if conditions.allowed is not None and (skip or len(logits) > 1):
+            # What may follow tokens that are not drafted yet is not known.
+            allowed = conditions.allowed.new_ones(len(logits), len(conditions.allowed))
+            if not skip:
+                allowed[0] = conditions.allowed
+            conditions = conditions._replace(allowed=allowed)
+        filtered = self.processed(logits.double(), conditions, token_ids, params)
         if self.params.greedy or not coupled:
             return filtered
         return filtered + context.noise(len(logits), skip, token_ids)
@@ -266,10 +341,17 @@ class Sampler:
         length]. Two approximations are made, since a wrong rank can only cost a draft: tokens of the branch enter the
         penalty window but none leaves it, and single precision is used. ``token_ids`` are as for `processed`.
         """
-        seen, length = context.in_window(), drafted.shape[1]
+        (seen, counts, allowed), length = context.conditions(), drafted.shape[1]
         if seen is not None and length:
             seen = seen.expand(len(drafted), -1).scatter(1, drafted, True)
-        filtered = self.processed(logits.float(), seen, token_ids, self.draft_params)
+        if counts is not None and length:
+            counts = counts.repeat(len(drafted), 1).scatter_add_(
+                1, drafted, torch.ones_like(drafted, dtype=counts.dtype)
+            )
+        if allowed is not None and length:
+            rows = [context.allowed(row) for row in drafted.tolist()]
+            allowed = torch.stack([torch.ones_like(allowed) if row is None else row for row in rows])
+        filtered = self.processed(logits.float(), Conditions(seen, counts, allowed), token_ids, self.draft_params)
         if self.params.greedy or not coupled:
             return filtered
         return filtered + context.noise(1, length, token_ids)[0].float()
@@ -284,6 +366,8 @@ class Sampler:
         """
         if self.native is not None and token_ids is None:
             noisy = coupled and not self.params.greedy
+            if (allowed := context.allowed()) is not None:
+                logits = logits.masked_fill(~allowed[: len(logits)], -torch.inf)
             return self.native.best_drafts(logits, context.position, context.in_window(), noisy, width)
         scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
         tokens = indices if token_ids is None else token_ids[indices]
@@ -294,6 +378,19 @@ class Sampler:
     def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
         """The best candidate for the position behind ``drafted``, from a draft's logits [V] for it."""
         return int(first_argmax(self.draft_scores(logits[None], coupled, self.draft_context(drafted))[0]))
+
+
+def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> torch.Tensor | None:
+    """What is added to logits, float64 [V]; None where nothing is."""
+    if params.logit_bias is None:
+        return None
+    ids, values = zip(*params.logit_bias, strict=True)
+    outside = next((token for token in ids if token >= vocab_size), None)
+    if outside is not None:
+        raise ValueError(f"logit_bias has {outside}, which is outside the vocabulary of {vocab_size}")
+    bias = torch.zeros(vocab_size, dtype=torch.float64)
+    bias[list(ids)] = torch.tensor(values, dtype=torch.float64)
+    return bias.to(device)
 
 
 class TreeDraws:
@@ -338,9 +435,10 @@ class TreeDraws:
     def _filtered(self, logits: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
         params, process = self.sampler.params, self.sampler.processed
         if not self._apart or params.greedy or (params.top_p == 1 and not params.eta_cutoff):
-            return process(logits, in_window)
+            return process(logits, Conditions(in_window))
         windows = [None] * len(logits) if in_window is None else in_window.split(1)
-        return torch.cat([process(row.clone(), own) for row, own in zip(logits.split(1), windows, strict=True)])
+        rows = zip(logits.split(1), windows, strict=True)
+        return torch.cat([process(row.clone(), Conditions(own)) for row, own in rows])
 
     def _collected(self, filtered: torch.Tensor) -> list[torch.Tensor]:
         if not self._apart:

@@ -17,6 +17,7 @@ from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, Candidate
 from decoder.drafters.tuning.cost_slope import CostSlope
 from decoder.drafters.tuning.level_policy import Average, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
+from decoder.sampling.constraint_path import keep_within
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
@@ -57,6 +58,8 @@ class CostTuned:
     """Whether it drafts with a draft model where there is one."""
     observed_queries = 0
     max_nodes = WIDEST
+    keeps_within: ClassVar[bool] = True
+    """Its trees keep within the text's constraint, and have the tokens that it forces where these pay."""
 
     def __init__(self, context: DrafterContext) -> None:
         self.context = context
@@ -116,7 +119,7 @@ class CostTuned:
         # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
         self._tree = TokenTree(sampler.context[-1])
-        self._candidates = CandidateTree(self._tree, depth, floor, self._estimate)
+        self._candidates = CandidateTree(self._tree, depth, floor, self._estimate, sampler.constraint)
         self._offer_before_levels()
         wanted, self._asked = None, 0
         # What is drafted ahead is there in any case.
@@ -173,7 +176,10 @@ class CostTuned:
         They are where there are none: the policy has decided for steps like that.
         """
         tree, chances, policy = self._tree, self._candidates.chances, self._policy
-        covered = sum(chances[node] for node in range(1, len(tree)) if not tree.parents[node])
+        begin = self._candidates.end(0)
+        if begin is None or (self._source is not self._draft_model and tree.depths[begin] >= policy.levels > 0):
+            return False  # the constraint forces more tokens than they would draft
+        covered = sum(chances[node] for node in range(1, len(tree)) if tree.parents[node] == begin)
         if not covered or self._source is None:
             return True
         levels = max(1, policy.best)  # and not one that is on trial
@@ -189,7 +195,10 @@ class CostTuned:
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         if self._resting:
-            return TokenTree(sampler.context[-1])
+            tree = TokenTree(sampler.context[-1])
+            if sampler.constraint is not None:
+                keep_within(tree, sampler.constraint, depth, WIDEST)
+            return tree
         start = time.perf_counter()
         levels, self._ahead = self._ahead or [], None
         size, expected = self._best(0)
@@ -226,6 +235,8 @@ class CostTuned:
 
     def _offer_level(self, depth: int, level: Level, before: list[int | None]) -> list[int | None]:
         """Offer the candidates of a level behind those of the level ``before``; returns their nodes."""
+        if self._source is self._draft_model:
+            before = [self._candidates.end(node) for node in before]  # it reads forced tokens and drafts behind them
         if level.parents is None:
             known = [node for node in before if node is not None]
             parents = [sorted(known, key=self._candidates.chances.__getitem__, reverse=True)[:_BEAM]]

@@ -1,0 +1,6 @@
+"""Constraints: what a text may be. JSON schemas, patterns, grammars and choices, and the protocol for one's own."""
+
+from decoder.constraints.base import Constraint, ConstraintState, Vocabulary
+from decoder.constraints.grammars import Grammar, choice, grammar, json_schema, regex
+
+__all__ = ["Constraint", "ConstraintState", "Grammar", "Vocabulary", "choice", "grammar", "json_schema", "regex"]
