@@ -32,7 +32,9 @@ class AutomatonState(ConstraintState):
         self.ways: list[dict[int, int]] = []
         for place in range(automaton.count):
             width = 1 if place % 3 == 1 else draw.randint(2, 9)
-            self.ways.append({token: draw.randrange(automaton.count) for token in draw.sample(words, min(width, len(words)))})
+            self.ways.append(
+                {token: draw.randrange(automaton.count) for token in draw.sample(words, min(width, len(words)))}
+            )
         if automaton.dead_end:
             self.ways[-1] = {}
         self.ends = {place: ends for place in range(automaton.count) if place % 5 == 4}
