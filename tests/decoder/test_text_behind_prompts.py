@@ -54,7 +54,7 @@ def tokens(tokenizer, without=()):
 @given(data=st.data())
 def test_the_text_of_any_tokens_is_what_they_add_to_the_prompts(kind, data):
     tokenizer = TOKENIZERS[kind]
-    prompt, ids = data.draw(tokens(tokenizer, BYTES)), data.draw(tokens(tokenizer, BYTES))
+    prompt, ids = data.draw(tokens(tokenizer, BYTES)), data.draw(tokens(tokenizer))
     assert streamed(tokenizer, prompt, ids, data.draw(st.integers(1, 3))) == added(tokenizer, prompt, ids)
 
 
@@ -89,13 +89,23 @@ def whole_characters(tokenizer, ids):
     return len(data.decode(errors="ignore")) - (tokenizer is TOKENIZERS["llama"])
 
 
-def test_a_run_of_byte_tokens_keeps_its_whole_characters_when_it_ends_within_one():
-    """Decoded whole, all of its bytes would be shown as invalid; but what a stream has given cannot be taken back."""
+def test_a_run_of_byte_tokens_that_ends_within_a_character_is_shown_as_in_the_whole_text():
+    """All of its bytes as invalid; but of a long run a stream has given whole characters, and cannot take them back."""
     tokenizer = TOKENIZERS["llama"]
     ids = tokenizer("a \u20ac\U0001f40b\u20ac")["input_ids"]
-    for prompt in ([], ids[:2], ids[:6], tokenizer("\u20ac" * 40)["input_ids"]):
-        assert streamed(tokenizer, prompt, ids[:-1]).rstrip(REPLACEMENT).endswith("\u20ac\U0001f40b")
-        assert streamed(tokenizer, prompt, ids[:-1]).count(REPLACEMENT) == 2
+    assert streamed(tokenizer, ids[:1], ids[1:-1]) == added(tokenizer, ids[:1], ids[1:-1])
+    assert streamed(tokenizer, ids[:1], ids[1:-1]).endswith(9 * REPLACEMENT)
+    long = tokenizer("\u20ac" * 40)["input_ids"]
+    assert streamed(tokenizer, [], long[:-1]).startswith("\u20ac" * 20)
+
+
+def test_a_stop_string_of_bytes_ends_the_text_at_once():
+    tokenizer = TOKENIZERS["llama"]
+    stream = TextStream(tokenizer, ["\u20ac"], tokenizer("a")["input_ids"])
+    for token in tokenizer("\u20ac")["input_ids"][-3:]:
+        assert not stream.stopped
+        stream.push(token)
+    assert stream.stopped and "\u20ac" not in stream.take(final=True)
 
 
 def test_only_the_end_of_a_long_prompt_is_decoded():

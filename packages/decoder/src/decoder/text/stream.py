@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # tokens of a character, if each is one byte of UTF-8
 _MOST_OPEN = 16  # tokens that may wait for the end of a character before they count as invalid bytes
+_LONGEST_RUN = 64  # tokens for bytes whose text waits for those behind them
 _PROMPT_END = 8  # tokens of a prompt's end, at least, that new tokens are decoded behind
 
 
@@ -19,9 +20,10 @@ class TextStream:
     may decode to something else: tokenizers like SentencePiece leave out the space in front of the first word, and a
     prompt can end within a character, which then belongs to the new text as a whole.
 
-    Text is settled, which means that no later token can change it, once it decodes without an unfinished character. A
-    short tail of settled tokens is decoded again with each new token, because a token's text can depend on the one
-    before.
+    Text is settled, which means that no later token can change it, once it decodes without an unfinished character. Of
+    tokens that stand for single bytes it takes another one behind them, since decoding shows all of them as invalid
+    where one is; but a stop string counts at once, and a run of more than 64 is shown as far as it is valid. A short
+    tail of settled tokens is decoded again with each new token, because a token's text can depend on the one before.
 
     Args:
         tokenizer: decodes the tokens.
@@ -40,6 +42,7 @@ class TextStream:
         self._open = ""  # settled text that `take` has not returned
         self._single: dict[int, str] = {}
         self._skipped = special_ids(tokenizer)
+        self._bytes = byte_ids(tokenizer)
         self._of_prompt = ""  # what the prompt shows of a character that it leaves unfinished
         self._ids = end_of_text(prompt_ids, self._decode, self._skipped)
         self._settled = self._settled_of_prompt()  # how many tokens are settled
@@ -75,6 +78,8 @@ class TextStream:
             return
         self._ids.append(token)
         text = self._decode(self._ids[self._tail :])
+        if token in self._bytes and len(self._ids) - self._settled < _LONGEST_RUN and not self._stops(text):
+            return
         if not text.endswith(REPLACEMENT):
             self._settle(text, len(self._ids))
         elif len(self._ids) - self._settled > _MOST_OPEN:
@@ -83,6 +88,13 @@ class TextStream:
             texts = {end: self._decode(self._ids[self._tail : end]) for end in ends}
             end = next((end for end, text in texts.items() if not text.endswith(REPLACEMENT)), ends[0])
             self._settle(texts[end], end)
+
+    def _stops(self, text: str) -> bool:
+        """Whether ``text``, of the settled tail and all tokens behind it, completes a stop string."""
+        if not self.stop:
+            return False
+        before = self._open[-max(map(len, self.stop)) :]
+        return any(s in before + self._beyond_tail(text, len(self._ids)) for s in self.stop)
 
     def _settle(self, text: str, end: int) -> None:
         """Settle the tokens up to index ``end``; ``text`` is what the tail and they decode to."""
@@ -93,7 +105,7 @@ class TextStream:
         """What ``text``, of the settled tail and the tokens up to index ``end``, has beyond the tail and the prompt."""
         tail = self._tail_text()
         if not text.startswith(tail):
-            # Tokens that stand for bytes are all shown as invalid where those behind them are: whole characters stay.
+            # Of a long run of tokens for bytes that turns invalid, what has been given stays.
             text, tail = self._decode(self._ids[self._settled : end]), ""
         new = text[len(tail) :]
         return new[len(commonprefix((new, self._of_prompt))) :]  # noqa: RUF071 (characters are meant)
@@ -133,6 +145,14 @@ def end_of_text(ids: Sequence[int], decode: Callable[[list[int]], str], skipped:
         if len(end) < count or decode(end).replace(REPLACEMENT, "").strip():
             return end
         count *= 2
+
+
+def byte_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that stand for one byte each, as SentencePiece's do for what has no other tokens."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    found = zip(tokenizer.convert_tokens_to_ids(pieces), pieces, strict=True)
+    ids = [token for token, piece in found if token is not None and tokenizer.convert_ids_to_tokens(token) == piece]
+    return set(ids) if ids and tokenizer.decode(ids[:1]) not in pieces else set()
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
