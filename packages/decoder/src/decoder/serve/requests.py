@@ -100,7 +100,8 @@ def parse(body: Any, chat: bool) -> Asked:
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
-    given = {field.name: values[field.name] for field in fields(SamplingParams) if values[field.name] is not None}
+    honoured = [field.name for field in fields(SamplingParams) if values.get(field.name) is not None]
+    given = {name: values[name] for name in honoured}
     # Choice i draws with seed + i, which must be a seed too.
     largest = LARGEST_SEED - values["n"] + 1
     if given.setdefault("seed", secrets.randbelow(largest)) > largest:
