@@ -35,6 +35,9 @@ class Free:
     def begin(self, *_) -> None:
         pass
 
+    def missing(self, *_) -> None:
+        """Nothing is measured."""
+
     def at(self, *_) -> list[float]:
         return [1.0] * (WIDEST + 1)
 
