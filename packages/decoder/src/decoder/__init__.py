@@ -1,5 +1,6 @@
 """Lossless acceleration of ultra-long generation with Hugging Face causal language models."""
 
+from decoder import constraints
 from decoder.audit import Audit, audit
 from decoder.decoder import Decoder, methods
 from decoder.draft_heads import DraftHeads
@@ -29,6 +30,7 @@ __all__ = [
     "Statistics",
     "TokenSwiftOptions",
     "audit",
+    "constraints",
     "custom_generate",
     "load",
     "load_heads",

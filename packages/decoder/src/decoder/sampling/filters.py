@@ -54,7 +54,9 @@ def filter_eta(logits: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 def penalise_output(logits: torch.Tensor, counts: torch.Tensor, frequency: float, presence: float) -> torch.Tensor:
     """Frequency and presence penalty, as OpenAI and vLLM define them; ``counts`` [..., V] are those in the output."""
-    return logits - counts * frequency - (counts > 0) * presence
+    # A product of integers and a number is of single precision otherwise.
+    times = counts.to(logits.dtype)
+    return logits - times * frequency - times.clamp(max=1) * presence
 
 
 def process_logits(
