@@ -4,7 +4,7 @@
 
 DIST is a folder with the wheels of the three packages, INSTALL one of `INSTALLS`, all of them if there is none. The
 environment of `make test` has every extra, so nothing that is missing from a plain install shows there. Takes one to
-five minutes for each.
+five minutes for each, and 20 for llama-cpp, which is compiled.
 """
 
 import os
@@ -43,14 +43,14 @@ INSTALLS = {
         ("decoder/test_plain_install.py", "decoder/test_using_it.py", "decoder/test_command.py"),
         ("lightning", "datasets", *OF_EXTRAS),
     ),
-    "decoder[constraints]": Install(
-        ("decoder[constraints]",),
-        ("decoder/test_grammars.py", "decoder/test_constrained.py"),
-        ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton"),
-        ("jsonschema",),
-    ),
     "decoder[gguf]": Install(
         ("decoder[gguf]",), ("decoder/test_gguf*.py",), ("accelerate", "starlette", "uvicorn", "mauve", "triton")
+    ),
+    "decoder[constraints]": Install(
+        ("decoder[constraints]",),
+        ("decoder/test_grammars.py",),
+        ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton"),
+        ("jsonschema",),
     ),
     "decoder[serve]": Install(
         ("decoder[serve]",),
@@ -71,6 +71,11 @@ INSTALLS = {
     "eval": Install(
         ("decoder", "eval"),
         ("eval/test_eval_cli.py", "eval/test_compare.py", "eval/test_plan.py", "eval/test_report.py"),
+        ("lightning", "accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton"),
+    ),
+    "eval[llama-cpp]": Install(
+        ("decoder", "eval[llama-cpp]"),
+        ("eval/test_llama_cpp.py",),
         ("lightning", "accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton"),
     ),
     "eval[mauve]": Install(

@@ -176,9 +176,9 @@ REFUSED = [
     ("prompt", [1, "x"]),
     ("prompt", {"text": "x"}),
     ("best_of", 2),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", 1),
-    ("logit_bias", {"5": -100}),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", "1"),
+    ("logit_bias", {"5": -101}),
     ("suffix", "end"),
     ("echo", True),
     ("response_format", {"type": "json_object"}),
@@ -192,6 +192,16 @@ def test_a_field_that_cannot_be_honoured_is_named(server, name, value):
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == name and name in error["message"] and "\n" not in error["message"]
+
+
+def test_penalties_and_biases_are_those_of_generate(server, dec):
+    values = dict(presence_penalty=0.5, frequency_penalty=1.5, min_tokens=3, temperature=0.0)
+    answer = server.post({"prompt": "Call me", "max_tokens": 12, "logit_bias": {"101": 3}, **values})
+    sampling = SamplingParams(**values, logit_bias={101: 3.0})
+    expected = dec.generate("Call me", 12, sampling=sampling).text
+    assert answer.json()["choices"][0]["text"] == expected
+    plain = server.post({"prompt": "Call me", "max_tokens": 12, "temperature": 0}).json()["choices"][0]["text"]
+    assert expected != plain
 
 
 MALFORMED = [

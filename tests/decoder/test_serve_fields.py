@@ -84,13 +84,26 @@ def test_each_sampling_parameter_is_a_field(chat):
         penalty_window=7,
         seed=5,
         suppress_tokens=[4],
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"7": -100, "3": 1.5},
+        min_tokens=2,
+        bad_words=["no"],
     )
     sampling = parse({**ASKED[chat], **values}, chat).sampling
-    for field in fields_of(SamplingParams):
-        assert field.name in values, f"{field.name}: decide what a request can do with it"
-        assert getattr(sampling, field.name) == (
-            tuple(values[field.name]) if isinstance(values[field.name], list) else values[field.name]
-        )
+    kept = {**values, "suppress_tokens": (4,), "logit_bias": ((3, 1.5), (7, -100.0)), "bad_words": ("no",)}
+    # A request has no prompt that ends in an output, and no constraint yet.
+    for name in {field.name for field in fields_of(SamplingParams)} - {"constraint", "continued_tokens"}:
+        assert name in values, f"{name}: decide what a request can do with it"
+        assert getattr(sampling, name) == kept[name]
+
+
+@both
+@pytest.mark.parametrize("bias", [[1], {"a": 1}, {"-1": 1}, {"1": "x"}, {"1": True}, {"1": 101}, {"9" * 30: 1}])
+def test_a_bias_that_is_none_is_a_400_with_the_field(chat, bias):
+    with pytest.raises(ApiError, match=r"^logit_bias") as refused:
+        parse({**ASKED[chat], "logit_bias": bias}, chat)
+    assert refused.value.status == 400
 
 
 @both
@@ -153,9 +166,9 @@ OF_OTHERS = {
         stop_regex="a+", ebnf="root ::= 'a'", regex="[0-9]+", grammar='root ::= "a"', json_schema={"type": "object"}
     ),
     **dict(repeat_penalty=1.3, repeat_last_n=64, dry_multiplier=0.8, mirostat=2, xtc_probability=0.5, top_n_sigma=1),
-    **dict(n_predict=1, max_new_tokens=3, min_new_tokens=9, min_tokens=9, bad_words=["a"], allowed_token_ids=[3]),
+    **dict(n_predict=1, max_new_tokens=3, min_new_tokens=9, allowed_token_ids=[3]),
     **dict(include_stop_str_in_output=True, skip_special_tokens=False, tool_choice="required", n_probs=3),
-    **dict(presence_penalty=0.5, frequency_penalty=-1, logit_bias={"5": -100}, echo=True, do_sample=False),
+    **dict(echo=True, do_sample=False, bad_words_ids=[[5]]),
     **dict(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}, guided_choice=["a"]),
     **dict(truncate_prompt_tokens=5, prompt_logprobs=1, return_token_ids=True, presence_penality=0, temprature=0),
     **dict(presence_penalty_=False, Temperature=0, topP=0.5, maxTokens=3, extra_body={"top_k": 1}, options={}),

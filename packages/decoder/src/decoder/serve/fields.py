@@ -17,6 +17,7 @@ from decoder.serve.kinds import (
     PROMPTS,
     TEXT,
     Kind,
+    biases,
     choice,
     integer,
     texts,
@@ -28,6 +29,7 @@ LARGEST_SEED = 2**63 - 1
 _COMPLETION_TOKENS = 16  # max_tokens of a completion that does not give it, as in OpenAI's protocol
 _MOST_OF_CHAT, _MOST_OF_COMPLETION = 20, 5  # most likely tokens with log-probabilities, as in OpenAI's protocol
 _MOST_STOPS, _LONGEST_STOP = 16, 1000
+_MOST_BAD_WORDS = 100
 _MOST_IDS = 1000  # of tokens that end a text, or that never come
 _LONGEST_NAME = 100  # characters of an unknown name that are compared with known ones
 _LIKE = 0.55  # ratio of equal characters from which on a known name is what may be meant
@@ -71,6 +73,11 @@ _SAMPLING: Fields = {
     "penalty_window": Honoured(integer(0, LARGEST_SEED)),
     "seed": Honoured(integer(0, LARGEST_SEED)),
     "suppress_tokens": Honoured(token_ids(_MOST_IDS)),
+    "presence_penalty": Honoured(NUMBER),
+    "frequency_penalty": Honoured(NUMBER),
+    "logit_bias": Honoured(biases(_MOST_IDS)),
+    "min_tokens": Honoured(integer(0, LARGEST_SEED)),
+    "bad_words": Honoured(texts(_LONGEST_STOP, _MOST_BAD_WORDS)),
 }
 _HONOURED: Fields = {
     **_SAMPLING,
@@ -96,9 +103,6 @@ _IGNORED = (
 )
 _REFUSED: Fields = {
     # OpenAI's.
-    "presence_penalty": Refused((0,), "leave it out, or send repetition_penalty"),
-    "frequency_penalty": Refused((0,), "leave it out, or send repetition_penalty"),
-    "logit_bias": Refused(({},), "leave it out, or send suppress_tokens"),
     "response_format": Refused(({"type": "text"},)),
     "tools": Refused(([],)),
     "tool_choice": Refused(("none", "auto")),
@@ -111,8 +115,7 @@ _REFUSED: Fields = {
     "verbosity": Refused(("medium",)),
     "web_search_options": Refused(),
     # Where a text ends, and how long it is at least.
-    "min_tokens": Refused((0,)),
-    "min_new_tokens": Refused((0,)),
+    "min_new_tokens": Refused((0,), "send min_tokens"),
     "max_new_tokens": Refused((), "send max_tokens"),
     "n_predict": Refused((), "send max_tokens"),
     "max_length": Refused((), "send max_tokens"),
@@ -139,8 +142,7 @@ _REFUSED: Fields = {
     "mirostat": Refused((0,)),
     "samplers": Refused(),
     "min_keep": Refused((0,)),
-    "bad_words": Refused(([],)),
-    "bad_words_ids": Refused(([],), "send suppress_tokens for single tokens"),
+    "bad_words_ids": Refused(([],), "send bad_words, or suppress_tokens for single tokens"),
     "allowed_token_ids": Refused(),
     "logits_processors": Refused(([],)),
     "custom_logit_processor": Refused(),

@@ -43,6 +43,19 @@ def texts(longest: int, most: int) -> Kind:
     return Kind(f"text of 1 to {longest:,} characters, or a list of at most {most} of these", fits)
 
 
+def biases(most: int) -> Kind:
+    """An object of numbers by token ids, which JSON writes as texts."""
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, dict) or len(value) > most:
+            return False
+        return all(name.isascii() and name.isdigit() and len(name) < 20 for name in value) and all(
+            type(number) in (int, float) for number in value.values()
+        )
+
+    return Kind(f"an object of at most {most:,} numbers by token ids", fits)
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int for one in value)
 

@@ -102,6 +102,10 @@ def parse(body: Any, chat: bool) -> Asked:
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
     honoured = [field.name for field in fields(SamplingParams) if values.get(field.name) is not None]
     given = {name: values[name] for name in honoured}
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(token): number for token, number in given["logit_bias"].items()}
+    if isinstance(given.get("bad_words"), str):
+        given["bad_words"] = [given["bad_words"]]
     # Choice i draws with seed + i, which must be a seed too.
     largest = LARGEST_SEED - values["n"] + 1
     if given.setdefault("seed", secrets.randbelow(largest)) > largest:
