@@ -75,7 +75,7 @@ def plain(ended, prompt):
     }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["by cost", "fixed", pytest.param("chain, not coupled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", DRAFTING)
 def test_every_method_equals_ar(ended, prompt, plain, method, options):
     for name, sampling in SAMPLERS.items():
