@@ -110,7 +110,8 @@ def test_every_model_has_its_pins(fetching):
 
 
 def test_no_network_is_one_sentence(tmp_path):
-    environment = os.environ | {"PIP_INDEX_URL": (tmp_path / "none").as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+    nowhere = {"PIP_INDEX_URL": (tmp_path / "none").as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+    environment = os.environ | nowhere
     environment = {name: value for name, value in environment.items() if name != "PIP_EXTRA_INDEX_URL"}
     command = [sys.executable, SCRIPT, "gemma3-270m", "--into", tmp_path / "data"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -112,7 +112,8 @@ def test_a_cut_conversion_leaves_nothing_behind(shelf, tmp_path, monkeypatch):
 
 def test_no_network_is_one_sentence(tmp_path):
     # An index that is no address stands for a network that is not there.
-    environment = os.environ | {"PIP_INDEX_URL": (tmp_path / "none").as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+    nowhere = {"PIP_INDEX_URL": (tmp_path / "none").as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+    environment = os.environ | nowhere
     environment = {name: value for name, value in environment.items() if name != "PIP_EXTRA_INDEX_URL"}
     output = tmp_path / "data" / "smollm2"
     done = subprocess.run(
