@@ -76,7 +76,8 @@ INSTALLS = {
     "eval[llama-cpp]": Install(
         ("decoder", "eval[llama-cpp]"),
         ("eval/test_llama_cpp.py",),
-        ("lightning", "accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton"),
+        ("lightning", "accelerate", "starlette", "uvicorn", "mauve", "triton"),
+        ("gguf",),  # which writes the model
     ),
     "eval[mauve]": Install(
         ("decoder", "eval[mauve]"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.checks import check, decoded, faults, parse_json, shown
 from decoder.heads_files import read_json
+from decoder.yaml_text import parse_yaml
 
 from .conftest import tiny_llama
 from .test_using_it import byte_tokenizer
@@ -100,6 +101,27 @@ def test_a_text_in_another_encoding_is_refused(encoding, text):
     with pytest.raises(ValueError, match=r"^line 3 of it is not UTF-8 text .*: save it as UTF-8$") as error:
         decoded(data, "line 3 of it")
     assert len(str(error.value)) < 120
+
+
+@given(nested, st.lists(st.sampled_from("abc") | st.integers(0, 2), max_size=4))
+def test_a_name_that_is_twice_is_refused_wherever_it_stands(value, path):
+    text, place = f'{{"x": {json.dumps(value)}, "yz": 1, "x": 2}}', ""
+    for step in path:
+        place += f"[{step}]" if isinstance(step, int) else "." * bool(place) + step
+    for step in reversed(path):
+        text = f"[{'1, ' * step}{text}, 2]" if isinstance(step, int) else f'{{"z": 1, "{step}": {text}}}'
+    told = f"{place}.x".lstrip(".") + " in line 7 of it is there twice: leave one out"
+    with pytest.raises(ValueError) as error:
+        parse_json(text, "line 7 of it")
+    assert str(error.value) == told
+    with pytest.raises(ValueError, match=r"^'x' in line 1 of it is there twice: leave one out$"):
+        parse_yaml(text, "it")
+
+
+def test_what_a_yaml_mapping_merges_in_it_may_write_anew():
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: [*b, *a], y: 4}\nd: {x: 1, y: {x: 1}}"
+    merged = {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 3, "y": 4}, "d": {"x": 1, "y": {"x": 1}}}
+    assert parse_yaml(text, "it") == merged
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": 1} 2', b"\xff\xfe\xfd", "1" * 5000, "\ufeff", ""], ids=range(6))

@@ -335,7 +335,7 @@ def cut_file(name, size):
         (edit_tensors(lambda t: t["heads.1.linear.weight"].fill_(float("nan"))), ValueError, "no finite numbers"),
         (edit_tensors(lambda t: t["heads.0.input_norm.weight"].fill_(float("inf"))), ValueError, "no finite numbers"),
         (edit_tensors(lambda t: t.update(other=torch.ones(1))), ValueError, "have extra tensors: other"),
-        (cut_file("config.json", 20), ValueError, "is not valid JSON"),
+        (cut_file("config.json", 20), ValueError, "config.json is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "holds no JSON object"),
         (cut_file("heads.safetensors", 500), ValueError, "is not a whole safetensors file"),
         (lambda folder: (folder / "heads.safetensors").unlink(), OSError, "has no heads.safetensors"),

@@ -214,6 +214,8 @@ def test_the_nearest_known_name_is_given(name, meant):
         ({"suppress_tokens": [256]}, "suppress_tokens"),
         ({"suppress_tokens": [-1]}, "suppress_tokens"),
         ({"suppress_tokens": list(range(256))}, None),
+        ({"logit_bias": {"1": 1, "256": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"seed": 2**63 - 1, "n": 2}, "seed"),
         ({"method": "faster"}, "method"),
         ({"top_logprobs": 3}, "top_logprobs"),

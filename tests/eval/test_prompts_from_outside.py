@@ -74,6 +74,8 @@ def test_lines_that_cannot_be_read_are_told_by_their_number(tmp_path, line):
         (f"seed: {'1' * 5000}", "not YAML"),
         ("seed: 2024-99-99", "not YAML"),
         ("[" * 9999, "not YAML"),
+        ("options:\n  - {a: 1, b: 2, a: 1}", "'a' in line 2 of"),
+        ("max-new-tokens: 1\nmax_new_tokens: 2", "max_new_tokens in"),
     ],
     ids=lambda text: text[:20],
 )

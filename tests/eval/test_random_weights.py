@@ -147,7 +147,7 @@ def test_without_methods_all_are_timed_that_need_no_small_model(config, tmp_path
         (["--device", "abacus"], "abacus"),
         (["--tokens-per-step", "ar=2@4"], "one token per step"),
         (["--random-weights", "llama-3.1-9b"], "known by name are deepseek-r1-distill-qwen-32b, llama-3.1-8b"),
-        (["--random-weights", __file__], "no model configuration"),
+        (["--random-weights", __file__], "is not JSON: "),
         (["--lengths", "600"], "--lengths must be at most 496"),
     ],
 )

@@ -242,6 +242,7 @@ def test_ranks_share_an_epoch_without_overlap():
         ("train.jsonl", "no json\n", "line 1 of .* is not JSON"),
         ("train.parquet", "no parquet", "is not a parquet file"),
         ("train.jsonl", "[1]\n", "line 1 of .* is no JSON object"),
+        ("train.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n', "text in line 2 of .* is there twice"),
         ("train.jsonl", '{"text": null}\n', "column 'text' of .* holds NoneType, no text; give --data.text_column"),
         (
             "train.jsonl",

@@ -1,4 +1,5 @@
-"""What comes from outside: numbers that no float holds and text that no UTF-8 holds are refused, with their place."""
+"""What comes from outside: numbers that no float holds, text that no UTF-8 holds and names that are twice in an object
+are refused, with their place."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,8 +7,29 @@ from typing import Any, NamedTuple
 
 MARK = "\ufeff"
 """The byte order mark, which some editors write in front of a text and which is no part of it."""
+TWICE = "is there twice: leave one out"
 _MOST_SHOWN = 80  # characters of a value in an error message
 _HUGE = "an integer of more than 308 digits"
+
+
+class Repeated:
+    """Stands for an object of JSON in which a name is twice."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Repeated:
+    """An object of JSON from its names and values, as `json.loads` calls it: Python's own takes the last of a name."""
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    seen = set[str]()
+    for name, _ in pairs:
+        if name in seen:
+            break
+        seen.add(name)
+    return Repeated(name)
 
 
 def shown(value: object) -> str:
@@ -44,7 +66,7 @@ def faults(value: object) -> Iterator[tuple[str, str]]:
     """(place, words of `fault`) of each faulty number or text in a value, as in ``("messages[0].role", ...)``.
 
     Lists and mappings are searched, keys included; the place of the value itself is "". One that holds itself, as YAML
-    can write it down, is faulty, too.
+    can write it down, is faulty, too, and so is one with a name that is `Repeated`.
     """
     # No recursion: lists within lists may go deeper than Python's calls.
     left: list[tuple[str, object]] = [("", value)]
@@ -65,15 +87,22 @@ def faults(value: object) -> Iterator[tuple[str, str]]:
             left.append((place, _End(id(one))))
         if words := fault(one):
             yield place, words
+        elif isinstance(one, Repeated):
+            words = fault(one.name)
+            yield (place, f"has a key that {words}") if words else (_inside(place, one.name), TWICE)
         elif isinstance(one, Mapping):
             for key, each in reversed(list(one.items())):
                 if words := fault(key):
                     yield place, f"has a key that {words}"
                 else:
-                    name = str(key)[:_MOST_SHOWN]
-                    left.append((f"{place}.{name}" if place else name, each))
+                    left.append((_inside(place, key), each))
         elif isinstance(one, list | tuple):
             left.extend((f"{place}[{index}]", one[index]) for index in reversed(range(len(one))))
+
+
+def _inside(place: str, key: object) -> str:
+    name = str(key)[:_MOST_SHOWN]
+    return f"{place}.{name}" if place else name
 
 
 class _End(NamedTuple):
@@ -83,7 +112,7 @@ class _End(NamedTuple):
 
 
 def check(value: object, name: str = "") -> None:
-    """Refuse a value that is, or has in it, a number that no float holds or text that no UTF-8 holds.
+    """Refuse a value that is, or has in it, one of the `faults`: a number that no float holds, say.
 
     Args:
         value: as JSON, YAML or a command line gives it.
@@ -125,16 +154,27 @@ def parse_json(text: str | bytes, name: str) -> Any:
         name: how an error's message calls it, for instance "line 3 of prompts.jsonl".
 
     Raises:
-        ValueError: it is no JSON, or none that Python reads.
+        ValueError: it is no JSON, or none that Python reads; or a name is twice in an object.
     """
+    repeated = False
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Repeated:
+        nonlocal repeated
+        one = json_object(pairs)
+        repeated |= isinstance(one, Repeated)
+        return one
+
     try:
-        return json.loads(text.removeprefix(MARK) if isinstance(text, str) else text)
+        value = json.loads(text.removeprefix(MARK) if isinstance(text, str) else text, object_pairs_hook=made)
     except RecursionError as error:
         raise ValueError(f"{name} is not JSON that can be read: lists or objects lie in others too deep") from error
     except ValueError as error:
         known = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
         reason = str(error) if known else "an integer has too many digits"
         raise ValueError(f"{name} is not JSON: {reason}") from error
+    if repeated:
+        check(value, name)
+    return value
 
 
 def _too_large(value: int) -> bool:

@@ -75,10 +75,7 @@ def read_json(path: Path) -> dict:
     """The object in a JSON file of a checkpoint. Raises OSError without the file, ValueError without an object."""
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} is not a heads checkpoint: it has no {path.name}")
-    try:
-        content = parse_json(path.read_bytes(), str(path))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON") from error
+    content = parse_json(path.read_bytes(), str(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
     check(content, str(path))

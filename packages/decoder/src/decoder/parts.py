@@ -38,6 +38,7 @@ from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.text.prompts import chat_ids, is_chat, text_ids
 from decoder.text.stops import eos_ids
 from decoder.text.stream import TextStream
+from decoder.yaml_text import parse_yaml
 
 __all__ = [
     "CONFIG",
@@ -87,6 +88,7 @@ __all__ = [
     "open_checked",
     "out_of_memory",
     "parse_json",
+    "parse_yaml",
     "rank_paths",
     "read_config",
     "read_json",

@@ -12,14 +12,13 @@ from pathlib import Path
 import click
 import lightning as L
 import torch
-import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from decoder.parts import check, decoded, out_of_memory, shown
+from decoder.parts import check, decoded, out_of_memory, parse_yaml, shown
 from heads_train.callbacks import (
     Checkpoints,
     ExportHeads,
@@ -217,12 +216,7 @@ def with_bases(name: str) -> list[Path]:
 
 
 def _base_of(file: Path) -> str | None:
-    text = decoded(file.read_bytes(), str(file))
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not YAML: {error}") from error
-    check(content, str(file))
+    content = parse_yaml(decoded(file.read_bytes(), str(file)), str(file))
     base = content.get("base") if isinstance(content, dict) else None
     if base is not None and not isinstance(base, str):
         raise ValueError(f"base in {file} must be the name of a configuration, not {shown(base)}")
@@ -247,12 +241,16 @@ def _with_configs(args: Sequence[str]) -> list[str]:
     return [*found, "--config"] if is_name else found
 
 
-def _check_numbers(args: Sequence[str]) -> None:
-    """Refuse integers that no float holds here, since the parser fails at them without the argument's name."""
+def _check_values(args: Sequence[str]) -> None:
+    """Refuse integers that no float holds, at which the parser fails without the argument's name, and repeated keys."""
     for before, arg in pairwise(["", *args]):
         option, equals, value = arg.partition("=")
-        for digits in re.findall(r"(?<![\d.])\d{309,}", value if equals else arg):
-            check(int(digits[:310]), option if equals else before)
+        if not equals or not option.startswith("-"):
+            option, value = before, arg
+        for digits in re.findall(r"(?<![\d.])\d{309,}", value):
+            check(int(digits[:310]), option)
+        if value.startswith("{"):
+            parse_yaml(value, option)
 
 
 def _no_advertisement(record: logging.LogRecord) -> bool:
@@ -263,7 +261,7 @@ def run(args: Sequence[str]) -> HeadsCLI:
     """Run ``heads-train`` with these arguments; errors are raised."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
-    _check_numbers(args)
+    _check_values(args)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
     return HeadsCLI(
         HeadsModule,

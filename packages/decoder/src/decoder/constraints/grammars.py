@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from decoder.checks import fault, shown
+from decoder.checks import fault, parse_json, shown
 from decoder.constraints.base import ConstraintState, Vocabulary
 
 LONGEST = 2**17  # characters of a grammar; to compile as many takes about a second
@@ -62,9 +62,9 @@ def json_schema(schema: Mapping[str, Any] | str | bool, any_whitespace: bool = T
         raise ValueError(f"a JSON schema is an object or its text, not {shown(schema)}")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        parsed = json.loads(_short(text, "JSON schema"))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from None
+    parsed = parse_json(_short(text, "JSON schema"), "the JSON schema")
     for pattern in _patterns(parsed):
         _not_exploding(pattern)
     fixed = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

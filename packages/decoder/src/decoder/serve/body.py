@@ -4,19 +4,12 @@ import json
 import math
 from typing import Any, NoReturn
 
-from decoder.checks import fault
+from decoder.checks import TWICE, Repeated, fault, json_object
 from decoder.serve.errors import ApiError
 
 MOST_LEVELS = 64  # of lists and objects within each other
 _MOST_DIGITS = 400  # of an integer that is read as one; a float's end at 309
 _LONGEST_PLACE = 80  # characters of a place in a message
-
-
-class _Repeated:
-    """Stands for an object in which a name is twice."""
-
-    def __init__(self, name: str):
-        self.name = name
 
 
 def parse_body(data: bytes) -> Any:
@@ -28,7 +21,7 @@ def parse_body(data: bytes) -> Any:
             place, as in ``messages[0].role``.
     """
     try:
-        value = json.loads(data.decode("utf-8-sig"), parse_int=_integer, object_pairs_hook=_object)
+        value = json.loads(data.decode("utf-8-sig"), parse_int=_integer, object_pairs_hook=json_object)
     except UnicodeDecodeError as error:
         words = f"JSON in UTF-8, from byte {error.start + 1} on"
     except json.JSONDecodeError as error:
@@ -59,8 +52,8 @@ def _check(value: Any, place: str, levels: int) -> None:
         _refuse(place, words)
     elif isinstance(value, float) and not math.isfinite(value):
         _refuse(place, "must be a finite number that a float holds")
-    elif isinstance(value, _Repeated):
-        _refuse(inside(place, value.name), "is there twice: leave one out")
+    elif isinstance(value, Repeated):
+        _refuse(inside(place, value.name), TWICE)
     elif isinstance(value, list | dict):
         if not levels:
             _refuse(place, f"is nested deeper than {MOST_LEVELS} levels")
@@ -92,15 +85,3 @@ def field_of(place: str) -> str | None:
 def _integer(digits: str) -> int:
     # Python refuses to read 4,301 digits, and needs long for as many as it reads. No float holds this one either.
     return int(digits) if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeated:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
-    seen = set[str]()
-    for name, _ in pairs:
-        if name in seen:
-            break
-        seen.add(name)
-    return _Repeated(name)

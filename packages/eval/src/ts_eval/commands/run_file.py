@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from decoder.parts import check, decoded
+from decoder.parts import decoded, parse_yaml
 from ts_eval.comparing.results import write_text
 
 if TYPE_CHECKING:
@@ -24,17 +24,19 @@ def read_run_file(path: str) -> dict:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no UTF-8 text, no YAML mapping, or has a number or a text that `check` refuses.
+        ValueError: it is no UTF-8 text, no YAML mapping, has a key twice, or a number or a text that no float and no
+            UTF-8 holds.
     """
-    text = decoded(Path(path).read_bytes(), path)
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    check(content, path)
+    content = parse_yaml(decoded(Path(path).read_bytes(), path), path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no YAML mapping such as methods: [ar, tokenswift]")
-    return {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}
+    found: dict[str, object] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in found:
+            raise ValueError(f"{name} in {path} is there twice, with hyphens and without: leave one out")
+        found[name] = value
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def write_run_file(experiment: "Experiment") -> None:

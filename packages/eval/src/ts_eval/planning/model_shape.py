@@ -1,6 +1,5 @@
 """What of a model decides its bytes, read from its configuration alone or from the loaded model."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from decoder.parts import (
     empty_model,
     is_gguf,
     loading,
+    parse_json,
     refuse_unshareable,
     shared_parameters,
     short_bytes,
@@ -179,7 +179,8 @@ def read_config(model: str) -> PreTrainedConfig:
             raise FileNotFoundError(f"{error}; configurations known by name are {names}") from error
         with named(model):
             return AutoConfig.from_pretrained(model)
+    content = parse_json(Path(model).read_bytes(), model)
     try:
-        return AutoConfig.for_model(**json.loads(Path(model).read_text(encoding="utf-8")))
+        return AutoConfig.for_model(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{model} is no model configuration (a JSON object with a model_type)") from error
