@@ -157,7 +157,7 @@ class Service:
         for name, ids in (
             ("stop_token_ids", asked.stop_token_ids),
             ("suppress_tokens", asked.sampling.suppress_tokens),
-            ("logit_bias", [token for token, _ in asked.sampling.logit_bias or ()]),
+            ("logit_bias", list(dict(asked.sampling.logit_bias or ()))),
         ):
             outside = next((token for token in ids if not 0 <= token < size), None)
             if outside is not None:
