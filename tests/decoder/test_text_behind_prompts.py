@@ -17,7 +17,7 @@ from decoder.text.tokens import TextOffsets, TokenTexts
 
 from .conftest import tiny_llama
 from .serving import served
-from .tokenizers_of_kinds import BYTES, KINDS, llama
+from .tokenizers_of_kinds import BYTES, KINDS, SPECIAL, llama
 
 TOKENIZERS = {name: kind() for name, kind in KINDS.items()}
 REPLACEMENT = "\ufffd"
@@ -226,9 +226,71 @@ def test_bytes_of_tokens_make_up_the_text_and_offsets_are_places_in_it(kind, dat
     if decoded(tokenizer, prompt):
         # A character that the prompt begins is the text's.
         assert text.encode().endswith(joined) and len(text.encode()) - len(joined) < 4
-    for place, token in enumerate(ids):
-        at = offsets.next(token)
-        assert at == whole_characters(tokenizer, [*prompt, *ids[:place]]) - whole_characters(tokenizer, prompt)
+    before = whole_characters(tokenizer, prompt)
+    expected = [whole_characters(tokenizer, [*prompt, *ids[:place]]) - before for place in range(len(ids))]
+    assert places(offsets, ids) == expected
+
+
+def places(offsets, ids):
+    return [at for token in ids for at in offsets.next(token)] + offsets.rest()
+
+
+def shown_bytes(tokenizer, ids):
+    """The reference: each character shown, with the indices of the tokens whose bytes it shows.
+
+    A run of tokens for bytes is shown as all that they spell, or each as invalid; other bytes as Python shows them.
+    """
+    runs = []
+    for index, token in enumerate(ids):
+        piece = tokenizer.convert_ids_to_tokens(token)
+        kind = "special" if piece in SPECIAL else "byte" if piece in BYTES else "other"
+        data = bytes([BYTES.index(piece)]) if kind == "byte" else TokenTexts(tokenizer).bytes_of(token)
+        if kind != "special":
+            runs.append((kind, [])) if not runs or runs[-1][0] != kind else None
+            runs[-1][1].extend((byte, index) for byte in data)
+    for kind, run in runs:
+        left = [byte for byte, _ in run]
+        while left:
+            # The longest beginning that is one character, or a part of one.
+            for size in range(min(4, len(left)), 0, -1):
+                one = bytes(left[:size]).decode(errors="replace")
+                if len(one) == 1:
+                    break
+            if kind == "byte" and REPLACEMENT in bytes(byte for byte, _ in run).decode(errors="replace"):
+                one, size = REPLACEMENT, 1
+            yield one, {index for _, index in run[len(run) - len(left) :][:size]}
+            del left[:size]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "byte_level"])
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_offsets_are_places_in_the_text_where_bytes_are_invalid(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    pieces = [*tokenizer.convert_ids_to_tokens(tokenizer("a\u00e9\u20ac\U0001f40b")["input_ids"]), "boat", "<|sys|>"]
+    some = ids_of(tokenizer, *pieces)
+    ids = data.draw(st.lists(st.sampled_from(some), max_size=14))
+    prompt = ids_of(tokenizer, "boat")
+    shown = list(shown_bytes(tokenizer, ids))
+    text = "".join(one for one, _ in shown)
+    assert text == streamed(tokenizer, prompt, ids)
+    begins = {}
+    for at, (_, tokens_) in enumerate(shown):
+        for index in tokens_:
+            begins.setdefault(index, at)
+    end, expected = len(text), []
+    for index in reversed(range(len(ids))):
+        end = begins.get(index, end)
+        expected.insert(0, end)
+    assert places(TextOffsets(TokenTexts(tokenizer), prompt), ids) == expected
+
+
+def test_offsets_in_a_long_run_of_bytes_are_places_in_what_a_stream_shows():
+    tokenizer = TOKENIZERS["llama"]
+    ids = tokenizer("\u20ac" * 40)["input_ids"][:-1]
+    text, found = streamed(tokenizer, [], ids), places(TextOffsets(TokenTexts(tokenizer), []), ids)
+    assert text.count("\u20ac") > 10 and text.endswith(2 * REPLACEMENT)
+    assert len(found) == len(ids) and found == sorted(found) and set(found) == set(range(len(text)))
 
 
 @pytest.fixture(scope="module")
@@ -248,18 +310,13 @@ def test_the_server_gives_tokens_with_their_spaces_and_bytes_of_parts_of_charact
     prompt = tokenizer("a boat")["input_ids"]
     out = server.dec.generate(prompt, 40, "ar", SamplingParams(seed=seed), ignore_eos=True, top_logprobs=5)
     assert choice["text"] == out.text
-    logprobs, offsets = choice["logprobs"], TextOffsets(texts, prompt)
-    for token, shown, at, likely, of_token in zip(
-        out.token_ids,
-        logprobs["tokens"],
-        logprobs["text_offset"],
-        logprobs["top_logprobs"],
-        out.top_logprobs,
-        strict=True,
+    logprobs = choice["logprobs"]
+    assert logprobs["text_offset"] == places(TextOffsets(texts, prompt), out.token_ids)
+    for token, shown, likely, of_token in zip(
+        out.token_ids, logprobs["tokens"], logprobs["top_logprobs"], out.top_logprobs, strict=True
     ):
         data = texts.bytes_of(token)
         assert shown == texts.text(token) or shown == "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        assert at == offsets.next(token)
         # Llama 2's vocabulary has letters as words and as bytes.
         assert len(likely) == len({texts.bytes_of(one) for one in [token, *dict(of_token)]})
     body = {"messages": [{"role": "user", "content": "a boat"}], "max_tokens": 40, "seed": seed, "ignore_eos": True}

@@ -44,6 +44,7 @@ class Answer:
         self._begun: set[int] = set()
         before: Sequence[Sequence[int] | None] = contexts or [None] * asked.choices
         self._offsets = [TextOffsets(self._texts, ids) for ids in before]
+        self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in before]
         self._generated = 0
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class Answer:
             self._begun.add(index)
             events.append(self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})]))
         logprobs = self._logprobs(index, [piece])
-        if piece.text or (logprobs and piece.token_ids):
+        if piece.text or (logprobs and any(logprobs.values())):
             part = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
             events.append(self._event([self._choice(index, part, logprobs)]))
         if piece.output is not None:
@@ -111,9 +112,19 @@ class Answer:
                 for token, value, top in entries
             ]
             return {"content": content, "refusal": None}
-        tokens, offsets = [self._key(token) for token in ids], [self._offsets[index].next(token) for token in ids]
-        by_text = [self._by_text(*entry) for entry in entries] if self.asked.top_logprobs else None
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": by_text, "text_offset": offsets}
+        # A token comes with its place in the text, which may depend on those behind it.
+        places, held = self._offsets[index], self._held[index]
+        offsets = [at for token in ids for at in places.next(token)]
+        if pieces[-1].output is not None:
+            offsets += places.rest()
+        held += entries
+        told, held[:] = held[: len(offsets)], held[len(offsets) :]
+        return {
+            "tokens": [self._key(token) for token, _, _ in told],
+            "token_logprobs": [value for _, value, _ in told],
+            "top_logprobs": [self._by_text(*entry) for entry in told] if self.asked.top_logprobs else None,
+            "text_offset": offsets,
+        }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """A token of a chat with its log-probability."""

@@ -103,12 +103,16 @@ class TextStream:
 
     def _beyond_tail(self, text: str, end: int) -> str:
         """What ``text``, of the settled tail and the tokens up to index ``end``, has beyond the tail and the prompt."""
+        new = self._behind_tail(text, end)
+        return new[len(commonprefix((new, self._of_prompt))) :]  # noqa: RUF071 (characters are meant)
+
+    def _behind_tail(self, text: str, end: int) -> str:
+        """What it has behind the tail, with what the prompt shows of a character that it leaves unfinished."""
         tail = self._tail_text()
         if not text.startswith(tail):
             # Of a long run of tokens for bytes that turns invalid, what has been given stays.
             text, tail = self._decode(self._ids[self._settled : end]), ""
-        new = text[len(tail) :]
-        return new[len(commonprefix((new, self._of_prompt))) :]  # noqa: RUF071 (characters are meant)
+        return text[len(tail) :]
 
     def _extend(self, new: str) -> None:
         # `take` never returns the beginning of a stop string, so only text that it has not returned is searched.
@@ -122,7 +126,7 @@ class TextStream:
     def take(self, final: bool = False) -> str:
         """The text since the last call; unless ``final``, an end that may become a stop string is held back."""
         if final and not self.stopped:
-            self._extend(self._beyond_tail(self._decode(self._ids[self._tail :]), len(self._ids)))
+            self._settle(self._decode(self._ids[self._tail :]), len(self._ids))
         end = len(self._open) if final or self.stopped else len(self._open) - self._pending()
         piece, self._open = self._open[:end], self._open[end:]
         self._given.append(piece)

@@ -1,20 +1,18 @@
 """Single tokens: the text and the bytes that each adds to a text, and where in the text it begins."""
 
-import codecs
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from decoder.text.stream import REPLACEMENT, special_ids
+from decoder.text.stream import REPLACEMENT, TextStream, special_ids
 
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 """The bytes for which the letters of byte-level vocabularies stand, as in GPT-2's."""
-_LONGEST_CHARACTER = 4  # bytes
 
 
 class TokenTexts:
@@ -33,17 +31,13 @@ class TokenTexts:
     def text(self, token: int) -> str:
         """The text of a token; a part of a character is shown as U+FFFD, and a special token by its name."""
         if token not in self._texts:
-            alone = self.alone(token)
-            if token not in self.special and self._first:
-                before = self._decode(self._first)
-                behind = self._decode([*self._first, token])
+            alone = self._decode([token])
+            if token not in self.special and self.first:
+                before = self._decode(self.first)
+                behind = self._decode([*self.first, token])
                 alone = behind[len(before) :] if behind.startswith(before) else alone
             self._texts[token] = alone
         return self._texts[token]
-
-    def alone(self, token: int) -> str:
-        """The text of a token that is a text's first."""
-        return self._decode([token])
 
     def bytes_of(self, token: int) -> bytes:
         """The UTF-8 bytes of a token, which may be a part of a character."""
@@ -63,14 +57,17 @@ class TokenTexts:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     @cached_property
-    def _first(self) -> list[int]:
+    def first(self) -> list[int]:
         """A token that is a letter or digit, for others to stand behind; none if the vocabulary has no such token."""
         usable = (token for token in range(len(self.tokenizer)) if token not in self.special)
         return next(([token] for token in usable if _is_word(self._decode([token]))), [])
 
 
-class TextOffsets:
+class TextOffsets(TextStream):
     """Where the tokens of a text begin in it, in characters; those of one character begin where it does.
+
+    The text is the one that a `TextStream` gives. Of a run of tokens for bytes it shows each byte as invalid where one
+    is, so the places of its tokens are known once they are settled.
 
     Args:
         texts: of the tokenizer.
@@ -78,30 +75,60 @@ class TextOffsets:
     """
 
     def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] | None):
-        self._texts, self._length = texts, 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        shown = (token for token in reversed(prompt_ids or ()) if token not in texts.special)
-        end = list(islice(shown, _LONGEST_CHARACTER))[::-1]
-        self._is_first = prompt_ids is not None and not end
-        # The end of the prompt may be the beginning of a character.
-        self._decoder.decode(b"".join(map(texts.bytes_of, end)))
+        super().__init__(texts.tokenizer, prompt_ids=texts.first if prompt_ids is None else prompt_ids)
+        self._texts, self._prompt_tokens = texts, len(self._ids)
+        self._length = 0  # of the settled text
+        self._waiting: list[int] = []  # tokens whose places are not known yet
+        self._found: list[int] = []
 
-    def next(self, token: int) -> int:
-        """Where the next token begins."""
-        if token in self._texts.special:
-            return self._length
-        data = self._texts.bytes_of(token)
-        if self._is_first:
-            self._is_first = False
-            alone = self._texts.alone(token)
-            data = data if REPLACEMENT in alone else alone.encode()
-        begun, _ = self._decoder.getstate()
-        if begun and data and not 0x80 <= data[0] < 0xC0:
-            # The character is never finished.
-            self._length += len(self._decoder.decode(b"", final=True))
-        at = self._length
-        self._length += len(self._decoder.decode(data))
-        return at
+    def next(self, token: int) -> list[int]:
+        """Where those tokens begin whose places are known with the next one, behind those that were returned before."""
+        self._waiting.append(token)
+        self.push(token)
+        return self._taken()
+
+    def rest(self) -> list[int]:
+        """Where those tokens begin that are left, when no token follows."""
+        self.take(final=True)
+        return self._taken()
+
+    def _taken(self) -> list[int]:
+        if self._settled == len(self._ids):
+            self._found += [self._length] * len(self._waiting)  # special ones
+            self._waiting = []
+        found, self._found = self._found, []
+        return found
+
+    def _settle(self, text: str, end: int) -> None:
+        whole, shown = self._behind_tail(text, end), self._beyond_tail(text, end)
+        of_prompt = len(whole) - len(shown)
+        places = self._places(whole, self._ids[self._settled : end])
+        for place in places[max(0, self._prompt_tokens - self._settled) :]:
+            at = self._length + max(0, place - of_prompt)
+            count = next(index for index, token in enumerate(self._waiting, 1) if token not in self._texts.special)
+            self._found += [at] * count
+            del self._waiting[:count]
+        self._length += len(shown)
+        super()._settle(text, end)
+
+    def _places(self, text: str, ids: Sequence[int]) -> list[int]:
+        """Where in ``text`` the tokens begin that it belongs to."""
+        if len(ids) == 1:
+            return [0]
+        places: list[int] = []
+        at = 0
+        for single, group in groupby(ids, self._bytes.__contains__):
+            parts = [self._texts.bytes_of(token) for token in group]
+            data = b"".join(parts)
+            shown = data.decode(errors="replace")
+            if single and (REPLACEMENT in shown or not text.startswith(shown, at)):
+                places += range(at, at + len(data))
+                at += len(data)
+                continue
+            for start in accumulate(map(len, parts[:-1]), initial=0):
+                places.append(at + max(0, len(data[: start + 1].decode(errors="replace")) - 1))
+            at += len(shown)
+        return places
 
 
 def _is_word(text: str) -> bool:
