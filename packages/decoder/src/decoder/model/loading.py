@@ -25,6 +25,7 @@ from decoder.model.gguf.quantised import holds_quantised, quantised_model
 from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
 from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
+from decoder.model.wrapped import language_config, reading_alone, without_report
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -76,7 +77,7 @@ def read_tokenizer(source: str | os.PathLike, **from_hub: Any) -> PreTrainedToke
 
 
 def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
-    """The configuration of a model; ``from_hub`` are `HUB_ARGUMENTS`.
+    """The configuration of a model, or of the language model inside; ``from_hub`` are `HUB_ARGUMENTS`.
 
     Raises:
         OSError: it cannot be read.
@@ -85,13 +86,17 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
     if gguf.is_gguf(source):
         config = gguf_config(gguf.open_checked(source))
     else:
-        with _readable("model", source):
-            config = AutoConfig.from_pretrained(source, **_NO_CODE | from_hub)
+        config = language_config(_own_config(source, **from_hub))
     try:
         refuse_unsupported(config)
     except ValueError as error:
         raise ValueError(f"{source} cannot be used: {error}") from error
     return config
+
+
+def _own_config(source: str | os.PathLike, **from_hub: Any) -> PreTrainedConfig:
+    with _readable("model", source):
+        return AutoConfig.from_pretrained(source, **_NO_CODE | from_hub)
 
 
 def empty_model(config: PreTrainedConfig, source: str | os.PathLike) -> PreTrainedModel:
@@ -117,8 +122,11 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
     else:
         # transformers looks for an adapter beside the model, too, and would ask the hub for it.
         adapter = {name: kwargs[name] for name in ("cache_dir", "local_files_only") if name in kwargs}
-        with _readable("model", source):
-            model, found = AutoModelForCausalLM.from_pretrained(source, adapter_kwargs=adapter, **_NO_CODE | kwargs)
+        config = _own_config(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})
+        alone = {} if "config" in kwargs else reading_alone(config, source)
+        kwargs = {"adapter_kwargs": adapter, **_NO_CODE, **alone, **kwargs}
+        with _readable("model", source), without_report(bool(alone)):
+            model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
     # transformers fills missing and mismatched tensors with random numbers.
     for names, fault in (
         (found["missing_keys"], "lacks tensors that its configuration asks for"),
