@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoder import Decoder, methods
 from decoder.backends.cuda import cuda_graphs
@@ -295,6 +296,24 @@ def test_what_does_not_wait_is_let_pass_and_other_threads_may_do_what_they_like(
         thread.start()
         thread.join()
     assert len(elsewhere) == 1
+
+
+def test_what_has_a_kernel_of_its_own_runs_as_it_runs_unchecked():
+    """On CUDA that is a root-mean-square norm, whose composite form rounds in other places."""
+    names = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(function.overloadpacket.__name__)
+            return function(*args, **kwargs or {})
+
+    x = torch.arange(8.0).view(1, 4, 2)
+    operation = torch.ops.aten.native_channel_shuffle
+    assert operation.default.decompose(x, 2).equal(operation(x, 2))
+    with torch.inference_mode(), Noted(), HostReadsRefused():
+        operation(x, 2)
+        torch.nn.functional.linear(x, torch.ones(3, 2))
+    assert names[0] == "native_channel_shuffle" and "mm" in names and "linear" not in names
 
 
 def test_no_two_recorders_that_are_alive_record_on_one_stream(monkeypatch):

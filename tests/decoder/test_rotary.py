@@ -396,9 +396,9 @@ def test_a_captured_graph_follows_what_it_is_given():
 @pytest.mark.parametrize("tokens", [1, 24, 300])
 def test_a_pass_on_cuda_launches_one_kernel_per_layer(tokens):
     """Recorded or not, wherever Triton works; and its hidden states are those of the original."""
-    target = Target(tiny_llama(torch.bfloat16).cuda())
-    hidden = []
+    model, hidden = tiny_llama(torch.bfloat16).cuda(), []
     for fused in (True, False):
+        target = Target(model)
         if not fused:
             target.backend.rotary = {}
         cache = FullCache(1000)

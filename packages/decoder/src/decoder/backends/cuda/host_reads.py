@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,14 +40,26 @@ class HostReadsRefused(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # Under inference mode composite operations arrive whole; one of those that they are made of may wait.
-        with self:
-            result = function.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if not _of_one_kernel(function, args, kwargs):
+            # Under inference mode composite operations arrive whole; one of those that they are made of may wait.
+            with self:
+                result = function.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if _waits(function, args, kwargs):
             raise HostReadError(f"{function} makes the host wait for the device")
         return function(*args, **kwargs)
+
+
+def _of_one_kernel(function, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation has a kernel of its own for the device of its tensors.
+
+    Some have one beside a composite form, such as root-mean-square norms on CUDA. The composite rounds in other places,
+    so a pass that is run under the check would have other bits than the same pass recorded.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    key = DispatchKey.CUDA if any(tensor.is_cuda for tensor in tensors) else DispatchKey.CPU
+    return function.has_kernel_for_dispatch_key(key)
 
 
 def _waits(function, args: tuple, kwargs: dict) -> bool:
