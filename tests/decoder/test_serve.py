@@ -181,7 +181,6 @@ REFUSED = [
     ("logit_bias", {"5": -101}),
     ("suffix", "end"),
     ("echo", True),
-    ("response_format", {"type": "json_object"}),
     ("tools", [{"type": "function"}]),
 ]
 

@@ -14,7 +14,19 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from decoder import SamplingParams
 from decoder.serve.errors import ApiError
-from decoder.serve.fields import CHAT, COMPLETION, MESSAGE, PART, STREAM_OPTIONS, Honoured, Ignored, Refused
+from decoder.serve.fields import (
+    CHAT,
+    COMPLETION,
+    JSON_SCHEMA,
+    MESSAGE,
+    PART,
+    RESPONSE_FORMAT,
+    STREAM_OPTIONS,
+    STRUCTURED_OUTPUTS,
+    Honoured,
+    Ignored,
+    Refused,
+)
 from decoder.serve.requests import parse
 
 from .serving import served, speaking_decoder
@@ -162,14 +174,11 @@ def test_what_asks_for_nothing_changes_nothing(server, chat):
 
 # As clients of vLLM, SGLang, llama.cpp, transformers and OpenAI send them.
 OF_OTHERS = {
-    **dict(
-        stop_regex="a+", ebnf="root ::= 'a'", regex="[0-9]+", grammar='root ::= "a"', json_schema={"type": "object"}
-    ),
+    **dict(stop_regex="a+", guided_whitespace_pattern=" "),
     **dict(repeat_penalty=1.3, repeat_last_n=64, dry_multiplier=0.8, mirostat=2, xtc_probability=0.5, top_n_sigma=1),
     **dict(n_predict=1, max_new_tokens=3, min_new_tokens=9, allowed_token_ids=[3]),
     **dict(include_stop_str_in_output=True, skip_special_tokens=False, tool_choice="required", n_probs=3),
     **dict(echo=True, do_sample=False, bad_words_ids=[[5]]),
-    **dict(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}, guided_choice=["a"]),
     **dict(truncate_prompt_tokens=5, prompt_logprobs=1, return_token_ids=True, presence_penality=0, temprature=0),
     **dict(presence_penalty_=False, Temperature=0, topP=0.5, maxTokens=3, extra_body={"top_k": 1}, options={}),
 }
@@ -304,6 +313,6 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
 
 def test_the_guide_tells_of_each_field():
     told = set(re.findall(r"`(\w+)`", GUIDE.read_text(encoding="utf-8")))
-    for table in (CHAT, COMPLETION, STREAM_OPTIONS, MESSAGE, PART):
+    for table in (CHAT, COMPLETION, STREAM_OPTIONS, MESSAGE, PART, RESPONSE_FORMAT, JSON_SCHEMA, STRUCTURED_OUTPUTS):
         missing = {name for name, field in table.items() if not isinstance(field, Refused)} - told
         assert not missing, f"the guide to the server lacks {missing}"

@@ -52,8 +52,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         smallest, growable = len(context) + target.width(drafter.max_nodes), arguments.open_ended
         return drafter, full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
 
-    ends = frozenset(arguments.stop_ids)
-    vocabulary = Vocabulary(target.vocab_size, dec.tokenizer, ends & eos_ids(dec.model, dec.tokenizer), ends)
+    vocabulary = vocabulary_of(dec, arguments)
     sampler = Sampler(
         sampling,
         target.vocab_size,
@@ -78,3 +77,9 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         # Other verifications choose the text by the drafts, which a new drafter would not make again.
         renew=begun if exactly else None,
     )
+
+
+def vocabulary_of(dec: "Decoder", arguments: Arguments) -> Vocabulary:
+    """The tokens of a text, as its constraint sees them."""
+    ends = frozenset(arguments.stop_ids)
+    return Vocabulary(dec.target.vocab_size, dec.tokenizer, ends & eos_ids(dec.model, dec.tokenizer), ends)

@@ -161,7 +161,7 @@ def add_constraint_flags(group: Any) -> None:
     """Add the flags for what the output must be; ``group`` lets one of them be given."""
     group.add_argument("--json-schema", metavar="F", help="JSON that holds to the schema in this file")
     group.add_argument("--regex", metavar="PATTERN", help="text that this regular expression matches as a whole")
-    group.add_argument("--grammar", metavar="F", help="text of the Lark grammar in this file, from its rule start")
+    group.add_argument("--grammar", metavar="F", help="text of the Lark or GBNF grammar in this file")
     group.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated")
 
 

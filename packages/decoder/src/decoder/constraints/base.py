@@ -9,6 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 
+class ConstraintError(ValueError):
+    """A text cannot go on in its constraint, for instance because a grammar has become too complex."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The tokens that a text is made of, and those that end it.

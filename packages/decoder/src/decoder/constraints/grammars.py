@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoder.checks import fault, parse_json, shown
-from decoder.constraints.base import ConstraintState, Vocabulary
+from decoder.constraints.base import ConstraintError, ConstraintState, Vocabulary
 
 LONGEST = 2**17  # characters of a grammar; to compile as many takes about a second
 _LARGEST = 100_000  # items of a pattern when its counted repetitions are written out; more take seconds
@@ -82,15 +82,21 @@ def regex(pattern: str) -> Grammar:
     return _checked("regular expression", pattern, _engine().LLMatcher.grammar_from_regex(pattern))
 
 
-def grammar(lark: str) -> Grammar:
-    """Text of a context-free grammar in llguidance's variant of Lark's syntax, whose start rule is ``start``.
+def grammar(source: str) -> Grammar:
+    """Text of a context-free grammar.
+
+    Args:
+        source: in llguidance's variant of Lark's syntax, with the start rule ``start``; or, as ``::=`` in it tells, in
+            llama.cpp's GBNF, with the start rule ``root``.
 
     Raises:
         ValueError: the grammar is not one, or is too long.
     """
-    lark = _short(lark, "grammar")
-    _not_exploding(re.sub(r'"(?:\\.|[^"\\])*"', "s", lark))
-    return _checked("grammar", lark, _engine().LLMatcher.grammar_from_lark(lark))
+    source = _short(source, "grammar")
+    without_texts = re.sub(r'"(?:\\.|[^"\\])*"', "s", source)
+    _not_exploding(without_texts)
+    lark = _lark_of(source) if "::=" in without_texts else source
+    return _checked("grammar", source, _engine().LLMatcher.grammar_from_lark(lark))
 
 
 def choice(choices: Sequence[str]) -> Grammar:
@@ -109,6 +115,19 @@ def choice(choices: Sequence[str]) -> Grammar:
     source = _short(json.dumps(list(choices), ensure_ascii=False), "list of choices")
     form = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
     return _checked("choice", source, _engine().LLMatcher.grammar_from_lark(form))
+
+
+def _lark_of(gbnf: str) -> str:
+    _engine()
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(gbnf)
+    except RecursionError:
+        raise ValueError("the grammar cannot be kept: its brackets lie in others too deep") from None
+    except Exception as error:
+        # It raises errors of several types, down to the base of all.
+        raise ValueError(f"the grammar cannot be kept: {_sentence(str(error))}") from None
 
 
 def _short(text: str, what: str) -> str:
@@ -202,19 +221,26 @@ class _Compiled:
         self.ends = sorted(vocabulary.end_ids) or [tokenizer.eos_token_id or 0]
         self._tokens = from_tokenizer(tokenizer, max(vocabulary.size, len(tokenizer)), self.ends)
         self._matchers: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Any:
         """A matcher of the grammar that nothing has moved."""
-        found = self._matchers.pop(grammar.form, None)
-        if found is None:
-            engine = _engine()
-            found = engine.LLMatcher(self._tokens, grammar.form, log_level=0, limits=_limits(engine))
-            if found.is_error():
-                raise ValueError(f"the {grammar.kind} cannot be kept: {_sentence(found.get_error())}")
-        self._matchers[grammar.form] = found
-        while len(self._matchers) > _COMPILED:
-            self._matchers.popitem(last=False)
-        return found.deep_copy()
+        with self._lock:
+            found = self._matchers.pop(grammar.form, None)
+        # Not within the lock: to compile a large one takes a second, in which other texts are to begin.
+        found = found or self._compile(grammar)
+        with self._lock:
+            self._matchers[grammar.form] = found
+            while len(self._matchers) > _COMPILED:
+                self._matchers.popitem(last=False)
+            return found.deep_copy()
+
+    def _compile(self, grammar: Grammar) -> Any:
+        engine = _engine()
+        made = engine.LLMatcher(self._tokens, grammar.form, log_level=0, limits=_limits(engine))
+        if made.is_error():
+            raise ValueError(f"the {grammar.kind} cannot be kept: {_sentence(made.get_error())}")
+        return made
 
 
 _all: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, _Compiled]] = WeakKeyDictionary()
@@ -229,7 +255,7 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Any:
         key = vocabulary.size, vocabulary.end_ids, 0 if tokenizer is None else len(tokenizer)
         if key not in own:
             own[key] = _Compiled(vocabulary)
-        return own[key].matcher(grammar)
+    return own[key].matcher(grammar)
 
 
 class GrammarState(ConstraintState):
@@ -284,4 +310,4 @@ class GrammarState(ConstraintState):
 
 def _check(matcher: Any) -> None:
     if matcher.is_error():
-        raise ValueError(f"the text cannot go on in its grammar: {_sentence(matcher.get_error())}")
+        raise ConstraintError(f"the text cannot go on in its grammar: {_sentence(matcher.get_error())}")

@@ -15,6 +15,7 @@ from decoder.serve.kinds import (
     NUMBER,
     OBJECT,
     PROMPTS,
+    SCHEMA,
     TEXT,
     Kind,
     biases,
@@ -30,6 +31,7 @@ _COMPLETION_TOKENS = 16  # max_tokens of a completion that does not give it, as 
 _MOST_OF_CHAT, _MOST_OF_COMPLETION = 20, 5  # most likely tokens with log-probabilities, as in OpenAI's protocol
 _MOST_STOPS, _LONGEST_STOP = 16, 1000
 _MOST_BAD_WORDS = 100
+_LONGEST_CHOICE = 2**17
 _MOST_IDS = 1000  # of tokens that end a text, or that never come
 _LONGEST_NAME = 100  # characters of an unknown name that are compared with known ones
 _LIKE = 0.55  # ratio of equal characters from which on a known name is what may be meant
@@ -79,8 +81,18 @@ _SAMPLING: Fields = {
     "min_tokens": Honoured(integer(0, LARGEST_SEED)),
     "bad_words": Honoured(texts(_LONGEST_STOP, _MOST_BAD_WORDS)),
 }
+# At most one of them says what the answer must be; see `decoder.serve.shapes`.
+_SHAPES: Fields = {
+    "response_format": Honoured(OBJECT),
+    "structured_outputs": Honoured(OBJECT),
+    **dict.fromkeys(("guided_json", "json_schema"), Honoured(SCHEMA)),
+    **dict.fromkeys(("guided_regex", "regex"), Honoured(TEXT)),
+    "guided_choice": Honoured(texts(_LONGEST_CHOICE, _MOST_IDS)),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), Honoured(TEXT)),
+}
 _HONOURED: Fields = {
     **_SAMPLING,
+    **_SHAPES,
     "model": Honoured(TEXT),
     "n": Honoured(integer(1, MOST_CHOICES), 1),
     "best_of": Honoured(integer(1, MOST_CHOICES)),
@@ -99,11 +111,10 @@ _IGNORED = (
     *("request_id", "rid", "priority", "cache_salt", "cache_prompt", "id_slot", "guided_decoding_backend"),
     # Of methods that are off, because the field that switches each on is refused.
     *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-    *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "guided_whitespace_pattern"),
+    *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold"),
 )
 _REFUSED: Fields = {
     # OpenAI's.
-    "response_format": Refused(({"type": "text"},)),
     "tools": Refused(([],)),
     "tool_choice": Refused(("none", "auto")),
     "functions": Refused(([],)),
@@ -150,10 +161,7 @@ _REFUSED: Fields = {
     "lora": Refused(([],)),
     "lora_path": Refused(),
     "vllm_xargs": Refused(({},)),
-    # Answers in a given shape.
-    **dict.fromkeys(("grammar", "regex", "ebnf"), Refused(("",))),
-    **dict.fromkeys(("json_schema", "structured_outputs"), Refused()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), Refused()),
+    "guided_whitespace_pattern": Refused(),
     # How prompts become tokens, and tokens text.
     "truncate_prompt_tokens": Refused(),
     "n_keep": Refused((0,)),
@@ -205,6 +213,31 @@ STREAM_OPTIONS: Fields = {
     "include_usage": Honoured(FLAG, False),
     "include_obfuscation": Ignored(),
     "continuous_usage_stats": Refused((False,)),
+}
+RESPONSE_FORMAT: Fields = {
+    "type": Honoured(choice(("text", "json_object", "json_schema"))),
+    "json_schema": Honoured(OBJECT),
+    # llama.cpp's, of either type.
+    "schema": Honoured(SCHEMA),
+}
+JSON_SCHEMA: Fields = {
+    "schema": Honoured(SCHEMA),
+    # Answers always hold to the schema, strictly or not; what it is called is for the one who asks.
+    "strict": Honoured(FLAG),
+    "name": Ignored(),
+    "description": Ignored(),
+}
+STRUCTURED_OUTPUTS: Fields = {
+    "json": Honoured(SCHEMA),
+    "regex": Honoured(TEXT),
+    "choice": Honoured(texts(_LONGEST_CHOICE, _MOST_IDS)),
+    "grammar": Honoured(TEXT),
+    "json_object": Honoured(FLAG),
+    "disable_any_whitespace": Honoured(FLAG, False),
+    "disable_fallback": Ignored(),
+    "disable_additional_properties": Refused((False,), "send additionalProperties in the schema"),
+    "whitespace_pattern": Refused(),
+    "structural_tag": Refused(),
 }
 MESSAGE: Fields = {
     "role": Honoured(TEXT),

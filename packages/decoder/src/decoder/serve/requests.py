@@ -20,6 +20,7 @@ from decoder.serve.fields import (
     require,
 )
 from decoder.serve.kinds import MESSAGES, OBJECT, PROMPTS, TEXT
+from decoder.serve.shapes import constraint_of
 from decoder.text.prompts import Prompt
 
 
@@ -32,6 +33,7 @@ class Asked:
         prompts: one prompt for a chat; one or more for a completion.
         n: how many choices for each prompt.
         sampling: of the first choice; choice i draws with seed + i.
+        shaped_by: the place in the body that asks for the constraint of ``sampling``, if it has one.
         max_tokens: how many tokens may be generated; None for as many as the server allows.
         stop: strings that end the text.
         stop_token_ids: tokens that end the text.
@@ -48,6 +50,7 @@ class Asked:
     prompts: list[Prompt]
     n: int
     sampling: SamplingParams
+    shaped_by: str | None
     max_tokens: int | None
     stop: list[str]
     stop_token_ids: list[int]
@@ -78,11 +81,13 @@ def parse(body: Any, chat: bool) -> Asked:
         refuse("best_of", "is not supported here: leave it out, or give n")
     logprobs, top_logprobs = _logprobs(values, chat)
     stop = values["stop"]
+    shaped_by, constraint = constraint_of(values)
     asked = Asked(
         chat=chat,
         prompts=[_messages(values["messages"])] if chat else _prompts(values["prompt"]),
         n=values["n"],
-        sampling=_sampling(values),
+        sampling=_sampling({**values, "constraint": constraint}),
+        shaped_by=shaped_by,
         max_tokens=values.get("max_completion_tokens") or values["max_tokens"],
         stop=[stop] if isinstance(stop, str) else stop,
         stop_token_ids=values["stop_token_ids"],

@@ -9,16 +9,20 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from decoder.arguments import Arguments, check_arguments
+from decoder.constraints import Grammar
 from decoder.decoder import Decoder
+from decoder.new_sequence import vocabulary_of
 from decoder.options import TokenSwiftOptions
 from decoder.request import GenerationRequest
-from decoder.serve.body import parse_body
+from decoder.serve.body import field_of, parse_body
 from decoder.serve.errors import ApiError
 from decoder.serve.metrics import Metrics
 from decoder.serve.reading import Reading, size_of, surely_too_long
 from decoder.serve.requests import Asked, parse
 from decoder.serve.worker import Job, Piece, Worker
 from decoder.text.prompts import prompt_ids
+
+_FORCED_TRIED = 16  # forced tokens at a constraint's beginning that are tried before a request is taken
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,11 @@ class Service:
 
     @property
     def max_body_bytes(self) -> int:
-        """The largest body that a request may have: more than a prompt of all positions needs, in any script."""
-        return max(2**20, 64 * self.dec.model.config.max_position_embeddings)
+        """The largest body that a request may have.
+
+        It is more than a prompt of all positions needs, in any script, and than a grammar that is much too long.
+        """
+        return max(2**24, 64 * self.dec.model.config.max_position_embeddings)
 
     def stop(self) -> None:
         """Take no more requests; those that run have the time of grace to end."""
@@ -147,10 +154,32 @@ class Service:
         self._check_vocabulary(asked)
         prompts = [await self._ids(asked, index) for index in range(len(asked.prompts))]
         arguments = [one for ids in prompts for one in self._arguments(asked, ids)]
+        await self._compile(arguments[0], asked.shaped_by)
         running = Running(self.worker, arguments, limit)
         prompt_tokens = sum(map(len, prompts))
         self.metrics.prompt_tokens.inc(prompt_tokens)
         return running, prompt_tokens
+
+    async def _compile(self, arguments: Arguments, place: str | None) -> None:
+        """Compile a request's constraint, so that what shows only then is a 400; it stays compiled for its texts."""
+        constraint = arguments.sampling.constraint
+        if not isinstance(constraint, Grammar):
+            return
+        vocabulary = vocabulary_of(self.dec, arguments)
+
+        def begin(_: PreTrainedTokenizerBase) -> None:
+            if not constraint.start(vocabulary).mask().any():
+                raise ValueError(f"no text holds to the {constraint.kind}")
+            state = constraint.start(vocabulary)
+            # That a grammar has no end may show only behind what it forces.
+            for token in state.forced()[:_FORCED_TRIED]:
+                if token not in vocabulary.end_ids:
+                    state.advance(token)
+
+        try:
+            await self.reading.read(len(constraint.form), begin)
+        except ValueError as error:
+            raise ApiError(400, f"{place}: {error}", field_of(place or "")) from None
 
     def _check_vocabulary(self, asked: Asked) -> None:
         size = self.dec.target.vocab_size

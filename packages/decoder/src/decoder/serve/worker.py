@@ -17,6 +17,7 @@ import torch
 from decoder import sequence as sequences
 from decoder.admission import Admission, memory_for_caches
 from decoder.arguments import Arguments
+from decoder.constraints.base import ConstraintError
 from decoder.decoder import Decoder
 from decoder.model.loading import out_of_memory
 from decoder.outputs import GenerationOutput
@@ -221,6 +222,8 @@ def _told(error: Exception) -> ApiError:
     if out_of_memory(error):
         logger.error("memory ran out")
         return ApiError(503, "the server ran out of memory: ask for less, or later", code="out_of_memory")
+    if isinstance(error, ConstraintError):
+        return ApiError(400, str(error), code="constraint_failed")
     where = "".join(traceback.format_tb(error.__traceback__))
     logger.error("a text failed with %s at\n%s", type(error).__name__, where)
     return ApiError(500, f"the text could not be generated: {type(error).__name__}", code="generation_failed")
