@@ -378,4 +378,5 @@ def test_cuda_passes_equal_those_of_a_cpu(prompt):
             with torch.inference_mode(), each.patched():
                 seen.append(each.forward([tree], [cache])[0].logits.cpu().clone())
                 cache.keep([0, len(tree) - 1] if len(tree) > 1 and tree.parents[-1] == 0 else [0])
-        torch.testing.assert_close(*seen, rtol=1e-9, atol=1e-9)
+        # Norms and rotary embeddings are in single precision in both.
+        torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-5)

@@ -564,7 +564,7 @@ def test_on_cuda_a_proposal_waits_for_its_one_read_only(kind, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift-fused", "auto"])
 def test_on_cuda_a_step_waits_for_its_one_read_only(prompt, method, monkeypatch):
-    """Once its passes are recorded; `auto` may ask for a level by itself now and then."""
+    """Once its passes are recorded; a drafter that had stopped drafting asks for its first levels by themselves."""
     dec = Decoder(tiny_llama().cuda(), heads=random_heads(tiny_llama(), kind="gated"))
     step, counts = Engine.step, []
 
@@ -582,7 +582,7 @@ def test_on_cuda_a_step_waits_for_its_one_read_only(prompt, method, monkeypatch)
     plain = dec.generate(prompt, 150, "ar", GENERATIONS["sampled"])
     counts.clear()
     assert dec.generate(prompt, 150, method, GENERATIONS["sampled"]).token_ids == plain.token_ids
-    assert counts.count(1) > 0.8 * len(counts) if method == "auto" else set(counts) == {1}
+    assert set(counts) <= {1, 2} and counts.count(1) >= (1 if method == "ar" else 0.8) * len(counts), counts
 
 
 @pytest.mark.gpu
