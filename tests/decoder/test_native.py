@@ -1,8 +1,8 @@
 """The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
 
-import ctypes
 import multiprocessing
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -200,13 +200,33 @@ def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch):
 
 
 @pytest.fixture
+def kept():
+    """The library of this machine, as the user's cache folder has it."""
+    native.library()
+    file = native._folder() / f"native-{native._key(None)}.so"
+    if not file.exists():
+        pytest.skip("the library is not kept here")
+    return file.read_bytes()
+
+
+@pytest.fixture
 def uncompiled(monkeypatch, tmp_path):
     """The library has not been asked for, and the user's cache folder is empty."""
     monkeypatch.setattr(native, "_loaded_for", native._loaded_for.__wrapped__)
     monkeypatch.setattr(native, "_key", native._key.__wrapped__)
     monkeypatch.setattr(native.compiling, "FLAGS", (*native.compiling.FLAGS, "-O0"))  # half of the compiler's time
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path / "package")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def quickly(kept, uncompiled, monkeypatch):
+    """The same, with a compiler that has the library in store."""
+    monkeypatch.setattr(
+        native.compiling, "fault_of_compiling", lambda compiler, made, sets: made.write_bytes(kept) and None
+    )
+    return uncompiled
 
 
 def no_compiler(monkeypatch):
@@ -222,9 +242,9 @@ def test_it_is_compiled_once_and_found_without_a_compiler(uncompiled, monkeypatc
 
 
 @needs_native
-def test_one_that_cannot_be_opened_is_made_again(uncompiled, monkeypatch):
+def test_one_that_cannot_be_opened_is_made_again(quickly, monkeypatch):
     """Cut short when the machine went down, say. A name that is open already would be taken for that library."""
-    opened, folder = native._opened, uncompiled / "tokenswift-decoder"
+    opened, folder = native._opened, quickly / "tokenswift-decoder"
     folder.mkdir(0o700)
     (folder / f"native-{native._key(None)}.so").write_text("cut short")
     assert native.available()
@@ -236,8 +256,8 @@ def test_one_that_cannot_be_opened_is_made_again(uncompiled, monkeypatch):
 
 
 @needs_native
-def test_where_there_is_no_place_to_keep_it_it_is_made_for_the_process(uncompiled, monkeypatch):
-    folder = uncompiled / "tokenswift-decoder"
+def test_where_there_is_no_place_to_keep_it_it_is_made_for_the_process(quickly, monkeypatch):
+    folder = quickly / "tokenswift-decoder"
     folder.write_text("in the way")
     assert native.available()
     folder.unlink()
@@ -272,13 +292,68 @@ def test_an_instruction_set_can_be_asked_for(monkeypatch):
         native.library()
 
 
-@needs_native
-def test_a_library_with_other_structures_is_refused(uncompiled, monkeypatch):
-    class Head(ctypes.Structure):
-        _fields_ = (*native.Head._fields_, ("new", ctypes.c_int64))
+@pytest.fixture
+def package(kept, monkeypatch, tmp_path):
+    """An empty folder that stands for the package's, and a library to put there."""
+    monkeypatch.setattr(native, "_loaded_for", cache(native._loaded_for.__wrapped__))
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path, kept
 
-    monkeypatch.setattr(native, "_STRUCTURES", (*set(native._STRUCTURES) - {native.Head}, Head))
-    assert native._loaded() == "the library has other structures than this program: Head"
+
+@needs_native
+def test_a_library_that_the_package_brings_needs_no_compiler(package, monkeypatch, recwarn):
+    folder, data = package
+    no_compiler(monkeypatch)
+    (folder / native.compiling.shipped_name(data)).write_bytes(data)
+    assert native.library()._name.startswith(str(folder)) and not list(recwarn)
+    [fastest, *_, slowest] = native._instruction_sets(None)
+    monkeypatch.setenv("TOKENSWIFT_INSTRUCTIONS", fastest)
+    assert native.library().instructions().decode() == fastest
+    if slowest != fastest:  # which this library does not have
+        monkeypatch.setenv("TOKENSWIFT_INSTRUCTIONS", slowest)
+        assert native._loaded() == "no C compiler (gcc or cc) is installed"
+    assert not list(recwarn)
+
+
+def of_another_machine(data):
+    return data[:18] + (b"\xf3\0" if data[18] != 0xF3 else b"\xb7\0") + data[20:]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "change, named_before, reason",
+    [
+        (lambda data: data[: len(data) // 2], True, "so is damaged"),
+        (lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], True, "so is damaged"),
+        (lambda data: b"", True, "so is damaged"),
+        (of_another_machine, False, "OSError: "),
+        (lambda data: b"none", False, "OSError: "),
+        ("sources", False, "was made of other source files"),
+        ("structures", False, "has other structures than this program: Drafts"),
+    ],
+    ids=["cut", "a bit", "empty", "machine", "no library", "sources", "structures"],
+)
+def test_one_that_cannot_be_used_is_told_once_and_the_reference_decodes(
+    package, monkeypatch, prompt, change, named_before, reason
+):
+    folder, data = package
+    no_compiler(monkeypatch)
+    changed = data if isinstance(change, str) else change(data)
+    name = native.compiling.shipped_name(data if named_before else changed)
+    if change == "sources":
+        name = name.replace(native.compiling.fingerprint(), 16 * "0")
+    elif change == "structures":
+        monkeypatch.setattr(native, "_STRUCTURES", native._STRUCTURES[:-1])
+    (folder / name).write_bytes(changed)
+    with pytest.warns(UserWarning) as warned:
+        dec = Decoder(tiny_llama(torch.float32))
+        plain = dec.generate(prompt, 20, "ar", SAMPLING)
+        assert dec.generate(prompt, 20, "suffix", SAMPLING).token_ids == plain.token_ids
+    [told] = [str(one.message) for one in warned]
+    assert told.startswith("the native library of the installed decoder cannot be used: ") and reason in told
+    [line] = [line for line in dec.report().splitlines() if line.strip().startswith(NATIVE)]
+    assert " off " in line and "no C compiler" in line
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The sources of the native library: two compilers find nothing to say about them, and they are formatted."""
 
+import re
 import shutil
 import subprocess
 
@@ -27,3 +28,49 @@ def test_the_sources_are_formatted():
     files = [*compiling.files(), program / "tests/native/hashes.c"]
     done = subprocess.run(["clang-format", "--dry-run", "-Werror", *map(str, files)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def compiler(folder, triple, refuses="nothing"):
+    """A compiler that knows its machine, and writes what it was told into what it makes."""
+    made = folder / "a-cc"
+    made.write_text(
+        f"""#!/bin/sh
+[ "$1" = -dumpmachine ] && echo {triple} && exit
+case "$*" in *{refuses}*) echo "error: {refuses}?" >&2; exit 1;; esac
+while [ "$1" != -o ]; do shift; done
+echo "$*" > "$2"
+"""
+    )
+    made.chmod(0o755)
+    return str(made)
+
+
+@pytest.mark.parametrize(
+    "triple, refuses, sets",
+    [
+        ("x86_64-linux-gnu", "nothing", ("avx512bf16", "avx512", "avx2")),
+        ("x86_64-pc-linux-gnu", "-mavx512bf16", ("avx512", "avx2")),
+        ("aarch64-linux-gnu", "nothing", ("neon", "generic")),
+    ],
+)
+def test_a_package_has_the_instruction_sets_of_its_compilers_machine(triple, refuses, sets, tmp_path):
+    library, machine = compiling.compiled_for_shipping(tmp_path, compiler(tmp_path, triple, refuses))
+    assert machine == triple.partition("-")[0]
+    data = library.read_bytes()
+    assert library.name == compiling.shipped_name(data) != compiling.shipped_name(data + b"\n")
+    assert {name for name in compiling.INSTRUCTION_SETS if f"/{name}-products.o".encode() in data} == set(sets)
+
+
+@pytest.mark.parametrize(
+    "triple, refuses, reason",
+    [
+        ("arm64-apple-darwin23", "nothing", "it is for Linux on x86_64 or aarch64, and .* compiles for arm64-apple"),
+        ("riscv64-linux-gnu", "nothing", "compiles for riscv64-linux-gnu"),
+        ("''", "nothing", "compiles for what it does not say"),
+        ("x86_64-linux-gnu", "-shared", "failed: error: -shared"),
+        (None, None, r"^no C compiler \(/no/cc\) is installed$"),
+    ],
+)
+def test_why_a_package_has_no_library(triple, refuses, reason, tmp_path):
+    found = compiler(tmp_path, triple, refuses) if triple else "/no/cc"
+    assert re.search(reason, compiling.compiled_for_shipping(tmp_path, found))

@@ -63,12 +63,17 @@ def test_instruction_sets_have_the_bits_that_they_promise(compiler, expected, tm
         assert len(same) >= 80 and set(same) <= set(expected)
 
 
-@pytest.mark.parametrize("instructions", ["neon", "generic"])
-def test_aarch64_has_the_bits_of_this_machine(instructions, expected, tmp_path):
-    if shutil.which("qemu-aarch64") is None:
-        pytest.skip("needs qemu-aarch64 (qemu-user)")
-    program = built(tmp_path, "aarch64-linux-gnu-gcc", [instructions], linking=("-static",))
-    assert printed("qemu-aarch64", program, instructions) == expected
+def test_a_packages_library_for_aarch64_has_the_bits_of_this_machine(expected, tmp_path):
+    compiler = "aarch64-linux-gnu-gcc"
+    if shutil.which("qemu-aarch64") is None or shutil.which(compiler) is None:
+        pytest.skip(f"needs qemu-aarch64 (qemu-user) and {compiler}")
+    library, machine = compiling.compiled_for_shipping(tmp_path, compiler)
+    assert machine == "aarch64"
+    program = tmp_path / "hashes"
+    given = [*compiling.FLAGS, *WARNINGS, "-I", str(compiling.FOLDER), "-o", str(program), str(PROGRAM), str(library)]
+    subprocess.run([compiler, *given, "-Wl,-rpath,$ORIGIN", "-lm"], check=True)
+    for instructions in compiling.OF_MACHINE[machine]:
+        assert printed("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", program, instructions) == expected
 
 
 @pytest.mark.parametrize("instructions", sets_here())

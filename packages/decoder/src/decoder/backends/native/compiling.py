@@ -4,11 +4,14 @@
     python -m decoder.backends.native.compiling --compiler aarch64-linux-gnu-gcc --sets neon,generic library.so
 
 The files of `csrc/` are compiled once for each instruction set that the library is to have, and it takes the fastest
-one that the processor has. This module imports nothing but Python's own, so that it can run where a package is built.
+one that the processor has. Of OpenMP it has the calls alone: PyTorch has loaded a library with them, whose threads both
+then share. This module imports nothing but Python's own, so that it can run where a package is built.
 """
 
 import argparse
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "csrc"
 FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
+COMPILERS = ("gcc", "cc")
 _SECONDS = 600  # in which a file must be compiled; a busy machine may take long
 _OF_LIBRARY = ("library.c", "formats/formats.c")
 _OF_SET = ("products.c", "attention.c", "layers.c", "tokens.c", "levels.c", "quantised.c", "set.c")
@@ -66,6 +70,12 @@ def files() -> list[Path]:
     return sorted(file for file in FOLDER.rglob("*") if file.suffix in (".c", ".h"))
 
 
+def fingerprint(*more: str) -> str:
+    """What a library depends on, in 16 digits: its source, how it is compiled, and ``more``."""
+    sources = (file.read_text() for file in files())
+    return _digits("\0".join((*sources, *FLAGS, *more)).encode())
+
+
 def commands(compiler: str, sets: Sequence[str], flags: Sequence[str], into: Path) -> list[list[str]]:
     """The commands that compile all files for these instruction sets to objects in the folder ``into``."""
     listed = " ".join(f"X({name})" for name in sets)
@@ -90,23 +100,73 @@ def fault_of_compiling(compiler: str, made: Path, sets: Sequence[str], flags: Se
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             fault = _first(pool.map(_fault, each))
         given = [str(file) for file in sorted(objects.glob("*.o"))]
-        return fault or _fault([compiler, *FLAGS, *flags, "-shared", "-o", str(made), *given, "-lm"])
+        # gcc's calls are in each library of OpenMP that PyTorch may have loaded, clang's in its own alone.
+        openmp = ["-fopenmp"] if "clang" in _said(compiler, "--version") else []
+        return fault or _fault([compiler, *openmp, *flags, "-shared", "-o", str(made), *given, "-lm"])
+
+
+def compiled_for_shipping(folder: Path, compiler: str | None = None) -> tuple[Path, str] | str:
+    """Compile the library that a package brings, to a file in ``folder``.
+
+    Args:
+        compiler: of this machine or for another one; None for the first of `COMPILERS` that there is.
+
+    Returns:
+        The file, which `shipped_name` has named, and the machine that it is for; or why there is none.
+    """
+    found = next(filter(None, map(shutil.which, [compiler] if compiler else COMPILERS)), None)
+    if found is None:
+        return f"no C compiler ({compiler or ' or '.join(COMPILERS)}) is installed"
+    triple = _said(found, "-dumpmachine").strip()
+    machine = triple.partition("-")[0]
+    if "linux" not in triple or machine not in OF_MACHINE:
+        return (
+            f"it is for Linux on {' or '.join(OF_MACHINE)}, and {found} compiles for {triple or 'what it does not say'}"
+        )
+    made, sets, faults = folder / "native.so", OF_MACHINE[machine], list[str]()
+    for first in range(len(sets)):  # an old compiler may not know the fastest ones
+        fault = fault_of_compiling(found, made, sets[first:])
+        if fault is None:
+            return made.rename(folder / shipped_name(made.read_bytes())), machine
+        faults.append(fault)
+    return f"{found} failed: {'; '.join(dict.fromkeys(faults))}"
+
+
+def shipped_name(library: bytes) -> str:
+    """The name of a library's file in a package: it tells of which source it was made, and whether it is whole."""
+    return f"native-{fingerprint()}-{_digits(library)}.so"
+
+
+def _digits(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _first(faults: Iterable[str | None]) -> str | None:
     return next((fault for fault in faults if fault), None)
 
 
+def _said(compiler: str, option: str) -> str:
+    """What a compiler answers, "" where it fails."""
+    try:
+        return _run([compiler, option]).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def _fault(command: list[str]) -> str | None:
     """What a compiler says where it fails."""
-    plain = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=plain)
+        done = _run(command)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if not done.returncode:
         return None
     return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200]) or "failed"
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    plain = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=plain)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,20 +1,21 @@
-"""The native library: C files compiled by the machine's own compiler for its processor, when first needed.
+"""The native library: C files that are compiled where the package is built or installed, or else when first needed.
 
 PyTorch's operators leave much of a processor's speed unused where a pass has few rows, and each call from Python takes
 as long as a small one of them. The library runs all layers of a pass in one call (`layers.c`), reads weights once for
 all rows of a step, and sums every row in an order of its own. It also draws tokens (`tokens.c`) and runs draft heads
-(`levels.c`). It is kept in the user's cache folder, so it is compiled once, in some ten seconds, and later found
-without a compiler. TOKENSWIFT_INSTRUCTIONS names an instruction set to use in place of the fastest one.
+(`levels.c`). Where a package came without it, the machine's own compiler makes it for its processor, in some ten
+seconds, and it is kept in the user's cache folder. TOKENSWIFT_INSTRUCTIONS names an instruction set to use in place of
+the fastest one.
 """
 
 import ctypes
-import hashlib
 import os
 import platform
 import shutil
 import stat
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
@@ -25,9 +26,9 @@ import torch
 
 from decoder.backends.faults import in_words
 from decoder.backends.native import compiling
-from decoder.backends.native.compiling import INSTRUCTION_SETS, OF_MACHINE
+from decoder.backends.native.compiling import COMPILERS, INSTRUCTION_SETS, OF_MACHINE
 
-_COMPILERS = ("gcc", "cc")
+_PACKAGE = Path(__file__).parent  # where a package has the library that it brings
 _FORCED = "TOKENSWIFT_INSTRUCTIONS"
 
 
@@ -265,6 +266,8 @@ def _loaded_for(forced: str | None) -> ctypes.CDLL | str:
     """The library for the fastest instruction set, or for the one that the user asks for."""
     try:
         key = _key(forced)
+        if (shipped := _shipped(forced)) is not None:
+            return shipped
         folder = _folder()
         if folder is not None and _trusted(folder) and (file := folder / f"native-{key}.so").exists():
             with suppress(OSError):  # cut short, say, when the machine went down
@@ -277,8 +280,46 @@ def _loaded_for(forced: str | None) -> ctypes.CDLL | str:
         return f"it could not be made: {in_words(error)}"
 
 
+def _shipped(forced: str | None) -> ctypes.CDLL | None:
+    """The library that the package brings, if it does; where that one cannot be used, a warning says why."""
+    for file in _PACKAGE.glob("native-*.so"):
+        try:
+            library = _checked(file, forced)
+        except (NativeUnavailable, OSError) as error:
+            reason = str(error) if isinstance(error, NativeUnavailable) else in_words(error)
+            warnings.warn(
+                f"the native library of the installed decoder cannot be used: {reason}. Install it again; until then "
+                "it is compiled here, or decoding is slower",
+                stacklevel=2,
+            )
+            continue
+        if not library.use_instructions(forced.encode() if forced else None):
+            return library
+    return None
+
+
+def _checked(file: Path, forced: str | None) -> ctypes.CDLL:
+    """A library that a package brings.
+
+    Raises:
+        NativeUnavailable: it is damaged, or made of other sources, or for another processor.
+        OSError: it cannot be read or loaded.
+    """
+    data = file.read_bytes()
+    expected, name = compiling.shipped_name(data), file.name
+    if name != expected:
+        # What is damaged is not opened: the system would end this process.
+        same = name.rpartition("-")[2] == expected.rpartition("-")[2]
+        raise NativeUnavailable(f"{name} {'was made of other source files' if same else 'is damaged'}")
+    if not forced:
+        return _opened(file)
+    # A library of its own, which uses another instruction set. It stays in memory when the file is gone.
+    with tempfile.TemporaryDirectory(prefix="tokenswift-decoder-") as temporary:
+        return _opened(Path(shutil.copy(file, temporary)))
+
+
 def library() -> ctypes.CDLL:
-    """The library, which is compiled if it is not in the user's cache folder yet.
+    """The library, which is compiled if neither the package nor the user's cache folder has it.
 
     Raises:
         NativeUnavailable: there is no compiler, or the machine is of another kind.
@@ -334,8 +375,7 @@ def _key(forced: str | None) -> str:
     Raises:
         NativeUnavailable: it is not for this machine.
     """
-    sources = (file.read_text() for file in compiling.files())
-    return hashlib.sha256("\0".join((*sources, *compiling.FLAGS, *_instruction_sets(forced))).encode()).hexdigest()[:16]
+    return compiling.fingerprint(*_instruction_sets(forced))
 
 
 def _instruction_sets(forced: str | None) -> list[str]:
@@ -389,9 +429,9 @@ def _compiled(key: str, sets: list[str]) -> ctypes.CDLL:
     Raises:
         NativeUnavailable: no compiler is installed, or none can compile it.
     """
-    compilers = dict.fromkeys(os.path.realpath(found) for name in _COMPILERS if (found := shutil.which(name)))
+    compilers = dict.fromkeys(os.path.realpath(found) for name in COMPILERS if (found := shutil.which(name)))
     if not compilers:
-        raise NativeUnavailable(f"no C compiler ({' or '.join(_COMPILERS)}) is installed")
+        raise NativeUnavailable(f"no C compiler ({' or '.join(COMPILERS)}) is installed")
     with tempfile.TemporaryDirectory(prefix="tokenswift-decoder-") as temporary:
         made = Path(temporary) / "native.so"
         faults = []
@@ -427,7 +467,7 @@ def _opened(file: Path) -> ctypes.CDLL:
     Raises:
         NativeUnavailable: it was made for other structures, or for another processor.
     """
-    library = ctypes.CDLL(str(file))
+    library = _linked(file)
     library.structures.restype, library.instructions.restype = POINTER(Structure), c_char_p
     theirs, own = library.structures(), {one.__name__: ctypes.sizeof(one) for one in _STRUCTURES}
     sizes = {entry.name.decode(): entry.bytes for entry in takewhile(lambda entry: entry.name, theirs)}
@@ -442,3 +482,14 @@ def _opened(file: Path) -> ctypes.CDLL:
         getattr(library, name).restype = c_int64
     library.weight_format.restype = POINTER(Format)
     return library
+
+
+def _linked(file: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        if "omp" not in str(error).lower():
+            raise
+    # This PyTorch has not loaded OpenMP for all.
+    ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(file))

@@ -5,6 +5,13 @@
 
 #include "native.h"
 
+// As glibc has had them from the beginning, so that a library that is compiled on a new system loads on an old one.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver exp, exp@GLIBC_2.2.5\n.symver log, log@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver exp, exp@GLIBC_2.17\n.symver log, log@GLIBC_2.17");
+#endif
+
 enum { DEEPEST = 64 };
 
 // A branch that goes on, or its next state.
