@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import httpx2
 import openai
 import uvicorn
+from tokenizers import AddedToken
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decoder import Decoder
@@ -41,6 +42,47 @@ def speaking_decoder():
     model = tiny_llama(vocab_size=256)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
+    return Decoder(model, tokenizer, random_heads(model))
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+QWEN = """
+{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+For each call write <tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}
+{%- if message.role == 'tool' %}<tool_response>
+{{ message.content }}
+</tool_response>{% else %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% elif forced_thinking is defined %}<think>
+{% endif %}{% endif %}"""
+
+
+def calling_decoder():
+    """One whose template knows tools and reasoning, as those of Qwen's models, with tokens for their marks."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = QWEN
+    model = tiny_llama(vocab_size=len(tokenizer))
     return Decoder(model, tokenizer, random_heads(model))
 
 

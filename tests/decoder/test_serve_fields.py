@@ -15,14 +15,20 @@ from openai.types.chat import completion_create_params as chat_create_params
 from decoder import SamplingParams
 from decoder.serve.errors import ApiError
 from decoder.serve.fields import (
+    ALLOWED_TOOLS,
+    CALLED,
     CHAT,
+    CHOICE_OF_TOOL,
     COMPLETION,
+    FUNCTION,
     JSON_SCHEMA,
     MESSAGE,
     PART,
     RESPONSE_FORMAT,
     STREAM_OPTIONS,
     STRUCTURED_OUTPUTS,
+    TOOL,
+    TOOL_CALL,
     Honoured,
     Ignored,
     Refused,
@@ -177,7 +183,7 @@ OF_OTHERS = {
     **dict(stop_regex="a+", guided_whitespace_pattern=" "),
     **dict(repeat_penalty=1.3, repeat_last_n=64, dry_multiplier=0.8, mirostat=2, xtc_probability=0.5, top_n_sigma=1),
     **dict(n_predict=1, max_new_tokens=3, min_new_tokens=9, allowed_token_ids=[3]),
-    **dict(include_stop_str_in_output=True, skip_special_tokens=False, tool_choice="required", n_probs=3),
+    **dict(include_stop_str_in_output=True, tool_choice="required", n_probs=3),
     **dict(echo=True, do_sample=False, bad_words_ids=[[5]]),
     **dict(truncate_prompt_tokens=5, prompt_logprobs=1, return_token_ids=True, presence_penality=0, temprature=0),
     **dict(presence_penalty_=False, Temperature=0, topP=0.5, maxTokens=3, extra_body={"top_k": 1}, options={}),
@@ -281,8 +287,12 @@ def message(**fields):
         ({"content": [{"text": "a"}]}, "messages[1].content[0].type"),
         ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0].type"),
         ({"content": [{"type": "text", "text": "a", "txet": "b"}]}, "messages[1].content[0].txet"),
-        ({"tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
-        ({"reasoning_content": "because"}, "messages[1].reasoning_content"),
+        ({"tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0].function"),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        ({"reasoning_content": 3}, "messages[1].reasoning_content"),
         ({"contents": "b"}, "messages[1].contents"),
         ({"prefix": True}, "messages[1].prefix"),
     ],
@@ -313,6 +323,7 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
 
 def test_the_guide_tells_of_each_field():
     told = set(re.findall(r"`(\w+)`", GUIDE.read_text(encoding="utf-8")))
-    for table in (CHAT, COMPLETION, STREAM_OPTIONS, MESSAGE, PART, RESPONSE_FORMAT, JSON_SCHEMA, STRUCTURED_OUTPUTS):
+    tables = [CHAT, COMPLETION, STREAM_OPTIONS, MESSAGE, PART, RESPONSE_FORMAT, JSON_SCHEMA, STRUCTURED_OUTPUTS]
+    for table in (*tables, TOOL, FUNCTION, TOOL_CALL, CALLED, CHOICE_OF_TOOL, ALLOWED_TOOLS):
         missing = {name for name, field in table.items() if not isinstance(field, Refused)} - told
         assert not missing, f"the guide to the server lacks {missing}"

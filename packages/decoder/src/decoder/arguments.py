@@ -31,6 +31,7 @@ class Arguments:
         heads: the draft heads that the method uses, if any.
         stop_ids: tokens that end the text, end-of-sequence ids included unless they are ignored.
         stop_strings: strings that end the text.
+        shown: special tokens that are part of the text.
     """
 
     context: list[int]
@@ -45,6 +46,7 @@ class Arguments:
     return_logprobs: bool
     logits_hook: LogitsHook | None
     top_logprobs: int
+    shown: frozenset[int] = frozenset()
 
     def by_name(self) -> dict[str, object]:
         """All that decides what is generated and how, by its name in words."""

@@ -70,13 +70,20 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         *begun(arguments.context, arguments.limit),
         arguments.limit,
         arguments.stop_ids,
-        None if dec.tokenizer is None else TextStream(dec.tokenizer, arguments.stop_strings, arguments.context),
+        _text_stream(dec, arguments),
         exact if exactly else Independent(sampling.seed, target.device),
         # Reading from a GPU takes long, so all is read at once; but a hook needs each logits vector on the host.
         draws_whole_trees=exactly and sampler.draws_whole_trees and target.draws_whole_trees,
         # Other verifications choose the text by the drafts, which a new drafter would not make again.
         renew=begun if exactly else None,
     )
+
+
+def _text_stream(dec: "Decoder", arguments: Arguments) -> TextStream | None:
+    if dec.tokenizer is None:
+        return None
+    shown = arguments.shown - arguments.stop_ids
+    return TextStream(dec.tokenizer, arguments.stop_strings, arguments.context, shown)
 
 
 def vocabulary_of(dec: "Decoder", arguments: Arguments) -> Vocabulary:

@@ -82,12 +82,13 @@ def regex(pattern: str) -> Grammar:
     return _checked("regular expression", pattern, _engine().LLMatcher.grammar_from_regex(pattern))
 
 
-def grammar(source: str) -> Grammar:
+def grammar(source: str, **parts: Grammar) -> Grammar:
     """Text of a context-free grammar.
 
     Args:
         source: in llguidance's variant of Lark's syntax, with the start rule ``start``; or, as ``::=`` in it tells, in
             llama.cpp's GBNF, with the start rule ``root``.
+        parts: grammars, without parts of their own, to which it refers as ``@name``.
 
     Raises:
         ValueError: the grammar is not one, or is too long.
@@ -96,7 +97,11 @@ def grammar(source: str) -> Grammar:
     without_texts = re.sub(r'"(?:\\.|[^"\\])*"', "s", source)
     _not_exploding(without_texts)
     lark = _lark_of(source) if "::=" in without_texts else source
-    return _checked("grammar", source, _engine().LLMatcher.grammar_from_lark(lark))
+    form = _engine().LLMatcher.grammar_from_lark(lark)
+    if parts:
+        named = [{**_listed(part.form)[0], "name": name} for name, part in parts.items()]
+        form = json.dumps({"grammars": [*_listed(form), *named]})
+    return _checked("grammar", source, form)
 
 
 def choice(choices: Sequence[str]) -> Grammar:
@@ -115,6 +120,11 @@ def choice(choices: Sequence[str]) -> Grammar:
     source = _short(json.dumps(list(choices), ensure_ascii=False), "list of choices")
     form = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
     return _checked("choice", source, _engine().LLMatcher.grammar_from_lark(form))
+
+
+def _listed(form: str) -> list[dict[str, Any]]:
+    """The parts of a grammar in llguidance's form, the one with the start first."""
+    return json.loads(form)["grammars"] if form.lstrip().startswith("{") else [{"lark_grammar": form}]
 
 
 def _lark_of(gbnf: str) -> str:

@@ -155,11 +155,11 @@ class Routes:
         limit = TimeLimit(self.service.settings.timeout)
         async with limit.kept():
             asked = await _unless_gone(request, self.service.read(data, chat))
-            running, prompt_tokens = await _unless_gone(request, self.service.submit(asked, limit))
+            running = await _unless_gone(request, self.service.submit(asked, limit))
         with ExitStack() as ending:
             ending.callback(lambda: metrics.seconds.observe(clock() - began))
             ending.callback(running.close)
-            answer = Answer(asked, self.service.settings.model, self.service.tokenizer, prompt_tokens, running.contexts)
+            answer = Answer(asked, self.service.settings.model, self.service.tokenizer, running)
             # What goes wrong before the first piece still has a status of its own.
             first = await _unless_gone(request, running.piece())
             metrics.first.observe(clock() - began)

@@ -11,12 +11,15 @@ from decoder.serve.errors import ApiError
 from decoder.serve.kinds import (
     CONTENT,
     FLAG,
+    LIST,
     MESSAGES,
     NUMBER,
     OBJECT,
     PROMPTS,
     SCHEMA,
     TEXT,
+    TOOL_CHOICE,
+    TOOLS,
     Kind,
     biases,
     choice,
@@ -99,6 +102,7 @@ _HONOURED: Fields = {
     "stop": Honoured(texts(_LONGEST_STOP, _MOST_STOPS), []),
     "stop_token_ids": Honoured(token_ids(_MOST_IDS), []),
     "ignore_eos": Honoured(FLAG, False),
+    "skip_special_tokens": Honoured(FLAG, True),
     "method": Honoured(choice(METHODS)),
     "stream": Honoured(FLAG, False),
     "stream_options": Honoured(OBJECT, {}),
@@ -106,7 +110,11 @@ _HONOURED: Fields = {
 _IGNORED = (
     # OpenAI's: who asks, where it is booked, and what makes it faster.
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+    *(
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    ),
     # vLLM's, SGLang's and llama.cpp's: order and caches.
     *("request_id", "rid", "priority", "cache_salt", "cache_prompt", "id_slot", "guided_decoding_backend"),
     # Of methods that are off, because the field that switches each on is refused.
@@ -115,14 +123,11 @@ _IGNORED = (
 )
 _REFUSED: Fields = {
     # OpenAI's.
-    "tools": Refused(([],)),
-    "tool_choice": Refused(("none", "auto")),
     "functions": Refused(([],)),
     "function_call": Refused(("none", "auto")),
     "modalities": Refused((["text"],)),
     "audio": Refused(),
     "moderation": Refused(),
-    "reasoning_effort": Refused(("none",)),
     "verbosity": Refused(("medium",)),
     "web_search_options": Refused(),
     # Where a text ends, and how long it is at least.
@@ -165,7 +170,6 @@ _REFUSED: Fields = {
     # How prompts become tokens, and tokens text.
     "truncate_prompt_tokens": Refused(),
     "n_keep": Refused((0,)),
-    "skip_special_tokens": Refused((True,)),
     "spaces_between_special_tokens": Refused((True,)),
     "prompt_embeds": Refused(),
     "input_embeds": Refused(),
@@ -184,7 +188,11 @@ COMPLETION: Fields = {
     "prompt": Honoured(PROMPTS),
     "max_tokens": Honoured(integer(1, LARGEST_SEED), _COMPLETION_TOKENS),
     "logprobs": Honoured(integer(0, _MOST_OF_COMPLETION)),
-    "suffix": Refused(("",)),
+    "suffix": Refused(("",), "leave it out: models here write what follows, and not what lies between"),
+    "tools": Refused(([],), "send it to /v1/chat/completions"),
+    "tool_choice": Refused(("none", "auto"), "send it to /v1/chat/completions"),
+    "parallel_tool_calls": Ignored(),
+    "reasoning_effort": Refused(("none",), "send it to /v1/chat/completions"),
     "add_special_tokens": Refused((True,), "send token ids"),
     "max_completion_tokens": Refused((), "send max_tokens"),
     "top_logprobs": Refused((), "send logprobs with the number"),
@@ -197,16 +205,20 @@ CHAT: Fields = {
     "max_completion_tokens": Honoured(integer(1, LARGEST_SEED)),
     "logprobs": Honoured(FLAG, False),
     "top_logprobs": Honoured(integer(0, _MOST_OF_CHAT), 0),
+    "tools": Honoured(TOOLS),
+    "tool_choice": Honoured(TOOL_CHOICE),
+    "parallel_tool_calls": Honoured(FLAG, True),
+    "chat_template_kwargs": Honoured(OBJECT, {}),
+    "reasoning_effort": Honoured(choice(("none", "minimal", "low", "medium", "high", "xhigh"))),
+    "include_reasoning": Honoured(FLAG, True),
+    "separate_reasoning": Honoured(FLAG, True),
+    "reasoning_format": Honoured(choice(("none", "auto", "deepseek"))),
     "chat_template": Refused(),
-    "chat_template_kwargs": Refused(({},)),
     "add_generation_prompt": Refused((True,)),
     "continue_final_message": Refused((False,)),
     "add_special_tokens": Refused((False,)),
     "documents": Refused(([],)),
-    "include_reasoning": Refused((True,)),
-    "separate_reasoning": Refused((False,)),
-    "stream_reasoning": Refused((False,)),
-    "reasoning_format": Refused(("none", "auto")),
+    "stream_reasoning": Refused((True,)),
     "prompt": Refused((), "send it to /v1/completions"),
 }
 STREAM_OPTIONS: Fields = {
@@ -247,12 +259,34 @@ MESSAGE: Fields = {
     "annotations": Ignored(),
     "refusal": Refused(),
     "audio": Refused(),
-    "tool_calls": Refused(([],)),
-    "tool_call_id": Refused(),
-    "function_call": Refused(),
-    "reasoning": Refused(),
-    "reasoning_content": Refused(),
+    "tool_calls": Honoured(LIST),
+    "tool_call_id": Honoured(TEXT),
+    "function_call": Refused((), "send tool_calls"),
+    "reasoning": Honoured(TEXT),
+    "reasoning_content": Honoured(TEXT),
 }
+TOOL_CALL: Fields = {
+    "id": Honoured(TEXT),
+    "type": Honoured(choice(("function",))),
+    "function": Honoured(OBJECT),
+    "index": Ignored(),
+}
+CALLED: Fields = {"name": Honoured(TEXT), "arguments": Honoured(TEXT)}
+TOOL: Fields = {"type": Honoured(choice(("function",))), "function": Honoured(OBJECT)}
+FUNCTION: Fields = {
+    "name": Honoured(TEXT),
+    "description": Honoured(TEXT),
+    "parameters": Honoured(OBJECT),
+    # Arguments hold to their schema, strictly or not.
+    "strict": Ignored(),
+}
+CHOICE_OF_TOOL: Fields = {
+    "type": Honoured(choice(("function", "allowed_tools"))),
+    "function": Honoured(OBJECT),
+    "allowed_tools": Honoured(OBJECT),
+}
+NAMED: Fields = {"name": Honoured(TEXT)}
+ALLOWED_TOOLS: Fields = {"mode": Honoured(choice(("auto", "required")), "auto"), "tools": Honoured(TOOLS, [])}
 PART: Fields = {
     "type": Honoured(choice(("text",))),
     "text": Honoured(TEXT),

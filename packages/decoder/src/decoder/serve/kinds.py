@@ -73,6 +73,12 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+TOOLS = Kind("a list of at most 128 tools", lambda value: isinstance(value, list) and len(value) <= 128)
+TOOL_CHOICE = Kind(
+    "none, auto, required, or an object that names a function",
+    lambda value: value in ("none", "auto", "required") or isinstance(value, dict),
+)
 SCHEMA = Kind("a JSON schema, as an object or its text", lambda value: isinstance(value, dict | str | bool))
 MESSAGES = Kind("a list with at least one message", lambda value: isinstance(value, list) and len(value) > 0)
 CONTENT = Kind("text, or a list of parts of type text", lambda value: isinstance(value, str | list))

@@ -71,7 +71,8 @@ class Reading:
 def size_of(prompt: Prompt) -> int:
     """How many characters or token ids a prompt has."""
     if is_chat(prompt):
-        return sum(len(text) for message in prompt for text in message.values())
+        each = (one for message in prompt for one in message.values())
+        return sum(len(one) if isinstance(one, str) else len(str(one)) for one in each)
     return len(prompt)
 
 

@@ -1,11 +1,15 @@
 """What a request asks for: the bodies of OpenAI's protocol as one checked record."""
 
+import inspect
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from decoder.sampling.params import SamplingParams
+from decoder.serve.body import inside
 from decoder.serve.errors import ApiError
 from decoder.serve.fields import (
     CHAT,
@@ -21,7 +25,11 @@ from decoder.serve.fields import (
 )
 from decoder.serve.kinds import MESSAGES, OBJECT, PROMPTS, TEXT
 from decoder.serve.shapes import constraint_of
+from decoder.serve.tools import Tools, calls_of, tools_of
 from decoder.text.prompts import Prompt
+
+# Arguments of transformers' `apply_chat_template`, and what it gives to templates itself.
+_NOT_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,11 @@ class Asked:
         logprobs: whether tokens come with their log-probabilities.
         top_logprobs: how many of the most likely tokens come with each of them.
         model: the model that is asked for; None for whichever is served.
+        skip_special_tokens: whether special tokens are left out of the text.
+        tools: what the answer may or must call.
+        template_kwargs: what a chat's template is given beside messages and tools.
+        separate_reasoning: whether an answer's reasoning is apart from its content.
+        include_reasoning: whether the answer has its reasoning at all, then.
     """
 
     chat: bool
@@ -61,6 +74,11 @@ class Asked:
     logprobs: bool
     top_logprobs: int
     model: str | None
+    skip_special_tokens: bool = True
+    tools: Tools | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
 
     @property
     def choices(self) -> int:
@@ -98,10 +116,28 @@ def parse(body: Any, chat: bool) -> Asked:
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         model=values["model"],
+        skip_special_tokens=values["skip_special_tokens"],
+        **(_of_chat(values) if chat else {}),
     )
     if asked.choices > MOST_CHOICES:
         raise ApiError(400, f"prompts times n may be at most {MOST_CHOICES}, not {asked.choices}", "n")
     return asked
+
+
+def _of_chat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What only chats can be asked for."""
+    given, effort = values["chat_template_kwargs"], values["reasoning_effort"]
+    # Templates know these by other names than OpenAI's protocol does.
+    of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    for name in given:
+        if name in _NOT_OF_TEMPLATES:
+            refuse(inside("chat_template_kwargs", name), "is no variable of a template that requests can set")
+    return dict(
+        tools=tools_of(values),
+        template_kwargs=of_effort | given,
+        separate_reasoning=values["separate_reasoning"] and values["reasoning_format"] != "none",
+        include_reasoning=values["include_reasoning"],
+    )
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
@@ -140,21 +176,28 @@ def _prompts(value: Any) -> list[Prompt]:
     return [value] if whole else value
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
+def _messages(value: Any) -> list[dict[str, Any]]:
     require(MESSAGES, value, "messages")
     return [_message(one, f"messages[{index}]") for index, one in enumerate(value)]
 
 
-def _message(value: Any, place: str) -> dict[str, str]:
+def _message(value: Any, place: str) -> dict[str, Any]:
     require(OBJECT, value, place)
     values = read(value, MESSAGE, place)
     if isinstance(values["content"], list):
         values["content"] = "".join(
             _part(part, f"{place}.content[{index}]") for index, part in enumerate(values["content"])
         )
+    if values["tool_calls"]:
+        values["tool_calls"] = calls_of(values["tool_calls"], f"{place}.tool_calls")
+        values["content"] = values["content"] or ""
+    else:
+        values["tool_calls"] = None
+    reasoning = values.pop("reasoning")
+    values["reasoning_content"] = values["reasoning_content"] or reasoning
     for name in ("role", "content"):
         require(TEXT, values[name], f"{place}.{name}")
-    return {name: text for name, text in values.items() if text is not None}
+    return {name: each for name, each in values.items() if each is not None}
 
 
 def _part(value: Any, place: str) -> str:

@@ -1,6 +1,8 @@
 """The answers of OpenAI's protocol: completions and chats, whole and in pieces."""
 
 import json
+import secrets
+import string
 import time
 import uuid
 from collections.abc import Sequence
@@ -8,7 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoder.serve.answer_parts import Part
 from decoder.serve.requests import Asked
+from decoder.serve.service import Running
 from decoder.serve.worker import Piece
 from decoder.text.stream import REPLACEMENT
 from decoder.text.tokens import TextOffsets, TokenTexts
@@ -21,20 +25,12 @@ class Answer:
         asked: the request.
         model: the name of the model.
         tokenizer: for the texts of single tokens, next to log-probabilities.
-        prompt_tokens: of all prompts together.
-        contexts: the prompt's token ids of each choice, behind which its text begins; None where each shows some text.
+        running: the request as it was submitted.
     """
 
-    def __init__(
-        self,
-        asked: Asked,
-        model: str,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_tokens: int,
-        contexts: Sequence[Sequence[int]] | None = None,
-    ):
-        self.asked, self.prompt_tokens = asked, prompt_tokens
-        self._texts = TokenTexts(tokenizer)
+    def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase, running: Running):
+        self.asked, self.prompt_tokens = asked, running.prompt_tokens
+        self._texts = TokenTexts(tokenizer, running.speech.shown)
         self._kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
@@ -42,52 +38,123 @@ class Answer:
             "model": model,
         }
         self._begun: set[int] = set()
-        before: Sequence[Sequence[int] | None] = contexts or [None] * asked.choices
-        self._offsets = [TextOffsets(self._texts, ids) for ids in before]
-        self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in before]
-        self._generated = 0
+        self._offsets = [TextOffsets(self._texts, ids) for ids in running.contexts]
+        self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in running.contexts]
+        self._parts = [running.speech.parts(asked) for _ in running.contexts]
+        self._generated, self._cached, self._drafted, self._accepted = 0, 0, 0, 0
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """The body of an answer that is not streamed, from all pieces of each choice."""
         choices = []
         for index, of_choice in enumerate(pieces):
-            self._generated += sum(len(piece.token_ids) for piece in of_choice)
+            for piece in of_choice:
+                self._count(piece)
             output = of_choice[-1].output
             assert output is not None, "the last piece has the whole text"
-            text, logprobs = output.text, self._logprobs(index, of_choice)
-            part: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": text}} if self.asked.chat else {"text": text}
-            )
-            choices.append(self._choice(index, part, logprobs, output.finish_reason))
+            logprobs = self._logprobs(index, of_choice)
+            reason = output.finish_reason
+            part: dict[str, Any]
+            if self.asked.chat:
+                part = {"message": self._message(index, output.text)}
+                reason = self._reason(index, reason)
+            else:
+                part = {"text": output.text}
+            choices.append(self._choice(index, part, logprobs, reason))
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage}
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        """The message of a choice with this text."""
+        texts, calls = {"reasoning": "", "content": ""}, list[dict[str, Any]]()
+        for part in self._parts[index].feed(text, final=True):
+            if part.kind == "call":
+                calls.append(_call(part.text))
+            elif part.kind == "arguments":
+                calls[-1]["function"]["arguments"] += part.text
+            else:
+                texts[part.kind] += part.text
+        message: dict[str, Any] = {"role": "assistant", "content": texts["content"]}
+        if calls:
+            message |= {"content": texts["content"] or None, "tool_calls": calls}
+        if texts["reasoning"] and self.asked.include_reasoning:
+            message["reasoning_content"] = texts["reasoning"]
+        return message
+
+    def _reason(self, index: int, reason: str) -> str:
+        """Why a chat's answer has ended."""
+        return "tool_calls" if reason == "stop" and self._parts[index].calls else reason
 
     def chunks(self, piece: Piece) -> list[bytes]:
         """The events of a stream that a piece of a choice gives; the first one of a chat tells the role."""
-        events, index = [], piece.choice
-        part: dict[str, Any]
-        self._generated += len(piece.token_ids)
-        if self.asked.chat and index not in self._begun:
-            self._begun.add(index)
-            events.append(self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})]))
-        logprobs = self._logprobs(index, [piece])
+        self._count(piece)
+        logprobs = self._logprobs(piece.choice, [piece])
+        if self.asked.chat:
+            return self._chunks_of_chat(piece, logprobs)
+        events = []
         if piece.text or (logprobs and any(logprobs.values())):
-            part = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
-            events.append(self._event([self._choice(index, part, logprobs)]))
+            events.append(self._event([self._choice(piece.choice, {"text": piece.text}, logprobs)]))
         if piece.output is not None:
-            part = {"delta": {}} if self.asked.chat else {"text": ""}
-            events.append(self._event([self._choice(index, part, None, piece.output.finish_reason)]))
+            events.append(self._event([self._choice(piece.choice, {"text": ""}, None, piece.output.finish_reason)]))
         return events
+
+    def _chunks_of_chat(self, piece: Piece, logprobs: dict[str, Any] | None) -> list[bytes]:
+        index, deltas = piece.choice, list[dict[str, Any]]()
+        if index not in self._begun:
+            self._begun.add(index)
+            deltas.append({"role": "assistant", "content": ""})
+        begins = len(deltas)
+        deltas += filter(None, map(self._delta, self._parts[index].feed(piece.text, piece.output is not None)))
+        told = logprobs is not None and any(logprobs.values())
+        if told and len(deltas) == begins:
+            # Tokens that show no text, or that are a mark around a call.
+            deltas.append({"content": ""})
+        # All log-probabilities of the piece go with the first text that it gives.
+        by_delta = [logprobs if told and place == begins else None for place in range(len(deltas))]
+        choices = [self._choice(index, {"delta": one}, its) for one, its in zip(deltas, by_delta, strict=True)]
+        if piece.output is not None:
+            reason = self._reason(index, piece.output.finish_reason)
+            choices.append(self._choice(index, {"delta": {}}, None, reason))
+        return [self._event([choice]) for choice in choices]
+
+    def _delta(self, part: Part) -> dict[str, Any] | None:
+        """What a chunk says of a part of an answer, if anything."""
+        match part.kind:
+            case "call":
+                return {"tool_calls": [{"index": part.call, **_call(part.text)}]}
+            case "arguments":
+                return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+            case "reasoning":
+                return {"reasoning_content": part.text} if self.asked.include_reasoning else None
+        return {"content": part.text}
+
+    def _count(self, piece: Piece) -> None:
+        self._generated += len(piece.token_ids)
+        if piece.output is not None:
+            stats = piece.output.stats
+            self._cached += stats.reused_tokens
+            self._drafted += stats.drafted
+            self._accepted += stats.accepted
 
     def usage_chunk(self) -> bytes:
         """The event with the counts of tokens, which has no choices."""
         return self._event([], self.usage)
 
     @property
-    def usage(self) -> dict[str, int]:
-        total = self.prompt_tokens + self._generated
-        return dict(prompt_tokens=self.prompt_tokens, completion_tokens=self._generated, total_tokens=total)
+    def usage(self) -> dict[str, Any]:
+        """The counts of tokens; drafts are what OpenAI's protocol calls predictions."""
+        drafts = {
+            "accepted_prediction_tokens": self._accepted,
+            "rejected_prediction_tokens": self._drafted - self._accepted,
+        }
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self._generated,
+            "total_tokens": self.prompt_tokens + self._generated,
+            # Of several choices for one prompt all but the first may find the prompt in a cache.
+            "prompt_tokens_details": {"cached_tokens": min(self._cached, self.prompt_tokens)},
+            "completion_tokens_details": drafts,
+        }
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices}
         return event(body | ({"usage": usage} if self.asked.include_usage else {}))
@@ -147,6 +214,13 @@ class Answer:
         for other, value in top:
             found.setdefault(self._key(other), value)
         return {**found, self._key(token): logprob}
+
+
+def _call(name: str) -> dict[str, Any]:
+    """A call of this function that begins."""
+    # Templates of Mistral's models take ids of nine letters and digits alone.
+    identity = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from decoder.arguments import Arguments, check_arguments
-from decoder.constraints import Grammar
+from decoder.constraints import Grammar, Vocabulary
 from decoder.decoder import Decoder
 from decoder.new_sequence import vocabulary_of
 from decoder.options import TokenSwiftOptions
@@ -19,6 +20,7 @@ from decoder.serve.errors import ApiError
 from decoder.serve.metrics import Metrics
 from decoder.serve.reading import Reading, size_of, surely_too_long
 from decoder.serve.requests import Asked, parse
+from decoder.serve.speech import Speech, speech_of
 from decoder.serve.worker import Job, Piece, Worker
 from decoder.text.prompts import prompt_ids
 
@@ -77,12 +79,17 @@ class Running:
     Args:
         arguments: of each choice.
         limit: until when the request may take.
+        speech: what its answers consist of.
+        prompt_tokens: of all prompts together.
 
     Attributes:
         contexts: the prompt's token ids of each choice.
     """
 
-    def __init__(self, worker: Worker, arguments: list[Arguments], limit: "TimeLimit"):
+    def __init__(
+        self, worker: Worker, arguments: list[Arguments], limit: "TimeLimit", speech: Speech, prompt_tokens: int
+    ):
+        self.speech, self.prompt_tokens = speech, prompt_tokens
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
         self.contexts = [one.context for one in arguments]
@@ -146,40 +153,38 @@ class Service:
         """The checked request in a body; raises ApiError if it is none."""
         return await self.reading.read(len(data), lambda _: parse(parse_body(data), chat))
 
-    async def submit(self, asked: Asked, limit: TimeLimit) -> tuple[Running, int]:
-        """Submit a request; returns it with the number of tokens in its prompts. Raises ApiError if it is refused."""
+    async def submit(self, asked: Asked, limit: TimeLimit) -> Running:
+        """Submit a request. Raises ApiError if it is refused."""
         if asked.model not in (None, self.settings.model):
             words = f"there is no such model: this server has {self.settings.model}"
             raise ApiError(404, words, "model", "model_not_found")
         self._check_vocabulary(asked)
         prompts = [await self._ids(asked, index) for index in range(len(asked.prompts))]
-        arguments = [one for ids in prompts for one in self._arguments(asked, ids)]
-        await self._compile(arguments[0], asked.shaped_by)
-        running = Running(self.worker, arguments, limit)
-        prompt_tokens = sum(map(len, prompts))
-        self.metrics.prompt_tokens.inc(prompt_tokens)
-        return running, prompt_tokens
+        size = size_of(asked.prompts[0])
+        speech = await self.reading.read(size, lambda tokenizer: speech_of(asked, prompts[0], tokenizer))
+        arguments = [one for ids in prompts for one in self._arguments(asked, speech, ids)]
+        if speech.grammar is not None:
+            await self._compile(speech.grammar, vocabulary_of(self.dec, arguments[0]), asked.shaped_by or "tools")
+        running = Running(self.worker, arguments, limit, speech, sum(map(len, prompts)))
+        self.metrics.prompt_tokens.inc(running.prompt_tokens)
+        return running
 
-    async def _compile(self, arguments: Arguments, place: str | None) -> None:
-        """Compile a request's constraint, so that what shows only then is a 400; it stays compiled for its texts."""
-        constraint = arguments.sampling.constraint
-        if not isinstance(constraint, Grammar):
-            return
-        vocabulary = vocabulary_of(self.dec, arguments)
+    async def _compile(self, grammar: Grammar, vocabulary: Vocabulary, place: str) -> None:
+        """Compile a grammar, so that what shows only then is a 400; it stays compiled for its texts."""
 
         def begin(_: PreTrainedTokenizerBase) -> None:
-            if not constraint.start(vocabulary).mask().any():
-                raise ValueError(f"no text holds to the {constraint.kind}")
-            state = constraint.start(vocabulary)
+            if not grammar.start(vocabulary).mask().any():
+                raise ValueError(f"no text holds to the {grammar.kind}")
+            state = grammar.start(vocabulary)
             # That a grammar has no end may show only behind what it forces.
             for token in state.forced()[:_FORCED_TRIED]:
                 if token not in vocabulary.end_ids:
                     state.advance(token)
 
         try:
-            await self.reading.read(len(constraint.form), begin)
+            await self.reading.read(len(grammar.form), begin)
         except ValueError as error:
-            raise ApiError(400, f"{place}: {error}", field_of(place or "")) from None
+            raise ApiError(400, f"{place}: {error}", field_of(place)) from None
 
     def _check_vocabulary(self, asked: Asked) -> None:
         size = self.dec.target.vocab_size
@@ -196,12 +201,16 @@ class Service:
         """The token ids of a request's prompt."""
         prompt, field = asked.prompts[index], "messages" if asked.chat else "prompt"
         positions = self.dec.model.config.max_position_embeddings
+        for_template: dict[str, Any] = dict(asked.template_kwargs) if asked.chat else {}
+        if asked.tools is not None:
+            for_template["tools"] = asked.tools.offered
 
         def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
             if surely_too_long(prompt, tokenizer, positions):
                 words = f"the prompt has more tokens than the {positions:,} positions of the model: shorten it"
                 raise ApiError(400, words, field, "context_length_exceeded")
-            return prompt_ids(prompt, tokenizer, self.dec.target.vocab_size, self.dec.sanitize_control_tokens)
+            size, sanitized = self.dec.target.vocab_size, self.dec.sanitize_control_tokens
+            return prompt_ids(prompt, tokenizer, size, sanitized, **for_template)
 
         try:
             return await self.reading.read(size_of(prompt), ids)
@@ -209,7 +218,7 @@ class Service:
             place = f"{field}[{index}]: " if len(asked.prompts) > 1 else ""
             raise ApiError(400, f"{place}{error}", field) from None
 
-    def _arguments(self, asked: Asked, ids: list[int]) -> list[Arguments]:
+    def _arguments(self, asked: Asked, speech: Speech, ids: list[int]) -> list[Arguments]:
         """The arguments of each choice for one prompt; raises ApiError 400 where they are of no use."""
         settings = self.settings
         positions = self.dec.model.config.max_position_embeddings
@@ -234,9 +243,9 @@ class Service:
                 top_logprobs=min(asked.top_logprobs, self.dec.target.vocab_size),
             )
             one = check_arguments(self.dec, request)
-            one = replace(one, limit=min(one.limit, settings.max_tokens))
+            one = replace(one, limit=min(one.limit, settings.max_tokens), shown=speech.shown)
             self.worker.admission.check(self.dec.cache_bytes(one))
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        seed = asked.sampling.seed
-        return [replace(one, sampling=replace(asked.sampling, seed=seed + choice)) for choice in range(asked.n)]
+        sampling = replace(asked.sampling, constraint=speech.constraint)
+        return [replace(one, sampling=replace(sampling, seed=sampling.seed + choice)) for choice in range(asked.n)]

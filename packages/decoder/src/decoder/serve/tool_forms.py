@@ -62,7 +62,12 @@ class ToolForm:
         return regex.compile(optional + _escaped(in_front + self.before) + f"({NAME})" + _escaped(self.between))
 
     def grammar(
-        self, tools: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, required: bool, parallel: bool
+        self,
+        tools: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        required: bool,
+        parallel: bool,
+        answer: Grammar | None = None,
     ) -> Grammar:
         """The grammar of an answer.
 
@@ -71,6 +76,7 @@ class ToolForm:
             tokenizer: tells which marks are tokens.
             required: whether the answer is calls and no text.
             parallel: whether there may be several calls.
+            answer: what the answer must be where it has no calls; None for any text.
 
         Raises:
             ValueError: as `constraints.grammar`.
@@ -88,6 +94,8 @@ class ToolForm:
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
         if required:
             rules.append("start: calls")
+        elif answer is not None:
+            return constraints.grammar("\n".join([*rules, "start: calls | @answer"]), answer=answer)
         elif self.mark:
             rules += ["start: TEXT calls?", rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{_escaped(self.mark)}(.|\n)*/"]
         else:
@@ -174,7 +182,10 @@ def _passes_on_tools(template: str) -> bool:
     """Whether a template writes down the tools that it is given, which is tried."""
     function = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
     tools: Sequence[dict[str, Any]] = [{"type": "function", "function": function}]
-    for chat in ([{"role": "user", "content": "0"}], [{"role": "system", "content": "0"}, {"role": "user", "content": "0"}]):
+    for chat in (
+        [{"role": "user", "content": "0"}],
+        [{"role": "system", "content": "0"}, {"role": "user", "content": "0"}],
+    ):
         try:
             [text], _ = render_jinja_template([chat], tools=tools, chat_template=template, add_generation_prompt=True)
         except Exception:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from decoder.checks import check, shown
 from decoder.text.roles import with_known_roles
 
-Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]]
 
 
 def prompt_ids(
@@ -19,11 +19,13 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     sanitize_control_tokens: bool = False,
+    **template_kwargs: Any,
 ) -> list[int]:
     """The token ids of a prompt in any of its forms.
 
     Args:
         sanitize_control_tokens: whether control tokens in the messages of a chat are text.
+        template_kwargs: what the template of a chat is given, such as ``tools``.
 
     Raises:
         ValueError: the prompt has another form, is empty, has ids outside the vocabulary, or needs a tokenizer when
@@ -34,7 +36,7 @@ def prompt_ids(
             raise ValueError("a text prompt needs a tokenizer: give the Decoder one, or give token ids")
         ids = text_ids(prompt, tokenizer)
     elif is_chat(prompt):
-        ids = chat_ids(prompt, tokenizer, sanitize_control_tokens)
+        ids = chat_ids(prompt, tokenizer, sanitize_control_tokens, **template_kwargs)
     elif isinstance(prompt, torch.Tensor):
         no_ids = prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool
         if no_ids or prompt.ndim not in (1, 2):
@@ -54,7 +56,7 @@ def prompt_ids(
     return ids
 
 
-def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, str]]]:
+def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether a prompt is a list of messages, as opposed to text or token ids."""
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return listed and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
@@ -68,9 +70,10 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def chat_ids(
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     sanitize_control_tokens: bool = False,
+    **template_kwargs: Any,
 ) -> list[int]:
     """Token ids of a chat, up to where the assistant's answer begins.
 
@@ -79,6 +82,7 @@ def chat_ids(
             ``system`` where the template does not know it.
         sanitize_control_tokens: whether control tokens in the messages are text, as in transformers; otherwise they
             are what the template's own are, so that a text can end its turn and begin another one.
+        template_kwargs: what else the template is given, such as ``tools``.
 
     Raises:
         ValueError: no tokenizer, one without a chat template, messages that its template does not take, a role that it
@@ -96,8 +100,14 @@ def chat_ids(
     # Older releases would take it for a variable of the template.
     sanitizing = {"sanitize_control_tokens": True} if sanitize_control_tokens else {}
     try:
-        chat = with_known_roles(messages, tokenizer.get_chat_template(), tokenizer)
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **sanitizing)
+        template = tokenizer.get_chat_template()
+        chat = with_known_roles(messages, template, tokenizer)
+        for index, message in enumerate(chat):
+            if message.get("tool_calls") and "tool_calls" not in template:
+                raise ValueError(f"messages[{index}].tool_calls: the chat template passes on no calls: leave them out")
+        return tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False, **sanitizing, **template_kwargs
+        )
     except TemplateError as error:
         raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
 

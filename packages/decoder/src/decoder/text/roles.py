@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from jinja2 import Environment, nodes
 from transformers import PreTrainedTokenizerBase
@@ -20,8 +21,8 @@ _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
 def with_known_roles(
-    messages: Sequence[Mapping[str, str]], template: str, tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, str]]:
+    messages: Sequence[Mapping[str, Any]], template: str, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
     """The messages of a chat as its template takes them: where it does not know ``developer``, that is ``system``.
 
     Raises:

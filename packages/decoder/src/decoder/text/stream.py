@@ -29,19 +29,27 @@ class TextStream:
         tokenizer: decodes the tokens.
         stop: strings that end the text; they and what follows them are left out.
         prompt_ids: the tokens in front, of which only the end is decoded.
+        shown: special tokens that are part of the text.
 
     Attributes:
         stopped: whether a stop string has been found.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        shown: Collection[int] = (),
+    ):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
         self._tail = 0  # index of the first token of the settled tail
         self._given: list[str] = []  # what `take` has returned
         self._open = ""  # settled text that `take` has not returned
         self._single: dict[int, str] = {}
-        self._skipped = special_ids(tokenizer)
+        self._skipped = special_ids(tokenizer) - set(shown)
+        self._hides = not shown  # whether decoding leaves special tokens out; else those that are skipped never come
         self._bytes = byte_ids(tokenizer)
         self._of_prompt = ""  # what the prompt shows of a character that it leaves unfinished
         self._ids = end_of_text(prompt_ids, self._decode, self._skipped)
@@ -54,7 +62,7 @@ class TextStream:
         return "".join(self._given) + self._open
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=self._hides, clean_up_tokenization_spaces=False)
 
     def _settled_of_prompt(self) -> int:
         """How many of the prompt's tokens no later token can change the text of."""

@@ -1,7 +1,7 @@
 """Single tokens: the text and the bytes that each adds to a text, and where in the text it begins."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
 
@@ -20,11 +20,12 @@ class TokenTexts:
 
     Args:
         tokenizer: decodes the tokens.
+        shown: special tokens that are part of the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
-        self.special = special_ids(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shown: Collection[int] = ()):
+        self.tokenizer, self.shown = tokenizer, shown
+        self.special = special_ids(tokenizer) - set(shown)
         # The most likely tokens are often the same ones, and each is decoded once.
         self._texts: dict[int, str] = {}
 
@@ -75,7 +76,9 @@ class TextOffsets(TextStream):
     """
 
     def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] | None):
-        super().__init__(texts.tokenizer, prompt_ids=texts.first if prompt_ids is None else prompt_ids)
+        super().__init__(
+            texts.tokenizer, prompt_ids=texts.first if prompt_ids is None else prompt_ids, shown=texts.shown
+        )
         self._texts, self._prompt_tokens = texts, len(self._ids)
         self._length = 0  # of the settled text
         self._waiting: list[int] = []  # tokens whose places are not known yet

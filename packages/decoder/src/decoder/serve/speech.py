@@ -1,0 +1,98 @@
+"""What a model's answer to a request consists of: reasoning, text, tool calls; and its constraint behind reasoning."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from decoder.constraints import Grammar
+from decoder.constraints.base import Constraint
+from decoder.constraints.behind import BehindReasoning
+from decoder.serve.answer_parts import BEGIN, END, AnswerParts, Reasoning
+from decoder.serve.errors import ApiError
+from decoder.serve.requests import Asked
+from decoder.serve.tool_forms import ToolForm, form_of, token_of
+from decoder.text.stream import special_ids
+
+_END_OF_PROMPT = 32  # tokens in which a template may begin or end the reasoning of the answer
+
+
+@dataclass(frozen=True)
+class Speech:
+    """What the text of an answer consists of.
+
+    Attributes:
+        reasoning: whether it begins with reasoning; None for a model without.
+        form: of tool calls; None where none are looked for.
+        grammar: what the answer must be, behind its reasoning.
+        constraint: that, with the reasoning.
+        shown: special tokens that the text must show.
+    """
+
+    reasoning: Reasoning | None = None
+    form: ToolForm | None = None
+    grammar: Grammar | None = None
+    constraint: Constraint | None = None
+    shown: frozenset[int] = frozenset()
+
+    def parts(self, asked: Asked) -> AnswerParts:
+        """A reader of one answer."""
+        return AnswerParts(self.reasoning if asked.separate_reasoning else None, self.form)
+
+
+def speech_of(asked: Asked, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Speech:
+    """How the answer to a request is made up whose prompt has these tokens.
+
+    Raises:
+        ApiError: 400: the model's chat template knows no tools, or their grammar cannot be kept.
+    """
+    constraint = asked.sampling.constraint
+    grammar = constraint if isinstance(constraint, Grammar) else None
+    shown = frozenset[int]() if asked.skip_special_tokens else frozenset(special_ids(tokenizer))
+    if not asked.chat:
+        return Speech(grammar=grammar, constraint=constraint, shown=shown)
+    template = tokenizer.get_chat_template()
+    form = None
+    if asked.tools is not None:
+        form, grammar = _with_tools(asked, template, tokenizer, grammar)
+    reasoning, begin, end = _reasoning(template, ids, tokenizer)
+    constraint = grammar
+    if grammar is not None and reasoning is not None and end is not None:
+        constraint = BehindReasoning(grammar, end, begin if reasoning == "open" else None, _gaps(tokenizer))
+    marks = [*(form.marks if form else ()), *((BEGIN, END) if reasoning else ())]
+    tokens = [token_of(mark, tokenizer) for mark in marks]
+    return Speech(reasoning, form, grammar, constraint, shown | {token for token in tokens if token is not None})
+
+
+def _with_tools(
+    asked: Asked, template: str, tokenizer: PreTrainedTokenizerBase, answer: Grammar | None
+) -> tuple[ToolForm, Grammar]:
+    tools = asked.tools
+    assert tools is not None
+    form = form_of(template)
+    if form is None:
+        words = (
+            "tools: the chat template of this model passes on none, or teaches calls in a form that is not known here"
+        )
+        raise ApiError(400, f"{words}: leave them out", "tools", "tools_not_supported")
+    try:
+        return form, form.grammar(tools.schemas, tokenizer, tools.required, tools.parallel, answer)
+    except ValueError as error:
+        raise ApiError(400, f"tools: {error}", "tools") from None
+
+
+def _reasoning(
+    template: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Reasoning | None, int | None, int | None]:
+    """Whether an answer has reasoning, and the tokens around it; the prompt's end may begin it, or rule it out."""
+    begin, end = token_of(BEGIN, tokenizer), token_of(END, tokenizer)
+    if begin is None or end is None or END not in template:
+        return None, begin, end
+    last = next((token for token in reversed(ids[-_END_OF_PROMPT:]) if token in (begin, end)), None)
+    # An earlier answer's, which a user's message follows, stands further in front or has been left out.
+    return {begin: "begun", end: None, None: "open"}[last], begin, end
+
+
+def _gaps(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that are line breaks and nothing else."""
+    found = [tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n")]
+    return tuple(ids[0] for ids in found if len(ids) == 1)
