@@ -1,0 +1,298 @@
+"""Tool calls and reasoning: calls hold to their schemas, streams join to the whole answer, histories are rendered."""
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from decoder import SamplingParams, constraints
+from decoder.constraints.behind import BehindReasoning
+from decoder.serve.answer_parts import AnswerParts
+from decoder.serve.tool_forms import GRANITE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, form_of
+
+from .serving import QWEN, TEMPLATE, calling_decoder, served, speaking_decoder
+
+pytest.importorskip("llguidance")
+
+CHAT = [{"role": "user", "content": "Hi?"}]
+PATH = "/v1/chat/completions"
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", 'R"om}e']}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+CLOCK = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Of a day", "parameters": WEATHER, "strict": True},
+    },
+    {"type": "function", "function": {"name": "clock", "parameters": CLOCK}},
+]
+SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
+QUIET = {"enable_thinking": False}
+# Towards calls, their end and the end of the text, which a random model finds only by chance.
+TOWARDS_CALLS = {"256": 14, "257": 12, "260": 10}
+
+
+@pytest.fixture(scope="module")
+def dec():
+    return calling_decoder()
+
+
+@pytest.fixture(scope="module")
+def server(dec):
+    with served(dec, max_tokens=600) as running:
+        yield running
+
+
+def checked(calls):
+    for call in calls:
+        assert call.type == "function" and len(call.id) == 9 and call.id.isalnum()
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    assert len({call.id for call in calls}) == len(calls)
+    return [(call.function.name, call.function.arguments) for call in calls]
+
+
+def joined(chunks):
+    """The message, the finish reason and the number of log-probabilities that chunks of one choice make up."""
+    made, calls, reason, logprobs = {"content": "", "reasoning_content": ""}, [], None, 0
+    for chunk in chunks:
+        for choice in chunk.choices:
+            delta = choice.delta
+            made["content"] += delta.content or ""
+            made["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+            for call in delta.tool_calls or []:
+                if call.index == len(calls):
+                    calls.append([call.function.name, ""])
+                calls[call.index][1] += call.function.arguments
+            reason = choice.finish_reason or reason
+            logprobs += len(choice.logprobs.content) if choice.logprobs else 0
+    return made, [tuple(call) for call in calls], reason, logprobs
+
+
+ASKING = {
+    "required": dict(tool_choice="required"),
+    "one function": dict(tool_choice={"type": "function", "function": {"name": "clock"}}),
+    "one call": dict(tool_choice="required", parallel_tool_calls=False),
+    "auto": dict(tool_choice="auto", logit_bias=TOWARDS_CALLS),
+    "allowed": dict(
+        tool_choice={
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]},
+        }
+    ),
+    "after reasoning": dict(
+        tool_choice="required", chat_template_kwargs={"forced_thinking": True}, logit_bias={"259": 5}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_calls_hold_to_their_schemas_and_streams_join_to_them(server, name):
+    fields = dict(ASKING[name])
+    extra = {"chat_template_kwargs": fields.pop("chat_template_kwargs", QUIET)}
+    found = []
+    for seed in range(4):
+        asked = dict(model="tiny", messages=CHAT, tools=TOOLS, seed=seed, max_tokens=500, extra_body=extra, **fields)
+        asked |= dict(logprobs=True, top_logprobs=1)
+        whole = server.openai.chat.completions.create(**asked)
+        choice = whole.choices[0]
+        streamed, calls, reason, logprobs = joined(server.openai.chat.completions.create(**asked, stream=True))
+        assert streamed["content"] == (choice.message.content or "")
+        assert streamed["reasoning_content"] == (getattr(choice.message, "reasoning_content", None) or "")
+        assert calls == checked(choice.message.tool_calls or [])
+        assert reason == choice.finish_reason == ("tool_calls" if calls else "stop")
+        assert logprobs == whole.usage.completion_tokens
+        found += calls
+    names = {called for called, _ in found}
+    only = {"one function": {"clock"}, "allowed": {"weather"}}
+    assert found and names <= only.get(name, names)
+
+
+def test_reasoning_is_apart_unless_it_is_to_stay(server):
+    body = dict(messages=CHAT, max_tokens=200, seed=3, chat_template_kwargs={"forced_thinking": True})
+    body |= dict(logit_bias={"259": 3, "260": -20})
+    message = server.post(body, PATH).json()["choices"][0]["message"]
+    assert message["reasoning_content"] and message["content"]
+    kept = server.post({**body, "separate_reasoning": False}, PATH).json()["choices"][0]["message"]
+    assert "reasoning_content" not in kept
+    before, _, behind = kept["content"].partition("</think>")
+    assert (before.strip(), behind.lstrip()) == (message["reasoning_content"], message["content"])
+    left_out = server.post({**body, "include_reasoning": False}, PATH).json()["choices"][0]["message"]
+    assert left_out == {"role": "assistant", "content": message["content"]}
+
+
+@pytest.mark.parametrize("method", ["ar", "auto", "tokenswift", "prompt-lookup"])
+def test_a_shape_begins_behind_the_reasoning_whatever_drafts(server, dec, method):
+    end = dec.tokenizer.convert_tokens_to_ids("</think>")
+    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 3}
+    body = dict(messages=CHAT, max_tokens=200, seed=5, method=method, logit_bias={str(end): 5})
+    body |= dict(chat_template_kwargs={"forced_thinking": True})
+    shape = dict(structured_outputs={"json": schema, "disable_any_whitespace": True})
+    message = server.post(body | shape, PATH).json()["choices"][0]["message"]
+    jsonschema.validate(json.loads(message["content"]), schema)
+    assert message["reasoning_content"]
+    gaps = tuple(dec.tokenizer.encode("\n"))
+    inner = constraints.json_schema(schema, any_whitespace=False)
+    sampling = SamplingParams(seed=5, logit_bias={end: 5}, constraint=BehindReasoning(inner, end, gaps=gaps))
+    ids = dec.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, forced_thinking=True, return_dict=False)
+    text = dec.generate(ids, 200, "ar", sampling).text
+    before, _, behind = text.partition("</think>")
+    assert (before.strip(), behind.lstrip()) == (message["reasoning_content"], message["content"])
+
+
+def test_a_loop_of_calls_and_results(server):
+    """As agents do it, with the client's own objects."""
+    messages = list(CHAT)
+    for seed in range(3):
+        got = server.openai.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            tools=TOOLS,
+            tool_choice="required",
+            seed=seed,
+            extra_body={"chat_template_kwargs": QUIET},
+            parallel_tool_calls=False,
+            max_tokens=300,
+        )
+        message = got.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    last = server.openai.chat.completions.create(
+        model="tiny", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5, seed=1
+    )
+    assert last.choices[0].message.tool_calls is None
+
+
+def test_the_template_renders_tools_and_earlier_calls(server, dec, monkeypatch):
+    rendered = []
+    plain = dec.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        server.service.reading._small[1],
+        "apply_chat_template",
+        lambda chat, **kwargs: rendered.append((chat, kwargs)) or plain(chat, **kwargs),
+    )
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "clock", "arguments": '{"a": [1]}'}}
+    messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "abcdefghi", "content": "noon"})
+    body = dict(messages=messages, tools=TOOLS, max_tokens=3, chat_template_kwargs=QUIET, reasoning_effort="high")
+    assert server.post(body, PATH).status_code == 200
+    chat, kwargs = rendered[-1]
+    assert chat[1]["tool_calls"][0]["function"] == {"name": "clock", "arguments": {"a": [1]}}
+    assert chat[2]["tool_call_id"] == "abcdefghi" and kwargs["reasoning_effort"] == "high"
+    assert [tool["function"]["name"] for tool in kwargs["tools"]] == ["weather", "clock"]
+    assert '{"name": "clock", "arguments": {"a": [1]}}' in plain(chat, tokenize=False)
+
+
+def named(**function):
+    return {"tools": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        (named(), "tools[0].function.name"),
+        (named(name="a b"), "tools[0].function.name"),
+        (named(name="a", parameters="x"), "tools[0].function.parameters"),
+        (named(name="a", parmeters={}), "tools[0].function.parmeters"),
+        (named(name="a", parameters={"type": "integer", "minimum": 3, "maximum": 1}), "tools: "),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": TOOLS + TOOLS}, "tools[2].function.name"),
+        ({"tools": "weather"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "weather"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ],
+    ids=str,
+)
+def test_tools_that_are_none_are_a_400_with_the_place(server, fields, place):
+    answer = server.post({"messages": CHAT, **fields}, PATH)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["message"].startswith(place)
+    assert error["param"] == place.partition("[")[0].partition(".")[0].rstrip(": ")
+
+
+def test_tools_and_calls_need_a_template_that_passes_them_on():
+    with served(speaking_decoder()) as server:
+        answer = server.post({"messages": CHAT, "tools": TOOLS}, PATH)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+        call = {"type": "function", "function": {"name": "clock", "arguments": "{}"}}
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, *CHAT]
+        answer = server.post({"messages": messages}, PATH)
+        assert answer.status_code == 400 and "messages[0].tool_calls" in answer.json()["error"]["message"]
+        assert server.post({"messages": CHAT, "tools": TOOLS, "tool_choice": "none", "max_tokens": 2}, PATH).is_success
+
+
+RENDERS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[-1].content }}"
+CALL = '{"city": "P\\"}a", "x": [1, {"y": 2}]}'
+TAUGHT = {
+    "Qwen": (QWEN, HERMES, f'<tool_call>\n{{"name": "w", "arguments": {CALL}}}\n</tool_call>'),
+    "Llama 3": (RENDERS + "<|python_tag|>", LLAMA, f'{{"name": "w", "parameters": {CALL}}}'),
+    "Mistral": (RENDERS + "[TOOL_CALLS]", MISTRAL, f'[TOOL_CALLS][{{"name": "w", "arguments": {CALL}}}]'),
+    "newer Mistral": (RENDERS + "[TOOL_CALLS][ARGS]", MISTRAL_ARGS, f"[TOOL_CALLS]w[ARGS]{CALL}"),
+    "Granite": (RENDERS + "<|tool_call|>", GRANITE, f'<|tool_call|>[{{"name": "w", "arguments": {CALL}}}]'),
+}
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("marks_are_tokens", [True, False])
+def test_each_form_is_found_written_and_read(name, marks_are_tokens):
+    template, form, text = TAUGHT[name]
+    assert form_of(template) is form
+    dec = speaking_decoder() if not marks_are_tokens else None
+    tokenizer = dec.tokenizer if dec else calling_decoder().tokenizer
+    if marks_are_tokens:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(form.marks)})
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "x": {}}, "required": ["city"]}
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for required, parallel in ((True, False), (True, True), (False, True)):
+        grammar = form.grammar({"w": schema, "v": {}}, tokenizer, required, parallel)
+        vocabulary = constraints.Vocabulary(len(tokenizer), tokenizer, frozenset({7}), frozenset({7}))
+        state = grammar.start(vocabulary)
+        for index, token in enumerate(ids):
+            assert state.allows(token), (required, text[:index])
+            state.advance(token)
+        assert state.allows(7)
+    rng = random.Random(1)
+    expected = [("call", "w"), ("arguments", CALL)]
+    for pieces in (1, 2, 7, len(text)):
+        reader, parts = AnswerParts(None, form), []
+        cuts = sorted(rng.sample(range(1, len(text)), pieces - 1)) if pieces < len(text) else range(1, len(text))
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            parts += reader.feed(text[start:end])
+        parts += reader.feed("", final=True)
+        merged = []
+        for part in parts:
+            if merged and merged[-1][0] == part.kind:
+                merged[-1] = (part.kind, merged[-1][1] + part.text)
+            else:
+                merged.append((part.kind, part.text))
+        assert merged == expected
+
+
+def test_templates_without_tools_or_with_unknown_forms_have_none():
+    assert form_of(TEMPLATE + "<tool_call>") is None
+    assert form_of(RENDERS + "<tool_call><function=name>") is None and form_of(RENDERS) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain  ", "plain  ", 0),
+        ("a <tool", "a <tool", 0),
+        ("a <tool_call>\nno call", "a <tool_call>\nno call", 0),
+        ('Well.\n\n<tool_call>\n{"name": "w", "arguments": {}}\n</tool_call>', "Well.", 1),
+        ('<tool_call>\n{"name": "w", "arguments": {"a', "", 1),
+        (('<tool_call>\n{"name": "w", "arguments": {}}\n</tool_call>\n' * 2).strip(), "", 2),
+    ],
+)
+def test_text_that_is_no_call_or_is_cut_short(text, content, calls):
+    reader = AnswerParts(None, HERMES)
+    parts = [part for letter in text for part in reader.feed(letter)] + reader.feed("", final=True)
+    assert "".join(part.text for part in parts if part.kind == "content") == content and reader.calls == calls
