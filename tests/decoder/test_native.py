@@ -1,6 +1,8 @@
 """The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
 
+import ctypes
 import multiprocessing
+import re
 import sys
 from functools import cache
 
@@ -314,6 +316,25 @@ def test_a_library_that_the_package_brings_needs_no_compiler(package, monkeypatc
         monkeypatch.setenv("TOKENSWIFT_INSTRUCTIONS", slowest)
         assert native._loaded() == "no C compiler (gcc or cc) is installed"
     assert not list(recwarn)
+
+
+@needs_native
+def test_it_is_linked_with_the_openmp_that_is_loaded(package, monkeypatch):
+    """Where PyTorch has loaded one for itself alone."""
+    folder, data = package
+    file, opened, real = folder / native.compiling.shipped_name(data), [], ctypes.CDLL
+    file.write_bytes(data)
+
+    def of_a_process_without(name, mode=ctypes.DEFAULT_MODE):
+        opened.append((name, mode))
+        if len(opened) == 1:
+            raise OSError(f"{name}: undefined symbol: GOMP_barrier")
+        return real(name, mode)
+
+    monkeypatch.setattr(ctypes, "CDLL", of_a_process_without)
+    native.library()
+    assert opened[0] == opened[2] == (str(file), ctypes.DEFAULT_MODE)
+    assert re.search("/lib[a-z]*omp", opened[1][0]) and opened[1][1] == ctypes.RTLD_GLOBAL
 
 
 def of_another_machine(data):

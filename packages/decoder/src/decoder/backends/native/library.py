@@ -11,6 +11,7 @@ the fastest one.
 import ctypes
 import os
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -485,11 +486,13 @@ def _opened(file: Path) -> ctypes.CDLL:
 
 
 def _linked(file: Path) -> ctypes.CDLL:
+    """The library in a file, linked with the OpenMP that PyTorch has loaded."""
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
-        if "omp" not in str(error).lower():
+        if "undefined symbol" not in str(error):
             raise
-    # This PyTorch has not loaded OpenMP for all.
-    ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
+    # PyTorch has loaded it for itself alone.
+    loaded = re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", Path("/proc/self/maps").read_text())
+    ctypes.CDLL(loaded[0] if loaded else "libgomp.so.1", ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(file))
