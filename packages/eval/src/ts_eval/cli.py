@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ts_eval import defaults
-from ts_eval.commands.group import INTERRUPTED, SentenceGroup, quiet_libraries, show, told_in_a_sentence
+from ts_eval.commands.group import SentenceGroup, quiet_libraries, show, told_in_a_sentence
 from ts_eval.commands.options import (
     WITHOUT_FLAG,
     IntegerList,
@@ -26,10 +26,15 @@ from ts_eval.commands.options import (
     from_file,
     model_options,
     options_of,
+    output_options,
+    prompts_options,
     sampling_of,
     sampling_options,
     sanitize_option,
+    seed_option,
 )
+
+say = partial(click.echo, err=True)
 
 
 @click.group(cls=SentenceGroup)
@@ -50,18 +55,15 @@ def main():
     "folder; what is typed comes first.",
 )
 @model_options
-@click.option(
-    "--prompts",
-    help="Text file (one prompt), .jsonl[.gz] or hub dataset (owner/name[:split]) with a field text, or messages of "
+@prompts_options(
+    "Text file (one prompt), .jsonl[.gz] or hub dataset (owner/name[:split]) with a field text, or messages of "
     "a chat, whose answer ends where the model ends it.  "
-    "[default: PG-19 test books]",
+    "[default: PG-19 test books]"
 )
-@click.option("--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a book]")
 @click.option("--max-new-tokens", type=int, default=defaults.MAX_NEW_TOKENS, show_default=True)
-@click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]")
 @sanitize_option
 @click.option("--runs", type=int, default=defaults.RUNS, show_default=True, help="Generations per method and prompt.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
+@seed_option("Run r (from 0) uses seed + r.")
 @click.option(
     "--batch", type=int, default=1, show_default=True, help="Texts (prompts and runs) that are decoded together."
 )
@@ -70,8 +72,7 @@ def main():
 @sampling_options
 @drafting_options
 @cache_options
-@click.option("--output", default=defaults.OUTPUT, show_default=True, help="Folder of results; resumes what is in it.")
-@click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
+@output_options(defaults.OUTPUT, "Folder of results; resumes what is in it.")
 @click.option(
     "--check-lossless",
     is_flag=True,
@@ -98,7 +99,7 @@ def compare(typed, methods, check_lossless, **arguments):
     methods` lists the names. Under torchrun its processes share the prompts, or with --tensor-parallel the model.
     """
     # Imported here because torch takes seconds, which --help and wrong usage should not cost.
-    with told_in_a_sentence():
+    with told_in_a_sentence(arguments["output"]):
         from ts_eval import compare as experiment
         from ts_eval.comparing.checks import differs
         from ts_eval.report.table import comparison
@@ -108,20 +109,15 @@ def compare(typed, methods, check_lossless, **arguments):
             arguments |= {"rank": int(os.environ["RANK"]), "processes": int(os.environ["WORLD_SIZE"])}
         sampling = sampling_of(arguments)
         without_flag = click.get_current_context().meta.get(WITHOUT_FLAG, {})
-        try:
-            results = experiment.compare(
-                methods,
-                sampling=sampling | without_flag.get("sampling", {}),
-                options=options_of(arguments) | without_flag.get("options", {}),
-                audit=check_lossless,
-                arguments=typed,
-                say=lambda sentence: click.echo(sentence, err=True),
-                **arguments,
-            )
-        except KeyboardInterrupt:
-            kept = f"what was generated is kept in {arguments['output']}; the same command resumes there."
-            click.echo(f"\nts-eval: interrupted; {kept}", err=True)
-            return INTERRUPTED
+        results = experiment.compare(
+            methods,
+            sampling=sampling | without_flag.get("sampling", {}),
+            options=options_of(arguments) | without_flag.get("options", {}),
+            audit=check_lossless,
+            arguments=typed,
+            say=say,
+            **arguments,
+        )
     if results is None:
         return 0
     show(*comparison(results))
@@ -139,13 +135,11 @@ def compare(typed, methods, check_lossless, **arguments):
 @main.command()
 @click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
 @model_options
-@click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
-@click.option("--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a book]")
-@click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]")
+@prompts_options("As for compare.  [default: PG-19 test books]")
 @click.option(
     "--max-new-tokens", type=int, default=defaults.EXACTNESS_NEW_TOKENS, show_default=True, help="Of each text."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled texts, and of the first draw.")
+@seed_option("Of the sampled texts, and of the first draw.")
 @click.option(
     "--draws",
     type=int,
@@ -156,10 +150,7 @@ def compare(typed, methods, check_lossless, **arguments):
 @device_options
 @bitwise_option
 @sampling_options
-@click.option(
-    "--output", default=defaults.EXACTNESS_OUTPUT, show_default=True, help="Folder of texts and table; resumes there."
-)
-@click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
+@output_options(defaults.EXACTNESS_OUTPUT, "Folder of texts and table; resumes there.")
 @books_option
 @click.pass_obj
 def exactness(typed, methods, **arguments):
@@ -168,25 +159,14 @@ def exactness(typed, methods, **arguments):
     METHODs as for compare; without any, all of ours, of transformers' and of llama.cpp's rows that can run here. A
     chi-square test tells whether sampled tokens are from the model's distribution.
     """
-    with told_in_a_sentence():
+    with told_in_a_sentence(arguments["output"]):
         from ts_eval import exactness as scoreboard
         from ts_eval.commands.terminal import Columns
         from ts_eval.report.exactness import notes, table
 
         quiet_libraries()
         sampling = {name: arguments.pop(name) for name in defaults.SAMPLING}
-        try:
-            results = scoreboard.exactness(
-                methods,
-                sampling=sampling,
-                arguments=typed,
-                say=lambda sentence: click.echo(sentence, err=True),
-                **arguments,
-            )
-        except KeyboardInterrupt:
-            kept = f"what was generated is kept in {arguments['output']}; the same command resumes there."
-            click.echo(f"\nts-eval: interrupted; {kept}", err=True)
-            return INTERRUPTED
+        results = scoreboard.exactness(methods, sampling=sampling, arguments=typed, say=say, **arguments)
     show(Columns(*table(results)), " ".join(notes(results)))
     names = (scoreboard.RESULTS, scoreboard.PAGE)
     click.echo(f"\nAll of it: {' and '.join(str(Path(arguments['output']) / name) for name in names)}")
@@ -229,7 +209,7 @@ def exactness(typed, methods, **arguments):
 @click.option(
     "--repeats", type=int, default=defaults.BENCH_REPEATS, show_default=True, help="Rounds; figures are their medians."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the noise, and of random weights.")
+@seed_option("Of the noise, and of random weights.")
 @click.option(
     "--random-weights",
     metavar="CONFIG",
@@ -247,8 +227,9 @@ def exactness(typed, methods, **arguments):
 @bitwise_option
 @sampling_options
 @drafting_options
-@click.option("--output", default=defaults.BENCH_OUTPUT, show_default=True, help="Folder of figures and plot.")
-@click.option("--overwrite", is_flag=True, help="Measure again, whatever the output folder holds.")
+@output_options(
+    defaults.BENCH_OUTPUT, "Folder of figures and plot.", "Measure again, whatever the output folder holds."
+)
 @books_option
 @click.pass_obj
 def bench(typed, methods, **arguments):
@@ -267,7 +248,7 @@ def bench(typed, methods, **arguments):
             sampling=sampling,
             options=options_of(arguments),
             arguments=typed,
-            say=lambda sentence: click.echo(sentence, err=True),
+            say=say,
             **arguments,
         )
         # Shown before it is written: a full disk loses no figure.
@@ -338,14 +319,15 @@ def metrics(files, as_json, **arguments):
 )
 @click.option("--phrases", type=int, default=defaults.NEEDLE_PHRASES, show_default=True, help="Hidden at each place.")
 @click.option("--max-new-tokens", type=int, default=defaults.NEEDLE_NEW_TOKENS, show_default=True, help="Of an answer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of pass phrases: phrase i (from 0) has seed + i.")
+@seed_option("Of pass phrases: phrase i (from 0) has seed + i.")
 @device_options
 @bitwise_option
 @cache_options
-@click.option(
-    "--output", default=defaults.NEEDLE_OUTPUT, show_default=True, help="Folder of the answers; resumes what is in it."
+@output_options(
+    defaults.NEEDLE_OUTPUT,
+    "Folder of the answers; resumes what is in it.",
+    "Ask again, whatever the output folder holds.",
 )
-@click.option("--overwrite", is_flag=True, help="Ask again, whatever the output folder holds.")
 @books_option
 @click.pass_obj
 def needle(typed, methods, kv_dtype, offload, **arguments):
@@ -362,7 +344,7 @@ def needle(typed, methods, kv_dtype, offload, **arguments):
             methods,
             options={"kv_dtype": kv_dtype, "offload": offload},
             arguments=typed,
-            say=lambda sentence: click.echo(sentence, err=True),
+            say=say,
             **arguments,
         )
     show(*probe.table(results))
@@ -426,10 +408,9 @@ def plan(as_json, **arguments):
 @click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
 @click.option("--num-prompts", type=int, help="At most so many prompts.  [default: 1 book]")
 @click.option("--runs", type=int, default=defaults.REPRODUCE_RUNS, show_default=True, help="Texts per row and prompt.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Run r (from 0) uses seed + r.")
+@seed_option("Run r (from 0) uses seed + r.")
 @device_options
-@click.option("--output", default=defaults.REPRODUCE_OUTPUT, show_default=True, help="Folder; resumes what is in it.")
-@click.option("--overwrite", is_flag=True, help="Drop what other settings left in the output folder.")
+@output_options(defaults.REPRODUCE_OUTPUT, "Folder; resumes what is in it.")
 @books_option
 def reproduce(targets, scale, output, **settings):
     """Run experiments of the paper and print them beside its figures.
@@ -437,22 +418,16 @@ def reproduce(targets, scale, output, **settings):
     TARGET is table-1 to 8, 11 to 16, figure-1, 3, 4, 5 or 6 (table-3, figure-5), or all. Each text is generated once,
     whichever TARGETs need it.
     """
-    with told_in_a_sentence():
+    with told_in_a_sentence(output):
         from ts_eval.paper import experiments as paper
         from ts_eval.paper import reproduce as runner
         from ts_eval.paper import reproduced_page
 
         quiet_libraries()
         names = [name for target in targets for name in (paper.targets() if target == "all" else [target])]
-        say = partial(click.echo, err=True)
-        try:
-            for page in runner.reproduce(names, scale, Path(output), say, **settings):
-                show(*reproduced_page.on_terminal(page))
-                click.echo()
-        except KeyboardInterrupt:
-            kept = f"what was generated is kept in {output}; the same command resumes there."
-            click.echo(f"\nts-eval: interrupted; {kept}", err=True)
-            return INTERRUPTED
+        for page in runner.reproduce(names, scale, Path(output), say, **settings):
+            show(*reproduced_page.on_terminal(page))
+            click.echo()
     return 0
 
 

@@ -39,8 +39,12 @@ class SentenceGroup(click.Group):
 
 
 @contextmanager
-def told_in_a_sentence() -> Iterator[None]:
-    """Check the command's arguments, and turn the errors that an input can cause into one line without a traceback."""
+def told_in_a_sentence(kept_in: str | None = None) -> Iterator[None]:
+    """Check the command's arguments, and turn the errors that an input can cause into one line without a traceback.
+
+    Args:
+        kept_in: the folder of a command that goes on where it was interrupted, which it then tells.
+    """
     # Imported here because it brings torch, which --help and wrong usage should not cost.
     from decoder.parts import check, is_first_to_tell
 
@@ -53,6 +57,12 @@ def told_in_a_sentence() -> Iterator[None]:
                 if isinstance(number, float) and not math.isfinite(number):
                     raise ValueError(f"{flags[name]} must be a finite number, not {number}")
         yield
+    except KeyboardInterrupt:
+        if kept_in is None:
+            raise
+        kept = f"what was generated is kept in {kept_in}; the same command resumes there."
+        click.echo(f"\nts-eval: interrupted; {kept}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
     except (ValueError, OSError, MemoryError) as error:
         sentence = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:

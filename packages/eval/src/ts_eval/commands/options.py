@@ -228,4 +228,30 @@ cache_options = together(
     ),
     click.option("--offload", is_flag=True, help="Keep the full cache in host memory; the text is the same."),
 )
+
+
+def prompts_options(help: str):
+    """The options for several prompts; ``help`` says what may be given for them."""
+    return together(
+        click.option("--prompts", help=help),
+        click.option(
+            "--prompt-tokens", type=int, help="First N tokens of each prompt.  [default: all; 1,024 of a book]"
+        ),
+        click.option("--num-prompts", type=int, help="At most so many prompts.  [default: all of a file; 1 book]"),
+    )
+
+
+def seed_option(help: str):
+    """The option for the seed; ``help`` says what is drawn with it."""
+    return click.option("--seed", type=int, default=0, show_default=True, help=help)
+
+
+def output_options(default: str, help: str, overwrite: str = "Drop what other settings left in the output folder."):
+    """The options for the folder of results; ``help`` says what is in it."""
+    return together(
+        click.option("--output", default=default, show_default=True, help=help),
+        click.option("--overwrite", is_flag=True, help=overwrite),
+    )
+
+
 books_option = click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model and books.")
