@@ -178,12 +178,12 @@ REFUSED = [
     ("prompt", []),
     ("prompt", [1, "x"]),
     ("prompt", {"text": "x"}),
-    ("best_of", 2),
+    ("best_of", 0),
     ("presence_penalty", 2.5),
     ("frequency_penalty", "1"),
     ("logit_bias", {"5": -101}),
     ("suffix", "end"),
-    ("echo", True),
+    ("echo", "yes"),
     ("tools", [{"type": "function"}]),
 ]
 

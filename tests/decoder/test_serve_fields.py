@@ -20,6 +20,7 @@ from decoder.serve.fields import (
     CHAT,
     CHOICE_OF_TOOL,
     COMPLETION,
+    DETOKENIZE,
     FUNCTION,
     JSON_SCHEMA,
     MESSAGE,
@@ -27,6 +28,7 @@ from decoder.serve.fields import (
     RESPONSE_FORMAT,
     STREAM_OPTIONS,
     STRUCTURED_OUTPUTS,
+    TOKENIZE,
     TOOL,
     TOOL_CALL,
     Honoured,
@@ -184,7 +186,7 @@ OF_OTHERS = {
     **dict(repeat_penalty=1.3, repeat_last_n=64, dry_multiplier=0.8, mirostat=2, xtc_probability=0.5, top_n_sigma=1),
     **dict(n_predict=1, max_new_tokens=3, min_new_tokens=9, allowed_token_ids=[3]),
     **dict(include_stop_str_in_output=True, tool_choice="required", n_probs=3),
-    **dict(echo=True, do_sample=False, bad_words_ids=[[5]]),
+    **dict(do_sample=False, bad_words_ids=[[5]]),
     **dict(truncate_prompt_tokens=5, prompt_logprobs=1, return_token_ids=True, presence_penality=0, temprature=0),
     **dict(presence_penalty_=False, Temperature=0, topP=0.5, maxTokens=3, extra_body={"top_k": 1}, options={}),
 }
@@ -234,6 +236,11 @@ def test_the_nearest_known_name_is_given(name, meant):
         ({"seed": 2**63 - 1, "n": 2}, "seed"),
         ({"method": "faster"}, "method"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"prompt": ["x", "y"], "best_of": 70}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
     ],
@@ -324,6 +331,6 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
 def test_the_guide_tells_of_each_field():
     told = set(re.findall(r"`(\w+)`", GUIDE.read_text(encoding="utf-8")))
     tables = [CHAT, COMPLETION, STREAM_OPTIONS, MESSAGE, PART, RESPONSE_FORMAT, JSON_SCHEMA, STRUCTURED_OUTPUTS]
-    for table in (*tables, TOOL, FUNCTION, TOOL_CALL, CALLED, CHOICE_OF_TOOL, ALLOWED_TOOLS):
+    for table in (*tables, TOOL, FUNCTION, TOOL_CALL, CALLED, CHOICE_OF_TOOL, ALLOWED_TOOLS, TOKENIZE, DETOKENIZE):
         missing = {name for name, field in table.items() if not isinstance(field, Refused)} - told
         assert not missing, f"the guide to the server lacks {missing}"

@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
+from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from decoder.serve.errors import ApiError
+from decoder.serve.openapi import openapi
 from decoder.serve.requests import Asked
 from decoder.serve.responses import DONE, Answer, event
 from decoder.serve.service import Running, Service, TimeLimit
@@ -40,6 +42,11 @@ def make_app(service: Service) -> Starlette:
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/models", "GET", routes.models),
         ("/v1/models/{model:path}", "GET", routes.model),
+        ("/tokenize", "POST", routes.tokenize),
+        ("/detokenize", "POST", routes.detokenize),
+        ("/props", "GET", routes.props),
+        ("/version", "GET", routes.version),
+        ("/openapi.json", "GET", routes.openapi),
     ]
     return Starlette(
         routes=[
@@ -141,6 +148,23 @@ class Routes:
         name = self.service.settings.model
         return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": positions}
 
+    async def tokenize(self, request: Request) -> Response:
+        data = await _body(request, self.service.max_body_bytes)
+        return JSONResponse(await _unless_gone(request, self.service.tokenize(data)))
+
+    async def detokenize(self, request: Request) -> Response:
+        data = await _body(request, self.service.max_body_bytes)
+        return JSONResponse(await _unless_gone(request, self.service.detokenize(data)))
+
+    async def props(self, request: Request) -> Response:
+        return JSONResponse(self.service.properties)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("tokenswift-decoder")})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi(version("tokenswift-decoder")))
+
     async def health(self, request: Request) -> Response:
         alive = self.service.worker.alive
         return JSONResponse({"status": "ok" if alive else "stopping"}, 200 if alive else 503)
@@ -159,7 +183,7 @@ class Routes:
         with ExitStack() as ending:
             ending.callback(lambda: metrics.seconds.observe(clock() - began))
             ending.callback(running.close)
-            answer = Answer(asked, self.service.settings.model, self.service.tokenizer, running)
+            answer = Answer(asked, self.service, running)
             # What goes wrong before the first piece still has a status of its own.
             first = await _unless_gone(request, running.piece())
             metrics.first.observe(clock() - began)

@@ -175,7 +175,6 @@ _REFUSED: Fields = {
     "input_embeds": Refused(),
     "kv_transfer_params": Refused(),
     # What an answer would have.
-    "echo": Refused((False,)),
     "prompt_logprobs": Refused(),
     "n_probs": Refused((0,), "send logprobs"),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_tokens"), Refused((False,))),
@@ -188,6 +187,7 @@ COMPLETION: Fields = {
     "prompt": Honoured(PROMPTS),
     "max_tokens": Honoured(integer(1, LARGEST_SEED), _COMPLETION_TOKENS),
     "logprobs": Honoured(integer(0, _MOST_OF_COMPLETION)),
+    "echo": Honoured(FLAG, False),
     "suffix": Refused(("",), "leave it out: models here write what follows, and not what lies between"),
     "tools": Refused(([],), "send it to /v1/chat/completions"),
     "tool_choice": Refused(("none", "auto"), "send it to /v1/chat/completions"),
@@ -214,6 +214,7 @@ CHAT: Fields = {
     "separate_reasoning": Honoured(FLAG, True),
     "reasoning_format": Honoured(choice(("none", "auto", "deepseek"))),
     "chat_template": Refused(),
+    "echo": Refused((False,)),
     "add_generation_prompt": Refused((True,)),
     "continue_final_message": Refused((False,)),
     "add_special_tokens": Refused((False,)),
@@ -226,6 +227,20 @@ STREAM_OPTIONS: Fields = {
     "include_obfuscation": Ignored(),
     "continuous_usage_stats": Refused((False,)),
 }
+TOKENIZE: Fields = {
+    "model": Ignored(),
+    "prompt": Honoured(TEXT),
+    "content": Honoured(TEXT),  # llama.cpp's name for it
+    "messages": Honoured(MESSAGES),
+    "tools": Honoured(TOOLS),
+    "chat_template_kwargs": Honoured(OBJECT, {}),
+    **dict.fromkeys(("add_special_tokens", "add_special"), Honoured(FLAG)),
+    **dict.fromkeys(("return_token_strs", "with_pieces"), Honoured(FLAG, False)),
+    "parse_special": Refused((True,)),
+    "add_generation_prompt": Refused((True,)),
+    "continue_final_message": Refused((False,)),
+}
+DETOKENIZE: Fields = {"model": Ignored(), "tokens": Honoured(token_ids(2**24), [])}
 RESPONSE_FORMAT: Fields = {
     "type": Honoured(choice(("text", "json_object", "json_schema"))),
     "json_schema": Honoured(OBJECT),

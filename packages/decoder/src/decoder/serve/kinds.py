@@ -1,6 +1,6 @@
 """The kinds of values that a field of a request can have."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,25 +12,32 @@ class Kind:
     Args:
         words: for the error message, after "must be".
         fits: whether a value is of the kind.
+        schema: what JSON schema can say of it.
     """
 
     words: str
     fits: Callable[[Any], bool]
+    schema: Mapping[str, Any]
+
+
+_IDS = {"type": "array", "items": {"type": "integer"}}
 
 
 def integer(least: int, most: int) -> Kind:
     words = f"an integer of at least {least:,} and at most {most:,}"
-    return Kind(words, lambda value: type(value) is int and least <= value <= most)
+    schema = {"type": "integer", "minimum": least, "maximum": most}
+    return Kind(words, lambda value: type(value) is int and least <= value <= most, schema)
 
 
 def choice(names: Collection[str]) -> Kind:
-    return Kind(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+    fits = lambda value: isinstance(value, str) and value in names  # noqa: E731
+    return Kind(f"one of {', '.join(names)}", fits, {"enum": list(names)})
 
 
 def token_ids(most: int) -> Kind:
     """A list of ids; which ones there are is known to the vocabulary alone."""
     words = f"a list of at most {most:,} token ids"
-    return Kind(words, lambda value: _is_ids(value) and len(value) <= most)
+    return Kind(words, lambda value: _is_ids(value) and len(value) <= most, {**_IDS, "maxItems": most})
 
 
 def texts(longest: int, most: int) -> Kind:
@@ -40,7 +47,9 @@ def texts(longest: int, most: int) -> Kind:
         listed = value if isinstance(value, list) else [value]
         return len(listed) <= most and all(isinstance(one, str) and 0 < len(one) <= longest for one in listed)
 
-    return Kind(f"text of 1 to {longest:,} characters, or a list of at most {most} of these", fits)
+    one = {"type": "string", "minLength": 1, "maxLength": longest}
+    schema = {"anyOf": [one, {"type": "array", "items": one, "maxItems": most}]}
+    return Kind(f"text of 1 to {longest:,} characters, or a list of at most {most} of these", fits, schema)
 
 
 def biases(most: int) -> Kind:
@@ -53,7 +62,8 @@ def biases(most: int) -> Kind:
             type(number) in (int, float) for number in value.values()
         )
 
-    return Kind(f"an object of at most {most:,} numbers by token ids", fits)
+    schema = {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": most}
+    return Kind(f"an object of at most {most:,} numbers by token ids", fits, schema)
 
 
 def _is_ids(value: Any) -> bool:
@@ -68,18 +78,39 @@ def _is_prompts(value: Any) -> bool:
     return _is_prompt(value) or (isinstance(value, list) and all(map(_is_prompt, value)))
 
 
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
 # Its range is that of `SamplingParams`.
-NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
-TEXT = Kind("text", lambda value: isinstance(value, str))
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-TOOLS = Kind("a list of at most 128 tools", lambda value: isinstance(value, list) and len(value) <= 128)
+NUMBER = Kind(
+    "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool), {"type": "number"}
+)
+TEXT = Kind("text", lambda value: isinstance(value, str), {"type": "string"})
+OBJECT = Kind("an object", lambda value: isinstance(value, dict), {"type": "object"})
+LIST = Kind("a list", lambda value: isinstance(value, list), {"type": "array"})
+TOOLS = Kind(
+    "a list of at most 128 tools",
+    lambda value: isinstance(value, list) and len(value) <= 128,
+    {"type": "array", "items": {"type": "object"}, "maxItems": 128},
+)
 TOOL_CHOICE = Kind(
     "none, auto, required, or an object that names a function",
     lambda value: value in ("none", "auto", "required") or isinstance(value, dict),
+    {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
 )
-SCHEMA = Kind("a JSON schema, as an object or its text", lambda value: isinstance(value, dict | str | bool))
-MESSAGES = Kind("a list with at least one message", lambda value: isinstance(value, list) and len(value) > 0)
-CONTENT = Kind("text, or a list of parts of type text", lambda value: isinstance(value, str | list))
-PROMPTS = Kind("text, a list of token ids, or a list of one of these", lambda value: value != [] and _is_prompts(value))
+SCHEMA = Kind(
+    "a JSON schema, as an object or its text",
+    lambda value: isinstance(value, dict | str | bool),
+    {"type": ["object", "string", "boolean"]},
+)
+MESSAGES = Kind(
+    "a list with at least one message",
+    lambda value: isinstance(value, list) and len(value) > 0,
+    {"type": "array", "items": {"type": "object"}, "minItems": 1},
+)
+CONTENT = Kind(
+    "text, or a list of parts of type text", lambda value: isinstance(value, str | list), {"type": ["string", "array"]}
+)
+PROMPTS = Kind(
+    "text, a list of token ids, or a list of one of these",
+    lambda value: value != [] and _is_prompts(value),
+    {"anyOf": [{"type": "string"}, _IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}}]},
+)

@@ -40,6 +40,8 @@ class Asked:
         chat: whether it is a chat and not a completion.
         prompts: one prompt for a chat; one or more for a completion.
         n: how many choices for each prompt.
+        candidates: how many texts are made for each prompt; the most likely ones are its choices.
+        echo: whether the text begins with the prompt's.
         sampling: of the first choice; choice i draws with seed + i.
         shaped_by: the place in the body that asks for the constraint of ``sampling``, if it has one.
         max_tokens: how many tokens may be generated; None for as many as the server allows.
@@ -62,6 +64,8 @@ class Asked:
     chat: bool
     prompts: list[Prompt]
     n: int
+    candidates: int
+    echo: bool
     sampling: SamplingParams
     shaped_by: str | None
     max_tokens: int | None
@@ -82,8 +86,8 @@ class Asked:
 
     @property
     def choices(self) -> int:
-        """How many texts are asked for."""
-        return self.n * len(self.prompts)
+        """How many texts are made."""
+        return self.candidates * len(self.prompts)
 
 
 def parse(body: Any, chat: bool) -> Asked:
@@ -95,16 +99,21 @@ def parse(body: Any, chat: bool) -> Asked:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     values = read(body, CHAT if chat else COMPLETION)
-    if values["best_of"] not in (None, values["n"]):
-        refuse("best_of", "is not supported here: leave it out, or give n")
+    candidates = values["best_of"] or values["n"]
+    if candidates < values["n"]:
+        refuse("best_of", f"must be at least n, which is {values['n']}")
+    if candidates > values["n"] and values["stream"]:
+        refuse("best_of", "cannot be streamed where it is more than n: the best are known at the end")
     logprobs, top_logprobs = _logprobs(values, chat)
     stop = values["stop"]
     shaped_by, constraint = constraint_of(values)
     asked = Asked(
         chat=chat,
-        prompts=[_messages(values["messages"])] if chat else _prompts(values["prompt"]),
+        prompts=[messages_of(values["messages"])] if chat else _prompts(values["prompt"]),
         n=values["n"],
-        sampling=_sampling({**values, "constraint": constraint}),
+        candidates=candidates,
+        echo=not chat and values["echo"],
+        sampling=_sampling({**values, "constraint": constraint}, candidates),
         shaped_by=shaped_by,
         max_tokens=values.get("max_completion_tokens") or values["max_tokens"],
         stop=[stop] if isinstance(stop, str) else stop,
@@ -120,27 +129,35 @@ def parse(body: Any, chat: bool) -> Asked:
         **(_of_chat(values) if chat else {}),
     )
     if asked.choices > MOST_CHOICES:
-        raise ApiError(400, f"prompts times n may be at most {MOST_CHOICES}, not {asked.choices}", "n")
+        param = "n" if candidates == values["n"] else "best_of"
+        raise ApiError(400, f"prompts times {param} may be at most {MOST_CHOICES}, not {asked.choices}", param)
+    if asked.echo and asked.logprobs:
+        refuse("echo", "cannot go with logprobs: those of prompts are not computed")
     return asked
 
 
-def _of_chat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What only chats can be asked for."""
-    given, effort = values["chat_template_kwargs"], values["reasoning_effort"]
+def template_kwargs_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat's template is given beside messages and tools. Raises ApiError 400."""
+    given, effort = values["chat_template_kwargs"], values.get("reasoning_effort")
     # Templates know these by other names than OpenAI's protocol does.
     of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     for name in given:
         if name in _NOT_OF_TEMPLATES:
             refuse(inside("chat_template_kwargs", name), "is no variable of a template that requests can set")
+    return of_effort | given
+
+
+def _of_chat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What only chats can be asked for."""
     return dict(
         tools=tools_of(values),
-        template_kwargs=of_effort | given,
+        template_kwargs=template_kwargs_of(values),
         separate_reasoning=values["separate_reasoning"] and values["reasoning_format"] != "none",
         include_reasoning=values["include_reasoning"],
     )
 
 
-def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+def _sampling(values: Mapping[str, Any], candidates: int) -> SamplingParams:
     honoured = [field.name for field in fields(SamplingParams) if values.get(field.name) is not None]
     given = {name: values[name] for name in honoured}
     if "logit_bias" in given:
@@ -148,9 +165,9 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
     if isinstance(given.get("bad_words"), str):
         given["bad_words"] = [given["bad_words"]]
     # Choice i draws with seed + i, which must be a seed too.
-    largest = LARGEST_SEED - values["n"] + 1
+    largest = LARGEST_SEED - candidates + 1
     if given.setdefault("seed", secrets.randbelow(largest)) > largest:
-        refuse("seed", f"may be at most {largest:,} for {values['n']} choices")
+        refuse("seed", f"may be at most {largest:,} for {candidates} texts")
     try:
         return SamplingParams(**given)
     except ValueError as error:
@@ -176,7 +193,8 @@ def _prompts(value: Any) -> list[Prompt]:
     return [value] if whole else value
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def messages_of(value: Any) -> list[dict[str, Any]]:
+    """The messages of a chat as its template takes them. Raises ApiError 400."""
     require(MESSAGES, value, "messages")
     return [_message(one, f"messages[{index}]") for index, one in enumerate(value)]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder.serve.answer_parts import Part
 from decoder.serve.requests import Asked
-from decoder.serve.service import Running
+from decoder.serve.service import Running, Service
 from decoder.serve.worker import Piece
 from decoder.text.stream import REPLACEMENT
 from decoder.text.tokens import TextOffsets, TokenTexts
@@ -23,20 +23,21 @@ class Answer:
 
     Args:
         asked: the request.
-        model: the name of the model.
-        tokenizer: for the texts of single tokens, next to log-probabilities.
+        service: what has taken it.
         running: the request as it was submitted.
     """
 
-    def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase, running: Running):
+    def __init__(self, asked: Asked, service: Service, running: Running):
         self.asked, self.prompt_tokens = asked, running.prompt_tokens
-        self._texts = TokenTexts(tokenizer, running.speech.shown)
+        self._texts = TokenTexts(service.tokenizer, running.speech.shown)
         self._kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
             "created": int(time.time()),
-            "model": model,
+            "model": service.settings.model,
+            "system_fingerprint": service.fingerprint,
         }
+        self._echoed = [self._echo(service.tokenizer, index, ids) for index, ids in enumerate(running.contexts)]
         self._begun: set[int] = set()
         self._offsets = [TextOffsets(self._texts, ids) for ids in running.contexts]
         self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in running.contexts]
@@ -58,9 +59,28 @@ class Answer:
                 part = {"message": self._message(index, output.text)}
                 reason = self._reason(index, reason)
             else:
-                part = {"text": output.text}
+                part = {"text": self._echoed[index] + output.text}
             choices.append(self._choice(index, part, logprobs, reason))
+        if self.asked.candidates > self.asked.n:
+            choices = [choices[index] | {"index": place} for place, index in enumerate(self._best(pieces))]
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage}
+
+    def _best(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
+        """Of each prompt's candidates those with the highest log-probability per token, the best one first."""
+        values = [[value for piece in of_choice for value in piece.logprobs or ()] for of_choice in pieces]
+        means = [sum(one) / max(1, len(one)) for one in values]
+        count, best = self.asked.candidates, list[int]()
+        for first in range(0, len(means), count):
+            ranked = sorted(range(first, first + count), key=lambda index: -means[index])
+            best += ranked[: self.asked.n]
+        return best
+
+    def _echo(self, tokenizer: PreTrainedTokenizerBase, index: int, ids: Sequence[int]) -> str:
+        """The text of a choice's prompt, if the answer is to begin with it."""
+        if not self.asked.echo:
+            return ""
+        prompt = self.asked.prompts[index // self.asked.candidates]
+        return prompt if isinstance(prompt, str) else tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
         """The message of a choice with this text."""
@@ -90,6 +110,9 @@ class Answer:
         if self.asked.chat:
             return self._chunks_of_chat(piece, logprobs)
         events = []
+        if self._echoed[piece.choice]:
+            text, self._echoed[piece.choice] = self._echoed[piece.choice], ""
+            events.append(self._event([self._choice(piece.choice, {"text": text})]))
         if piece.text or (logprobs and any(logprobs.values())):
             events.append(self._event([self._choice(piece.choice, {"text": piece.text}, logprobs)]))
         if piece.output is not None:

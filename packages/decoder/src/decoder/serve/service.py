@@ -1,17 +1,21 @@
 """From a checked request to its pieces: tokens, limits, and the worker that decodes them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import hashlib
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoder.arguments import Arguments, check_arguments
 from decoder.constraints import Grammar, Vocabulary
 from decoder.decoder import Decoder
+from decoder.model.short_weights import dtype_name
 from decoder.new_sequence import vocabulary_of
 from decoder.options import TokenSwiftOptions
 from decoder.request import GenerationRequest
@@ -21,6 +25,7 @@ from decoder.serve.metrics import Metrics
 from decoder.serve.reading import Reading, size_of, surely_too_long
 from decoder.serve.requests import Asked, parse
 from decoder.serve.speech import Speech, speech_of
+from decoder.serve.tokenizing import read_detokenize, read_tokenize
 from decoder.serve.worker import Job, Piece, Worker
 from decoder.text.prompts import prompt_ids
 
@@ -127,14 +132,17 @@ class Service:
 
     Attributes:
         tokenizer: for this side of the server; the worker's thread uses the decoder's own.
+        fingerprint: of all that a seed's text depends on beside the request.
     """
 
     def __init__(self, dec: Decoder, settings: Settings):
         self.dec, self.settings, self.metrics = dec, settings, Metrics()
+        assert dec.tokenizer is not None, "a server needs a tokenizer"
         self.tokenizer = deepcopy(dec.tokenizer)
         self.reading = Reading(self.tokenizer, dec.sanitize_control_tokens)
         self.worker = Worker(dec, settings.max_batch, settings.max_queue, self.metrics.finished)
         self.metrics.watch(self.worker)
+        self.fingerprint = _fingerprint(dec)
 
     @property
     def max_body_bytes(self) -> int:
@@ -152,6 +160,45 @@ class Service:
     async def read(self, data: bytes, chat: bool) -> Asked:
         """The checked request in a body; raises ApiError if it is none."""
         return await self.reading.read(len(data), lambda _: parse(parse_body(data), chat))
+
+    async def tokenize(self, data: bytes) -> dict[str, Any]:
+        """The body of an answer to `/tokenize`; raises ApiError 400."""
+
+        def ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+            asked = read_tokenize(parse_body(data))
+            try:
+                found = asked.ids(tokenizer, self.dec.sanitize_control_tokens)
+            except ValueError as error:
+                raise ApiError(400, str(error)) from None
+            pieces = tokenizer.convert_ids_to_tokens(found) if asked.with_pieces else None
+            positions = self.dec.model.config.max_position_embeddings
+            return {"count": len(found), "max_model_len": positions, "tokens": found, "token_strs": pieces}
+
+        return await self.reading.read(len(data), ids)
+
+    async def detokenize(self, data: bytes) -> dict[str, Any]:
+        """The body of an answer to `/detokenize`; raises ApiError 400."""
+
+        def text(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+            ids = read_detokenize(parse_body(data))
+            self._check_ids("tokens", ids)
+            found = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            return {"prompt": found, "content": found}
+
+        return await self.reading.read(len(data), text)
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """How the server is set up, by llama.cpp's names."""
+        positions = self.dec.model.config.max_position_embeddings
+        return {
+            "default_generation_settings": {"n_ctx": positions, "params": {"n_predict": self.settings.max_tokens}},
+            "total_slots": self.settings.max_batch,
+            "model_path": self.settings.model,
+            "chat_template": self.tokenizer.chat_template or "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"tokenswift-decoder {version('tokenswift-decoder')}",
+        }
 
     async def submit(self, asked: Asked, limit: TimeLimit) -> Running:
         """Submit a request. Raises ApiError if it is refused."""
@@ -187,15 +234,15 @@ class Service:
             raise ApiError(400, f"{place}: {error}", field_of(place)) from None
 
     def _check_vocabulary(self, asked: Asked) -> None:
+        self._check_ids("stop_token_ids", asked.stop_token_ids)
+        self._check_ids("suppress_tokens", asked.sampling.suppress_tokens)
+        self._check_ids("logit_bias", list(dict(asked.sampling.logit_bias or ())))
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         size = self.dec.target.vocab_size
-        for name, ids in (
-            ("stop_token_ids", asked.stop_token_ids),
-            ("suppress_tokens", asked.sampling.suppress_tokens),
-            ("logit_bias", list(dict(asked.sampling.logit_bias or ()))),
-        ):
-            outside = next((token for token in ids if not 0 <= token < size), None)
-            if outside is not None:
-                raise ApiError(400, f"{name}: token id {outside} is outside the vocabulary of {size}", name)
+        outside = next((token for token in ids if not 0 <= token < size), None)
+        if outside is not None:
+            raise ApiError(400, f"{name}: token id {outside} is outside the vocabulary of {size}", name)
 
     async def _ids(self, asked: Asked, index: int) -> list[int]:
         """The token ids of a request's prompt."""
@@ -238,7 +285,7 @@ class Service:
                 settings.options,
                 [*asked.stop, *asked.stop_token_ids],
                 ignore_eos=asked.ignore_eos,
-                return_logprobs=asked.logprobs,
+                return_logprobs=asked.logprobs or asked.candidates > asked.n,
                 # A vocabulary may be smaller than what may be asked for.
                 top_logprobs=min(asked.top_logprobs, self.dec.target.vocab_size),
             )
@@ -248,4 +295,13 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         sampling = replace(asked.sampling, constraint=speech.constraint)
-        return [replace(one, sampling=replace(sampling, seed=sampling.seed + choice)) for choice in range(asked.n)]
+        return [
+            replace(one, sampling=replace(sampling, seed=sampling.seed + choice)) for choice in range(asked.candidates)
+        ]
+
+
+def _fingerprint(dec: Decoder) -> str:
+    """A short hash of the model's configuration, what computes it, and with how many threads."""
+    config, backend = dec.model.config, dec.target.backend
+    of = [config.to_json_string(), dtype_name(dec.model), torch.get_num_threads(), dec.bitwise, backend.computed_by()]
+    return "ts_" + hashlib.sha256(repr(of).encode()).hexdigest()[:12]
