@@ -1,6 +1,7 @@
-"""Pages of the site that are a file of the repository: those whose only line is `--8<-- "FILE.md"`.
+"""What the site shows of files that are no pages of it.
 
-Links in such a file lead to files beside it. Here they are turned to the pages of the site, and its pictures are added.
+A page whose only line is `--8<-- "FILE.md"` is that file of the repository. Links in such a file lead to files beside
+it; here they are turned to the pages of the site. Pictures and source files that a page links to are added to the site.
 """
 
 import posixpath
@@ -14,40 +15,48 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 INCLUDED = re.compile(r'--8<-- "(.+\.md)"\s*')
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
-DIAGRAM = re.compile(r"```mermaid\n.*?```", re.DOTALL)  # which would fetch a script from elsewhere
 
 _places: dict[str, str] = {}  # of files of the repository in the site
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Note which pages are files of the repository, and add the pictures of these."""
-    for page in list(files.documentation_pages()):
+    """Note which pages are files of the repository, and add what pages link to and is none."""
+    pages = list(files.documentation_pages())
+    for page in pages:
         if included := INCLUDED.fullmatch(page.content_string):
             _places[included[1]] = page.src_uri
-    for source in list(_places):
-        for target, _ in LINK.findall((ROOT / source).read_text(encoding="utf-8")):
+    for page in pages:
+        source, text = _source(page.content_string, page)
+        for target, _ in LINK.findall(text):
             path = _beside(source, target)
-            if path.endswith(".png") and path not in _places:
-                _places[path] = f"pictures/{posixpath.basename(path)}"
-                files.append(File.generated(config, _places[path], abs_src_path=str(ROOT / path)))
+            if path in _places or path.startswith("docs/") or path.endswith(".md") or not (ROOT / path).is_file():
+                continue
+            # As text, since a browser shows a page of text and saves a file of code.
+            picture = path.endswith(".png")
+            _places[path] = f"pictures/{posixpath.basename(path)}" if picture else f"code/{path}.txt"
+            files.append(File.generated(config, _places[path], abs_src_path=str(ROOT / path)))
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str | None:
-    """The file in place of the line that names it."""
-    if not (included := INCLUDED.fullmatch(markdown)):
-        return None
-    source, here = included[1], posixpath.dirname(page.file.src_uri)
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The file in place of the line that names it, and each link to where its file is in the site."""
+    source, text = _source(markdown, page.file)
+    here = posixpath.dirname(page.file.src_uri) or "."
 
     def turned(link: re.Match[str]) -> str:
         path = _beside(source, link[1])
-        # A file that is no page of the site stays as it is, and mkdocs complains of the link.
-        place = _places.get(path, path.removeprefix("docs/"))
-        return f"]({posixpath.relpath(place, here or '.')}{link[2] or ''})"
+        if path not in _places and not (path.startswith("docs/") and not source.startswith("docs/")):
+            return link[0]  # a page's own link, or one that mkdocs complains of
+        return f"]({posixpath.relpath(_places.get(path, path.removeprefix('docs/')), here)}{link[2] or ''})"
 
-    text = LINK.sub(turned, (ROOT / source).read_text(encoding="utf-8"))
-    picture = posixpath.relpath("pictures/step.svg", here or ".")
-    return DIAGRAM.sub(f"![one step: drafts become a tree, one pass of the model verifies it]({picture})", text)
+    return LINK.sub(turned, text)
+
+
+def _source(markdown: str, page: File) -> tuple[str, str]:
+    """The file of the repository that a page shows, by its path from the top, and its text."""
+    if included := INCLUDED.fullmatch(markdown):
+        return included[1], (ROOT / included[1]).read_text(encoding="utf-8")
+    return f"docs/{page.src_uri}", markdown
 
 
 def _beside(source: str, target: str) -> str:
