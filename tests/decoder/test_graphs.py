@@ -17,6 +17,7 @@ from decoder.backends.cuda.split_kv import split_kv_attention
 from decoder.backends.probe import Probed
 from decoder.cache import full, pool, streaming
 from decoder.cache.full import FullCache
+from decoder.cache.layout import FULL, Layout
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.tuning.verify_costs import VerifyCosts
@@ -252,7 +253,7 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     """On the meta device, which refuses what would mix devices on CUDA or read a number there."""
 
     shape = AttentionShape(4, 2, 8, 8, torch.float64)
-    monkeypatch.setattr(target, "probe", lambda *given: Probed(1.0, shape, 1, None))
+    monkeypatch.setattr(target, "probe", lambda *given: Probed(1.0, {FULL: shape}, Layout.of_full(2), {}, None))
     monkeypatch.setattr(target, "refuse_devices", lambda model, device: None)
     monkeypatch.setattr(split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(backend, "split_kv_fault", lambda *given: None)

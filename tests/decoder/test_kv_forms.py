@@ -14,6 +14,7 @@ from decoder.backends.base import AttentionShape
 from decoder.cache import stored
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
+from decoder.cache.layout import Layout
 from decoder.cache.partial import PartialCache
 from decoder.cache.rounding import rounding_cache
 from decoder.cache.stored import StoredCache, full_cache
@@ -427,7 +428,7 @@ def test_a_cache_that_is_still_empty_can_be_enlarged():
 def test_keys_and_values_of_different_sizes_are_copied_each_to_their_own_place(monkeypatch, form):
     Streams(monkeypatch)
     cache, generator = full_cache(form, 20), torch.Generator().manual_seed(0)
-    cache.prepare(3)
+    cache.prepare(Layout.of_full(3))
     given = [torch.randn(3, 1, 2, 10, dim, generator=generator) for dim in (8, 4)]
     for start, end in ((0, 6), (6, 10)):
         for layer in range(3):

@@ -19,6 +19,7 @@ from decoder.backends.native.packed_weight import ByteWeight, NativeWeight, Wide
 from decoder.backends.native.whole_model import WholeModel
 from decoder.backends.reference.attention import masked_softmax
 from decoder.cache.full import FullCache
+from decoder.cache.layout import Layout
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import all_heads, random_heads, tiny_llama
@@ -534,7 +535,7 @@ def test_a_pass_does_not_write_to_buffers_of_another_form(prompt, kind):
     dec.generate(prompt, 4, "ar")
     whole = dec.target.backend.whole
     cache = FullCache(20)
-    cache.prepare(2)
+    cache.prepare(Layout.of_full(2))
     pair = torch.zeros(1, 2, 0, 8, dtype=torch.bfloat16 if kind == "dtype" else torch.float32)
     assert whole.writes(cache)
     cache.make_ready(3, pair, pair)

@@ -18,6 +18,7 @@ from decoder.backends.native.packed_linear import packed_layers
 from decoder.backends.native.packed_weight import NativeWeight, WideNativeWeight, pack
 from decoder.cache import partial as partial_cache
 from decoder.cache.full import FullCache
+from decoder.cache.layout import Layout
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
 from decoder.draft_heads import DraftHeads
@@ -316,7 +317,7 @@ def test_a_head_that_the_user_has_changed_is_left_to_itself(with_native, change)
 def filled_cache(length, groups=2, dim=4, layers=2, seed=0, room=8):
     generator = torch.Generator().manual_seed(seed)
     cache = FullCache(length + room)
-    cache.prepare(layers)
+    cache.prepare(Layout.of_full(layers))
     for layer in range(layers):
         pairs = torch.randn(2, 1, groups, length, dim, dtype=torch.float64, generator=generator)
         cache.update(*pairs, layer)
@@ -350,7 +351,7 @@ def test_full_cache_keeps_the_accepted_nodes_and_forgets_the_rest():
 def test_a_growable_cache_keeps_its_pairs_and_grows_seldom():
     """Against the pairs concatenated; each is copied about twice, however long the text becomes."""
     cache, written, copied = FullCache(4, growable=True), [], 0
-    cache.prepare(layers=2)
+    cache.prepare(Layout.of_full(2))
     for step in range(600):
         new = torch.full((1, 2, 9, 3), float(step))
         before = cache.capacity

@@ -12,6 +12,7 @@ from decoder import Decoder, methods
 from decoder.backends.cuda import cuda_graphs
 from decoder.backends.cuda.host_reads import HostReadError, HostReadsRefused
 from decoder.cache.full import FullCache
+from decoder.cache.layout import Layout
 from decoder.cache.pool import BufferPool, rounded
 
 from .conftest import VOCAB, tiny_llama, with_recorder
@@ -220,7 +221,7 @@ def test_capacities_are_few_and_hardly_larger():
 def used_cache(capacity, waiting):
     """A cache over which a pass of one token has run."""
     made = FullCache(capacity)
-    made.prepare(2, waiting)
+    made.prepare(Layout.of_full(2), waiting)
     made.begin(1)
     for layer in range(2):
         made.update(*torch.zeros(2, 1, 2, 1, 8).unbind(), layer)

@@ -265,16 +265,16 @@ class Decoder:
         is that of the arguments, if it is made.
         """
         target, options, prompt = self.target, arguments.options, len(arguments.context)
-        form, sizes = CacheForm.of(options), (target.attention_shape, target.layers, target.device)
+        form, sizes = CacheForm.of(options), (target.attention_shape, len(target.layout.full), target.device)
         cache = FullCache(prompt, growable=True) if sequence is None else sequence.cache
         tokens = prompt + arguments.limit
         if arguments.open_ended and options.verification == "exact":
             before = 0 if sequence is None else sequence.planned_positions
             tokens = min(tokens, max(before, cache.next_capacity))
         on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))
-        on_device += target.kv_bytes * options.budget_for(prompt)
+        on_device += target.beside_bytes(tokens) + target.kv_bytes * options.budget_for(prompt)
         if self.draft_target is not None and reads_text(arguments.method):
-            on_device += self.draft_target.kv_bytes * tokens
+            on_device += self.draft_target.kv_bytes * tokens + self.draft_target.beside_bytes(tokens)
         return CacheBytes(on_device, on_host)
 
     def tuning_state(self, arguments: Arguments) -> dict[Hashable, Any]:

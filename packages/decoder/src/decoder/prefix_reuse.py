@@ -9,7 +9,7 @@ import torch
 
 from decoder.backends.forwards import under_autocast
 from decoder.cache.form import CacheForm
-from decoder.cache.full import FullCache
+from decoder.cache.full import Copies, FullCache
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part
 from decoder.work import Work
@@ -19,16 +19,16 @@ _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which ar
 
 @dataclass(eq=False)
 class _Kept:
-    """The beginning of an earlier text: tokens int32 [n], and pairs of ``dtype`` as `FullCache.copied` gives them."""
+    """The beginning of an earlier text: tokens int32 [n], and what `FullCache.copying` gave, pairs of ``dtype``."""
 
     tokens: torch.Tensor
     form: CacheForm
     dtype: torch.dtype
-    parts: tuple[torch.Tensor, ...]
+    copies: Copies
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + sum(part.nbytes for part in self.parts)
+        return self.tokens.nbytes + self.copies.nbytes
 
     def shared(self, tokens: torch.Tensor) -> int:
         """How many tokens it has in common with the beginning of ``tokens``."""
@@ -91,26 +91,30 @@ class PrefixReuse:
         if not alike or under_autocast():
             return None
         tokens = torch.tensor(prompt, dtype=torch.int32)
-        best = max(alike, key=lambda one: one.shared(tokens))
-        # The last token that is shared is prefilled, too: its pair is compared.
-        count = min(best.shared(tokens) - 1, len(prompt) - max(1, computed))
+
+        def usable(one: _Kept) -> int:
+            # The last token that is shared is prefilled, too: its pair is compared.
+            return one.copies.goes_back_to(min(one.shared(tokens) - 1, len(prompt) - max(1, computed)))
+
+        best = max(alike, key=usable)
+        count = usable(best)
         if count < _SHORTEST:
             return None
         self._kept.remove(best)
         self._kept.append(best)
-        yield from self.target.beginning_with(cache, [part[:, :, :, :count] for part in best.parts], best.dtype)
-        return Reused(count, *cache.decoded([part[:, :, :, count : count + 1] for part in best.parts]))
+        yield from self.target.beginning_with(cache, best.copies, count, best.dtype)
+        return Reused(count, cache.pair_at(count, best.copies))
 
     def confirm(self, reused: "Reused", cache: FullCache) -> bool:
         """Whether the prefilled rest shows that the model is still the one of the pairs that were taken over.
 
         If it is not, all texts are forgotten, and the cache is empty again.
         """
-        pairs = zip(cache.span(reused.count, reused.count + 1), (reused.key, reused.value), strict=True)
+        pairs = zip(cache.pair_at(reused.count), reused.pair, strict=True)
         if self.target.ranks.all(all(self._same(*pair, cache.form) for pair in pairs)):
             return True
         self.clear()
-        cache.length = 0
+        cache.rewind(0)
         return False
 
     def _same(self, new: torch.Tensor, old: torch.Tensor, form: CacheForm) -> bool:
@@ -125,8 +129,10 @@ class PrefixReuse:
         self._check_model()
         if self._begun_with.get(cache) is not self._model_state:
             return
-        pair_bytes = cache.form.token_bytes(self.target.attention_shape, self.target.layers)
-        count = min(cache.length, self.max_bytes // (pair_bytes + torch.int32.itemsize))
+        pair_bytes = cache.form.token_bytes(self.target.attention_shape, len(cache.layout.full))
+        beside = sum(state.pairs.nbytes for state in cache.states.values())
+        room = max(0, self.max_bytes - beside) // (pair_bytes + torch.int32.itemsize)
+        count = cache.goes_back_to(min(cache.length, room))
         if count < _SHORTEST or under_autocast():
             return
         tokens = torch.tensor(text[:count], dtype=torch.int32)
@@ -139,7 +145,7 @@ class PrefixReuse:
                 return
             if shared == len(one.tokens):
                 self._kept.remove(one)
-        needed = tokens.nbytes + count * pair_bytes
+        needed = tokens.nbytes + count * pair_bytes + beside
         while self._kept and self.nbytes + needed > self.max_bytes:
             self._kept.pop(0)
         state = self._model_state
@@ -162,8 +168,7 @@ class PrefixReuse:
 
 @dataclass(frozen=True)
 class Reused:
-    """What a cache took over: ``count`` pairs, and the pair that stood behind them, [layers, 1, KV heads, 1, D]."""
+    """What a cache took over: ``count`` tokens, and the pair behind them as `FullCache.pair_at` gives it."""
 
     count: int
-    key: torch.Tensor
-    value: torch.Tensor
+    pair: list[torch.Tensor]

@@ -4,10 +4,12 @@ Registered with transformers' `AttentionInterface`, so every model that uses tha
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
+
+from decoder.cache.layout import FULL, LayerKind
 
 NAME = "tokenswift"
 
@@ -21,6 +23,41 @@ Pairs = Sequence[torch.Tensor]
 """Keys or values of a layer, of each text of a pass: [B, G, slots, D], each D numbers next to each other."""
 
 
+class Scores(NamedTuple):
+    """How a layer makes weights of the products of queries and keys.
+
+    Attributes:
+        scaling: the factor of the products.
+        kind: which tokens see which.
+        sinks: by query head a score that takes part in the softmax and has no value, [H].
+        softcap: c, where a score s becomes c tanh(s / c).
+    """
+
+    scaling: float
+    kind: LayerKind = FULL
+    sinks: torch.Tensor | None = None
+    softcap: float | None = None
+
+    @property
+    def more_than_causal(self) -> str | None:
+        """In words, what is asked for besides the softmax of scaled products over all earlier tokens."""
+        if self.kind != FULL:
+            return str(self.kind)
+        if self.sinks is not None:
+            return "attention sinks"
+        return None if self.softcap is None else "soft-capped scores"
+
+
+class Temperature(NamedTuple):
+    """Llama 4's factor of the queries at position p: 1 + scale log(1 + floor((p + 1) / step))."""
+
+    step: float
+    scale: float
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1.0) / self.step)) * self.scale + 1.0
+
+
 class Attending(Protocol):
     """One text's new tokens, as one kind of attention takes them."""
 
@@ -28,7 +65,7 @@ class Attending(Protocol):
     def tokens(self) -> int: ...
 
     @staticmethod
-    def attend(texts: Sequence[Any], query: torch.Tensor, keys: Pairs, values: Pairs, scaling: float) -> torch.Tensor:
+    def attend(texts: Sequence[Any], query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores) -> torch.Tensor:
         """[B, T, H, Dv], contiguous: attention of the new tokens of all texts, queries [B, H, T, D], in a row."""
 
 
@@ -42,8 +79,14 @@ def tree_attention(
     dropout: float = 0.0,
     *,
     texts: Sequence[Attending] = (),
+    kinds: Sequence[LayerKind] = (),
+    positions: torch.Tensor | None = None,
+    temperature: Temperature | None = None,
     queries: dict[int, torch.Tensor] | None = None,
     observed: int = 0,
+    asked: dict[int, Scores] | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention of T new tokens over the cached ones and themselves; of several texts in one pass each over its own.
@@ -53,28 +96,40 @@ def tree_attention(
         query: [B, H, T, D]. key, value: as the cache has returned them, usually views of it. Of several texts, whose
             tokens stand behind each other in the queries [1, H, T, D], they are tuples with an entry per text.
         texts: the texts of the pass, all of one kind of attention.
+        kinds: by layer, which tokens see which; without them all layers attend to the whole text.
+        positions: of the new tokens, int64 [T].
+        temperature: what the layer multiplies its queries by beside.
         queries: where given, the layer's last ``observed`` queries are left there under its index.
+        asked: where given, what the layer asks for is left there under its index.
+        softcap, s_aux: as models hand them over, see `Scores`.
 
     Returns:
         [B, T, H, D], and None for the weights.
 
     Raises:
-        ValueError: the model asks for more than causal attention: a mask of its own, a window that binds, attention
-            sinks, a soft cap, a position bias, or anything else that is not known to change nothing.
+        ValueError: the model asks for what is not known: a mask of its own, another window than its configuration
+            says, a position bias, or anything else that is not known to change nothing.
         LookupError: the layer has not handed on what the pass was given.
     """
-    asked = more_than_causal(module, attention_mask, kwargs)
-    if asked:
-        raise ValueError(f"{module.config.model_type} uses {asked}; only plain causal attention can be accelerated")
+    kind = kinds[module.layer_idx] if kinds else FULL
+    unknown = not_known(module, attention_mask, kwargs, kind)
+    if unknown:
+        raise ValueError(f"{module.config.model_type} uses {unknown}, which cannot be accelerated")
     if not texts:
         raise LookupError("its layers hand nothing on to attention")
+    if temperature is not None:
+        assert positions is not None
+        query = (query * temperature.at(positions)[None, None, :, None]).to(query.dtype)
     if queries is not None:
         last = query[:, :, -observed:]
         # A view would keep a long chunk's queries alive.
         queries[module.layer_idx] = last if last.shape[2] == query.shape[2] else last.clone()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = Scores(scaling, kind, s_aux, softcap)
+    if asked is not None:
+        asked[module.layer_idx] = scores
     keys, values = (one if isinstance(one, tuple) else (one,) for one in (key, value))
-    return texts[0].attend(texts, query, keys, values, scaling), None
+    return texts[0].attend(texts, query, keys, values, scores), None
 
 
 def one_by_one(
@@ -87,8 +142,8 @@ def one_by_one(
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0].contiguous()
 
 
-def more_than_causal(module: Any, attention_mask: torch.Tensor | None, kwargs: dict) -> str | None:
-    """In words, what a layer asks for besides plain causal attention, with what it hands to its attention function."""
+def not_known(module: Any, attention_mask: torch.Tensor | None, kwargs: dict, kind: LayerKind = FULL) -> str | None:
+    """In words, what a layer of a kind asks its attention function for that this one does not do."""
     asked = None if attention_mask is None else "an attention mask of its own"
     if not getattr(module, "is_causal", True):
         asked = "attention in both directions"
@@ -96,8 +151,9 @@ def more_than_causal(module: Any, attention_mask: torch.Tensor | None, kwargs: d
         if name == "is_causal" and value is False:
             asked = "attention in both directions"
         elif name == "sliding_window" and value is not None:
-            if value < module.config.max_position_embeddings:
-                asked = f"a sliding window of {value} tokens"
+            # Some hand on a window that is longer than any text.
+            if kind != LayerKind("window", value) and value < module.config.max_position_embeddings:
+                asked = f"a sliding window of {value} tokens in a layer of {kind}"
         elif name not in _HARMLESS and name != "is_causal" and value is not None:
             asked = f"{name!r} in its attention"
     return asked

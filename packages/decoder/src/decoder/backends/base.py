@@ -29,6 +29,11 @@ class AttentionShape(NamedTuple):
     value_dim: int
     dtype: torch.dtype
 
+    @property
+    def pair_bytes(self) -> int:
+        """Of a token's key and value in all KV heads."""
+        return self.kv_heads * (self.dim + self.value_dim) * self.dtype.itemsize
+
 
 class Chain(NamedTuple):
     """Tokens of a text in a row, from position ``first`` on: each sees those before it and what the cache holds.

@@ -6,14 +6,15 @@ none; they are replaced while a pass runs.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from decoder.backends import attention
-from decoder.backends.attention import Attending
+from decoder.backends.attention import Attending, Scores, Temperature
 from decoder.backends.base import Forwards, PassBackend, PassBatch, PassOutput
 from decoder.backends.forwards import replaced
 from decoder.backends.transfers import upload
@@ -33,6 +34,8 @@ class ModulePass:
         self._target = target
         self._hidden: list[torch.Tensor] = []
         self._features: list[torch.Tensor] = []
+        self.asked: dict[int, Scores] | None = None
+        """What layers ask their attention for is left here by layer, unless it is None."""
 
     def run(
         self, batch: PassBatch, new: Sequence[Attending], forwards: Forwards, around: Around | None = None
@@ -61,8 +64,9 @@ class ModulePass:
         module = target.model if logits else target.decoder
         inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
         queries: dict[int, torch.Tensor] = {}
+        attending = dict(texts=new, kinds=target.layout.kinds, positions=ids[1], asked=self.asked, observed=observed)
         with self._patched(forwards), around or nullcontext():
-            output = module(**inputs, texts=new, queries=queries if observed else None, observed=observed)
+            output = module(**inputs, **attending, queries=queries if observed else None)
             features = torch.cat(self._features, -1)[0] if self._features else None
             return PassOutput(self._hidden[-1][0], output.logits[0] if logits else None, queries, features)
 
@@ -81,7 +85,7 @@ class ModulePass:
         for module in training:
             module.training = False
         try:
-            with replaced(forwards):
+            with replaced({**target.tempered, **forwards}):
                 yield
         finally:
             for hook in hooks:
@@ -96,6 +100,24 @@ class ModulePass:
 
     def _catch_feature(self, layer: nn.Module, args: tuple, named: dict) -> None:
         self._features.append(args[0] if args else named["hidden_states"])
+
+
+def tempered(modules: Sequence[nn.Module]) -> Forwards:
+    """Forwards of attention layers that raise the temperature of a query by where it stands.
+
+    They count the tokens of a pass from the cache's length on, as if these stood in a row. So it is left to attention,
+    which knows the positions.
+    """
+    return {one: partial(_run_tempered, one) for one in modules if getattr(one, "attn_temperature_tuning", False)}
+
+
+def _run_tempered(layer: Any, *args: Any, **named: Any) -> Any:
+    temperature = None if layer.use_rope else Temperature(layer.floor_scale, layer.attn_scale)
+    tuning, layer.attn_temperature_tuning = layer.attn_temperature_tuning, False
+    try:
+        return type(layer).forward(layer, *args, **named, temperature=temperature)
+    finally:
+        layer.attn_temperature_tuning = tuning
 
 
 def ids_of(batch: PassBatch, device: torch.device) -> torch.Tensor:

@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from decoder.backends.attention import Scores
 from decoder.backends.base import AttentionShape, PassBatch, Tree
 from decoder.backends.check import Expected, trial_tree
 from decoder.backends.forwards import replaced
 from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
+from decoder.cache.layout import FULL, LayerKind, Layout
 
 if TYPE_CHECKING:
     from decoder.model.target import Target
@@ -34,14 +36,16 @@ class Probed(NamedTuple):
 
     Attributes:
         logit_scale: the factor from the language-model head's output to the model's logits.
-        attention_shape: the shape of the attention layers.
-        kv_bytes: how many bytes the keys and values of a token take in all layers.
+        shapes: by kind the shape of attention layers.
+        layout: the layers, of which some may keep nothing of their own.
+        asked: by layer what it asks its attention for.
         expected: what the reference gives, for comparing.
     """
 
     logit_scale: float
-    attention_shape: AttentionShape
-    kv_bytes: int
+    shapes: dict[LayerKind, AttentionShape]
+    layout: Layout
+    asked: dict[int, Scores]
     expected: Expected
 
 
@@ -57,8 +61,9 @@ def probe(target: "Target", reference: Reference) -> Probed:
         raise ValueError(f"{target.name} runs in float64 only with experts_implementation='eager': load it with that")
     tree = trial_tree(target.vocab_size)
     cache = ProbedCache(len(tree))
+    asked: dict[int, Scores] = {}
     try:
-        seen = reference.run(PassBatch([Tree(tree, cache)], True, len(tree)))
+        seen = reference.run_asking(asked, PassBatch([Tree(tree, cache)], True, len(tree)))
         assert seen.logits is not None
         with replaced(reference.called):
             raw, logits = target.lm_head(target.norm(seen.hidden)).double(), seen.logits.double()
@@ -67,14 +72,34 @@ def probe(target: "Target", reference: Reference) -> Probed:
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{target.name} cannot be run with another attention and cache: {reason}") from error
-    if not len(seen.queries) == len(cache.written) == target.layers:
+    layout = Layout(target.layout.kinds, sorted(cache.written))
+    sharing = {target.layout.kinds[layer] for layer in range(target.layers) if layer not in cache.written}
+    if len(seen.queries) != target.layers or (sharing and not _shares(target, sharing, layout)):
         raise ValueError(
             f"{target.name} does not use transformers' attention interface and cache in all {target.layers} layers"
         )
-    heads, (key, value) = seen.queries[0].shape[1], (cache.keys, cache.values)
-    shape = AttentionShape(heads, key.shape[2], key.shape[4], value.shape[4], key.dtype)
-    scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
-    if (raw * scale - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
+    shapes = {kind: _shape(cache, kind, seen.queries[layers[0]].shape[1]) for kind, layers in layout.members.items()}
+    expected = Expected(seen, (cache.keys, cache.values))
+    return Probed(_logit_scale(target, raw, logits), shapes, layout, asked, expected)
+
+
+def _shares(target: "Target", kinds: set[LayerKind], layout: Layout) -> bool:
+    """Whether layers of these kinds may use what an earlier one keeps, as the configuration says."""
+    return bool(getattr(target.model.config, "num_kv_shared_layers", 0)) and kinds <= layout.members.keys()
+
+
+def _shape(cache: FullCache, kind: LayerKind, heads: int) -> AttentionShape:
+    held = cache if kind == FULL else cache.states[kind]
+    return AttentionShape(heads, held.keys.shape[2], held.keys.shape[4], held.values.shape[4], held.keys.dtype)
+
+
+def _logit_scale(target: "Target", raw: torch.Tensor, logits: torch.Tensor) -> float:
+    """What the model multiplies its head's outputs by, before it caps them."""
+    if target.logit_cap is not None:
+        scale, made = 1.0, (raw / target.logit_cap).tanh() * target.logit_cap
+    else:
+        scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
+        made = raw * scale
+    if (made - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
         raise ValueError(f"{target.name} changes its logits behind its language-model head; that cannot be drafted for")
-    scale = scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
-    return Probed(scale, shape, cache.nbytes // cache.capacity, Expected(seen, (key, value)))
+    return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0

@@ -1,4 +1,4 @@
-"""What all caches share: one buffer of keys and one of values for all layers, and room for a pass to write in."""
+"""What all caches share: buffers of keys and values for all layers of a kind, and room for a pass to write in."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
@@ -7,7 +7,9 @@ import torch
 from transformers import Cache
 
 from decoder.backends.forwards import under_autocast
+from decoder.cache.layout import LayerKind, Layout
 from decoder.cache.pool import BufferPool, Buffers
+from decoder.cache.window import WindowState
 
 if TYPE_CHECKING:
     from decoder.backends.cuda.cuda_graphs import FixedPass
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 class LayeredCache(Cache, ABC):
     """Keys and values [layers, batch, KV heads, slots, head size]; a pass writes its pairs behind those that stand.
 
-    All layers share a buffer, so that what a step commits moves in one operation and not in one per layer.
+    All layers that attend to the whole text share a buffer, so that what a step commits moves in one operation and not
+    in one per layer. Layers of other kinds have a state for each kind.
 
     Where passes have fixed shapes (on CUDA), ``kv_length`` holds the number of pairs that stand, int64 [1] in device
     memory: a recorded pass reads there where to write and how far to look, and is handed whole buffers. Elsewhere it
@@ -29,6 +32,8 @@ class LayeredCache(Cache, ABC):
         pool: where buffers come from and go back to when the cache goes; None where no passes over it are recorded, so
             that buffers are freed with the cache.
         lender: the pool that other caches of the text may have buffers from.
+        layout: the layers, as `prepare` was told.
+        states: by kind, what other layers than those that attend to the whole text keep.
 
     Args:
         capacity: slots, pairs per layer and KV head.
@@ -47,7 +52,8 @@ class LayeredCache(Cache, ABC):
         self.keys = self.values = torch.empty(0)
         self.kv_length: torch.Tensor | None = None
         self.passes: dict[tuple, FixedPass] = {}
-        self._layers = 1
+        self.layout = Layout.of_full(1)
+        self.states: dict[LayerKind, WindowState] = {}
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: torch.Tensor | None = None
         # The slots that the current pass writes: the first one and their number, and views of them in each layer.
@@ -59,17 +65,22 @@ class LayeredCache(Cache, ABC):
         if self.pool is not None:
             self.pool.give_back(self)
 
-    def prepare(self, layers: int, pool: BufferPool | None = None) -> None:
-        """Tell the cache how many layers it is to hold, and whose buffers it may have where passes have fixed shapes.
+    def prepare(self, layout: Layout, pool: BufferPool | None = None) -> None:
+        """Tell the cache which layers it is to hold, and whose buffers it may have where passes have fixed shapes.
 
         Under autocast it gets none: it makes its own, of the dtype that autocast chooses.
         """
-        self._layers, self.lender = layers, pool
+        self.layout, self.lender = layout, pool
+        if layout.beside and not self.states:
+            self.states = self._new_states()
         if pool is not None and self.kv_length is None:
             if not under_autocast() and not len(self.keys):
                 pool.lend(self)
             if self.kv_length is None:
                 self.kv_length = torch.zeros(1, dtype=torch.long, device=pool.device)
+
+    def _new_states(self) -> dict[LayerKind, WindowState]:
+        return {kind: WindowState(kind, len(layers)) for kind, layers in self.layout.beside.items()}
 
     def buffers(self) -> Buffers:
         """The buffers with what was recorded over them; passes that ran once, as those of a prompt do, are left out."""
@@ -88,6 +99,8 @@ class LayeredCache(Cache, ABC):
             ValueError: there is no room for them.
         """
         self._make_room(count)
+        for state in self.states.values():
+            state.make_room(self.held + count)
         if self.kv_length is not None:
             # A number in the launch of a kernel: the host does not wait.
             self.kv_length.fill_(self.get_seq_length())
@@ -95,8 +108,11 @@ class LayeredCache(Cache, ABC):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Write a layer's new pairs [B, G, T, D]; returns what to attend to, the new pairs last.
 
-        That is [B, G, kv_length + T, D], or with fixed shapes the layer's whole buffers.
+        That is [B, G, kv_length + T, D], or with fixed shapes the layer's whole buffers. Of a layer that does not
+        attend to the whole text it is what its new tokens may see.
         """
+        if self.states and (state := self.states.get(self.layout.kinds[layer_idx])) is not None:
+            return state.update(key_states, value_states, self.layout.places[layer_idx], self.held)
         count = key_states.shape[2]
         for slots, states in zip(
             self.slots_for(key_states, value_states, layer_idx), (key_states, value_states), strict=True
@@ -119,19 +135,19 @@ class LayeredCache(Cache, ABC):
         count = key_states.shape[2]
         self.make_ready(count, key_states, value_states)
         if self.kv_length is not None:
-            if not layer_idx:
+            if not self.layout.places[layer_idx]:
                 self._written = self.kv_length + torch.arange(count, device=self.kv_length.device)
-            return self._of_layer[layer_idx]
+            return self._of_layer[self.layout.places[layer_idx]]
         span = self.get_seq_length(), count
         if span != self._span:
             # Views of all layers are made at once, because calls are most of a small model's step.
             slots = (buffer.narrow(3, *span).unbind() for buffer in (self.keys, self.values))
             self._span, self._slots = span, list(zip(*slots, strict=True))
-        return self._slots[layer_idx]
+        return self._slots[self.layout.places[layer_idx]]
 
     def seen_by(self, count: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``count`` new tokens attend to once they are written, as `update` gives it."""
-        key, value = self._of_layer[layer_idx]
+        key, value = self._of_layer[self.layout.places[layer_idx]]
         if self.kv_length is not None:
             return key, value
         end = self.get_seq_length() + count
@@ -143,13 +159,13 @@ class LayeredCache(Cache, ABC):
 
     def allocate_as(self, other: "LayeredCache") -> None:
         """Make the buffers, unless they are there, for pairs like those of ``other``."""
-        if not len(self.keys):
-            self.prepare(len(other.keys), other.lender)
+        if not len(self.keys) and len(other.keys):
+            self.prepare(other.layout, other.lender)
             self._allocate(other.keys[0], other.values[0])
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not len(self.keys):
-            self.keys, self.values = self._buffer(key, self._layers), self._buffer(value, self._layers)
+            self.keys, self.values = (self._buffer(one, len(self.layout.full)) for one in (key, value))
             self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def enlarge(self, capacity: int, filled: int) -> None:
@@ -171,6 +187,11 @@ class LayeredCache(Cache, ABC):
         batch, groups, _, dim = like.shape
         return like.new_empty(layers, batch, groups, self.capacity, dim)
 
+    @property
+    def held(self) -> int:
+        """How many tokens stand behind those that are committed, and are not to be written over."""
+        return 0
+
     @abstractmethod
     def _make_room(self, count: int) -> None:
         """See that ``count`` more pairs find room behind those that stand, or raise ValueError."""
@@ -178,4 +199,4 @@ class LayeredCache(Cache, ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers: 2 x layers x batch x KV heads x slots x head size x bytes per number."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + sum(state.nbytes for state in self.states.values())

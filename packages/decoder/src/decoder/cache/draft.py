@@ -1,6 +1,7 @@
 """The base class of the caches that draft passes use: fixed slots for the text, and room behind for drafted tokens."""
 
 from decoder.cache.base import LayeredCache
+from decoder.cache.full import FullCache
 
 
 class DraftCache(LayeredCache):
@@ -9,6 +10,9 @@ class DraftCache(LayeredCache):
     Subclasses choose the committed pairs. A draft pass writes the pairs of its tokens behind them, and the next draft
     pass writes over these, except for the first ones, as many as `hold` has set. Keys carry their own rotary positions,
     so attention does not depend on the order of the slots.
+
+    What layers keep that do not attend to the whole text is taken as it is from the text's full cache, behind which
+    drafted tokens are written there.
 
     Args:
         budget: slots for committed tokens.
@@ -22,10 +26,19 @@ class DraftCache(LayeredCache):
         self.budget, self.room = budget, room
         self._filled = 0
         self._held = 0
+        self._follows = False
 
     def _make_room(self, count: int) -> None:
         if self._held + count > self.room:
             raise ValueError(f"the draft cache has room for {self.room} drafted tokens; {self._held + count} came")
+
+    def follow(self, full: FullCache) -> None:
+        """Draft behind the text of this cache."""
+        self.layout, self.states, self._follows = full.layout, full.states, True
+
+    @property
+    def held(self) -> int:
+        return self._held
 
     def hold(self, count: int) -> None:
         """Protect the first ``count`` drafted tokens from the next draft pass; a commit releases all of them."""
@@ -33,3 +46,7 @@ class DraftCache(LayeredCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._filled + self._held
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes if self._follows else super().nbytes

@@ -29,7 +29,9 @@ class FlattenedCaches(Cache):
         parts = list(
             zip(*(states.split_with_sizes(self.counts, 2) for states in (key_states, value_states)), strict=True)
         )
-        if any(cache.kv_length is not None or not cache.recordable for cache in self.caches):
+        first = self.caches[0]
+        beside = first.states and first.layout.kinds[layer_idx] in first.states
+        if beside or any(cache.kv_length is not None or not cache.recordable for cache in self.caches):
             written = [cache.update(*part, layer_idx) for cache, part in zip(self.caches, parts, strict=True)]
             return tuple(zip(*written, strict=True))
         slots = [cache.slots_for(key, value, layer_idx) for cache, (key, value) in zip(self.caches, parts, strict=True)]

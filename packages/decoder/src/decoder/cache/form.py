@@ -105,8 +105,8 @@ class CacheForm:
         kept, working = tokens * self.token_bytes(shape, layers), self.working_layers(device)
         if self.offload and device.type != "cpu":
             # Codes arrive on the device before they are restored there.
-            kept = 0 if self.kv_dtype is None else kept // layers * working
-        return kept + working * per_layer
+            kept = 0 if self.kv_dtype is None else kept // max(1, layers) * working
+        return kept + min(working, layers) * per_layer
 
     def host_bytes(self, shape: AttentionShape, layers: int, device: torch.device, tokens: int) -> int:
         """Bytes of host memory beside ``device`` for a cache of so many tokens; a CPU's is counted as the device's.

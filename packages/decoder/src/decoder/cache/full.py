@@ -1,6 +1,7 @@
 """The full KV cache: keys and values of prompt, output and the tree under verification."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -8,11 +9,33 @@ from decoder.backends.base import AttentionShape
 from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
+from decoder.cache.layout import LayerKind
+from decoder.cache.window import WindowCopy, WindowState
 from decoder.work import Progress, Work
 
 _SMALLEST_GROWTH = 1024
 _COPIED_AT_ONCE = 2**25  # bytes
 _PART = 16  # tokens that take about as long to run as so many bytes to copy
+
+
+class Copies(NamedTuple):
+    """What a cache holds of the beginning of a text, copied.
+
+    Attributes:
+        parts: as `FullCache.parts`, of the text's first tokens.
+        beside: of each of `FullCache.states`.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    beside: tuple[WindowCopy, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts) + sum(own.nbytes for own in self.beside)
+
+    def goes_back_to(self, length: int) -> int:
+        """The longest beginning with at most ``length`` tokens that a text can begin with; 0 is none."""
+        return _agreed(length, self.beside)
 
 
 class FullCache(LayeredCache):
@@ -38,6 +61,11 @@ class FullCache(LayeredCache):
         super().__init__(capacity)
         self.growable = growable
         self.length = 0
+
+    def _new_states(self) -> dict[LayerKind, WindowState]:
+        most = None if self.growable else self.capacity
+        rounding = self.form.rounded if self.form.kv_dtype else None
+        return {kind: WindowState(kind, len(own), most, rounding) for kind, own in self.layout.beside.items()}
 
     def _make_room(self, count: int) -> None:
         end = self.length + count
@@ -72,42 +100,76 @@ class FullCache(LayeredCache):
         return self.decoded([part.index_select(3, index) for part in self.parts])
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values [B, G, length, D] of all committed tokens, until the next call or pass."""
-        return self.keys[layer_idx][:, :, : self.length], self.values[layer_idx][:, :, : self.length]
+        """Keys and values [B, G, length, D] of all committed tokens in a layer that attends to the whole text.
 
-    def copying(self, count: int) -> Work[tuple[torch.Tensor, ...]]:
-        """Copies of the first ``count`` slots of all `parts`, for `beginning_with`."""
-        own = [part[:, :, :, :count] for part in self.parts]
+        They may be looked at until the next call or pass.
+        """
+        key, value = self._of_layer[self.layout.places[layer_idx]]
+        return key[:, :, : self.length], value[:, :, : self.length]
+
+    def pair_at(self, position: int, copies: Copies | None = None) -> list[torch.Tensor]:
+        """Keys and values [layers, B, G, 1, D] of a token by kind of layer, its own or those in ``copies``."""
+        one = slice(position, position + 1)
+        parts = self.parts if copies is None else copies.parts
+        beside = [state.pairs for state in self.states.values()] if copies is None else copies.beside
+        of_full = self.decoded([part[:, :, :, one] for part in parts]) if self.layout.full else ()
+        return [*of_full, *(pair for own in beside for pair in own.at(position))]
+
+    def copying(self, count: int) -> Work[Copies]:
+        """Copies of what is kept of the first ``count`` tokens, to which it can go back, for `beginning_with`."""
+        own = [part[:, :, :, :count] for part in self.parts if self.layout.full]
         copies = tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in own)
+        beside = tuple(state.copy(count) for state in self.states.values())
         yield from _copy(own, copies)
-        return copies
+        return Copies(copies, beside)
 
-    def beginning_with(self, parts: Sequence[torch.Tensor], shape: AttentionShape, device: torch.device) -> Work[None]:
-        """Commit copies of the text's first n tokens to the empty cache, which stays empty until all are there.
+    def beginning_with(self, copies: Copies, count: int, shape: AttentionShape, device: torch.device) -> Work[None]:
+        """Commit the text's first tokens to the empty cache, which stays empty until all are there.
 
         Args:
-            parts: what `copying` gave for a cache of the same form, or some of its first slots.
-            shape: of the model's attention layers.
+            copies: what `copying` gave for a cache of the same form.
+            count: how many tokens, to which the copies can go back.
+            shape: of the layers that attend to the whole text.
             device: the model's.
         """
-        count, batch = parts[0].shape[3], parts[0].shape[1]
+        parts = [part[:, :, :, :count] for part in copies.parts]
         self._make_room(count)
-        self._allocate(
-            *(
-                torch.empty(batch, shape.kv_heads, 0, dim, dtype=shape.dtype, device=device)
-                for dim in (shape.dim, shape.value_dim)
+        if parts:
+            batch = parts[0].shape[1]
+            self._allocate(
+                *(
+                    torch.empty(batch, shape.kv_heads, 0, dim, dtype=shape.dtype, device=device)
+                    for dim in (shape.dim, shape.value_dim)
+                )
             )
-        )
-        yield from _copy(parts, [own[:, :, :, :count] for own in self.parts])
+            yield from _copy(parts, [own[:, :, :, :count] for own in self.parts])
+        for state, copy in zip(self.states.values(), copies.beside, strict=True):
+            state.begin_with(copy, count)
         self.length = count
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the nodes ``path`` (ascending) of the last pass: their pairs move up behind the committed ones."""
         # The first nodes of the path may be where they belong already, and need not move.
         still = next((index for index, node in enumerate(path) if node != index), len(path))
-        if still < len(path):
+        if still < len(path) and len(self.keys):
             self._move([self.length + node for node in path[still:]], self.length + still)
+        for state in self.states.values():
+            state.keep(path)
         self.length += len(path)
+
+    def rewind(self, length: int) -> int:
+        """Take back the newest tokens, so that at most ``length`` stay; returns how many do.
+
+        They may be fewer: a window may have given up what the next token would see, and then the text begins anew.
+        """
+        self.length = self.goes_back_to(length)
+        for state in self.states.values():
+            state.rewind(self.length)
+        return self.length
+
+    def goes_back_to(self, length: int) -> int:
+        """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
+        return _agreed(length, list(self.states.values()))
 
     def _move(self, slots: Sequence[int], start: int) -> None:
         """Copy the pairs in ``slots`` to the slots from ``start`` on."""
@@ -119,9 +181,19 @@ class FullCache(LayeredCache):
         return self.length
 
 
+def _agreed(length: int, states: Sequence[WindowState | WindowCopy]) -> int:
+    """The greatest length of at most ``length`` tokens that all ``states`` can go back to."""
+    asked = None
+    while asked != length:
+        asked = length
+        for state in states:
+            length = state.goes_back_to(length)
+    return length
+
+
 def _copy(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> Work[None]:
     """Copy tensors [layers, ...] to others, some layers at a time."""
-    layers = len(sources[0])
+    layers = len(sources[0]) if sources else 0
     step = max(1, layers * _COPIED_AT_ONCE // max(1, sum(part.nbytes for part in sources)))
     for start in range(0, layers, step):
         for source, copy in zip(sources, copies, strict=True):

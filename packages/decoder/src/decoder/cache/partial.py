@@ -42,7 +42,10 @@ class PartialCache(DraftCache):
             queries: by layer, queries [B, H, T, D] of some tokens; they are read only when a rebuild is due.
             newest: index, among these tokens, of the newest committed one.
         """
+        self.follow(full)
         new = full.length - self._seen
+        if not new:
+            return
         if self._filled == self._seen and full.length <= self.budget:
             self._copy(full, slot=self._filled, count=new)
             self._filled += new
@@ -65,14 +68,14 @@ class PartialCache(DraftCache):
         """
         wanted = self.budget - self.sink
         self.allocate_as(full)
-        for layer in range(len(full.keys)):
+        for place, layer in enumerate(full.layout.full):
             key, value = full.layer(layer)
             query = queries[layer][:, :, newest]
             batch, groups = key.shape[:2]
             summed = query.view(batch, groups, -1, query.shape[-1]).sum(2, keepdim=True)
             importance = products(summed, key[:, :, self.sink :])
             chosen = importance.topk(wanted, dim=-1).indices + self.sink
-            for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
+            for mine, theirs in ((self.keys[place], key), (self.values[place], value)):
                 mine[:, :, : self.sink] = theirs[:, :, : self.sink]
                 index = chosen[..., None].expand(-1, -1, -1, theirs.shape[3])
                 mine[:, :, self.sink : self.budget] = theirs.gather(2, index)
@@ -82,6 +85,8 @@ class PartialCache(DraftCache):
     def _copy(self, full: FullCache, slot: int, count: int) -> None:
         """Copy the newest ``count`` pairs of ``full`` to the slots from ``slot`` on."""
         self.allocate_as(full)
+        if not len(self.keys):
+            return  # no layer attends to the whole text
         newest = full.span(full.length - count, full.length)
         for mine, theirs in zip((self.keys, self.values), newest, strict=True):
             mine[:, :, :, slot : slot + count] = theirs

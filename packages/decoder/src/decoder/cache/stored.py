@@ -7,7 +7,8 @@ import torch
 
 from decoder.backends.transfers import copy_vectors
 from decoder.cache.form import CacheForm
-from decoder.cache.full import FullCache
+from decoder.cache.full import Copies, FullCache
+from decoder.cache.layout import Layout
 from decoder.cache.pool import BufferPool
 from decoder.work import Work
 
@@ -45,12 +46,16 @@ class StoredCache(FullCache):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts) + self._working_bytes
+        return sum(part.nbytes for part in self.parts) + self._working_bytes + self._beside_bytes
 
     @property
     def device_bytes(self) -> int:
         """The part of `nbytes` that is on the model's device."""
-        return self._working_bytes if self.form.offload else self.nbytes
+        return self._working_bytes + self._beside_bytes if self.form.offload else self.nbytes
+
+    @property
+    def _beside_bytes(self) -> int:
+        return sum(state.nbytes for state in self.states.values())
 
     @property
     def _working_bytes(self) -> int:
@@ -61,20 +66,22 @@ class StoredCache(FullCache):
     def _buffers(self) -> int:
         return self.form.working_layers(self.keys.device)
 
-    def prepare(self, layers: int, pool: BufferPool | None = None) -> None:
-        super().prepare(layers)
+    def prepare(self, layout: Layout, pool: BufferPool | None = None) -> None:
+        super().prepare(layout)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        count = key_states.shape[2]
+        if self.layout.kinds[layer_idx] in self.states:
+            return super().update(key_states, value_states, layer_idx)
+        count, place = key_states.shape[2], self.layout.places[layer_idx]
         self._make_room(count)
         self._allocate(key_states, value_states)
-        self._fill_ahead(layer_idx)
+        self._fill_ahead(place)
         new = slice(self.length, self.length + count)
-        of_layer = zip((key_states, value_states), self._kept, self._of_layer[layer_idx], strict=True)
+        of_layer = zip((key_states, value_states), self._kept, self._of_layer[place], strict=True)
         for states, kept, working in of_layer:
             encoded = self.form.encode(states)
             for part, own in zip(encoded, kept, strict=True):
-                copy_vectors(part, own[layer_idx][:, :, new])
+                copy_vectors(part, own[place][:, :, new])
             self.form.decode(encoded, working[:, :, new])
         return self.seen_by(count, layer_idx)
 
@@ -93,11 +100,10 @@ class StoredCache(FullCache):
         return super().at(index)
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._fill(layer_idx)
-        key, value = self._of_layer[layer_idx]
-        return key[:, :, : self.length], value[:, :, : self.length]
+        self._fill(self.layout.places[layer_idx])
+        return super().layer(layer_idx)
 
-    def copying(self, count: int) -> Work[tuple[torch.Tensor, ...]]:
+    def copying(self, count: int) -> Work[Copies]:
         self._wait_for_copies()
         return (yield from super().copying(count))
 
@@ -110,38 +116,38 @@ class StoredCache(FullCache):
         if self._apart:
             torch.cuda.current_stream(self.keys.device).synchronize()
 
-    def _fill_ahead(self, layer_idx: int) -> None:
+    def _fill_ahead(self, place: int) -> None:
         """See that a layer's working buffer holds its committed pairs, and begin to fill the next layer's."""
         if self._copies is None:
-            self._fill(layer_idx)
+            self._fill(place)
             return
-        if not layer_idx:
+        if not place:
             # A pass that failed may have left some.
             self._filled.clear()
-        if layer_idx not in self._filled:
-            self._begin_to_fill(layer_idx)
-        torch.cuda.current_stream(self.keys.device).wait_event(self._filled.pop(layer_idx))
-        if layer_idx + 1 < self._layers:
-            self._begin_to_fill(layer_idx + 1)
+        if place not in self._filled:
+            self._begin_to_fill(place)
+        torch.cuda.current_stream(self.keys.device).wait_event(self._filled.pop(place))
+        if place + 1 < len(self.layout.full):
+            self._begin_to_fill(place + 1)
 
-    def _begin_to_fill(self, layer_idx: int) -> None:
+    def _begin_to_fill(self, place: int) -> None:
         assert self._copies is not None
         # All that has been launched so far is done with this buffer: the layer before last, the last one that used it.
         self._copies.wait_stream(torch.cuda.current_stream(self.keys.device))
         with torch.cuda.stream(self._copies):
-            self._fill(layer_idx)
-            self._filled[layer_idx] = self._copies.record_event()
+            self._fill(place)
+            self._filled[place] = self._copies.record_event()
 
-    def _fill(self, layer_idx: int) -> None:
+    def _fill(self, place: int) -> None:
         """Copy a layer's committed pairs to its working buffer."""
         committed = slice(self.length)
-        for place, (kept, working) in enumerate(zip(self._kept, self._of_layer[layer_idx], strict=True)):
-            parts = [part[layer_idx][:, :, committed] for part in kept]
+        for which, (kept, working) in enumerate(zip(self._kept, self._of_layer[place], strict=True)):
+            parts = [part[place][:, :, committed] for part in kept]
             if self._apart and self.form.kv_dtype is None:
                 copy_vectors(parts[0], working[:, :, committed])
                 continue
             if self._apart:
-                here = [part[:, :, committed] for part in self._arriving[2 * (layer_idx % self._buffers) + place]]
+                here = [part[:, :, committed] for part in self._arriving[2 * (place % self._buffers) + which]]
                 for part, copy in zip(parts, here, strict=True):
                     copy_vectors(part, copy)
                 parts = here
@@ -157,7 +163,7 @@ class StoredCache(FullCache):
     def _room(self, part: torch.Tensor) -> torch.Tensor:
         """Slots in all layers for what is kept of pairs, like ``part`` [B, G, any number, ...]."""
         batch, groups, _, size = part.shape
-        shape = self._layers, batch, groups, self.capacity, size
+        shape = len(self.layout.full), batch, groups, self.capacity, size
         if not self.form.offload:
             return part.new_empty(shape)
         # What a device copies from pageable memory keeps the host waiting.
@@ -168,9 +174,9 @@ class StoredCache(FullCache):
             return like.new_empty(*like.shape[:2], self.capacity, like.shape[3])
 
         pairs = [(buffer(key), buffer(value)) for _ in range(self.form.working_layers(key.device))]
-        self._of_layer = [pairs[layer % len(pairs)] for layer in range(self._layers)]
+        self._of_layer = [pairs[layer % len(pairs)] for layer in range(len(self.layout.full))]
         # With one buffer these are what each layer looks at.
-        self.keys, self.values = (part.expand(self._layers, *part.shape) for part in pairs[0])
+        self.keys, self.values = (part.expand(len(self.layout.full), *part.shape) for part in pairs[0])
         self._arriving = []
         if self._apart and self.form.kv_dtype is not None:
             encoded = [self.form.encode(like[:, :, :0]) for like in (key, value)]

@@ -34,6 +34,7 @@ class RecentCache(DraftCache):
 
     def append(self, full: FullCache) -> None:
         """Add the tokens that ``full`` has committed since the last call."""
+        self.follow(full)
         self._commit(full, start=self.seen, count=full.length - self.seen)
 
     def select(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
@@ -50,18 +51,24 @@ class RecentCache(DraftCache):
         if full.length <= self.budget:
             return
         outside = full.length - (self.budget - self.sink)
-        for layer, query in queries.items():
+        for place, layer in enumerate(full.layout.full):
+            query = queries[layer]
             key, value = (states[:, :, :outside] for states in full.layer(layer))
             batch, groups, _, dim = key.shape
             packed = query.reshape(batch, groups, -1, dim)
             weights = (packed @ key.transpose(-1, -2) * dim**-0.5).softmax(-1).sum(2)
             smoothed = F.max_pool1d(weights, _NEIGHBOURS, stride=1, padding=_NEIGHBOURS // 2)
             index = smoothed.topk(self.sink, dim=-1).indices[..., None]
-            for mine, theirs in ((self.keys[layer], key), (self.values[layer], value)):
+            for mine, theirs in ((self.keys[place], key), (self.values[place], value)):
                 mine[:, :, : self.sink] = theirs.gather(2, index.expand(-1, -1, -1, theirs.shape[3]))
 
     def commit(self, count: int) -> None:
-        """Commit the first ``count`` tokens of a draft pass, which was run over the text itself, not over guesses."""
+        """Commit the first ``count`` tokens of a draft pass, which was run over the text itself, not over guesses.
+
+        Only for a cache that follows no full one.
+        """
+        for state in self.states.values():
+            state.keep(range(count))
         self._commit(self, start=self._filled, count=count)
 
     def _commit(self, source: LayeredCache, start: int, count: int) -> None:
@@ -70,8 +77,8 @@ class RecentCache(DraftCache):
         window = self.budget - self.sink
         first = max(self.seen, end - window)
         positions = [*range(self.seen, min(self.sink, first)), *range(first, end)]
-        if positions:
-            self.allocate_as(source)
+        self.allocate_as(source)
+        if positions and len(self.keys):
             slots = [p if p < self.sink else self.sink + (p - self.sink) % window for p in positions]
             taken, slots = upload([[p - self.seen + start for p in positions], slots], self.keys.device)
             for mine, theirs in zip((self.keys, self.values), source.at(taken), strict=True):

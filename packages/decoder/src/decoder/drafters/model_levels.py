@@ -129,8 +129,7 @@ class DraftModelLevels(Levels):
             if self._read + 1 >= len(text) or text[self._read] != token:
                 break
             self._read += 1
-        self.cache.length, self._drafted = self._read, []
-        tokens = self._known(text[self._read :])
+        tokens, self._drafted = self._known(text[self.cache.rewind(self._read) :]), []
         self._read = len(text)
         return tokens
 

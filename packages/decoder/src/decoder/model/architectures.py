@@ -1,8 +1,13 @@
 """Which architectures can be decoded exactly, as configuration and model class show before weights are loaded."""
 
+import math
+from typing import Any
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+from decoder.cache.layout import FULL, LayerKind
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -27,12 +32,11 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
         if not known and not getattr(config, "auto_map", None):
             raise ValueError(f"{name} is no causal language model; only decoder-only causal models can be accelerated")
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
-    for field, value in vars(config).items():
-        if "softcap" in field and value:
-            raise ValueError(f"{name} caps its logits ({field}); models with soft caps cannot be accelerated")
-    _refuse_layers(config)
+    layer_kinds(config)
     _refuse_quantised(config)
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+    # Gemma 4 names the kind of tokens that do, and there are only those of text.
+    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
+    if both_ways or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(
@@ -57,20 +61,32 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
         raise ValueError(f"{name} names no max_position_embeddings, so it is not known how long its texts may be")
 
 
-def _refuse_layers(config: PreTrainedConfig) -> None:
-    """Raise ValueError if ``config`` names layers that do not attend to the whole text."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    # Without layer types, as in Mistral, a window applies to every layer; Qwen2 has a switch for it.
-    if window and getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
-        kinds.add("sliding_attention")
-    if window and window >= getattr(config, "max_position_embeddings", float("inf")):
-        kinds.discard("sliding_attention")
-    if kinds - {"full_attention"}:
-        kind = sorted(kinds - {"full_attention"})[0].replace("_", " ")
-        raise ValueError(
-            f"{config.model_type} has {kind} layers; only full attention over the whole text can be accelerated"
-        )
+def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
+    """What tokens see in each layer. Raises ValueError if a layer is of another kind than those that are known."""
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    named = getattr(config, "layer_types", None)
+    if not named:
+        # Without layer types, as in Mistral, a window applies to every layer; Qwen2 has a switch for it.
+        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        named = ["sliding_attention" if windowed else "full_attention"] * getattr(config, "num_hidden_layers", 0)
+    kinds = []
+    for name in named:
+        size = getattr(config, sizes[name], None) if name in sizes else None
+        if name != "full_attention" and not isinstance(size, int):
+            words = f"{name.replace('_', ' ')} layers"
+            raise ValueError(f"{config.model_type} has {words}, which are not known and cannot be accelerated")
+        # A window that no text fills is none.
+        longest = getattr(config, "max_position_embeddings", None) or math.inf
+        kind = "window" if name == "sliding_attention" else "chunk"
+        kinds.append(LayerKind(kind, size) if size is not None and size < longest else FULL)
+    return kinds
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The model without its language-model head."""
+    found = model.get_decoder()
+    # transformers does not find that of Llama 4 without its vision.
+    return getattr(model, "model", found) if found is model else found
 
 
 def _refuse_quantised(config: PreTrainedConfig) -> None:

@@ -14,15 +14,18 @@ from decoder.backends.base import FREE, AttentionShape, Chain, PassBackend, Pass
 from decoder.backends.bitwise import Bitwise, BitwiseSetting
 from decoder.backends.choose import BITWISE, FLATTENED, Chosen, Finding, choosing
 from decoder.backends.forwards import replaced, under_autocast
+from decoder.backends.modules import tempered
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.probe import probe
 from decoder.backends.reference.backend import Reference
 from decoder.backends.transfers import upload
 from decoder.backends.verification import Verification
 from decoder.cache.base import LayeredCache
-from decoder.cache.full import FullCache
+from decoder.cache.full import Copies, FullCache
+from decoder.cache.layout import FULL, Layout
 from decoder.cache.pool import BufferPool
-from decoder.model.architectures import refuse_devices, refuse_unsupported
+from decoder.cache.window import window_slots
+from decoder.model.architectures import decoder_of, layer_kinds, refuse_devices, refuse_unsupported
 from decoder.parallel.products import SharedLayers
 from decoder.parallel.ranks import ranks_of
 from decoder.parallel.sharding import refuse_unshareable
@@ -61,7 +64,7 @@ class Target:
         refuse_unsupported(model.config, type(model))
         self.model = model
         self.name: str = model.config.model_type
-        self.decoder = model.get_decoder()
+        self.decoder = decoder_of(model)
         self.lm_head = model.get_output_embeddings()
         norm = next((found for name in _NORM_NAMES if (found := getattr(self.decoder, name, None)) is not None), None)
         if norm is None or self.lm_head is None:
@@ -93,12 +96,16 @@ class Target:
         """Look at the model anew, and choose the backend by what is found."""
         self.reference = Reference(self)
         yield from self.reference.renewing()
+        self.layout = Layout(layer_kinds(self.model.config))
+        """What its layers see and keep of a text."""
         probed = probe(self, self.reference)
-        self.logit_scale = probed.logit_scale
+        self.logit_scale, self.layout = probed.logit_scale, probed.layout
         """What the model multiplies its logits by."""
-        self.attention_shape: AttentionShape = probed.attention_shape
-        self.kv_bytes: int = probed.kv_bytes
-        """Bytes of a token's keys and values in all layers."""
+        self.attention_shapes = probed.shapes
+        """By kind of layer, of what shape its attention is."""
+        asked = (scores.more_than_causal for scores in probed.asked.values())
+        self.more_than_causal = next((words for words in asked if words), None)
+        """In words, what a layer does beside plain attention to the whole text; None if no layer does."""
         structure = self.structure
         self._chosen: Chosen = yield from choosing(self, probed.expected)
         self.backend: PassBackend = self._chosen.backend
@@ -150,6 +157,30 @@ class Target:
         """Look at the model's modules as they are now."""
         self.modules = list(self.model.modules())
         self.layers: int = self.model.config.num_hidden_layers
+        self.tempered = tempered(self.modules)
+        """Forwards of attention layers whose queries attention multiplies by what follows from their positions."""
+
+    @property
+    def logit_cap(self) -> float | None:
+        """c, where the model makes c tanh(x / c) of its logits x."""
+        return getattr(self.model.config, "final_logit_softcapping", None)
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """Of the layers that attend to the whole text, or of the first one if none does."""
+        return self.attention_shapes.get(FULL) or next(iter(self.attention_shapes.values()))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token's keys and values in the layers that keep those of the whole text."""
+        return len(self.layout.full) * self.attention_shape.pair_bytes
+
+    def beside_bytes(self, tokens: int) -> int:
+        """Bytes of what the other layers keep of a text of so many tokens."""
+        return sum(
+            len(layers) * self.attention_shapes[kind].pair_bytes * window_slots(kind, self.prefill_chunk(False), tokens)
+            for kind, layers in self.layout.beside.items()
+        )
 
     @property
     def structure(self) -> object:
@@ -241,10 +272,10 @@ class Target:
         """Whether passes return features."""
         return bool(self.feature_layers)
 
-    def beginning_with(self, cache: FullCache, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Work[None]:
+    def beginning_with(self, cache: FullCache, copies: Copies, count: int, dtype: torch.dtype) -> Work[None]:
         """`FullCache.beginning_with` with pairs of ``dtype``, for a cache that no pass has prepared yet."""
-        self.backend.prepare(cache, parts[0].shape[3])
-        yield from cache.beginning_with(parts, self.attention_shape._replace(dtype=dtype), self.device)
+        self.backend.prepare(cache, count)
+        yield from cache.beginning_with(copies, count, self.attention_shape._replace(dtype=dtype), self.device)
 
     def prefill_borders(self, count: int, short: bool = False) -> list[int]:
         """Where `prefill` cuts ``count`` tokens for its passes, both ends included; ``short`` ones if it is to."""
@@ -344,10 +375,14 @@ class Target:
 
     @stage("draft")
     def head(self, normalised: torch.Tensor, rows: nn.Module | None = None) -> torch.Tensor:
-        """Logits [..., V] of normalised hidden states [..., d], scaled as the model scales its own.
+        """Logits [..., V] of normalised hidden states [..., d], scaled and capped as the model does its own.
 
         If ``rows`` are given, they are used instead of the language-model head: a layer with some rows of it, whose
         logits are those of the corresponding tokens.
         """
-        logits = (self.lm_head if rows is None else rows)(normalised)
-        return logits if self.logit_scale == 1 else logits * self.logit_scale
+        return self.capped((self.lm_head if rows is None else rows)(normalised))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model makes of the outputs of its language-model head."""
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
+        return logits if self.logit_cap is None else (logits / self.logit_cap).tanh() * self.logit_cap

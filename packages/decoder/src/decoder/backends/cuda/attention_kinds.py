@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.backends.attention import Pairs, one_by_one
+from decoder.backends.attention import Pairs, Scores, one_by_one
 from decoder.backends.cuda import bitwise_split_kv, split_kv
 from decoder.cache.base import LayeredCache
 
@@ -34,10 +34,10 @@ class Measured(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[Measured]", query: torch.Tensor, keys: Pairs, values: Pairs, scaling: float
+        texts: "Sequence[Measured]", query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
-        return one_by_one(partial(_measured, scaling), texts, query, keys, values)
+        return one_by_one(partial(_measured, scores.scaling), texts, query, keys, values)
 
 
 class ByPosition(NamedTuple):
@@ -53,10 +53,10 @@ class ByPosition(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[ByPosition]", query: torch.Tensor, keys: Pairs, values: Pairs, scaling: float
+        texts: "Sequence[ByPosition]", query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
-        return one_by_one(partial(_by_position, scaling), texts, query, keys, values)
+        return one_by_one(partial(_by_position, scores.scaling), texts, query, keys, values)
 
 
 def _measured(

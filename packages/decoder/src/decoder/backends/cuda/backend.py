@@ -70,6 +70,8 @@ class CudaBackend:
     @staticmethod
     def unavailable(target: "Target") -> str | None:
         """Why it does not run a model; None if it does."""
+        if target.more_than_causal is not None:
+            return f"for plain attention to the whole text, where {target.name} has {target.more_than_causal}"
         return split_kv.unavailable(target.device)
 
     @property
@@ -112,7 +114,7 @@ class CudaBackend:
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
         """See `PassBackend`."""
-        cache.prepare(self._target.layers, self._target.pool)
+        cache.prepare(self._target.layout, self._target.pool)
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:

@@ -61,6 +61,8 @@ class NativeBackend:
     @staticmethod
     def unavailable(target: "Target") -> str | None:
         """Why the library does not run a model; None if it does."""
+        if target.more_than_causal is not None:
+            return f"for plain attention to the whole text, where {target.name} has {target.more_than_causal}"
         return native_attention.unavailable(target.attention_shape_now, target.device)
 
     @property
@@ -86,7 +88,7 @@ class NativeBackend:
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
         """See `PassBackend`."""
-        cache.prepare(self._target.layers)
+        cache.prepare(self._target.layout)
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:

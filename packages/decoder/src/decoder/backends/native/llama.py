@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
-from decoder.backends.attention import more_than_causal
+from decoder.backends.attention import not_known
 from decoder.backends.native import library as native
 from decoder.backends.native.int4 import Int4Linear
 from decoder.backends.native.packed_linear import Linear, packable
@@ -78,7 +78,7 @@ def known_layer(layer: Any, dtype: torch.dtype) -> bool:
     # What transformers' layers of these families hand to attention.
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return (
-        more_than_causal(attention, None, {"sliding_window": window}) is None
+        not_known(attention, None, {"sliding_window": window}) is None
         and all(looks_like_rms_norm(norm) and norm.weight.dtype == dtype for norm in norms)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
         and attention.head_dim % 2 == 0

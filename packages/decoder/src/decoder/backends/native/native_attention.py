@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.backends.attention import Pairs
+from decoder.backends.attention import Pairs, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Attention, Text
@@ -29,13 +29,13 @@ class NewTokens(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[NewTokens]", query: torch.Tensor, keys: Pairs, values: Pairs, scaling: float
+        texts: "Sequence[NewTokens]", query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
         heads = query[0].transpose(0, 1)
         if heads.stride()[1:] != (heads.shape[2], 1):
             heads = heads.contiguous()
-        output = native_attention(heads, heads.shape[1], keys, values, texts, scaling)
+        output = native_attention(heads, heads.shape[1], keys, values, texts, scores.scaling)
         return output.view(1, *heads.shape[:2], -1)
 
 

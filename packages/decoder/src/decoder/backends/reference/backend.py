@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from decoder.backends.attention import Scores
 from decoder.backends.base import Forwards, PassBatch, PassOutput, PassRule
 from decoder.backends.modules import ModulePass, one_text_at_a_time
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.reference.attention import Masked
-from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.work import Work
 
@@ -61,7 +61,7 @@ class Reference:
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
         """See `PassBackend`."""
-        cache.prepare(self._target.layers)
+        cache.prepare(self._target.layout)
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:
@@ -71,9 +71,16 @@ class Reference:
         device, new = self._target.device, []
         for text in batch.texts:
             self.prepare(text.cache, len(text.tokens))
-            mask = text.mask()
-            new.append(Masked(len(text.tokens), None if mask is None else upload(mask, device)))
+            new.append(Masked.of(text, device))
         return self._pass.run(batch, new, self._forwards)
+
+    def run_asking(self, asked: dict[int, Scores], batch: PassBatch) -> PassOutput:
+        """`run`, of which ``asked`` is told by layer what it asks its attention for."""
+        self._pass.asked = asked
+        try:
+            return self.run(batch)
+        finally:
+            self._pass.asked = None
 
     def width(self, nodes: int) -> int:
         """See `PassBackend`."""

@@ -1,0 +1,77 @@
+"""What each layer of a model sees and keeps of a text."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+
+class LayerKind(NamedTuple):
+    """What tokens see in a layer.
+
+    Attributes:
+        name: "full", all tokens before them; "window", as many as ``size`` with themselves; "chunk", those in the same
+            of the pieces of ``size`` tokens that the text is cut into.
+        size: in tokens; 0 for "full".
+    """
+
+    name: str
+    size: int = 0
+
+    def __str__(self) -> str:
+        return {"full": "attention to the whole text", "window": f"a sliding window of {self.size} tokens"}.get(
+            self.name, f"chunks of {self.size} tokens"
+        )
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token at this one sees."""
+        if self.name == "window":
+            return max(0, position - self.size + 1)
+        return position // self.size * self.size if self.name == "chunk" else 0
+
+    def sees(self, queries: Any, keys: torch.Tensor) -> torch.Tensor:
+        """Which tokens, at the positions ``queries``, see which at the positions ``keys`` that are not behind them."""
+        if self.name == "window":
+            return keys > queries - self.size
+        return keys // self.size == queries // self.size if self.name == "chunk" else keys <= queries
+
+
+FULL = LayerKind("full")
+
+
+class Layout:
+    """The layers of a model.
+
+    Args:
+        kinds: by layer its kind.
+        keeping: the layers that keep something of a text, ascending. The others use what an earlier one keeps.
+
+    Attributes:
+        members: by kind the layers of it that keep something.
+        places: by layer that keeps something, how many layers of its kind that do so come before it.
+    """
+
+    def __init__(self, kinds: Sequence[LayerKind], keeping: Sequence[int] | None = None):
+        self.kinds = tuple(kinds)
+        self.keeping = tuple(range(len(self.kinds)) if keeping is None else keeping)
+        self.members: dict[LayerKind, tuple[int, ...]] = {
+            kind: tuple(layer for layer in self.keeping if self.kinds[layer] == kind)
+            for kind in dict.fromkeys(self.kinds[layer] for layer in self.keeping)
+        }
+        self.places = {layer: place for own in self.members.values() for place, layer in enumerate(own)}
+
+    @classmethod
+    def of_full(cls, layers: int) -> "Layout":
+        """So many layers that attend to the whole text."""
+        return cls([FULL] * layers)
+
+    @cached_property
+    def full(self) -> tuple[int, ...]:
+        """The layers that keep the pairs of the whole text."""
+        return self.members.get(FULL, ())
+
+    @cached_property
+    def beside(self) -> dict[LayerKind, tuple[int, ...]]:
+        """By kind the other layers that keep something."""
+        return {kind: own for kind, own in self.members.items() if kind != FULL}

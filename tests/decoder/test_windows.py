@@ -1,0 +1,199 @@
+"""Models whose layers see a window or a chunk of the text, with sinks, soft caps and shared keys: exact with all."""
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.cache import window
+from decoder.cache.full import FullCache
+
+from .conftest import VOCAB, random_heads
+from .test_families import EXPERTS, tiny
+
+SLIDING = dict(sliding_window=12, head_dim=8, num_hidden_layers=3)
+TYPES = dict(SLIDING, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+SHARED = dict(
+    tie_word_embeddings=False,
+    head_dim=8,
+    sliding_window=12,
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=VOCAB,
+)
+
+# model type and what differs from the shape of `test_families`; windows and chunks bind in texts of some dozen tokens
+FAMILIES = {
+    "mistral": ("mistral", SLIDING),
+    "gemma2": (
+        "gemma2",
+        dict(
+            TYPES,
+            tie_word_embeddings=False,
+            query_pre_attn_scalar=8,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3_text": ("gemma3_text", dict(TYPES, tie_word_embeddings=False, query_pre_attn_scalar=8)),
+    "gemma3n_text": ("gemma3n_text", dict(SHARED, laurel_rank=4, activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0])),
+    "gemma4_text": ("gemma4_text", dict(SHARED, global_head_dim=16, num_global_key_value_heads=1)),
+    "gemma4_text, experts": (
+        "gemma4_text",
+        dict(
+            TYPES,
+            tie_word_embeddings=False,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            attention_k_eq_v=True,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=16,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "olmo3": ("olmo3", TYPES),
+    "cohere2": ("cohere2", dict(TYPES, logit_scale=0.25)),
+    "exaone4": ("exaone4", TYPES),
+    "gpt_oss": ("gpt_oss", dict(EXPERTS, **TYPES)),
+    "llama4_text": (
+        "llama4_text",
+        dict(
+            EXPERTS,
+            head_dim=8,
+            num_hidden_layers=4,
+            attention_chunk_size=12,
+            floor_scale=8,
+            attn_scale=0.5,
+            attn_temperature_tuning=True,
+            interleave_moe_layer_step=2,
+            intermediate_size_mlp=48,
+        ),
+    ),
+    "phi3": ("phi3", dict(sliding_window=12, num_hidden_layers=3)),
+}
+SWEPT = ("gemma3_text", "gpt_oss", "llama4_text")
+SWEPT_HERE = [name if name in SWEPT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+METHODS = ("ar", "tokenswift", "medusa", "triforce", "magicdec", "prompt-lookup", "draft-model", "auto")
+LENGTH = 40
+# Draft caches of fewer tokens than the text has.
+NARROW = TokenSwiftOptions(tree=(2, 2, 1), ngrams=2, budget=24, sink=4)
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    """Windows move, and cannot go back far, in texts of some dozen tokens."""
+    monkeypatch.setattr(window, "_BACK", 3)
+    monkeypatch.setattr(window, "_AHEAD", 6)
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    """By family its decoder, made once."""
+    made = {}
+
+    def decoder_of(name):
+        if name not in made:
+            model_type, overrides = FAMILIES[name]
+            model, small = (tiny(model_type, **overrides) for _ in range(2))
+            for parameter in small.parameters():
+                parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            made[name] = Decoder(model, heads=random_heads(model), draft_model=small, prefix_cache_bytes=2**24)
+        return made[name]
+
+    return decoder_of
+
+
+def own_text(dec, prompt, length):
+    """transformers' own greedy text."""
+    ids = torch.tensor([prompt])
+    model = dec.target.model
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_is_transformers_own(decoders, prompt, name):
+    dec = decoders(name)
+    expected = own_text(dec, prompt, LENGTH)
+    assert len(set(expected)) > 5
+    for method in ("ar", "tokenswift"):
+        assert dec.generate(prompt, LENGTH, method, SamplingParams(temperature=0), NARROW).token_ids == expected
+
+
+@pytest.mark.parametrize("name", SWEPT_HERE)
+def test_every_method_equals_ar(decoders, prompt, name):
+    check_methods(decoders(name), prompt, LENGTH, METHODS, NARROW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_method_and_tree_equals_ar_in_longer_texts(decoders, prompt, name):
+    check_methods(decoders(name), prompt, 2 * LENGTH, METHODS, NARROW)
+    check_methods(decoders(name), prompt, 2 * LENGTH, METHODS, TokenSwiftOptions(budget=24, sink=4))
+
+
+def check_methods(dec, prompt, length, methods, options):
+    greedy = SamplingParams(temperature=0)
+    expected = own_text(dec, prompt, length)
+    sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
+    sampled = dec.generate(prompt, length, "ar", sampling)
+    for method in methods:
+        assert (method, dec.generate(prompt, length, method, greedy, options).token_ids) == (method, expected)
+        assert (method, dec.generate(prompt, length, method, sampling, options).token_ids) == (
+            method,
+            sampled.token_ids,
+        )
+    assert dec.audit(sampled).equal
+
+
+@pytest.mark.parametrize("name", SWEPT_HERE)
+def test_drafts_from_the_whole_text_are_right_every_time(decoders, prompt, name):
+    """The draft pass is the model itself: what windows hold, temperatures, caps and shared keys included."""
+    options = TokenSwiftOptions(tree=(1, 1, 1, 1), budget=100)
+    out = decoders(name).generate(prompt, LENGTH, "magicdec", SamplingParams(seed=5), options)
+    assert out.stats.steps == LENGTH // 5
+
+
+@pytest.mark.parametrize("name", SWEPT_HERE)
+def test_texts_together_are_those_alone(decoders, prompt, name):
+    dec, sampling = decoders(name), SamplingParams(seed=3)
+    prompts = [prompt[:9], prompt, [*prompt, *prompt[::-1]]]
+    alone = [dec.generate(one, LENGTH, "ar", sampling).token_ids for one in prompts]
+    for method in ("tokenswift", "auto"):
+        together = dec.generate_batch(prompts, LENGTH, method, sampling, NARROW)
+        assert [out.token_ids for out in together] == alone
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("name", SWEPT_HERE)
+def test_a_reused_beginning_changes_nothing(decoders, prompt, name, kv_dtype):
+    """Whole where the text goes on, in part where a window still holds what is seen, else not at all."""
+    dec, sampling = decoders(name), SamplingParams(seed=4)
+    options = TokenSwiftOptions(tree=(2, 1), kv_dtype=kv_dtype, offload=kv_dtype is None)
+    fresh = Decoder(dec.target.model)
+    text = [*prompt, *fresh.generate(prompt, LENGTH, "ar", sampling, options).token_ids]
+    reused = []
+    for given in (prompt, text, text[:70], [*text[:30], *prompt], [*text, *prompt]):
+        expected = fresh.generate(given, 20, "ar", sampling, options)
+        out = dec.generate(given, 20, "prompt-lookup", sampling, options)
+        assert out.token_ids == expected.token_ids
+        reused.append(out.stats.reused_tokens)
+    assert not reused[0] and reused[1] > len(prompt)
+
+
+@torch.inference_mode()
+def test_windows_stay_as_large_however_long_the_text(decoders, prompt):
+    """Of three layers the one that attends to the whole text grows with it, and the plan knows."""
+    dec, held = decoders("gemma3_text"), []
+    for count in (1, 8):
+        cache = FullCache(8 * len(prompt), growable=True)
+        for _ in range(count):
+            dec.target.prefill(prompt, cache)
+        (state,) = cache.states.values()
+        held.append(state.nbytes)
+        assert state.length == count * len(prompt)
+        assert held[-1] <= dec.target.beside_bytes(8 * len(prompt))
+    assert held[0] == held[1]
