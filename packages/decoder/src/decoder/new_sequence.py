@@ -50,7 +50,10 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
             )
         )
         smallest, growable = len(context) + target.width(drafter.max_nodes), arguments.open_ended
-        return drafter, full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
+        cache = full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
+        if target.has_two_forms:
+            cache.prompt_tokens = len(arguments.context) - sampling.continued_tokens
+        return drafter, cache
 
     vocabulary = vocabulary_of(dec, arguments)
     sampler = Sampler(

@@ -11,6 +11,8 @@ from decoder.prefix_reuse import PrefixReuse, Reused
 from decoder.sequence import Sequence
 from decoder.work import Progress, Work, timed
 
+_MARKED = 16  # tokens
+
 
 def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, short: bool = False) -> Work[None]:
     """Commit the prompt to the cache, except for its last token, which is the root of the first tree.
@@ -46,10 +48,15 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
             read_by_drafter(end)
             yield Progress(end - begin, len(prompt) - end)
     queries: Mapping[int, torch.Tensor] = {}
-    for begin, end in pairwise(first + border for border in target.prefill_borders(len(prompt) - first, short)):
+    borders = [first + border for border in target.prefill_borders(len(prompt) - first, short)]
+    if prefixes is not None and target.mixers:
+        borders = _with_mark(borders, len(prompt) - max(1, observed))
+    for begin, end in pairwise(borders):
         queries = target.prefill(prompt[begin:end], cache, observed if end == len(prompt) else 0, read)
         if prefixes and reused and begin == first and not prefixes.confirm(reused, cache):
             return (yield from _prefill(target, sequence, None, short))
+        if prefixes is not None:
+            cache.mark()
         if read_by_drafter is not None:
             read_by_drafter(end)
         target.wait()
@@ -58,3 +65,9 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
     if work is not None:
         yield from work
     target.wait()
+
+
+def _with_mark(borders: list[int], last: int) -> list[int]:
+    """Borders with one more, not behind ``last``: where another text with the same prompt may take over states."""
+    border = last - last % _MARKED
+    return sorted({*borders, border}) if borders[0] < border < borders[-1] else borders

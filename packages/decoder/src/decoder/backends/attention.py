@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import AttentionInterface
 
+from decoder.backends.latent import for_latents, is_latent
 from decoder.cache.layout import FULL, LayerKind
 
 NAME = "tokenswift"
@@ -123,7 +124,8 @@ def tree_attention(
     if queries is not None:
         last = query[:, :, -observed:]
         # A view would keep a long chunk's queries alive.
-        queries[module.layer_idx] = last if last.shape[2] == query.shape[2] else last.clone()
+        last = last if last.shape[2] == query.shape[2] else last.clone()
+        queries[module.layer_idx] = for_latents(module, last) if is_latent(module) else last
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scores(scaling, kind, s_aux, softcap)
     if asked is not None:

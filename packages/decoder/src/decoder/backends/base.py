@@ -50,6 +50,11 @@ class Chain(NamedTuple):
         """The position of each token."""
         return range(self.first, self.first + len(self.tokens))
 
+    @property
+    def parents(self) -> Sequence[int]:
+        """The token before each, -1 for the first."""
+        return range(-1, len(self.tokens) - 1)
+
     def mask(self, width: int | None = None) -> torch.Tensor | None:
         """Which token sees which: None, as it is plain causal."""
         return None
@@ -65,6 +70,11 @@ class Tree(NamedTuple):
     def tokens(self) -> list[int]:
         """The token of each node."""
         return self.tree.tokens
+
+    @property
+    def parents(self) -> Sequence[int]:
+        """The parent of each node, -1 for the root."""
+        return self.tree.parents
 
     @property
     def positions(self) -> list[int]:

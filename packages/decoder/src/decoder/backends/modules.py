@@ -4,6 +4,7 @@ The model is reached through transformers' documented extension points. Norms, l
 none; they are replaced while a pass runs.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -62,7 +63,9 @@ class ModulePass:
         """
         target = self._target
         module = target.model if logits else target.decoder
-        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=True)
+        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache)
+        # Models that make a cache of their own class, as MiniMax does, take another one only where they need make none.
+        inputs["use_cache"] = not target.mixers
         queries: dict[int, torch.Tensor] = {}
         attending = dict(texts=new, kinds=target.layout.kinds, positions=ids[1], asked=self.asked, observed=observed)
         with self._patched(forwards), around or nullcontext():
@@ -85,7 +88,7 @@ class ModulePass:
         for module in training:
             module.training = False
         try:
-            with replaced({**target.tempered, **forwards}):
+            with replaced({**target.tempered, **target.standing_for, **forwards}):
                 yield
         finally:
             for hook in hooks:
@@ -100,6 +103,25 @@ class ModulePass:
 
     def _catch_feature(self, layer: nn.Module, args: tuple, named: dict) -> None:
         self._features.append(args[0] if args else named["hidden_states"])
+
+
+def standing_for(modules: Sequence[nn.Module]) -> Forwards:
+    """Forwards of attention layers that several layers share, and that are told in each call for which one they stand.
+
+    What they then hand to attention knows its number.
+    """
+    shared = [one for one in modules if getattr(one, "is_causal", False) and getattr(one, "layer_idx", 0) in (None, -1)]
+    told = [one for one in shared if "layer_idx" in inspect.signature(type(one).forward).parameters]
+    return {one: partial(_run_as, one) for one in told}
+
+
+def _run_as(layer: Any, *args: Any, **named: Any) -> Any:
+    own = layer.layer_idx
+    layer.layer_idx = inspect.signature(type(layer).forward).bind(layer, *args, **named).arguments["layer_idx"]
+    try:
+        return type(layer).forward(layer, *args, **named)
+    finally:
+        layer.layer_idx = own
 
 
 def tempered(modules: Sequence[nn.Module]) -> Forwards:

@@ -8,9 +8,10 @@ from decoder.backends.attention import Scores
 from decoder.backends.base import AttentionShape, PassBatch, Tree
 from decoder.backends.check import Expected, trial_tree
 from decoder.backends.forwards import replaced
+from decoder.backends.latent import is_latent
 from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
-from decoder.cache.layout import FULL, LayerKind, Layout
+from decoder.cache.layout import FULL, RECURRENT, LayerKind, Layout
 
 if TYPE_CHECKING:
     from decoder.model.target import Target
@@ -40,6 +41,8 @@ class Probed(NamedTuple):
         layout: the layers, of which some may keep nothing of their own.
         asked: by layer what it asks its attention for.
         expected: what the reference gives, for comparing.
+        state_bytes: of what recurrent layers keep behind a token.
+        latent: whether what layers keep is expanded before it is attended to.
     """
 
     logit_scale: float
@@ -47,6 +50,8 @@ class Probed(NamedTuple):
     layout: Layout
     asked: dict[int, Scores]
     expected: Expected
+    state_bytes: int
+    latent: bool
 
 
 @torch.inference_mode()
@@ -72,15 +77,22 @@ def probe(target: "Target", reference: Reference) -> Probed:
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{target.name} cannot be run with another attention and cache: {reason}") from error
-    layout = Layout(target.layout.kinds, sorted(cache.written))
-    sharing = {target.layout.kinds[layer] for layer in range(target.layers) if layer not in cache.written}
-    if len(seen.queries) != target.layers or (sharing and not _shares(target, sharing, layout)):
+    attending = target.layout.attending
+    layout = Layout(target.layout.kinds, sorted(cache.written), len(target.mixers))
+    sharing = {target.layout.kinds[layer] for layer in attending if layer not in cache.written}
+    if sorted(seen.queries) != attending or (sharing and not _shares(target, sharing, layout)):
         raise ValueError(
-            f"{target.name} does not use transformers' attention interface and cache in all {target.layers} layers"
+            f"{target.name} does not use transformers' attention interface and cache in all {len(attending)} layers"
         )
-    shapes = {kind: _shape(cache, kind, seen.queries[layers[0]].shape[1]) for kind, layers in layout.members.items()}
+    shapes = {
+        kind: _shape(cache, kind, seen.queries[layers[0]].shape[1])
+        for kind, layers in layout.members.items()
+        if kind != RECURRENT
+    }
     expected = Expected(seen, (cache.keys, cache.values))
-    return Probed(_logit_scale(target, raw, logits), shapes, layout, asked, expected)
+    states = 0 if cache.recurrent is None else cache.recurrent.nbytes // len(tree)
+    latent = any(map(is_latent, target.modules))
+    return Probed(_logit_scale(target, raw, logits), shapes, layout, asked, expected, states, latent)
 
 
 def _shares(target: "Target", kinds: set[LayerKind], layout: Layout) -> bool:

@@ -7,8 +7,9 @@ import torch
 from transformers import Cache
 
 from decoder.backends.forwards import under_autocast
-from decoder.cache.layout import LayerKind, Layout
+from decoder.cache.layout import RECURRENT, LayerKind, Layout
 from decoder.cache.pool import BufferPool, Buffers
+from decoder.cache.recurrent import RecurrentStates
 from decoder.cache.window import WindowState
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class LayeredCache(Cache, ABC):
     """
 
     purpose: ClassVar[str] = "text"
+    prompt_tokens = 0
+    """The text's first tokens, of which recurrent layers know that they are its prompt; see `mixers.has_two_forms`."""
     recordable: ClassVar[bool] = True
     """Whether passes over it may be recorded, and its slots be written to by others than `update`."""
     pool: BufferPool | None = None
@@ -53,7 +56,7 @@ class LayeredCache(Cache, ABC):
         self.kv_length: torch.Tensor | None = None
         self.passes: dict[tuple, FixedPass] = {}
         self.layout = Layout.of_full(1)
-        self.states: dict[LayerKind, WindowState] = {}
+        self.states: dict[LayerKind, WindowState | RecurrentStates] = {}
         self._of_layer: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: torch.Tensor | None = None
         # The slots that the current pass writes: the first one and their number, and views of them in each layer.
@@ -79,8 +82,11 @@ class LayeredCache(Cache, ABC):
             if self.kv_length is None:
                 self.kv_length = torch.zeros(1, dtype=torch.long, device=pool.device)
 
-    def _new_states(self) -> dict[LayerKind, WindowState]:
-        return {kind: WindowState(kind, len(layers)) for kind, layers in self.layout.beside.items()}
+    def _new_states(self) -> dict[LayerKind, WindowState | RecurrentStates]:
+        return {
+            kind: RecurrentStates(len(own), self.prompt_tokens) if kind == RECURRENT else WindowState(kind, len(own))
+            for kind, own in self.layout.beside.items()
+        }
 
     def buffers(self) -> Buffers:
         """The buffers with what was recorded over them; passes that ran once, as those of a prompt do, are left out."""
@@ -111,7 +117,8 @@ class LayeredCache(Cache, ABC):
         That is [B, G, kv_length + T, D], or with fixed shapes the layer's whole buffers. Of a layer that does not
         attend to the whole text it is what its new tokens may see.
         """
-        if self.states and (state := self.states.get(self.layout.kinds[layer_idx])) is not None:
+        state = self.states.get(self.layout.kinds[layer_idx]) if self.states else None
+        if isinstance(state, WindowState):
             return state.update(key_states, value_states, self.layout.places[layer_idx], self.held)
         count = key_states.shape[2]
         for slots, states in zip(
@@ -186,6 +193,12 @@ class LayeredCache(Cache, ABC):
     def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:
         batch, groups, _, dim = like.shape
         return like.new_empty(layers, batch, groups, self.capacity, dim)
+
+    @property
+    def recurrent(self) -> RecurrentStates | None:
+        """What recurrent layers keep; None of a model that has none."""
+        state = self.states.get(RECURRENT)
+        return state if isinstance(state, RecurrentStates) else None
 
     @property
     def held(self) -> int:

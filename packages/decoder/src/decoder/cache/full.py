@@ -9,7 +9,8 @@ from decoder.backends.base import AttentionShape
 from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
-from decoder.cache.layout import LayerKind
+from decoder.cache.layout import RECURRENT, LayerKind
+from decoder.cache.recurrent import RecurrentCopy, RecurrentStates
 from decoder.cache.window import WindowCopy, WindowState
 from decoder.work import Progress, Work
 
@@ -27,7 +28,7 @@ class Copies(NamedTuple):
     """
 
     parts: tuple[torch.Tensor, ...]
-    beside: tuple[WindowCopy, ...] = ()
+    beside: tuple[WindowCopy | RecurrentCopy, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +50,8 @@ class FullCache(LayeredCache):
         capacity: how many positions it holds: those of prompt, output and the widest tree.
         growable: whether a full buffer is replaced by one half as long again, for texts whose length is open. A text
             of any length then copies each pair twice on average. Otherwise more positions are an error.
+        takes_back: whether tokens are committed that may have to be taken back, as those of a draft model are: then the
+            states of recurrent layers are kept behind each pass.
 
     Attributes:
         length: how many tokens are committed.
@@ -57,15 +60,20 @@ class FullCache(LayeredCache):
 
     form = CacheForm()
 
-    def __init__(self, capacity: int, growable: bool = False):
+    def __init__(self, capacity: int, growable: bool = False, takes_back: bool = False):
         super().__init__(capacity)
-        self.growable = growable
+        self.growable, self.takes_back = growable, takes_back
         self.length = 0
 
-    def _new_states(self) -> dict[LayerKind, WindowState]:
+    def _new_states(self) -> dict[LayerKind, WindowState | RecurrentStates]:
         most = None if self.growable else self.capacity
         rounding = self.form.rounded if self.form.kv_dtype else None
-        return {kind: WindowState(kind, len(own), most, rounding) for kind, own in self.layout.beside.items()}
+        return {
+            kind: RecurrentStates(len(own), self.prompt_tokens, self.takes_back)
+            if kind == RECURRENT
+            else WindowState(kind, len(own), most, rounding)
+            for kind, own in self.layout.beside.items()
+        }
 
     def _make_room(self, count: int) -> None:
         end = self.length + count
@@ -144,7 +152,7 @@ class FullCache(LayeredCache):
             )
             yield from _copy(parts, [own[:, :, :, :count] for own in self.parts])
         for state, copy in zip(self.states.values(), copies.beside, strict=True):
-            state.begin_with(copy, count)
+            state.begin_with(copy, count)  # type: ignore[arg-type]
         self.length = count
 
     def keep(self, path: Sequence[int]) -> None:
@@ -171,6 +179,11 @@ class FullCache(LayeredCache):
         """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
         return _agreed(length, list(self.states.values()))
 
+    def mark(self) -> None:
+        """See that the text can go back to where it is now, as far as that costs something only for some layers."""
+        if (recurrent := self.recurrent) is not None:
+            recurrent.mark()
+
     def _move(self, slots: Sequence[int], start: int) -> None:
         """Copy the pairs in ``slots`` to the slots from ``start`` on."""
         index = upload(slots, self.parts[0].device)
@@ -181,7 +194,7 @@ class FullCache(LayeredCache):
         return self.length
 
 
-def _agreed(length: int, states: Sequence[WindowState | WindowCopy]) -> int:
+def _agreed(length: int, states: Sequence[WindowState | WindowCopy | RecurrentStates | RecurrentCopy]) -> int:
     """The greatest length of at most ``length`` tokens that all ``states`` can go back to."""
     asked = None
     while asked != length:

@@ -12,17 +12,24 @@ class LayerKind(NamedTuple):
 
     Attributes:
         name: "full", all tokens before them; "window", as many as ``size`` with themselves; "chunk", those in the same
-            of the pieces of ``size`` tokens that the text is cut into.
-        size: in tokens; 0 for "full".
+            of the pieces of ``size`` tokens that the text is cut into; "recurrent", the state behind the token before
+            alone; "none", nothing.
+        size: in tokens; 0 for the others.
     """
 
     name: str
     size: int = 0
 
     def __str__(self) -> str:
-        return {"full": "attention to the whole text", "window": f"a sliding window of {self.size} tokens"}.get(
-            self.name, f"chunks of {self.size} tokens"
-        )
+        return {
+            "full": "attention to the whole text",
+            "window": f"a sliding window of {self.size} tokens",
+            "chunk": f"chunks of {self.size} tokens",
+        }.get(self.name, "no attention")
+
+    @property
+    def attends(self) -> bool:
+        return self.name in ("full", "window", "chunk")
 
     def first_seen(self, position: int) -> int:
         """The first position that a token at this one sees."""
@@ -38,33 +45,43 @@ class LayerKind(NamedTuple):
 
 
 FULL = LayerKind("full")
+RECURRENT = LayerKind("recurrent")
+NONE = LayerKind("none")
 
 
 class Layout:
     """The layers of a model.
 
     Args:
-        kinds: by layer its kind.
-        keeping: the layers that keep something of a text, ascending. The others use what an earlier one keeps.
+        kinds: by layer its kind; layers that attend to something may be recurrent as well.
+        keeping: the layers that keep pairs of a text, ascending. The others that attend use what an earlier one keeps.
+        mixers: how many recurrent layers there are.
 
     Attributes:
-        members: by kind the layers of it that keep something.
+        members: by kind the layers of it that keep something; of recurrent ones, their numbers among themselves.
         places: by layer that keeps something, how many layers of its kind that do so come before it.
     """
 
-    def __init__(self, kinds: Sequence[LayerKind], keeping: Sequence[int] | None = None):
+    def __init__(self, kinds: Sequence[LayerKind], keeping: Sequence[int] | None = None, mixers: int = 0):
         self.kinds = tuple(kinds)
-        self.keeping = tuple(range(len(self.kinds)) if keeping is None else keeping)
+        self.keeping = tuple(self.attending if keeping is None else keeping)
         self.members: dict[LayerKind, tuple[int, ...]] = {
             kind: tuple(layer for layer in self.keeping if self.kinds[layer] == kind)
             for kind in dict.fromkeys(self.kinds[layer] for layer in self.keeping)
         }
         self.places = {layer: place for own in self.members.values() for place, layer in enumerate(own)}
+        if mixers:
+            self.members[RECURRENT] = tuple(range(mixers))
 
     @classmethod
     def of_full(cls, layers: int) -> "Layout":
         """So many layers that attend to the whole text."""
         return cls([FULL] * layers)
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers that attend to something."""
+        return [layer for layer, kind in enumerate(self.kinds) if kind.attends]
 
     @cached_property
     def full(self) -> tuple[int, ...]:

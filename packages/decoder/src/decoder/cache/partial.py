@@ -73,7 +73,7 @@ class PartialCache(DraftCache):
             query = queries[layer][:, :, newest]
             batch, groups = key.shape[:2]
             summed = query.view(batch, groups, -1, query.shape[-1]).sum(2, keepdim=True)
-            importance = products(summed, key[:, :, self.sink :])
+            importance = products(summed, ranked(key, value, query)[:, :, self.sink :])
             chosen = importance.topk(wanted, dim=-1).indices + self.sink
             for mine, theirs in ((self.keys[place], key), (self.values[place], value)):
                 mine[:, :, : self.sink] = theirs[:, :, : self.sink]
@@ -90,6 +90,11 @@ class PartialCache(DraftCache):
         newest = full.span(full.length - count, full.length)
         for mine, theirs in zip((self.keys, self.values), newest, strict=True):
             mine[:, :, :, slot : slot + count] = theirs
+
+
+def ranked(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """What queries [..., Dq] are multiplied with to rank pairs: keys [..., D], or all that is kept where it is both."""
+    return key if key.shape[-1] == query.shape[-1] else torch.cat((key, value), -1)
 
 
 def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

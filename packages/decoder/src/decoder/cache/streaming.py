@@ -9,6 +9,7 @@ from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.draft import DraftCache
 from decoder.cache.full import FullCache
+from decoder.cache.partial import ranked
 
 _NEIGHBOURS = 7  # width of the maximum that smooths attention weights (SnapKV)
 
@@ -56,7 +57,7 @@ class RecentCache(DraftCache):
             key, value = (states[:, :, :outside] for states in full.layer(layer))
             batch, groups, _, dim = key.shape
             packed = query.reshape(batch, groups, -1, dim)
-            weights = (packed @ key.transpose(-1, -2) * dim**-0.5).softmax(-1).sum(2)
+            weights = (packed @ ranked(key, value, query).transpose(-1, -2) * dim**-0.5).softmax(-1).sum(2)
             smoothed = F.max_pool1d(weights, _NEIGHBOURS, stride=1, padding=_NEIGHBOURS // 2)
             index = smoothed.topk(self.sink, dim=-1).indices[..., None]
             for mine, theirs in ((self.keys[place], key), (self.values[place], value)):

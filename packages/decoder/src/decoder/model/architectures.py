@@ -1,16 +1,23 @@
 """Which architectures can be decoded exactly, as configuration and model class show before weights are loaded."""
 
 import math
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-from decoder.cache.layout import FULL, LayerKind
+from decoder.backends.reference.mixers import leaves_state
+from decoder.cache.layout import FULL, NONE, RECURRENT, LayerKind
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_WITHOUT_ATTENTION = dict.fromkeys(("linear_attention", "conv", "mamba"), RECURRENT) | dict.fromkeys(
+    ("moe", "mlp"), NONE
+)
 
 
 def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> None:
@@ -38,10 +45,6 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
     both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
     if both_ways or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"{name} caches compressed keys (multi-head latent attention), which cannot be ranked for drafts"
-        )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = part.get("rope_type", part.get("type"))
@@ -49,21 +52,34 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
             reason = "which changes with the length of the text, so that cached keys would go stale"
             raise ValueError(f"{name} uses {kind} rotary scaling, {reason}")
     if model_class is not None:
-        if model_class._is_stateful:
-            raise ValueError(
-                f"{name} has layers with a recurrent state; only attention over the whole text can be accelerated"
-            )
-        if not model_class._supports_attention_backend:
-            raise ValueError(
-                f"{name} does not use transformers' attention interface, so its attention cannot be given a token tree"
-            )
+        _refuse_class(name, layer_kinds(config), model_class)
     if not getattr(config, "max_position_embeddings", None):
         raise ValueError(f"{name} names no max_position_embeddings, so it is not known how long its texts may be")
 
 
+def _refuse_class(name: str, kinds: Sequence[LayerKind], model_class: type[PreTrainedModel]) -> None:
+    """Raise ValueError for a model whose modules neither use the attention interface nor leave states in the cache."""
+    beside = vars(sys.modules[model_class.__module__])
+    modules = [one for one in beside.values() if isinstance(one, type) and issubclass(one, nn.Module)]
+    recurrent = model_class._is_stateful or RECURRENT in kinds
+    if recurrent and not any(map(leaves_state, modules)):
+        raise ValueError(f"{name} has layers with a recurrent state, which they do not leave in transformers' cache")
+    if recurrent and not any(kind.attends for kind in kinds):
+        raise ValueError(f"{name} has layers with a recurrent state alone, and none that attends to the text")
+    # Classes of hybrid models do not say that they use it.
+    if not model_class._supports_attention_backend and not (recurrent and "ALL_ATTENTION_FUNCTIONS" in beside):
+        raise ValueError(
+            f"{name} does not use transformers' attention interface, so its attention cannot be given a token tree"
+        )
+
+
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     """What tokens see in each layer. Raises ValueError if a layer is of another kind than those that are known."""
-    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    sizes = {
+        "sliding_attention": "sliding_window",
+        "hybrid_sliding": "sliding_window",
+        "chunked_attention": "attention_chunk_size",
+    }
     named = getattr(config, "layer_types", None)
     if not named:
         # Without layer types, as in Mistral, a window applies to every layer; Qwen2 has a switch for it.
@@ -71,13 +87,16 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
         named = ["sliding_attention" if windowed else "full_attention"] * getattr(config, "num_hidden_layers", 0)
     kinds = []
     for name in named:
+        if name in _WITHOUT_ATTENTION:
+            kinds.append(_WITHOUT_ATTENTION[name])
+            continue
         size = getattr(config, sizes[name], None) if name in sizes else None
-        if name != "full_attention" and not isinstance(size, int):
+        if name not in ("full_attention", "attention", "hybrid") and not isinstance(size, int):
             words = f"{name.replace('_', ' ')} layers"
             raise ValueError(f"{config.model_type} has {words}, which are not known and cannot be accelerated")
         # A window that no text fills is none.
         longest = getattr(config, "max_position_embeddings", None) or math.inf
-        kind = "window" if name == "sliding_attention" else "chunk"
+        kind = "chunk" if name == "chunked_attention" else "window"
         kinds.append(LayerKind(kind, size) if size is not None and size < longest else FULL)
     return kinds
 

@@ -14,15 +14,16 @@ from decoder.backends.base import FREE, AttentionShape, Chain, PassBackend, Pass
 from decoder.backends.bitwise import Bitwise, BitwiseSetting
 from decoder.backends.choose import BITWISE, FLATTENED, Chosen, Finding, choosing
 from decoder.backends.forwards import replaced, under_autocast
-from decoder.backends.modules import tempered
+from decoder.backends.modules import standing_for, tempered
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.probe import probe
 from decoder.backends.reference.backend import Reference
+from decoder.backends.reference.mixers import has_two_forms, mixers_of
 from decoder.backends.transfers import upload
 from decoder.backends.verification import Verification
 from decoder.cache.base import LayeredCache
 from decoder.cache.full import Copies, FullCache
-from decoder.cache.layout import FULL, Layout
+from decoder.cache.layout import FULL, RECURRENT, Layout
 from decoder.cache.pool import BufferPool
 from decoder.cache.window import window_slots
 from decoder.model.architectures import decoder_of, layer_kinds, refuse_devices, refuse_unsupported
@@ -33,7 +34,8 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.timings import stage
 from decoder.work import Work, finish
 
-_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
+_STATES = 16  # of recurrent layers, that a text has at most times: those behind the nodes of a small tree
 _PREFILL_CHUNK = 512
 _PREFILL_CHUNK_ON_CUDA = 2048
 _SHORT_CHUNK = 64
@@ -96,14 +98,16 @@ class Target:
         """Look at the model anew, and choose the backend by what is found."""
         self.reference = Reference(self)
         yield from self.reference.renewing()
-        self.layout = Layout(layer_kinds(self.model.config))
+        self.layout = Layout(layer_kinds(self.model.config), mixers=len(self.mixers))
         """What its layers see and keep of a text."""
         probed = probe(self, self.reference)
         self.logit_scale, self.layout = probed.logit_scale, probed.layout
         """What the model multiplies its logits by."""
         self.attention_shapes = probed.shapes
         """By kind of layer, of what shape its attention is."""
-        asked = (scores.more_than_causal for scores in probed.asked.values())
+        self._state_bytes = probed.state_bytes
+        asked = [scores.more_than_causal for scores in probed.asked.values()]
+        asked += ["recurrent layers"] * bool(self.mixers) + ["compressed keys"] * bool(probed.latent)
         self.more_than_causal = next((words for words in asked if words), None)
         """In words, what a layer does beside plain attention to the whole text; None if no layer does."""
         structure = self.structure
@@ -156,7 +160,13 @@ class Target:
     def _take_in(self) -> None:
         """Look at the model's modules as they are now."""
         self.modules = list(self.model.modules())
+        self.mixers = mixers_of(self.modules)
+        """The recurrent layers."""
+        self.has_two_forms = any(map(has_two_forms, self.mixers))
+        """Whether they compute tokens of a prompt in another way than those behind it."""
         self.layers: int = self.model.config.num_hidden_layers
+        self.standing_for = standing_for(self.modules)
+        """Forwards of attention layers that several layers share."""
         self.tempered = tempered(self.modules)
         """Forwards of attention layers whose queries attention multiplies by what follows from their positions."""
 
@@ -177,10 +187,13 @@ class Target:
 
     def beside_bytes(self, tokens: int) -> int:
         """Bytes of what the other layers keep of a text of so many tokens."""
-        return sum(
-            len(layers) * self.attention_shapes[kind].pair_bytes * window_slots(kind, self.prefill_chunk(False), tokens)
+        chunk = self.prefill_chunk(False)
+        windows = sum(
+            len(layers) * self.attention_shapes[kind].pair_bytes * window_slots(kind, chunk, tokens)
             for kind, layers in self.layout.beside.items()
+            if kind != RECURRENT
         )
+        return windows + _STATES * self._state_bytes
 
     @property
     def structure(self) -> object:

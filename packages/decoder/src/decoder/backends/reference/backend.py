@@ -8,9 +8,11 @@ from torch import nn
 
 from decoder.backends.attention import Scores
 from decoder.backends.base import Forwards, PassBatch, PassOutput, PassRule
+from decoder.backends.forwards import under_autocast
 from decoder.backends.modules import ModulePass, one_text_at_a_time
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.reference.attention import Masked
+from decoder.backends.reference.mixers import token_by_token
 from decoder.cache.base import LayeredCache
 from decoder.work import Work
 
@@ -49,7 +51,12 @@ class Reference:
         }
         casting = self._casting()
         self.called = {layer: one for layer, one in casting.items() if layer is self._target.lm_head}
-        self._forwards = {**restored, **casting, **self._target.shared_layers().forwards({})}
+        self._forwards = {
+            **restored,
+            **casting,
+            **self._target.shared_layers().forwards({}),
+            **token_by_token(self._target.mixers),
+        }
         return
         yield
 
@@ -69,8 +76,12 @@ class Reference:
         if len(batch.texts) > 1 and not self.flattens:
             return one_text_at_a_time(self, batch)
         device, new = self._target.device, []
+        if self._target.mixers and under_autocast():
+            raise ValueError(f"{self._target.name} has recurrent layers, which are not run under autocast")
         for text in batch.texts:
             self.prepare(text.cache, len(text.tokens))
+            if (recurrent := text.cache.recurrent) is not None:
+                recurrent.begin(text.parents, text.cache.held)
             new.append(Masked.of(text, device))
         return self._pass.run(batch, new, self._forwards)
 

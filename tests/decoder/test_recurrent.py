@@ -1,0 +1,214 @@
+"""Recurrent layers and compressed keys: every text is plain decoding's, whatever reads, drafts, resumes or shares it."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.backends.base import Chain, PassBatch, Tree
+from decoder.backends.reference.mixers import mixers_of
+from decoder.cache.full import FullCache
+from decoder.model.architectures import refuse_unsupported
+from decoder.sampling.token_tree import TokenTree
+
+from .conftest import VOCAB, all_heads, random_heads
+from .recurrent_models import ALL, RECURRENT, made
+
+NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
+METHODS = ["tokenswift", "medusa", "magicdec", "prompt-lookup", "auto", "draft-model", "triforce"]
+OF_ALL = ["qwen3_5_text", "bamba", "deepseek_v3"]
+"""The families that every method runs in each test; the others are run by some."""
+
+
+def some(names, often):
+    return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    """By family a decoder, made once."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            model = made(name)
+            found[name] = Decoder(model, heads=random_heads(model), draft_model=made("lfm2"), prefix_cache_bytes=0)
+        return found[name]
+
+    return of
+
+
+def tokens(count, seed):
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def generated(model, prompt, new):
+    ids = torch.tensor([prompt])
+    settings = dict(do_sample=False, max_new_tokens=new, pad_token_id=0)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_greedy_is_transformers_own(name, decoders):
+    dec, prompt = decoders(name), tokens(30, 1)
+    expected = generated(dec.model, prompt, 20)
+    assert len(set(expected)) > 5
+    # Each family runs a method of its own.
+    for method in ("ar", METHODS[list(ALL).index(name) % len(METHODS)]):
+        assert dec.generate(prompt, 20, method, SamplingParams(temperature=0), NARROW).token_ids == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_long_greedy_texts_of_all_methods_are_transformers_own(name, decoders):
+    dec, prompt = decoders(name), tokens(30, 2)
+    expected = generated(dec.model, prompt, 150)
+    for method in ("ar", *METHODS):
+        assert (method, dec.generate(prompt, 150, method, SamplingParams(temperature=0), NARROW).token_ids) == (
+            method,
+            expected,
+        )
+
+
+@pytest.mark.parametrize("name", some(ALL, OF_ALL))
+def test_every_method_equals_ar_when_sampling(name, decoders):
+    dec, prompt = decoders(name), tokens(40, 3)
+    sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
+    expected = dec.generate(prompt, 24, "ar", sampling)
+    for method in METHODS:
+        out = dec.generate(prompt, 24, method, sampling, NARROW)
+        assert (method, out.token_ids) == (method, expected.token_ids)
+    assert dec.audit(expected).equal
+
+
+@pytest.mark.parametrize("name", some(ALL, OF_ALL))
+def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
+    """The draft pass goes on from the text's own states, and from those of what it has drafted."""
+    options = TokenSwiftOptions(tree=(1, 1, 1, 1), budget=100)
+    out = decoders(name).generate(tokens(12, 4), 20, "magicdec", SamplingParams(seed=5), options)
+    assert out.stats.steps == 20 // 5
+
+
+@pytest.mark.parametrize("name", some(RECURRENT, ["qwen3_next"]))
+def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(name, decoders):
+    """Its own drafts are right every time, so it stands where the text does in each step."""
+    model = decoders(name).model
+    dec, prompt, sampling = Decoder(model, draft_model=model), tokens(20, 5), SamplingParams(seed=7)
+    out = dec.generate(prompt, 24, "draft-model", sampling, TokenSwiftOptions(tree=(1, 1, 1)))
+    assert out.token_ids == dec.generate(prompt, 24, "ar", sampling).token_ids
+    assert out.stats.steps == 6
+    other = Decoder(made("bamba"), draft_model=model)
+    expected = other.generate(prompt, 24, "ar", sampling).token_ids
+    assert other.generate(prompt, 24, "draft-model", sampling, TokenSwiftOptions(tree=(1, 2, 1))).token_ids == expected
+
+
+@pytest.mark.parametrize("name", some(ALL, ["lfm2", "deepseek_v3"]))
+def test_batches_are_single_runs(name, decoders):
+    dec, prompts = decoders(name), [tokens(count, count) for count in (5, 33, 18)]
+    params = [SamplingParams(seed=seed, min_p=0.02) for seed in range(3)]
+    expected = [
+        dec.generate(*text, "ar", own).token_ids for *text, own in zip(prompts, (16, 9, 20), params, strict=True)
+    ]
+    for method in ("tokenswift", "medusa"):
+        outs = dec.generate_batch(prompts, 20, method, params, NARROW)
+        assert [out.token_ids[: len(text)] for out, text in zip(outs, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize("name", some(ALL, ["qwen3_next", "minimax", "kimi_linear"]))
+def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
+    fresh, prompt = decoders(name), tokens(60, 6)
+    reusing, sampling = (
+        Decoder(fresh.model, heads=fresh.heads, prefix_cache_bytes=2**24),
+        SamplingParams(seed=1, min_p=0.02),
+    )
+    whole = fresh.generate(prompt, 30, "ar", sampling).token_ids
+    first = reusing.generate(prompt, 20, "ar", sampling).token_ids
+    assert first == whole[:20]
+    # The whole text but the pair that is compared, and behind it what has not been committed.
+    out = reusing.generate(prompt + first, 10, "ar", sampling)
+    assert (out.token_ids, out.stats.reused_tokens) == (whole[20:], 78)
+    out = reusing.generate(prompt, 30, "medusa", sampling, NARROW)
+    assert out.token_ids == whole and out.stats.reused_tokens >= 48 - 16
+    other = prompt[:50] + tokens(20, 7)
+    out = reusing.generate(other, 10, "ar", sampling)
+    assert out.token_ids == fresh.generate(other, 10, "ar", sampling).token_ids
+
+
+@pytest.mark.parametrize("name", some(RECURRENT, ["qwen3_5_text", "zamba2", "minimax"]))
+def test_a_nodes_state_has_the_bits_of_plain_decoding(name, decoders):
+    """Of each recurrent layer, given the same inputs: along every branch of a tree, and along a chain cut anywhere."""
+    target = decoders(name).target
+    prompt, tree = tokens(9, 8), TokenTree(3)
+    for parent, token in ((0, 5), (0, 7), (1, 5), (3, 9), (2, 11)):
+        tree.add(parent, token, "test")
+    mixer = target.mixers[-1]
+    inputs, outputs = [], []
+    hooks = [
+        mixer.register_forward_hook(lambda _, args, output: outputs.append(first(output))),
+        mixer.register_forward_pre_hook(lambda _, args, named: inputs.append(given(args, named)), with_kwargs=True),
+    ]
+    with torch.inference_mode():
+        cache = FullCache(40)
+        target.reference.run(PassBatch([Chain(prompt, 0, cache)], False))
+        cache.keep(range(len(prompt)))
+        committed = cache.recurrent.committed
+        target.reference.run(PassBatch([Tree(tree, cache)], True))
+        rows = outputs[-1]
+        for path in ([0, 1, 3, 4], [0, 2, 5]):
+            alone = FullCache(40)
+            for position, token in enumerate([*prompt, *(tree.tokens[node] for node in path)]):
+                target.reference.run(PassBatch([Chain([token], position, alone)], True))
+                alone.keep([0])
+                if position >= len(prompt):
+                    node = path[position - len(prompt)]
+                    torch.testing.assert_close(outputs[-1][0, 0], rows[0, node], rtol=0, atol=1e-6)
+        cache.keep([0, 2, 5])
+    for hook in hooks:
+        hook.remove()
+    assert cache.recurrent.length == alone.recurrent.length == len(prompt) + 3
+    for index in committed:
+        for kind in ("conv_states", "recurrent_states"):
+            mine, theirs = (getattr(one.recurrent.committed[index], kind)[0] for one in (cache, alone))
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def given(args, named):
+    return args[0] if args else named["hidden_states"]
+
+
+REFUSED = {
+    "mamba": "recurrent state alone",
+    "mamba2": "recurrent state alone",
+    "falcon_mamba": "recurrent state alone",
+    "rwkv": "do not leave in transformers' cache",
+    "recurrent_gemma": "do not leave in transformers' cache",
+    "deepseek_v32": "indexed attention layers, which are not known",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_done_is_told_from_the_configuration(model_type):
+    with pytest.raises(ValueError, match=f"^{model_type} .*{REFUSED[model_type]}"):
+        refuse_unsupported(AutoConfig.for_model(model_type))
+
+
+def test_recurrent_layers_are_not_run_under_autocast(decoders):
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="not run under autocast"):
+        decoders("lfm2").generate([1, 2, 3], 2, "ar")
+
+
+def test_recurrent_layers_are_found_by_what_they_leave_in_the_cache():
+    assert {name: len(mixers_of(list(made(name).modules()))) for name in ("falcon_h1", "zamba2", "nemotron_h")} == {
+        "falcon_h1": 2,
+        "zamba2": 5,
+        "nemotron_h": 2,
+    }
+
+
+__all__ = ["all_heads"]
