@@ -233,13 +233,8 @@ REFUSED = {
     "qwen2_vl": ("qwen2_vl", {}, "wraps a language model with other parts"),
     "mamba": ("mamba", {}, "layers, which are not known|recurrent state"),
     "rwkv": ("rwkv", {}, "recurrent state"),
-    "jamba": ("jamba", {}, "layers, which are not known|recurrent state"),
-    "bamba": ("bamba", {}, "layers, which are not known|recurrent state"),
-    "falcon_h1": ("falcon_h1", {}, "layers, which are not known|recurrent state"),
     "recurrent_gemma": ("recurrent_gemma", {}, "layers, which are not known|recurrent state"),
-    "qwen3_next": ("qwen3_next", {}, "linear attention layers"),
     "gemma, both directions": ("gemma", dict(use_bidirectional_attention=True), "attend in both directions"),
-    "deepseek_v3": ("deepseek_v3", {}, "caches compressed keys"),
     "llama, dynamic": ("llama", rope("dynamic", factor=2.0), "dynamic rotary scaling"),
     "phi3, longrope": (
         "phi3",

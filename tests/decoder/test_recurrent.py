@@ -1,4 +1,4 @@
-"""Recurrent layers and compressed keys: every text is plain decoding's, whatever reads, drafts, resumes or shares it."""
+"""Recurrent layers and compressed keys: every text is plain decoding's, however it is read, drafted or resumed."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from decoder.cache.full import FullCache
 from decoder.model.architectures import refuse_unsupported
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, all_heads, random_heads
+from .conftest import VOCAB, random_heads
 from .recurrent_models import ALL, RECURRENT, made
 
 NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
@@ -210,5 +210,3 @@ def test_recurrent_layers_are_found_by_what_they_leave_in_the_cache():
         "nemotron_h": 2,
     }
 
-
-__all__ = ["all_heads"]

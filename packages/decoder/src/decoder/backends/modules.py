@@ -63,9 +63,9 @@ class ModulePass:
         """
         target = self._target
         module = target.model if logits else target.decoder
-        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache)
-        # Models that make a cache of their own class, as MiniMax does, take another one only where they need make none.
-        inputs["use_cache"] = not target.mixers
+        # MiniMax makes a cache of a class of its own, and takes another one only where it need make none.
+        use_cache = not target.mixers
+        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=use_cache)
         queries: dict[int, torch.Tensor] = {}
         attending = dict(texts=new, kinds=target.layout.kinds, positions=ids[1], asked=self.asked, observed=observed)
         with self._patched(forwards), around or nullcontext():

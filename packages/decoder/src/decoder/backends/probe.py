@@ -12,6 +12,7 @@ from decoder.backends.latent import is_latent
 from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
 from decoder.cache.layout import FULL, RECURRENT, LayerKind, Layout
+from decoder.cache.recurrent import RecurrentStates
 
 if TYPE_CHECKING:
     from decoder.model.target import Target
@@ -102,6 +103,7 @@ def _shares(target: "Target", kinds: set[LayerKind], layout: Layout) -> bool:
 
 def _shape(cache: FullCache, kind: LayerKind, heads: int) -> AttentionShape:
     held = cache if kind == FULL else cache.states[kind]
+    assert not isinstance(held, RecurrentStates)
     return AttentionShape(heads, held.keys.shape[2], held.keys.shape[4], held.values.shape[4], held.keys.dtype)
 
 
