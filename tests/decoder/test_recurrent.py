@@ -209,4 +209,3 @@ def test_recurrent_layers_are_found_by_what_they_leave_in_the_cache():
         "zamba2": 5,
         "nemotron_h": 2,
     }
-
