@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decoder import Decoder
 from decoder.serve.app import make_app
+from decoder.serve.metrics import Metrics
 from decoder.serve.service import Service, Settings
 
 from .conftest import random_heads, tiny_llama
@@ -114,7 +115,7 @@ class _Server(uvicorn.Server):
 @contextmanager
 def served(dec, **settings):
     """Serve ``dec`` for the length of the block."""
-    service = Service(dec, Settings("tiny", **settings))
+    service = Service(dec, Settings("tiny", **settings), Metrics())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(make_app(service), log_config=None, access_log=False, lifespan="off")
         server = _Server(config)

@@ -14,6 +14,7 @@ import pytest
 import decoder.__main__ as command_line
 from decoder import Decoder, SamplingParams
 from decoder.serve import command
+from decoder.serve.metrics import Metrics
 from decoder.serve.service import Service, Settings
 
 from .conftest import random_heads, tiny_llama
@@ -29,7 +30,7 @@ def dec():
 
 @pytest.mark.parametrize("grace", [0.0, 30.0], ids=["at once", "with time"])
 def test_sigterm_finishes_or_fails_running_requests_in_words(dec, grace):
-    service = Service(dec, Settings("tiny", grace=grace, max_batch=2))
+    service = Service(dec, Settings("tiny", grace=grace, max_batch=2), Metrics())
     tokens = 2000 if not grace else 200
     answers, done = [], threading.Event()
 

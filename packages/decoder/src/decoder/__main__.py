@@ -1,6 +1,7 @@
 """Stream a continuation of a prompt to the terminal.
 
-`doctor` in place of flags tells what is fast here, and why not; `serve` serves the model over HTTP.
+`doctor` in place of flags tells what is fast here, and why not; `serve` serves the model over HTTP; `batch` answers a
+file of requests.
 
 Standard output gets the text and nothing else. Exit status: 0 done; 1 the run broke off, for instance on a full disk;
 2 wrong usage or input; 130 interrupted.
@@ -342,7 +343,13 @@ def _serve(arguments: Sequence[str]) -> None:
     serve(arguments, _Parser)
 
 
-_COMMANDS = {"doctor": _doctor, "serve": _serve}
+def _batch(arguments: Sequence[str]) -> None:
+    from decoder.jobs.command import batch
+
+    batch(arguments, _Parser)
+
+
+_COMMANDS = {"batch": _batch, "doctor": _doctor, "serve": _serve}
 _SERVE_PACKAGES = ("uvicorn", "starlette", "prometheus_client")
 
 

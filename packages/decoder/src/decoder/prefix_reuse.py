@@ -8,12 +8,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from decoder.backends.forwards import under_autocast
+from decoder.backends.memory import available_memory
 from decoder.cache.form import CacheForm
 from decoder.cache.full import Copies, FullCache
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part
 from decoder.work import Work
 
+_USUAL_BYTES = 2**30
 _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which are faster prefilled than looked up
 
 
@@ -35,6 +37,11 @@ class _Kept:
         count = min(len(self.tokens), len(tokens))
         different = (self.tokens[:count] != tokens[:count]).nonzero()
         return int(different[0]) if len(different) else count
+
+
+def usual_bytes(target: Target) -> int:
+    """How many bytes of caches are kept where nobody says it: a share of the memory, where they change no bit."""
+    return min(_USUAL_BYTES, available_memory(target.device) // 8) if target.bitwise.holds else 0
 
 
 def prefix_reuse(target: Target, max_bytes: int) -> "PrefixReuse | None":

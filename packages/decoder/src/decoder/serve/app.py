@@ -20,10 +20,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from decoder.serve.errors import ApiError
+from decoder.serve.metrics import Metrics
 from decoder.serve.openapi import openapi
-from decoder.serve.requests import Asked
 from decoder.serve.responses import DONE, Answer, event
 from decoder.serve.service import Running, Service, TimeLimit
+from decoder.serve.whole import gathered
 from decoder.serve.worker import Piece
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI application."""
-    routes = Routes(service)
+    """The ASGI application, whose requests ``service.counts`` counts as `Metrics`."""
+    assert isinstance(service.counts, Metrics)
+    routes = Routes(service, service.counts)
     served = [
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
@@ -94,8 +96,8 @@ def _response(error: ApiError) -> Response:
 class Routes:
     """What the paths do."""
 
-    def __init__(self, service: Service):
-        self.service = service
+    def __init__(self, service: Service, counts: Metrics):
+        self.service, self.counts = service, counts
 
     def endpoint(self, path: str, handler: Handler) -> Handler:
         """A handler for which the key is checked, whose errors are answers, and whose answers are counted."""
@@ -113,7 +115,7 @@ class Routes:
                 where = "".join(traceback.format_tb(error.__traceback__))
                 logger.error("a request failed with %s at\n%s", type(error).__name__, where)
                 response = _response(ApiError(500, "the server has a fault: see its log"))
-            self.service.metrics.requests.labels(path, response.status_code).inc()
+            self.counts.requests.labels(path, response.status_code).inc()
             return response
 
         return handle
@@ -170,10 +172,10 @@ class Routes:
         return JSONResponse({"status": "ok" if alive else "stopping"}, 200 if alive else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.counts.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _generate(self, request: Request, chat: bool) -> Response:
-        metrics, clock = self.service.metrics, asyncio.get_running_loop().time
+        metrics, clock = self.counts, asyncio.get_running_loop().time
         began = clock()
         data = await _body(request, self.service.max_body_bytes)
         limit = TimeLimit(self.service.settings.timeout)
@@ -189,7 +191,7 @@ class Routes:
             metrics.first.observe(clock() - began)
             if asked.stream:
                 return EventStream(_events(answer, first, running), ending.pop_all())
-            return JSONResponse(answer.whole(await _unless_gone(request, _gather(asked, first, running))))
+            return JSONResponse(answer.whole(await _unless_gone(request, gathered(asked, first, running))))
 
 
 class EventStream(StreamingResponse):
@@ -242,15 +244,6 @@ async def _unless_gone(request: Request, result: Awaitable[Any]) -> Any:
             task.cancel()
             with suppress(asyncio.CancelledError, ApiError):
                 await task
-
-
-async def _gather(asked: Asked, first: Piece, running: Running) -> list[list[Piece]]:
-    """All pieces of each choice."""
-    pieces: list[list[Piece]] = [[] for _ in range(asked.choices)]
-    pieces[first.choice].append(first)
-    async for piece in running:
-        pieces[piece.choice].append(piece)
-    return pieces
 
 
 async def _events(answer: Answer, first: Piece, running: Running) -> AsyncIterator[bytes]:

@@ -27,12 +27,12 @@ from decoder.cli.flags import (
 )
 from decoder.decoder import Decoder, methods
 from decoder.options import TokenSwiftOptions
-from decoder.prefix_reuse import prefix_reuse
+from decoder.prefix_reuse import prefix_reuse, usual_bytes
 from decoder.serve.app import make_app
+from decoder.serve.metrics import Metrics
 from decoder.serve.service import Service, Settings
 
 logger = logging.getLogger("decoder.serve")
-_PREFIX_CACHE_BYTES = 2**30
 _SECONDS_TO_TELL = 15.0  # for answers that say that the server stops, after the time of grace
 
 
@@ -80,7 +80,7 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
             api_key,
             tuple(args.allow_origin),
         )
-        _run(Service(dec, settings), listener)
+        _run(Service(dec, settings, Metrics()), listener)
 
 
 def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -132,7 +132,7 @@ def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
 def _prefix_cache_bytes(args: argparse.Namespace, dec: Decoder) -> int:
     memory, asked = available_memory(dec.target.device), args.prefix_cache_bytes
     if asked is None:
-        return min(_PREFIX_CACHE_BYTES, memory // 8) if dec.bitwise else 0
+        return usual_bytes(dec.target)
     if asked > memory // 2:
         raise ValueError(f"--prefix-cache-bytes {asked:,} is more than half of the {memory:,} bytes that are available")
     return asked

@@ -2,13 +2,14 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from decoder.serve.service import Counts
 from decoder.serve.worker import Worker
 from decoder.stats import Statistics
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 
 
-class Metrics:
+class Metrics(Counts):
     """The server's counters; each server has a registry of its own."""
 
     def __init__(self):
@@ -40,6 +41,10 @@ class Metrics:
         """Read what runs and waits from ``worker`` whenever the metrics are asked for."""
         self.running.set_function(lambda: worker.running)
         self.waiting.set_function(lambda: worker.waiting)
+
+    def submitted(self, prompt_tokens: int) -> None:
+        """Count the tokens of a request's prompts."""
+        self.prompt_tokens.inc(prompt_tokens)
 
     def finished(self, statistics: Statistics) -> None:
         """Count a text that has ended."""

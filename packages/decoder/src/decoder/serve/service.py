@@ -21,12 +21,12 @@ from decoder.options import TokenSwiftOptions
 from decoder.request import GenerationRequest
 from decoder.serve.body import field_of, parse_body
 from decoder.serve.errors import ApiError
-from decoder.serve.metrics import Metrics
 from decoder.serve.reading import Reading, size_of, surely_too_long
 from decoder.serve.requests import Asked, parse
 from decoder.serve.speech import Speech, speech_of
 from decoder.serve.tokenizing import read_detokenize, read_tokenize
 from decoder.serve.worker import Job, Piece, Worker
+from decoder.stats import Statistics
 from decoder.text.prompts import prompt_ids
 
 _FORCED_TRIED = 16  # forced tokens at a constraint's beginning that are tried before a request is taken
@@ -127,21 +127,37 @@ class Running:
             yield piece
 
 
+class Counts:
+    """Is told what happens to requests, and keeps nothing of it."""
+
+    def watch(self, worker: Worker) -> None:
+        """The thread that decodes."""
+
+    def submitted(self, prompt_tokens: int) -> None:
+        """A request has begun."""
+
+    def finished(self, statistics: Statistics) -> None:
+        """A text has ended; called in the worker's thread."""
+
+
 class Service:
     """The decoder as the server's routes use it.
+
+    Args:
+        counts: what counts requests; None if nothing does.
 
     Attributes:
         tokenizer: for this side of the server; the worker's thread uses the decoder's own.
         fingerprint: of all that a seed's text depends on beside the request.
     """
 
-    def __init__(self, dec: Decoder, settings: Settings):
-        self.dec, self.settings, self.metrics = dec, settings, Metrics()
+    def __init__(self, dec: Decoder, settings: Settings, counts: Counts | None = None):
+        self.dec, self.settings, self.counts = dec, settings, counts or Counts()
         assert dec.tokenizer is not None, "a server needs a tokenizer"
         self.tokenizer = deepcopy(dec.tokenizer)
         self.reading = Reading(self.tokenizer, dec.sanitize_control_tokens)
-        self.worker = Worker(dec, settings.max_batch, settings.max_queue, self.metrics.finished)
-        self.metrics.watch(self.worker)
+        self.worker = Worker(dec, settings.max_batch, settings.max_queue, self.counts.finished)
+        self.counts.watch(self.worker)
         self.fingerprint = _fingerprint(dec)
 
     @property
@@ -213,7 +229,7 @@ class Service:
         if speech.grammar is not None:
             await self._compile(speech.grammar, vocabulary_of(self.dec, arguments[0]), asked.shaped_by or "tools")
         running = Running(self.worker, arguments, limit, speech, sum(map(len, prompts)))
-        self.metrics.prompt_tokens.inc(running.prompt_tokens)
+        self.counts.submitted(running.prompt_tokens)
         return running
 
     async def _compile(self, grammar: Grammar, vocabulary: Vocabulary, place: str) -> None:

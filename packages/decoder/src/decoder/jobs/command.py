@@ -1,0 +1,164 @@
+"""`python -m decoder batch IN OUT`: answer a file of requests; run again, it goes on where it was cut."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from decoder.checks import parse_json
+from decoder.cli.flags import (
+    add_flags,
+    add_loading_flags,
+    add_sanitize_flag,
+    check_flags,
+    check_sources,
+    from_flags,
+    load_from_flags,
+)
+from decoder.cli.terminal import StatusLine
+from decoder.decoder import methods
+from decoder.jobs.answering import Answering, Broken, Row
+from decoder.jobs.job import Job
+from decoder.jobs.lines import Line, Requests
+from decoder.options import TokenSwiftOptions
+from decoder.prefix_reuse import prefix_reuse, usual_bytes
+
+_MAX_BATCH = 16
+
+
+def batch(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> None:
+    """Run the command.
+
+    Raises:
+        ValueError, OSError: as `decoder.load` does; or a line of the file is no request, or the answers cannot be
+            written.
+    """
+    args = _parser(parser).parse_args(arguments)
+    check_flags(args)
+    if args.max_batch < 1:
+        raise ValueError(f"--max-batch must be at least 1, not {args.max_batch}")
+    if from_flags(TokenSwiftOptions, args).verification != "exact":
+        raise ValueError(f"a file needs exact verification, not {args.verification}: texts share its passes")
+    for name in ("ray_actors", "ray_cpus", "ray_gpus"):
+        if getattr(args, name) is not None and args.ray is None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --ray")
+    check_sources(args)
+    requests = Requests(args.requests, _defaults(args.defaults))
+    with Job(requests, args.answers) as job:
+        if args.ray is None:
+            _here(job, args)
+        else:
+            from decoder.jobs.on_ray import answer_on_ray
+
+            answer_on_ray(job, args, partial(answering_from, args), partial(_Telling, job))
+        errors = job.finish()
+    failed = f", {errors:,} of them errors" if errors else ""
+    print(f"{args.answers}: {len(requests):,} answers{failed}", file=sys.stderr)
+
+
+def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    asked = parser(
+        prog="python -m decoder batch",
+        description="Answer a file of requests. What has been answered when the command ends, however it ends, is kept "
+        "in OUT.journal, and the same command goes on from there.",
+        allow_abbrev=False,
+    )
+    asked.add_argument(
+        "requests",
+        type=Path,
+        metavar="IN",
+        help="JSON lines, or Parquet if it ends in .parquet: OpenAI's batch requests, or objects with a prompt or "
+        "messages and further fields of a request",
+    )
+    asked.add_argument("answers", type=Path, metavar="OUT", help="the answers, in the order of the requests")
+    add_loading_flags(asked)
+    asked.add_argument(
+        "--defaults", metavar="JSON", help="""fields for requests that lack them, such as '{"max_tokens": 200}'"""
+    )
+    asked.add_argument(
+        "--max-batch", type=int, default=_MAX_BATCH, metavar="N", help="texts that are decoded together (%(default)s)"
+    )
+    add_sanitize_flag(asked)
+    ray = asked.add_argument_group("ray", "answer on a cluster; needs the extra `ray`")
+    ray.add_argument("--ray", metavar="ADDRESS", help="of a cluster; auto starts Ray on this machine")
+    ray.add_argument("--ray-actors", type=int, metavar="N", help="decoders, each with weights of its own (default: 1)")
+    ray.add_argument("--ray-cpus", type=int, metavar="N", help="processors, and threads, of each (default: 1)")
+    ray.add_argument("--ray-gpus", type=float, metavar="X", help="GPUs of each (default: 0)")
+    drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
+    drafting.add_argument("--method", choices=methods(), help="for requests that do not name one (default: auto)")
+    add_flags(drafting, TokenSwiftOptions)
+    return asked
+
+
+def _defaults(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    found = parse_json(text, "--defaults")
+    if not isinstance(found, dict):
+        raise ValueError("--defaults must be a JSON object with fields of a request")
+    return found
+
+
+def answering_from(args: argparse.Namespace) -> Answering:
+    """Load what the flags name. Raises as `decoder.load` does, and ValueError without a tokenizer."""
+    dec = load_from_flags(args)
+    if dec.tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer, which a file of requests needs")
+    dec.prefixes = prefix_reuse(dec.target, usual_bytes(dec.target))
+    # A folder by its name; a hub id has a slash that belongs to it.
+    name = Path(args.model).name if Path(args.model).exists() else args.model
+    return Answering(dec, name, args.max_batch, method=args.method, options=from_flags(TokenSwiftOptions, args))
+
+
+def _here(job: Job, args: argparse.Namespace) -> None:
+    """Answer in this process."""
+    answering = answering_from(args)
+    job.begin(answering.identity())
+    rest = job.rest()
+    if not rest:
+        return
+    try:
+        with _Telling(job, len(rest)) as done:
+            answering.answer((job.requests[number] for number in rest), job.created, done)
+    except Broken as error:
+        raise OSError(f"{error}; {job.answered:,} of {len(job.requests):,} answers are kept: run it again") from error
+    finally:
+        answering.stop()
+
+
+class _Telling:
+    """Records rows, and shows what is done on the terminal.
+
+    Args:
+        count: how many requests have no answer yet.
+    """
+
+    def __init__(self, job: Job, count: int):
+        self._job, self._count, self._tokens, self._rows = job, count, 0, 0
+        self._began, self._line = time.monotonic(), StatusLine(sys.stderr)
+
+    def __enter__(self) -> Callable[[Line, Row], None]:
+        self._line.__enter__()
+        return self._done
+
+    def __exit__(self, *error: object) -> None:
+        self._line.__exit__(*error)
+
+    def _done(self, line: Line, row: Row) -> None:
+        self._job.record(line.number, row)
+        self._rows += 1
+        self._tokens += row["response"]["body"].get("usage", {}).get("completion_tokens", 0)
+        seconds = time.monotonic() - self._began
+        left = seconds / self._rows * (self._count - self._rows)
+        speed = f"{self._tokens / seconds:,.0f} tokens/s"
+        whole = len(self._job.requests)
+        self._line.show(f"{self._job.answered:,} of {whole:,} answers, {speed}, {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,222 @@
+"""Files of requests: what is answered, in which order, and what survives a kill."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from decoder import __main__ as command
+from decoder.jobs.answering import Answering, settled
+from decoder.jobs.job import Job
+from decoder.jobs.lines import Requests
+from decoder.serve.metrics import Metrics
+from decoder.serve.service import Service, Settings
+
+from .serving import served, speaking_decoder
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def written(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def mixed(count):
+    """Requests of several kinds, lengths and beginnings."""
+    records = []
+    for number in range(count):
+        fields = {"max_tokens": 3 + number % 5, "seed": number}
+        if number % 3 == 0:
+            records.append({"id": f"p{number}", "prompt": "A boat " * (number % 4) + str(number), **fields})
+        elif number % 3 == 1:
+            body = {"messages": [{"role": "user", "content": f"Tell {number}"}], **fields, "logprobs": number % 2 == 0}
+            records.append(
+                {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            )
+        else:
+            records.append({"custom_id": number, "prompt": [5, 6, number], **fields, "temperature": 0})
+    return records
+
+
+@pytest.fixture(scope="module")
+def answering():
+    found = Answering(speaking_decoder(), "tiny", 4)
+    yield found
+    found.stop()
+
+
+def answered(answering, source, output, limit=None):
+    """The rows of a file, or after ``limit`` answers the process ends."""
+    requests = Requests(source, {})
+    with Job(requests, output) as job:
+        job.begin(answering.identity())
+
+        def done(line, row):
+            nonlocal limit
+            if limit == 0:
+                raise KeyboardInterrupt
+            limit = None if limit is None else limit - 1
+            job.record(line.number, row)
+
+        answering.answer((requests[number] for number in job.rest()), job.created, done)
+        assert job.finish() == sum(json.loads(line)["error"] is not None for line in output.open())
+    return [json.loads(line) for line in output.open()]
+
+
+def test_answers_are_the_servers_in_the_order_of_the_file(answering, tmp_path):
+    records = mixed(12)
+    rows = answered(answering, written(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl")
+    assert [row["custom_id"] for row in rows] == [
+        str(record.get("custom_id", record.get("id"))) for record in records
+    ]
+    assert not (tmp_path / "out.jsonl.journal").exists() and not (tmp_path / "out.jsonl.part").exists()
+    with served(answering.service.dec) as server:
+        for record, row in zip(records, rows, strict=True):
+            body = record.get("body") or {k: v for k, v in record.items() if k not in ("id", "custom_id")}
+            path = record.get("url", "/v1/completions")
+            expected = server.post({**body, "model": "tiny"}, path).json()
+            found = row["response"]["body"]
+            assert row["error"] is None and row["response"]["status_code"] == 200
+            key = found["id"].partition("-")[2]
+            assert found == settled(expected, key, found["created"])
+
+
+def test_a_request_that_cannot_be_answered_has_a_row_with_its_error(answering, tmp_path):
+    records = [
+        {"prompt": "a", "max_tokens": 2},
+        {"prompt": "a", "temprature": 1},
+        {"prompt": "a" * 5000, "max_tokens": 2},
+        {"prompt": "b", "max_tokens": 2},
+    ]
+    rows = answered(answering, written(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl")
+    assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 200]
+    assert "temprature" in rows[1]["error"]["message"]
+    assert rows[2]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 of .* is not JSON"),
+        ('\n{"prompt": "a"}\n\n{"id": "1", "prompt": "b"}\n', "line 4 of .* has the custom_id of line 2 of .*: 1"),
+        ('{"prompt": "a", "prompt": "b"}', "line 1 of .*prompt"),
+        ('{"max_tokens": 3}', "line 1 .* asks for nothing"),
+        ("[1]", "line 1 .* is no JSON object"),
+        ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "line 1 .*url must be"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {}, "metod": "POST"}', "line 1 .*metod is no field"),
+        ('{"url": "/v1/completions", "body": {"prompt": "a"}}', "line 1 .*has no custom_id"),
+        ('{"prompt": "a", "stream": true}', "line 1 .*stream"),
+        ('{"prompt": "a", "temperature": 1e999}', "line 1 .*temperature"),
+        ('{"prompt": "a\\ud800"}', "line 1 .*prompt"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named_before_any_work(tmp_path, text, words):
+    (tmp_path / "in.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Requests(tmp_path / "in.jsonl", {})
+
+
+def test_a_cut_job_goes_on_to_the_same_file(answering, tmp_path):
+    source = written(tmp_path / "in.jsonl", mixed(14))
+    whole = answered(answering, source, tmp_path / "whole.jsonl")
+    cut = tmp_path / "cut.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        answered(answering, source, cut, limit=5)
+    assert not cut.exists()
+    journal = tmp_path / "cut.jsonl.journal"
+    kept = journal.read_bytes()
+    assert kept.count(b"\n") == 6
+    journal.write_bytes(kept[:-7])  # killed within a write
+    rows = answered(answering, source, cut)
+    for row, other in zip(rows, whole, strict=True):
+        row["response"]["body"].pop("created"), other["response"]["body"].pop("created")
+    assert rows == whole
+    with pytest.raises(FileExistsError, match="is there already"):
+        answered(answering, source, cut)
+
+
+def test_a_journal_of_something_else_is_refused(answering, tmp_path):
+    source, out = written(tmp_path / "in.jsonl", mixed(5)), tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        answered(answering, source, out, limit=2)
+    with Job(Requests(source, {"seed": 5}), out) as job, pytest.raises(ValueError, match="other requests or defaults"):
+        job.begin(answering.identity())
+    with Job(Requests(source, {}), out) as job, pytest.raises(ValueError, match="belongs to another model"):
+        job.begin({**answering.identity(), "model": "other"})
+    with Job(Requests(source, {}), out) as job, Job(Requests(source, {}), out) as second:
+        job.begin(answering.identity())
+        with pytest.raises(OSError, match="another run is answering"):
+            second.begin(answering.identity())
+
+
+def test_prompts_that_begin_alike_follow_each_other(tmp_path):
+    long = "This is a system prompt that many share. " * 20
+    records = [{"prompt": (long if number % 2 else "") + f"{number}" * (number + 1)} for number in range(8)]
+    requests = Requests(written(tmp_path / "in.jsonl", records), {})
+    assert sorted(requests.order) == list(range(8))
+    places = [requests.order.index(number) for number in (1, 3, 5, 7)]
+    assert max(places) - min(places) == 3
+    assert [number for number in requests.order if number % 2 == 0] == [6, 4, 2, 0]
+
+
+def test_defaults_fill_what_lines_leave_out(tmp_path):
+    source = written(tmp_path / "in.jsonl", [{"prompt": "a", "seed": 3}, {"prompt": "b"}])
+    assert [line.body["seed"] for line in Requests(source, {"seed": 9})] == [3, 9]
+
+
+def test_parquet_in_and_out(answering, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    records = [{"id": "x", "prompt": "a", "max_tokens": 3}, {"id": "y", "prompt": "b", "max_tokens": None}]
+    datasets.Dataset.from_list(records).to_parquet(str(tmp_path / "in.parquet"))
+    requests, out = Requests(tmp_path / "in.parquet", {"max_tokens": 4}), tmp_path / "out.parquet"
+    assert [line.body["max_tokens"] for line in requests] == [3, 4]
+    with Job(requests, out) as job:
+        job.begin(answering.identity())
+        answering.answer(requests, job.created, lambda line, row: job.record(line.number, row))
+        job.finish()
+    table = datasets.Dataset.from_parquet(str(out))
+    assert table["custom_id"][:] == ["x", "y"] and table["finish_reason"][:] == ["length", "length"]
+    assert [json.loads(body)["choices"][0]["text"] for body in table["body"]] == table["text"][:]
+
+
+def test_the_command(tmp_path, capsys):
+    speaking_decoder_saved = tmp_path / "tiny"
+    dec = speaking_decoder()
+    dec.model.save_pretrained(speaking_decoder_saved)
+    dec.tokenizer.save_pretrained(speaking_decoder_saved)
+    source = written(tmp_path / "in.jsonl", mixed(6))
+    given = ["batch", str(source), str(tmp_path / "out.jsonl"), "--model", str(speaking_decoder_saved)]
+    assert command.main([*given, "--defaults", '{"top_p": 0.9}', "--max-batch", "3"]) == 0
+    assert "6 answers" in capsys.readouterr().err
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
+    for more, words in (
+        ([], "is there already"),
+        (["--max-batch", "0"], "--max-batch must be at least 1"),
+        (["--defaults", "[1]"], "--defaults must be a JSON object"),
+        (["--ray-actors", "2"], "--ray-actors goes with --ray"),
+    ):
+        assert command.main([*given, *more]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_what_is_answered(answering, tmp_path, monkeypatch):
+    source, out = written(tmp_path / "in.jsonl", mixed(8)), tmp_path / "out.jsonl"
+    record, count = Job.record, iter(range(100))
+
+    def full(job, number, row):
+        if next(count) == 4:
+            raise OSError(28, "No space left on device", str(out))
+        record(job, number, row)
+
+    monkeypatch.setattr(Job, "record", full)
+    with pytest.raises(OSError, match="No space"):
+        answered(answering, source, out)
+    assert (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n") == 5
+    monkeypatch.setattr(Job, "record", record)
+    assert len(answered(answering, source, out)) == 8
