@@ -1,25 +1,40 @@
 """Files of requests: what is answered, in which order, and what survives a kill."""
 
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
+from decoder import Decoder
 from decoder import __main__ as command
 from decoder.jobs.answering import Answering, settled
 from decoder.jobs.job import Job
 from decoder.jobs.lines import Requests
-from decoder.serve.metrics import Metrics
-from decoder.serve.service import Service, Settings
 
-from .serving import served, speaking_decoder
+from ..forked import forked
+from .conftest import tiny_llama
+from .serving import TEMPLATE, served
+from .test_using_it import byte_tokenizer
 
-CHAT = [{"role": "user", "content": "Hello"}]
+
+def chat_decoder():
+    """One whose log-probabilities are the same whatever shares a pass."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Decoder(tiny_llama(torch.float32, vocab_size=256), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Its folder."""
+    folder, dec = tmp_path_factory.mktemp("model"), chat_decoder()
+    dec.model.save_pretrained(folder)
+    dec.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def written(path, records):
@@ -36,9 +51,7 @@ def mixed(count):
             records.append({"id": f"p{number}", "prompt": "A boat " * (number % 4) + str(number), **fields})
         elif number % 3 == 1:
             body = {"messages": [{"role": "user", "content": f"Tell {number}"}], **fields, "logprobs": number % 2 == 0}
-            records.append(
-                {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
-            )
+            records.append({"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body})
         else:
             records.append({"custom_id": number, "prompt": [5, 6, number], **fields, "temperature": 0})
     return records
@@ -46,7 +59,7 @@ def mixed(count):
 
 @pytest.fixture(scope="module")
 def answering():
-    found = Answering(speaking_decoder(), "tiny", 4)
+    found = Answering(chat_decoder(), "tiny", 4)
     yield found
     found.stop()
 
@@ -72,9 +85,7 @@ def answered(answering, source, output, limit=None):
 def test_answers_are_the_servers_in_the_order_of_the_file(answering, tmp_path):
     records = mixed(12)
     rows = answered(answering, written(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl")
-    assert [row["custom_id"] for row in rows] == [
-        str(record.get("custom_id", record.get("id"))) for record in records
-    ]
+    assert [row["custom_id"] for row in rows] == [str(record.get("custom_id", record.get("id"))) for record in records]
     assert not (tmp_path / "out.jsonl.journal").exists() and not (tmp_path / "out.jsonl.part").exists()
     with served(answering.service.dec) as server:
         for record, row in zip(records, rows, strict=True):
@@ -91,13 +102,14 @@ def test_a_request_that_cannot_be_answered_has_a_row_with_its_error(answering, t
     records = [
         {"prompt": "a", "max_tokens": 2},
         {"prompt": "a", "temprature": 1},
+        {"prompt": "a", "temperature": float("inf")},
         {"prompt": "a" * 5000, "max_tokens": 2},
         {"prompt": "b", "max_tokens": 2},
     ]
     rows = answered(answering, written(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl")
-    assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 200]
+    assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 400, 200]
     assert "temprature" in rows[1]["error"]["message"]
-    assert rows[2]["error"]["code"] == "context_length_exceeded"
+    assert rows[3]["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -105,15 +117,14 @@ def test_a_request_that_cannot_be_answered_has_a_row_with_its_error(answering, t
     [
         ('{"prompt": "a"}\n{"prompt": ', "line 2 of .* is not JSON"),
         ('\n{"prompt": "a"}\n\n{"id": "1", "prompt": "b"}\n', "line 4 of .* has the custom_id of line 2 of .*: 1"),
-        ('{"prompt": "a", "prompt": "b"}', "line 1 of .*prompt"),
+        ('{"prompt": "a", "prompt": "b"}', "prompt in line 1 of .* is there twice"),
         ('{"max_tokens": 3}', "line 1 .* asks for nothing"),
         ("[1]", "line 1 .* is no JSON object"),
         ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "line 1 .*url must be"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {}, "metod": "POST"}', "line 1 .*metod is no field"),
         ('{"url": "/v1/completions", "body": {"prompt": "a"}}', "line 1 .*has no custom_id"),
         ('{"prompt": "a", "stream": true}', "line 1 .*stream"),
-        ('{"prompt": "a", "temperature": 1e999}', "line 1 .*temperature"),
-        ('{"prompt": "a\\ud800"}', "line 1 .*prompt"),
+        ('{"prompt": "a\\ud800"}', "prompt in line 1 of .*surrogate"),
     ],
 )
 def test_a_line_that_is_no_request_is_named_before_any_work(tmp_path, text, words):
@@ -185,13 +196,9 @@ def test_parquet_in_and_out(answering, tmp_path):
     assert [json.loads(body)["choices"][0]["text"] for body in table["body"]] == table["text"][:]
 
 
-def test_the_command(tmp_path, capsys):
-    speaking_decoder_saved = tmp_path / "tiny"
-    dec = speaking_decoder()
-    dec.model.save_pretrained(speaking_decoder_saved)
-    dec.tokenizer.save_pretrained(speaking_decoder_saved)
+def test_the_command(saved, tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", mixed(6))
-    given = ["batch", str(source), str(tmp_path / "out.jsonl"), "--model", str(speaking_decoder_saved)]
+    given = ["batch", str(source), str(tmp_path / "out.jsonl"), "--model", str(saved)]
     assert command.main([*given, "--defaults", '{"top_p": 0.9}', "--max-batch", "3"]) == 0
     assert "6 answers" in capsys.readouterr().err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
@@ -220,3 +227,57 @@ def test_a_full_disk_keeps_what_is_answered(answering, tmp_path, monkeypatch):
     assert (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n") == 5
     monkeypatch.setattr(Job, "record", record)
     assert len(answered(answering, source, out)) == 8
+
+
+def rows_of(path):
+    """The answers of a file, without the time at which the job was begun."""
+    rows = [json.loads(line) for line in path.open()]
+    for row in rows:
+        row["response"]["body"].pop("created")
+    return rows
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_job_that_is_killed_for_good_goes_on(saved, tmp_path, kills):
+    source = written(tmp_path / "in.jsonl", mixed(20 + 4 * kills))
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    common = ["--model", saved, "--device", "cpu", "--max-batch", "3"]
+    assert command.main([str(part) for part in ["batch", source, whole, *common]]) == 0
+    journal, chance, killed = tmp_path / "cut.jsonl.journal", random.Random(kills), 0
+    while not cut.exists():
+        process = forked(command.main, ["batch", source, cut, *common])
+        before = journal.stat().st_size if journal.exists() else 0
+        # Somewhere between its first answers of this turn and some more.
+        wanted = before + chance.randrange(1, 4000)
+        while killed < kills and process.is_alive() and not (journal.exists() and journal.stat().st_size >= wanted):
+            process.join(0.001)
+        if killed < kills and process.is_alive():
+            process.kill()
+            killed += 1
+        process.join()
+    assert killed >= kills // 2
+    assert rows_of(cut) == rows_of(whole)
+
+
+@pytest.mark.slow
+def test_actors_of_ray_write_the_same_file_though_one_is_killed(saved, tmp_path):
+    """And the driver once."""
+    psutil, _ = pytest.importorskip("psutil"), pytest.importorskip("ray")
+    source = written(tmp_path / "in.jsonl", mixed(400))
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "ray.jsonl"
+    common = ["--model", saved, "--device", "cpu", "--max-batch", "3"]
+    assert command.main([str(part) for part in ["batch", source, whole, *common]]) == 0
+    given = [sys.executable, "-m", "decoder", "batch", source, out, *common, "--ray", "auto", "--ray-actors", "2"]
+    for turn in range(2):
+        process = subprocess.Popen([str(part) for part in given])
+        journal = tmp_path / "ray.jsonl.journal"
+        while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") > 20 + 100 * turn):
+            time.sleep(0.05)
+        actors = [one for one in psutil.Process(process.pid).children(recursive=True) if "_MapWorker" in one.name()]
+        actors[0].kill() if actors else None
+        if not turn:
+            time.sleep(1)
+            process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert rows_of(out) == rows_of(whole)

@@ -95,11 +95,12 @@ class Answering:
 
 
 def settled(body: Mapping[str, Any], key: str, created: int) -> dict[str, Any]:
-    """An answer's body without what differs between two runs of the same request: times, names, counts of drafts."""
+    """An answer's body without what differs between two runs of a request: times, names, threads, counts of drafts."""
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
     usage = {name: body["usage"][name] for name in counts}
     prefix = str(body["id"]).partition("-")[0]
     for choice in body["choices"]:
         for number, call in enumerate((choice.get("message") or {}).get("tool_calls") or ()):
             call["id"] = f"call_{key[:20]}{choice['index']}{number}"
-    return {**body, "id": f"{prefix}-{key}", "created": created, "usage": usage}
+    kept = {name: value for name, value in body.items() if name != "system_fingerprint"}
+    return {**kept, "id": f"{prefix}-{key}", "created": created, "usage": usage}

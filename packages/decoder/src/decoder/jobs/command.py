@@ -81,7 +81,7 @@ def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     asked.add_argument(
         "--max-batch", type=int, default=_MAX_BATCH, metavar="N", help="texts that are decoded together (%(default)s)"
     )
-    add_sanitize_flag(asked)
+    add_sanitize_flag(asked.add_argument_group("chats"))
     ray = asked.add_argument_group("ray", "answer on a cluster; needs the extra `ray`")
     ray.add_argument("--ray", metavar="ADDRESS", help="of a cluster; auto starts Ray on this machine")
     ray.add_argument("--ray-actors", type=int, metavar="N", help="decoders, each with weights of its own (default: 1)")

@@ -66,9 +66,8 @@ class Job:
             self._header = {"job": header, "created": self.created}
             self._journal.append(self._header)
         elif self._header["job"] != header:
-            raise ValueError(
-                f"{self._path} belongs to {_difference(self._header['job'], header)}: move it away, or choose another file"
-            )
+            of = _difference(self._header["job"], header)
+            raise ValueError(f"{self._path} belongs to {of}: move it away, or choose another file")
         self.created = self._header["created"]
 
     def _read(self) -> None:

@@ -1,7 +1,7 @@
 """Answers a file of requests on a cluster, by Ray: actors that each hold a decoder, over blocks of requests.
 
-Scheduling, transport and retries are Ray's. A block whose actor dies is answered again elsewhere, by the same texts, and
-the journal takes each answer once.
+Scheduling, transport and retries are Ray's. A block whose actor dies is answered again elsewhere, by the same texts,
+and the journal takes each answer once.
 """
 
 import argparse

@@ -15,7 +15,7 @@ async def whole_answer(service: Service, body: Mapping[str, Any], chat: bool) ->
     asked = parse(body, chat)
     running = await service.submit(asked, TimeLimit(service.settings.timeout))
     with closing(running):
-        answer = Answer(asked, service.settings.model, service.tokenizer, running)
+        answer = Answer(asked, service, running)
         return answer.whole(await gathered(asked, None, running))
 
 
