@@ -53,7 +53,7 @@ def mixed(count):
             body = {"messages": [{"role": "user", "content": f"Tell {number}"}], **fields, "logprobs": number % 2 == 0}
             records.append({"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body})
         else:
-            records.append({"custom_id": number, "prompt": [5, 6, number], **fields, "temperature": 0})
+            records.append({"custom_id": number, "prompt": [5, 6, number % 256], **fields, "temperature": 0})
     return records
 
 
@@ -224,7 +224,8 @@ def test_a_full_disk_keeps_what_is_answered(answering, tmp_path, monkeypatch):
     monkeypatch.setattr(Job, "record", full)
     with pytest.raises(OSError, match="No space"):
         answered(answering, source, out)
-    assert (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n") == 5
+    # Answers that were made before the others were told to stop are kept, too.
+    assert 5 <= (tmp_path / "out.jsonl.journal").read_bytes().count(b"\n") < 9
     monkeypatch.setattr(Job, "record", record)
     assert len(answered(answering, source, out)) == 8
 
@@ -233,7 +234,7 @@ def rows_of(path):
     """The answers of a file, without the time at which the job was begun."""
     rows = [json.loads(line) for line in path.open()]
     for row in rows:
-        row["response"]["body"].pop("created")
+        row["response"]["body"].pop("created", None)
     return rows
 
 
@@ -273,8 +274,11 @@ def test_actors_of_ray_write_the_same_file_though_one_is_killed(saved, tmp_path)
         journal = tmp_path / "ray.jsonl.journal"
         while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") > 20 + 100 * turn):
             time.sleep(0.05)
-        actors = [one for one in psutil.Process(process.pid).children(recursive=True) if "_MapWorker" in one.name()]
-        actors[0].kill() if actors else None
+        actors = [
+            one for one in psutil.Process(process.pid).children(recursive=True) if "MapWorker" in "".join(one.cmdline())
+        ]
+        assert actors
+        actors[0].kill()
         if not turn:
             time.sleep(1)
             process.kill()

@@ -6,6 +6,7 @@ and the journal takes each answer once.
 
 import argparse
 import json
+import logging
 import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ def answer_on_ray(job: Job, args: argparse.Namespace, load: Load, telling: Telli
                 return
             size = args.max_batch * _BATCHES
             asked = [{"line": json.dumps(job.requests[number])} for number in rest]
+            # Ray starts an actor that has died again, elsewhere if it must, and gives it its blocks once more.
             answered = ray.data.from_items(asked, override_num_blocks=math.ceil(len(rest) / size)).map_batches(
                 _Actor,
                 fn_constructor_args=(load, cpus, identity, job.created),
@@ -54,8 +56,6 @@ def answer_on_ray(job: Job, args: argparse.Namespace, load: Load, telling: Telli
                 compute=ray.data.ActorPoolStrategy(size=actors),
                 num_cpus=cpus,
                 num_gpus=gpus,
-                max_restarts=-1,
-                max_task_retries=-1,
             )
             with telling(len(rest)) as done:
                 for answer in answered.iter_rows():
@@ -75,9 +75,11 @@ def _cluster(address: str) -> Iterator[Any]:
         import ray.data
     except ModuleNotFoundError:
         raise ValueError("--ray needs Ray: pip install 'tokenswift-decoder[ray]'") from None
+    for logger in ("ray", "ray.data"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     given: dict[str, Any] = {"include_dashboard": False} if address == "auto" else {"address": address}
     try:
-        ray.init(ignore_reinit_error=True, log_to_driver=False, **given)
+        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **given)
     except (ConnectionError, ValueError, RuntimeError) as error:
         words = " ".join(str(error).split())[:200]
         raise OSError(f"there is no Ray cluster at {address} ({words}): start one, or use --ray auto") from error
