@@ -29,7 +29,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         source, text = _source(page.content_string, page)
         for target, _ in LINK.findall(text):
             path = _beside(source, target)
-            if path in _places or path.startswith("docs/") or path.endswith(".md") or not (ROOT / path).is_file():
+            page = path.endswith(".md") or (path.startswith("docs/") and not path.startswith("docs/examples/"))
+            if page or path in _places or not (ROOT / path).is_file():
                 continue
             # As text, since a browser shows a page of text and saves a file of code.
             picture = path.endswith(".png")
