@@ -1,6 +1,6 @@
 """Chat with a server in a terminal; any server of OpenAI's protocol will do.
 
-    python -m decoder serve --model data/smollm2 --heads data/heads-smollm2 --port 8000
+    decoder serve --model data/smollm2 --heads data/heads-smollm2 --port 8000
     python docs/examples/chat.py --url http://127.0.0.1:8000/v1
 
 The turns before are sent with each message. The server reads only what is new where it keeps prefixes.

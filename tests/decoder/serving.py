@@ -15,7 +15,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from decoder import Decoder
 from decoder.serve.app import make_app
 from decoder.serve.metrics import Metrics
-from decoder.serve.service import Service, Settings
+from decoder.serve.service import Service
+from decoder.serve.settings import Settings
 
 from .conftest import random_heads, tiny_llama
 from .test_using_it import byte_tokenizer

@@ -8,7 +8,7 @@ import torch
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.audit import rounding
+from decoder.auditing import rounding
 
 from .conftest import VOCAB, tiny_llama
 

@@ -20,8 +20,10 @@ import torch
 import decoder.__main__ as command
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.cache.partial import PartialCache
-from decoder.cli import flags
+from decoder.cli import run as running
 from decoder.cli.continuation import stream_on
+from decoder.cli.flags import from_flags
+from decoder.cli.parsers import run_parser
 from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript
 
@@ -202,23 +204,23 @@ def test_what_cannot_go_on_exactly_is_refused(speaking):
 
 
 def test_flags_are_the_settings_and_their_defaults():
-    args = command._parser().parse_args(["--model", "m", "--max-new-tokens", "1"])
+    args = run_parser(command.Parser, "decoder").parse_args(["--model", "m", "--max-new-tokens", "1"])
     for settings in (SamplingParams, TokenSwiftOptions):
-        assert command.from_flags(settings, args) == settings()
+        assert from_flags(settings, args) == settings()
     given = ["--tree", "1,2", "--no-coupled", "--budget", "99", "--cache", "static", "--min-p", "0.1", "--top-k", "7"]
-    args = command._parser().parse_args(["--model", "m", "--max-new-tokens", "1", *given])
-    assert command.from_flags(TokenSwiftOptions, args) == TokenSwiftOptions(
+    args = run_parser(command.Parser, "decoder").parse_args(["--model", "m", "--max-new-tokens", "1", *given])
+    assert from_flags(TokenSwiftOptions, args) == TokenSwiftOptions(
         tree=(1, 2), coupled=False, budget=99, cache="static"
     )
-    assert command.from_flags(SamplingParams, args) == SamplingParams(min_p=0.1, top_k=7)
+    assert from_flags(SamplingParams, args) == SamplingParams(min_p=0.1, top_k=7)
     given = ["--logit-bias", "3:2.5,17:-100", "--bad-words", "one", "--bad-words", "two", "--min-tokens", "4"]
-    args = command._parser().parse_args(["--model", "m", *given])
+    args = run_parser(command.Parser, "decoder").parse_args(["--model", "m", *given])
     expected = SamplingParams(logit_bias={17: -100, 3: 2.5}, bad_words=["one", "two"], min_tokens=4)
-    assert command.from_flags(SamplingParams, args) == expected
+    assert from_flags(SamplingParams, args) == expected
 
 
 def test_help_explains_every_flag(run):
-    status, text, _ = run("--help")
+    status, text, _ = run("run", "--help")
     assert status == 0
     for settings in (SamplingParams, TokenSwiftOptions):
         for field in fields(settings):
@@ -348,7 +350,7 @@ def test_the_output_has_the_shape_that_was_asked_for_also_when_resumed(run, comm
 )
 def test_a_shape_that_cannot_be_is_told_before_the_model_is_loaded(run, common, monkeypatch, flags, words):
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(command, "load_from_flags", None)
+    monkeypatch.setattr(running, "load_from_flags", None)
     status, _, told = run(*common, "--max-new-tokens", 9, *flags)
     assert status == 2 and words in told and "Traceback" not in told
 
@@ -482,7 +484,7 @@ def test_wrong_input_ends_in_one_sentence_before_the_model_is_loaded(
     run, common, tmp_path, monkeypatch, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(flags, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("decoder.loader.load", lambda *a, **k: pytest.fail("the model was loaded"))
     Path("prompt.txt").write_text("Call me")
     Path("latin.txt").write_bytes("naïve".encode("latin-1"))
     Path("empty.txt").touch()
@@ -553,7 +555,7 @@ def test_auto_runs_without_heads(run, folders):
 def test_a_second_run_on_the_same_output_is_refused_and_touches_nothing(common, run, tmp_path):
     file = tmp_path / "out"
     arguments = [*common, "--max-new-tokens", 60, "--output", file]
-    first = command._Run(command._parser().parse_args([str(argument) for argument in arguments]))
+    first = running.Run(run_parser(command.Parser, "decoder").parse_args([str(argument) for argument in arguments]))
     before = [(path.name, path.read_bytes()) for path in sorted(tmp_path.iterdir())]
     status, text, told = run(*arguments, "--resume")
     assert (status, text) == (2, "")
@@ -748,7 +750,7 @@ def test_a_run_that_breaks_off_says_how_to_go_on(run, common, tmp_path, monkeypa
     file = tmp_path / "out"
     arguments = [*common, "--max-new-tokens", 60, "--output", file]
     with monkeypatch.context() as patch:
-        patch.setattr(command, "stream_on", breaking)
+        patch.setattr(running, "stream_on", breaking)
         broken = run(*arguments)
         independent = run(*arguments[:-1], tmp_path / "other", "--verification", "independent")
     count = len(tokens_in(file))

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import decoder
 from decoder import Decoder, SamplingParams
-from decoder.audit import rounding
+from decoder.auditing import rounding
 from decoder.backends.native import library as native
 from decoder.backends.native.int4 import GROUP, Int4Linear, NativeInt4Weight, rounded
 from decoder.backends.native.mxint8 import mxint8_holds, rounded_to_mxint8

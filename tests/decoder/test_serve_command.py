@@ -15,7 +15,8 @@ import decoder.__main__ as command_line
 from decoder import Decoder, SamplingParams
 from decoder.serve import command
 from decoder.serve.metrics import Metrics
-from decoder.serve.service import Service, Settings
+from decoder.serve.service import Service
+from decoder.serve.settings import Settings
 
 from .conftest import random_heads, tiny_llama
 from .serving import Running, within

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decoder import SamplingParams, load
-from decoder.audit import audit_tokens
+from decoder.auditing import audit_tokens
 
 from .ranks import free_port, on_ranks
 from .serving import within

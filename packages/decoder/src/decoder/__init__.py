@@ -1,40 +1,24 @@
 """Lossless acceleration of ultra-long generation with Hugging Face causal language models."""
 
-from decoder import constraints
-from decoder.audit import Audit, audit
-from decoder.decoder import Decoder, methods
-from decoder.draft_heads import DraftHeads
-from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.heads import load_heads
-from decoder.hf import custom_generate
-from decoder.loader import load
-from decoder.options import TokenSwiftOptions, parse_tree
-from decoder.outputs import BatchError, Chunk, GenerationOutput, Request
-from decoder.request import BatchRequest, GenerationRequest
-from decoder.sampling.params import SamplingParams
-from decoder.sampling.token_tree import rank_paths
-from decoder.stats import Statistics
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Audit",
-    "BatchError",
-    "BatchRequest",
-    "Chunk",
-    "Decoder",
-    "DraftHeads",
-    "Eagle3DraftModel",
-    "GenerationOutput",
-    "GenerationRequest",
-    "Request",
-    "SamplingParams",
-    "Statistics",
-    "TokenSwiftOptions",
-    "audit",
-    "constraints",
-    "custom_generate",
-    "load",
-    "load_heads",
-    "methods",
-    "parse_tree",
-    "rank_paths",
-]
+if TYPE_CHECKING:
+    from decoder.api import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    # PyTorch and transformers take seconds to import, which `decoder --help` is not to wait for.
+    api = import_module("decoder.api")
+    if name == "__all__":
+        return api.__all__
+    # Not yet all there while the package's own modules are imported.
+    if name in getattr(api, "__all__", ()):
+        return getattr(api, name)
+    if name in globals():  # a module of the package, as it is imported by now
+        return globals()[name]
+    raise AttributeError(f"module 'decoder' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.admission import Admission, CacheBytes, memory_for_caches
 from decoder.arguments import Arguments, check_arguments
-from decoder.audit import Audit, audit
+from decoder.auditing import Audit, audit
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache

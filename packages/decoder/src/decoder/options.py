@@ -7,6 +7,19 @@ from decoder.checks import shown
 
 MIN_BUDGET, MAX_BUDGET = 64, 4096  # of the default; the paper takes the 4,096 tokens of its prompts (section 4.1)
 PAPER_TREE, PAPER_NGRAMS = (1, 3, 3, 3), 20  # section 3.3, and its k
+METHOD_NAMES = (
+    "ar",
+    "tokenswift",
+    "medusa",
+    "eagle3",
+    "draft-model",
+    "triforce",
+    "magicdec",
+    "prompt-lookup",
+    "suffix",
+    "tokenswift-fused",
+    "auto",
+)
 CACHES = ("dynamic", "static", "full")
 DRAFT_CACHES = ("streaming", "snapkv")
 VERIFICATIONS = ("exact", "independent")

@@ -227,9 +227,10 @@ class Scheduler:
         del self._pending[sequence]
         return tokens
 
-    def _keep_prefix(self, sequence: Sequence) -> None:
+    def _keep_prefix(self, sequence: Sequence, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Keep the cache of a sequence that leaves, unless a fault ended it, or the program ends."""
-        if self.prefixes is None or sequence.error is not None or sys.is_finalizing():
+        # `ending` is bound here, since a program that ends takes this module's names away first.
+        if self.prefixes is None or sequence.error is not None or ending():
             return
         work = self.prefixes.keeping(sequence.sampler.context, sequence.cache)
         if self.short_steps:

@@ -1,1 +1,1 @@
-"""The command `python -m decoder`."""
+"""The commands in the terminal."""

@@ -5,15 +5,14 @@ import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
-from decoder import constraints
 from decoder.checks import check, shown
-from decoder.decoder import Decoder
-from decoder.heads_beside import heads_beside
-from decoder.loader import load
-from decoder.model.loading import check_source
 from decoder.options import CACHES, DRAFT_CACHES, KV_DTYPES, VERIFICATIONS, parse_tree
+
+if TYPE_CHECKING:
+    from decoder.constraints import Grammar
+    from decoder.decoder import Decoder
 
 Settings = TypeVar("Settings")
 _METAVARS = {bool: None, int: "N", float: "X", str: "NAME"}
@@ -85,6 +84,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def check_sources(args: argparse.Namespace) -> None:
     """Check that what the flags of `add_loading_flags` name exists. Raises as `decoder.load` does."""
+    from decoder.model.loading import check_source
+
     for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
         if source is not None:
             check_source(name, source)
@@ -92,10 +93,12 @@ def check_sources(args: argparse.Namespace) -> None:
 
 def heads_of(args: argparse.Namespace) -> str | None:
     """The heads that --heads names, or else those that the method drafts with beside the model's folder, if any."""
+    from decoder.heads_beside import heads_beside
+
     return args.heads or heads_beside(args.model).get(getattr(args, "method", None) or "auto")
 
 
-def add_sanitize_flag(group: argparse._ArgumentGroup) -> None:
+def add_sanitize_flag(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--sanitize-control-tokens",
         action="store_true",
@@ -103,8 +106,10 @@ def add_sanitize_flag(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def load_from_flags(args: argparse.Namespace, tensor_parallel: bool = False) -> Decoder:
+def load_from_flags(args: argparse.Namespace, tensor_parallel: bool = False) -> "Decoder":
     """Load what the flags of `add_loading_flags` name. Raises as `decoder.load` does."""
+    from decoder.loader import load
+
     return load(
         args.model,
         heads_of(args),
@@ -165,13 +170,15 @@ def add_constraint_flags(group: Any) -> None:
     group.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated")
 
 
-def constraint_of(args: argparse.Namespace) -> constraints.Grammar | None:
+def constraint_of(args: argparse.Namespace) -> "Grammar | None":
     """The constraint that the flags of `add_constraint_flags` ask for, if any.
 
     Raises:
         ValueError: it cannot be kept, or its file holds no text.
         OSError: its file cannot be read.
     """
+    from decoder import constraints
+
     if args.json_schema is not None:
         return constraints.json_schema(_text_of(args.json_schema))
     if args.regex is not None:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TextIO
 
-from decoder.parallel.ranks import is_first_to_tell
-
 FLAG = "--tensor-parallel"
 
 
@@ -34,5 +32,7 @@ def first_speaks(arguments: Sequence[str]) -> Iterator[None]:
 
 def tell(error_sentence: str, sentence: str) -> None:
     """Print ``sentence`` to standard error, unless another process of this run has told the same error."""
+    from decoder.parallel.ranks import is_first_to_tell
+
     if is_first_to_tell(error_sentence):
         print(sentence, file=sys.stderr.own if isinstance(sys.stderr, _Silence) else sys.stderr)

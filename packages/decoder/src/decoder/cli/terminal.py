@@ -1,10 +1,33 @@
-"""A status line in the last row of the terminal, below the text that scrolls above it."""
+"""What commands say beside the text, and a status line in the terminal's last row, below the text that scrolls."""
 
 import os
+import sys
 import time
-from typing import TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
+if TYPE_CHECKING:
+    from decoder.stats import Statistics
+
+BROKE_OFF, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 _SECONDS_BETWEEN = 0.2
+
+
+def program() -> str:
+    """How the command was called."""
+    return "decoder" if Path(sys.argv[0]).stem == "decoder" else "python -m decoder"
+
+
+def say(sentence: str) -> None:
+    print(f"{program()}: {sentence}", file=sys.stderr)
+
+
+def rates(stats: "Statistics") -> str:
+    """Speed, tokens per step and acceptance, as far as they are known, to stand behind a number of tokens."""
+    speed = f", {stats.generated / stats.decode_seconds:.1f} tokens/s" if stats.decode_seconds else ""
+    per_step = "" if stats.tokens_per_step is None else f", {stats.tokens_per_step:.2f} tokens per step"
+    rate = "" if stats.acceptance_rate is None else f", acceptance {stats.acceptance_rate:.2f}"
+    return speed + per_step + rate
 
 
 class StatusLine:

@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 class ConstraintError(ValueError):
@@ -25,7 +26,7 @@ class Vocabulary:
     """
 
     size: int
-    tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
+    tokenizer: "PreTrainedTokenizerBase | None" = field(default=None, repr=False)
     end_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
 
@@ -38,7 +39,7 @@ class ConstraintState(ABC):
     """
 
     @abstractmethod
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> "torch.Tensor":
         """Which tokens may follow, bool [V] on the host, not to be changed afterwards.
 
         End tokens are among them only where the text may end. A text without end tokens ends where nothing may follow.

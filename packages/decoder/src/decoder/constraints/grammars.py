@@ -7,15 +7,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoder.checks import fault, parse_json, shown
 from decoder.constraints.base import ConstraintError, ConstraintState, Vocabulary
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 LONGEST = 2**17  # characters of a grammar; to compile as many takes about a second
 _LARGEST = 100_000  # items of a pattern when its counted repetitions are written out; more take seconds
@@ -221,6 +221,8 @@ class _Compiled:
         tokenizer = vocabulary.tokenizer
         if tokenizer is None:
             raise ValueError("constraints by grammars need a tokenizer: give the Decoder one")
+        from transformers import PreTrainedTokenizerFast
+
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ValueError(
                 f"constraints by grammars need one of transformers' fast tokenizers, not {type(tokenizer).__name__}"
@@ -253,7 +255,7 @@ class _Compiled:
         return made
 
 
-_all: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, _Compiled]] = WeakKeyDictionary()
+_all: "WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, _Compiled]]" = WeakKeyDictionary()
 _lock = threading.Lock()  # a server checks requests beside the thread that decodes
 
 
@@ -282,7 +284,10 @@ class GrammarState(ConstraintState):
         tokenizer = vocabulary.tokenizer
         self._stand_in = None if self._ends or tokenizer is None else tokenizer.eos_token_id or 0
 
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> "torch.Tensor":
+        import numpy as np
+        import torch
+
         matcher = self._matcher.deep_copy() if self._ahead else self._settled
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         _check(matcher)

@@ -12,21 +12,22 @@ from decoder.drafters.prompt_lookup import PromptLookup
 from decoder.drafters.tokenswift import TokenSwift, TunedTokenSwift
 from decoder.drafters.triforce import TriForce
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.options import TokenSwiftOptions
+from decoder.options import METHOD_NAMES, TokenSwiftOptions
 
-METHODS: dict[str, type[Drafter]] = {
-    "ar": Autoregressive,
-    "tokenswift": TokenSwift,
-    "medusa": Medusa,
-    "eagle3": Eagle3,
-    "draft-model": DraftModel,
-    "triforce": TriForce,
-    "magicdec": MagicDec,
-    "prompt-lookup": PromptLookup,
-    "suffix": Suffix,
-    "tokenswift-fused": Fused,
-    "auto": Auto,
-}
+_DRAFTERS: tuple[type[Drafter], ...] = (
+    Autoregressive,
+    TokenSwift,
+    Medusa,
+    Eagle3,
+    DraftModel,
+    TriForce,
+    MagicDec,
+    PromptLookup,
+    Suffix,
+    Fused,
+    Auto,
+)
+METHODS: dict[str, type[Drafter]] = dict(zip(METHOD_NAMES, _DRAFTERS, strict=True))
 
 TUNED: dict[str, type[Drafter]] = {
     "tokenswift": TunedTokenSwift,

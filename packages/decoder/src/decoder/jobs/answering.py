@@ -11,7 +11,8 @@ from decoder.decoder import Decoder
 from decoder.jobs.lines import Line
 from decoder.model.short_weights import dtype_name
 from decoder.serve.errors import ApiError
-from decoder.serve.service import Service, Settings
+from decoder.serve.service import Service
+from decoder.serve.settings import Settings
 from decoder.serve.whole import whole_answer
 
 Row = dict[str, Any]

@@ -1,42 +1,30 @@
-"""`python -m decoder batch IN OUT`: answer a file of requests; run again, it goes on where it was cut."""
+"""`decoder batch IN OUT`: answer a file of requests; run again, it goes on where it was cut."""
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from decoder.checks import parse_json
-from decoder.cli.flags import (
-    add_flags,
-    add_loading_flags,
-    add_sanitize_flag,
-    check_flags,
-    check_sources,
-    from_flags,
-    load_from_flags,
-)
+from decoder.cli.flags import check_flags, check_sources, from_flags, load_from_flags
 from decoder.cli.terminal import StatusLine
-from decoder.decoder import methods
 from decoder.jobs.answering import Answering, Broken, Row
 from decoder.jobs.job import Job
 from decoder.jobs.lines import Line, Requests
 from decoder.options import TokenSwiftOptions
 from decoder.prefix_reuse import prefix_reuse, usual_bytes
 
-_MAX_BATCH = 16
 
-
-def batch(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> None:
+def batch(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
         ValueError, OSError: as `decoder.load` does; or a line of the file is no request, or the answers cannot be
             written.
     """
-    args = _parser(parser).parse_args(arguments)
     check_flags(args)
     if args.max_batch < 1:
         raise ValueError(f"--max-batch must be at least 1, not {args.max_batch}")
@@ -57,40 +45,6 @@ def batch(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
         errors = job.finish()
     failed = f", {errors:,} of them errors" if errors else ""
     print(f"{args.answers}: {len(requests):,} answers{failed}", file=sys.stderr)
-
-
-def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    asked = parser(
-        prog="python -m decoder batch",
-        description="Answer a file of requests. What has been answered when the command ends, however it ends, is kept "
-        "in OUT.journal, and the same command goes on from there.",
-        allow_abbrev=False,
-    )
-    asked.add_argument(
-        "requests",
-        type=Path,
-        metavar="IN",
-        help="JSON lines, or Parquet if it ends in .parquet: OpenAI's batch requests, or objects with a prompt or "
-        "messages and further fields of a request",
-    )
-    asked.add_argument("answers", type=Path, metavar="OUT", help="the answers, in the order of the requests")
-    add_loading_flags(asked)
-    asked.add_argument(
-        "--defaults", metavar="JSON", help="""fields for requests that lack them, such as '{"max_tokens": 200}'"""
-    )
-    asked.add_argument(
-        "--max-batch", type=int, default=_MAX_BATCH, metavar="N", help="texts that are decoded together (%(default)s)"
-    )
-    add_sanitize_flag(asked.add_argument_group("chats"))
-    ray = asked.add_argument_group("ray", "answer on a cluster; needs the extra `ray`")
-    ray.add_argument("--ray", metavar="ADDRESS", help="of a cluster; auto starts Ray on this machine")
-    ray.add_argument("--ray-actors", type=int, metavar="N", help="decoders, each with weights of its own (default: 1)")
-    ray.add_argument("--ray-cpus", type=int, metavar="N", help="processors, and threads, of each (default: 1)")
-    ray.add_argument("--ray-gpus", type=float, metavar="X", help="GPUs of each (default: 0)")
-    drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
-    drafting.add_argument("--method", choices=methods(), help="for requests that do not name one (default: auto)")
-    add_flags(drafting, TokenSwiftOptions)
-    return asked
 
 
 def _defaults(text: str | None) -> dict[str, Any]:

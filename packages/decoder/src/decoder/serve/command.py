@@ -1,4 +1,4 @@
-"""`python -m decoder serve`: load a model and serve it until SIGTERM or Ctrl-C."""
+"""`decoder serve`: load a model and serve it until SIGTERM or Ctrl-C."""
 
 import argparse
 import asyncio
@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,34 +16,26 @@ import uvicorn
 
 from decoder.backends.memory import available_memory
 from decoder.checks import decoded, shown
-from decoder.cli.flags import (
-    add_flags,
-    add_loading_flags,
-    add_sanitize_flag,
-    check_flags,
-    check_sources,
-    from_flags,
-    load_from_flags,
-)
-from decoder.decoder import Decoder, methods
+from decoder.cli.flags import check_flags, check_sources, from_flags, load_from_flags
+from decoder.decoder import Decoder
 from decoder.options import TokenSwiftOptions
 from decoder.prefix_reuse import prefix_reuse, usual_bytes
 from decoder.serve.app import make_app
 from decoder.serve.metrics import Metrics
-from decoder.serve.service import Service, Settings
+from decoder.serve.service import Service
+from decoder.serve.settings import Settings
 
 logger = logging.getLogger("decoder.serve")
 _SECONDS_TO_TELL = 15.0  # for answers that say that the server stops, after the time of grace
 
 
-def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> None:
+def serve(args: argparse.Namespace) -> None:
     """Run the command; returns when the server has stopped.
 
     Raises:
         ValueError, OSError: as `decoder.load` does; or a flag is out of range, the port cannot be had, or the file with
             the key cannot be read.
     """
-    args = _parser(parser).parse_args(arguments)
     check_flags(args)
     for name, least in (("max_batch", 1), ("max_queue", 0), ("max_tokens", 1), ("timeout", 1), ("grace", 0)):
         if not getattr(args, name) >= least:
@@ -81,52 +73,6 @@ def serve(arguments: Sequence[str], parser: type[argparse.ArgumentParser]) -> No
             tuple(args.allow_origin),
         )
         _run(Service(dec, settings, Metrics()), listener)
-
-
-def _parser(parser: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    asked = parser(
-        prog="python -m decoder serve",
-        description="Serve a model by OpenAI's protocol: /v1/completions, /v1/chat/completions, /v1/models.",
-        allow_abbrev=False,
-    )
-    add_loading_flags(asked)
-    server = asked.add_argument_group("server")
-    default = Settings("")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    server.add_argument("--port", type=int, default=8000, metavar="N", help="default: %(default)s; 0 takes a free one")
-    server.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let pages of this origin, such as https://example.org, use the server from a browser; may be repeated, "
-        "and * is any (default: none)",
-    )
-    add_sanitize_flag(server)
-    server.add_argument("--api-key-file", type=Path, metavar="F", help="file with the key that clients must send")
-    for name, words in (
-        ("max_batch", "texts that are decoded together"),
-        ("max_queue", "texts that may wait; others are refused (429)"),
-        ("max_tokens", "new tokens that a text may have, also where a chat asks for no number"),
-    ):
-        flag, value = "--" + name.replace("_", "-"), getattr(default, name)
-        server.add_argument(flag, type=int, default=value, metavar="N", help=words + " (default: %(default)s)")
-    server.add_argument(
-        "--prefix-cache-bytes",
-        type=int,
-        metavar="N",
-        help="kept of the caches of ended texts, for prompts that begin alike (default: 1 GiB with bitwise, else 0)",
-    )
-    for name, words in (
-        ("timeout", "seconds that a request may take, the queue included"),
-        ("grace", "seconds that running requests have to end when the server is told to stop"),
-    ):
-        value = getattr(default, name)
-        server.add_argument(f"--{name}", type=float, default=value, metavar="S", help=words + " (default: %(default)s)")
-    drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
-    drafting.add_argument("--method", choices=methods(), help="for requests that do not name one (default: auto)")
-    add_flags(drafting, TokenSwiftOptions)
-    return asked
 
 
 def _prefix_cache_bytes(args: argparse.Namespace, dec: Decoder) -> int:

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -17,12 +17,12 @@ from decoder.constraints import Grammar, Vocabulary
 from decoder.decoder import Decoder
 from decoder.model.short_weights import dtype_name
 from decoder.new_sequence import vocabulary_of
-from decoder.options import TokenSwiftOptions
 from decoder.request import GenerationRequest
 from decoder.serve.body import field_of, parse_body
 from decoder.serve.errors import ApiError
 from decoder.serve.reading import Reading, size_of, surely_too_long
 from decoder.serve.requests import Asked, parse
+from decoder.serve.settings import Settings
 from decoder.serve.speech import Speech, speech_of
 from decoder.serve.tokenizing import read_detokenize, read_tokenize
 from decoder.serve.worker import Job, Piece, Worker
@@ -30,35 +30,6 @@ from decoder.stats import Statistics
 from decoder.text.prompts import prompt_ids
 
 _FORCED_TRIED = 16  # forced tokens at a constraint's beginning that are tried before a request is taken
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a server serves.
-
-    Args:
-        model: the name of the model in requests and answers.
-        max_batch: texts that are decoded together.
-        max_queue: texts that may wait.
-        max_tokens: new tokens of a text.
-        timeout: seconds that a request may take, with the time in which it is read and in the queue.
-        grace: seconds that running requests have to end once the server is told to stop.
-        method: for requests that do not name one; None chooses.
-        options: how to draft.
-        api_key: what clients must send; None lets everybody in.
-        allow_origins: of pages that browsers let use the server; "*" is any.
-    """
-
-    model: str
-    max_batch: int = 16
-    max_queue: int = 64
-    max_tokens: int = 4096
-    timeout: float = 3600.0
-    grace: float = 30.0
-    method: str | None = None
-    options: TokenSwiftOptions | None = None
-    api_key: str | None = None
-    allow_origins: tuple[str, ...] = ()
 
 
 class TimeLimit:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import decoder
-from decoder.audit import audit_tokens, rounding
+from decoder.auditing import audit_tokens, rounding
 from ts_eval.comparing.method_spec import MethodSpec
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torchmetrics.utilities import dim_zero_cat
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from decoder.audit import evaluating
+from decoder.auditing import evaluating
 from ts_eval.defaults import PIECE_TOKENS
 
 FEWEST_PIECES = 200

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from decoder.audit import evaluating
+from decoder.auditing import evaluating
 from ts_eval.metrics.base import MeanOverTexts
 
 _CHUNK = 256
