@@ -11,15 +11,16 @@ import torch
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.backends.attention import Scores
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.backend import NATIVE
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, pack
 from decoder.backends.native.whole_model import WholeModel
-from decoder.backends.reference.attention import masked_softmax
+from decoder.backends.reference.attention import Masked, masked_softmax
 from decoder.cache.full import FullCache
-from decoder.cache.layout import Layout
+from decoder.cache.layout import LayerKind, Layout
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import all_heads, random_heads, tiny_llama
@@ -42,8 +43,9 @@ def case(length, new, dtype, heads=6, kv_heads=2, dim=16, value_dim=None, spare=
     return rows, *pairs
 
 
-def attend(rows, key, value, length, mask=None, heads=6):
-    return native_attention.native_attention(rows, heads, [key], [value], [NewTokens(length, len(rows), mask)], 0.3)
+def attend(rows, key, value, length, mask=None, heads=6, **scores):
+    new = [NewTokens(length, len(rows), mask, length)]
+    return native_attention.native_attention(rows, heads, [key], [value], new, Scores(0.3, **scores))
 
 
 def obvious(rows, key, value, length, mask=None, heads=6):
@@ -97,6 +99,33 @@ def test_a_prompt_in_pieces_of_any_size_and_on_any_number_of_threads_has_the_sam
         torch.set_num_threads(threads)
 
 
+BOUNDED = [LayerKind("window", 5), LayerKind("window", 100), LayerKind("window", 600), LayerKind("chunk", 96)]
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BOUNDED, ids=str)
+@pytest.mark.parametrize("length", [0, 3, SPLIT - 2, 2 * SPLIT + 95, 1500])
+def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(length, kind, dtype):
+    """In a tree, in a chain and one by one, whatever the cache still holds of what no token sees."""
+    tree, sinks = random_tree(length), torch.linspace(-1, 40, 6)
+    more = dict(kind=kind, sinks=sinks, softcap=1.5)
+    for mask in (tree.ancestor_mask(), None):
+        rows, key, value = case(length, len(tree), dtype, spare=0)
+        found = attend(rows, key, value, length, mask, **more)
+        depths = tree.depths if mask is not None else range(len(tree))
+        text = Masked(len(tree), mask, [length + depth for depth in depths])
+        wide = (rows[None, :, :6].transpose(1, 2).double(), key.double(), value.double())
+        expected = masked_softmax(*wide, text.blocked(kind, key), 0.3, sinks.double(), 1.5)
+        assert near(found, expected[0].transpose(0, 1).flatten(1), dtype)
+        for node in range(len(tree)):
+            path = tree.path(node) if mask is not None else list(range(node + 1))
+            seen = [*range(length), *(length + at for at in path)]
+            seen = seen[kind.first_seen(len(seen) - 1) :]  # the others are not in the cache any more
+            own = [pairs[:, :, seen].contiguous() for pairs in (key, value)]
+            assert torch.equal(attend(rows[node : node + 1], *own, length + len(path) - 1, **more)[0], found[node])
+
+
 @needs_native
 @pytest.mark.parametrize(
     "heads, kv_heads, dim, value_dim", [(4, 4, 8, 8), (8, 1, 40, 24), (48, 1, 64, 64), (3, 3, 256, 96)]
@@ -116,7 +145,7 @@ def test_texts_of_one_call_have_the_bits_they_have_alone():
     cases = [case(length, len(tree), torch.float32) for length, tree in zip(lengths, trees, strict=True)]
     new = [NewTokens(length, len(tree), tree.ancestor_mask()) for length, tree in zip(lengths, trees, strict=True)]
     rows, keys, values = zip(*cases, strict=True)
-    together = native_attention.native_attention(torch.cat(rows), 6, keys, values, new, 0.3)
+    together = native_attention.native_attention(torch.cat(rows), 6, keys, values, new, Scores(0.3))
     for own, *given, found in zip(rows, keys, values, new, together.split([len(tree) for tree in trees]), strict=True):
         key, value, tokens = given
         assert torch.equal(attend(own, key, value, tokens.length, tokens.mask), found)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.backends.native.backend import NATIVE
 from decoder.cache import window
 from decoder.cache.full import FullCache
 
@@ -46,6 +47,7 @@ FAMILIES = {
             tie_word_embeddings=False,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
             hidden_size_per_layer_input=0,
+            global_head_dim=16,
             attention_k_eq_v=True,
             enable_moe_block=True,
             num_experts=4,
@@ -182,6 +184,21 @@ def test_a_reused_beginning_changes_nothing(decoders, prompt, name, kv_dtype):
         assert out.token_ids == expected.token_ids
         reused.append(out.stats.reused_tokens)
     assert not reused[0] and reused[1] > len(prompt)
+
+
+BIT_FOR_BIT = ("mistral", "gemma2", "gemma3_text", "gemma4_text", "exaone4", "phi3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name", BIT_FOR_BIT)
+def test_the_native_library_decodes_them_bit_for_bit(with_native, prompt, name, dtype):
+    model_type, overrides = FAMILIES[name]
+    model = tiny(model_type, dtype, **overrides)
+    dec, sampling = Decoder(model, heads=random_heads(model), bitwise=True), SamplingParams(seed=1)
+    expected = dec.generate(prompt, 3 * LENGTH, "ar", sampling).token_ids
+    assert dec.target.backend.name == NATIVE
+    for method in ("tokenswift", "magicdec"):
+        assert (method, dec.generate(prompt, 3 * LENGTH, method, sampling, NARROW).token_ids) == (method, expected)
 
 
 @torch.inference_mode()

@@ -49,8 +49,9 @@ def model_fault(target: "Target") -> str | None:
         prefilled = _cache(target)
         target.prefill(text, prefilled)
         for other, words in ((verified, "verified"), (prefilled, "prefilled")):
-            for mine, theirs in ((plain.keys, other.keys), (plain.values, other.values)):
-                if not torch.equal(mine[:, :, :, :_TEXT], theirs[:, :, :, :_TEXT]):
+            kept = (cache.beginning(_TEXT, target.layout.keeping) for cache in (plain, other))
+            for mine, theirs in zip(*kept, strict=True):
+                if not torch.equal(mine, theirs):
                     return f"a text that is {words} has other keys or values than one that is decoded"
     return None
 

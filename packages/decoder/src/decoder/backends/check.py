@@ -4,7 +4,7 @@ What runs here may never have run on such a card, processor, driver or library, 
 kind must show before a text does. A wrong function's errors are about as large as its results.
 """
 
-from collections.abc import Mapping
+from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class Expected(NamedTuple):
     """What a pass of the reference over `trial_tree` has given, with the keys and values of its nodes."""
 
     output: PassOutput
-    pairs: tuple[torch.Tensor, torch.Tensor]
+    pairs: list[torch.Tensor]
 
 
 def trial_tree(vocab_size: int) -> TokenTree:
@@ -105,8 +105,8 @@ def _fault_in_a_tree(target: "Target", backend: PassBackend, expected: Expected,
         fault = _fault(target, output, expected.output.part(slice(first, nodes)), f"a tree of {len(below)} nodes")
         if fault is not None:
             return fault
-    pairs = zip(("keys", "values"), (cache.keys, cache.values), expected.pairs, strict=True)
-    faults = (_off(target, words, own[:, :, :, :nodes], other) for words, own, other in pairs)
+    pairs = zip(cycle(("keys", "values")), cache.beginning(nodes, target.layout.keeping), expected.pairs, strict=False)
+    faults = (_off(target, words, own, other) for words, own, other in pairs)
     return next((fault for fault in faults if fault), None)
 
 
@@ -117,14 +117,9 @@ def _fault(target: "Target", output: PassOutput, expected: PassOutput, of: str) 
     if output.queries:
         if output.queries.keys() != expected.queries.keys():
             return "it hands over the queries of other layers"
-        mine, theirs = (_stacked(one.queries) for one in (output, expected))
-        pairs.append(("queries", mine, theirs))
+        pairs += [("queries", output.queries[layer], own) for layer, own in expected.queries.items()]
     faults = (_off(target, f"{words} of {of}", *pair) for words, *pair in pairs)
     return next((fault for fault in faults if fault), None)
-
-
-def _stacked(queries: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([queries[layer] for layer in sorted(queries)])
 
 
 def _off(target: "Target", words: str, actual: torch.Tensor, expected: torch.Tensor) -> str | None:

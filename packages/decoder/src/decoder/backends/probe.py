@@ -90,7 +90,7 @@ def probe(target: "Target", reference: Reference) -> Probed:
         for kind, layers in layout.members.items()
         if kind != RECURRENT
     }
-    expected = Expected(seen, (cache.keys, cache.values))
+    expected = Expected(seen, cache.beginning(len(tree), cache.written))
     states = 0 if cache.recurrent is None else cache.recurrent.nbytes // len(tree)
     latent = any(map(is_latent, target.modules))
     return Probed(_logit_scale(target, raw, logits), shapes, layout, asked, expected, states, latent)

@@ -1,6 +1,6 @@
 """The full KV cache: keys and values of prompt, output and the tree under verification."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from decoder.backends.base import AttentionShape
 from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
-from decoder.cache.layout import RECURRENT, LayerKind
+from decoder.cache.layout import FULL, RECURRENT, LayerKind
 from decoder.cache.recurrent import RecurrentCopy, RecurrentStates
 from decoder.cache.window import WindowCopy, WindowState
 from decoder.work import Progress, Work
@@ -114,6 +114,17 @@ class FullCache(LayeredCache):
         """
         key, value = self._of_layer[self.layout.places[layer_idx]]
         return key[:, :, : self.length], value[:, :, : self.length]
+
+    def beginning(self, count: int, keeping: Collection[int]) -> list[torch.Tensor]:
+        """Keys and values [layers, B, G, n, D], by kind, that some layers have of the text's first ``count`` tokens."""
+        found = []
+        for kind, layers in self.layout.members.items():
+            if kind == RECURRENT:
+                continue
+            held = self if kind == FULL else self.states[kind]
+            places = [place for place, layer in enumerate(layers) if layer in keeping]
+            found += [one[places, :, :, :count] for one in (held.keys, held.values) if places]
+        return found
 
     def pair_at(self, position: int, copies: Copies | None = None) -> list[torch.Tensor]:
         """Keys and values [layers, B, G, 1, D] of a token by kind of layer, its own or those in ``copies``."""

@@ -106,8 +106,9 @@ class Target:
         self.attention_shapes = probed.shapes
         """By kind of layer, of what shape its attention is."""
         self._state_bytes = probed.state_bytes
-        asked = [scores.more_than_causal for scores in probed.asked.values()]
-        asked += ["recurrent layers"] * bool(self.mixers) + ["compressed keys"] * bool(probed.latent)
+        self.more_than_attention = "recurrent layers" if self.mixers else "compressed keys" if probed.latent else None
+        """In words, what the model has beside attention over its keys and values; None if it has nothing."""
+        asked = [self.more_than_attention, *(scores.more_than_causal for scores in probed.asked.values())]
         self.more_than_causal = next((words for words in asked if words), None)
         """In words, what a layer does beside plain attention to the whole text; None if no layer does."""
         structure = self.structure
@@ -239,6 +240,11 @@ class Target:
     def attention_shape_now(self) -> AttentionShape:
         """The shape of heads in the dtype that the model has now."""
         return self.attention_shape._replace(dtype=self.dtype)
+
+    @property
+    def attention_shapes_now(self) -> list[AttentionShape]:
+        """The same for each kind of layer."""
+        return [shape._replace(dtype=self.dtype) for shape in self.attention_shapes.values()]
 
     @property
     def draws_whole_trees(self) -> bool:

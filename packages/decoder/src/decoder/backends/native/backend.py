@@ -61,9 +61,10 @@ class NativeBackend:
     @staticmethod
     def unavailable(target: "Target") -> str | None:
         """Why the library does not run a model; None if it does."""
-        if target.more_than_causal is not None:
-            return f"for plain attention to the whole text, where {target.name} has {target.more_than_causal}"
-        return native_attention.unavailable(target.attention_shape_now, target.device)
+        if target.more_than_attention is not None:
+            return f"for attention over keys and values, where {target.name} has {target.more_than_attention}"
+        faults = (native_attention.unavailable(shape, target.device) for shape in target.attention_shapes_now)
+        return next((fault for fault in faults if fault is not None), None)
 
     @property
     def covers(self) -> str:
@@ -101,7 +102,7 @@ class NativeBackend:
         new = []
         for text in batch.texts:
             self.prepare(text.cache, len(text.tokens))
-            new.append(NewTokens(text.cache.get_seq_length(), len(text.tokens), text.mask()))
+            new.append(NewTokens(text.cache.get_seq_length(), len(text.tokens), text.mask(), text.positions[0]))
         if self.whole is None:
             return self._modules.run(batch, new, self._forwards)
         with replaced(self.called):

@@ -113,6 +113,7 @@ class Text(ctypes.Structure):
         ("value_layer", c_int64),
         ("value_head", c_int64),
         ("value_slot", c_int64),
+        ("first", c_int64),
         ("length", c_int64),
         ("count", c_int64),
         ("mask", c_void_p),
@@ -133,6 +134,10 @@ class Attention(ctypes.Structure):
         ("value_dim", c_int64),
         ("scaling", c_float),
         ("is_bf16", c_int32),
+        ("sinks", c_void_p),
+        ("window", c_int64),
+        ("chunk", c_int64),
+        ("softcap", c_float),
     )
 
 

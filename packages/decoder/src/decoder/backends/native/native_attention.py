@@ -10,6 +10,7 @@ from decoder.backends.attention import Pairs, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Attention, Text
+from decoder.cache.layout import FULL
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -21,11 +22,13 @@ class NewTokens(NamedTuple):
         length: the cached tokens' number.
         tokens: how many they are, t.
         mask: which of them sees which, bool [t, t], contiguous, parents before children; None is plain causal.
+        position: of the first one; a cache may hold fewer tokens than come before it.
     """
 
     length: int
     tokens: int
     mask: torch.Tensor | None
+    position: int = 0
 
     @staticmethod
     def attend(
@@ -35,7 +38,7 @@ class NewTokens(NamedTuple):
         heads = query[0].transpose(0, 1)
         if heads.stride()[1:] != (heads.shape[2], 1):
             heads = heads.contiguous()
-        output = native_attention(heads, heads.shape[1], keys, values, texts, scores.scaling)
+        output = native_attention(heads, heads.shape[1], keys, values, texts, scores)
         return output.view(1, *heads.shape[:2], -1)
 
 
@@ -61,7 +64,7 @@ def native_attention(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
     new: Sequence[NewTokens],
-    scaling: float,
+    scores: Scores,
 ) -> torch.Tensor:
     """Attention of the new tokens of several texts, which stand behind each other, each over its own text.
 
@@ -72,6 +75,7 @@ def native_attention(
         heads: [T, H or more, D], the first H of each token its queries; rows of all heads stand side by side.
         query_heads: H.
         keys, values: by text [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones.
+            In layers that do not attend to the whole text those are of the positions just before the first new one.
         new: by text its new tokens.
 
     Returns:
@@ -89,11 +93,13 @@ def native_attention(
         _, text.key_head, text.key_slot, _ = key.stride()
         _, text.value_head, text.value_slot, _ = value.stride()
         text.keys, text.values = key.data_ptr(), value.data_ptr()
-        text.length, text.count = own.length, own.tokens
+        text.length, text.count = (own.length if scores.kind == FULL else own.position), own.tokens
+        text.first = 0 if scores.kind == FULL else own.position - key.shape[2] + own.tokens
         text.mask = None if own.mask is None else own.mask.data_ptr()
     tokens, _, dim = heads.shape
     value_dim = values[0].shape[3]
     out = heads.new_empty(tokens, query_heads * value_dim)
+    sinks = None if scores.sinks is None else scores.sinks.detach().float().contiguous()
     call = Attention(
         texts,
         heads.data_ptr(),
@@ -103,12 +109,21 @@ def native_attention(
         keys[0].shape[1],
         dim,
         value_dim,
-        scaling,
+        scores.scaling,
         heads.dtype == torch.bfloat16,
+        sinks=None if sinks is None else sinks.data_ptr(),
+        **bounds(scores),
     )
     if native.library().attend(byref(call), len(keys), native.threads()):
         raise MemoryError("no memory for the partial results of attention")
     return out.to(given)
+
+
+def bounds(scores: Scores) -> dict[str, float]:
+    """What the library's `Attention` says of which keys are seen, and of a cap."""
+    size = {"window": scores.kind.size, "chunk": scores.kind.size}.items()
+    own = {name: number for name, number in size if name == scores.kind.name}
+    return {**own, "softcap": scores.softcap or 0.0}
 
 
 def _in_rows(pairs: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from decoder.backends.attention import Scores
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Attention, Layer, Pass, Text
 from decoder.backends.native.llama import products_of
@@ -145,7 +146,7 @@ class WholeModel:
             keys, values = cache.update(key, value, number)
             if not isinstance(keys, tuple):
                 keys, values = (keys,), (values,)
-            attended = native_attention(heads, self._heads, keys, values, new, self._scaling)
+            attended = native_attention(heads, self._heads, keys, values, new, Scores(self._scaling))
             states = layer.behind_attention(attended, states)
         return WholePass(states, inputs + [states] * wanted.count(len(self._held)), queries)
 

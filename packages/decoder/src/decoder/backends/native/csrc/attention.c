@@ -303,18 +303,26 @@ INLINE void prefetch(
 }
 
 // The keys of a split that some rows look at, by position: those in `slots` are `common` to all of them, and those in
-// `own`, SPLIT slots for each token, stand behind these on the way to that token. A row sees the first `seen` of both.
-// An even number is common where there are own ones, so that the same positions make a pair in every pass.
+// `own`, SPLIT slots for each token, stand behind these on the way to that token. A row sees those of both from number
+// `from` to number `seen`, and none sees what is before number `begin`. That one is even, and where there are own ones an
+// even number is common, so that the same positions make a pair in every pass.
 typedef struct {
-    int32_t slots[SPLIT], own[FEW * SPLIT], seen[FEW];
-    int64_t common;
+    int32_t slots[SPLIT], own[FEW * SPLIT], from[FEW], seen[FEW];
+    int64_t begin, common;
 } Keys;
 
 // Turn the scores of the keys that a row sees, SPLIT at most, to their weights; to bfloat16 in their place, if `paired`.
-INLINE State weigh(int paired, float *scores, int64_t seen) {
+// Of a key that it does not see the weight is zero.
+INLINE State weigh(int paired, float cap, float *scores, int64_t from, int64_t seen) {
     enum { TWO = 2 * LANES };
     const int64_t end = (seen + TWO - 1) / TWO * TWO;
-    if (!end) return (State){-INFINITY, 0};
+    if (from >= seen) {
+        memset(scores, 0, end * sizeof(float));
+        return (State){-INFINITY, 0};
+    }
+    for (int64_t n = from; cap && n < seen; n += LANES)
+        store(scores, n, 0, cap * tangent(load(scores, n, 0, seen - n) / cap), seen - n);
+    for (int64_t n = 0; n < from; n++) scores[n] = -INFINITY;
     for (int64_t n = seen; n < end; n++) scores[n] = -INFINITY;
     vec top = splat(-INFINITY), total = {0};
     for (int64_t n = 0; n < end; n += LANES) top = larger(load(scores, n, 0, LANES), top);
@@ -346,7 +354,7 @@ ONCE void over_split(const Rows *rows, const void *queries, int64_t count, const
     const float scaling = a->scaling * 1.44269504f; // weights are powers of two
     float scores[FEW * SPLIT] __attribute__((aligned(64)));
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
-    for (int64_t first = 0; first < k->common; first += BLOCK) {
+    for (int64_t first = k->begin / BLOCK * BLOCK; first < k->common; first += BLOCK) {
         const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
         prefetch(a, rows->text->values, rows->kv_head * rows->text->value_head, rows->text->value_slot, slots[first],
             last - first, a->value_dim);
@@ -368,16 +376,52 @@ ONCE void over_split(const Rows *rows, const void *queries, int64_t count, const
                         (extra < BLOCK ? extra : BLOCK) * sizeof(float));
             }
         }
-    for (int64_t r = 0; r < count; r++) states[r] = weigh(paired, scores + r * SPLIT, k->seen[r]);
+    const float cap = a->softcap * 1.44269504f;
+    for (int64_t r = 0; r < count; r++) states[r] = weigh(paired, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
     int32_t seen[FEW];
-    for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common;
+    const int32_t begin = (int32_t)k->begin;
+    for (int64_t r = 0; r < count; r++) seen[r] = (k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common) - begin;
     for (int64_t r = 0; r < count; r += TILE)
-        values_of(rows, count - r, slots, seen + r, scores + r * SPLIT, 0, 0, sums + r * a->value_dim);
-    for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r];
+        values_of(rows, count - r, slots + begin, seen + r, scores + r * SPLIT, begin, 0, sums + r * a->value_dim);
+    for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r] - begin;
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t h = r; k->seen[r] > k->common && h < r + per_token; h += TILE)
             values_of(rows, r + per_token - h, k->own + r / per_token * SPLIT, seen + h, scores + h * SPLIT, k->common,
                 1, sums + h * a->value_dim);
+}
+
+// The first position that a token at this one sees.
+INLINE int64_t first_seen(const Attention *a, int64_t position) {
+    if (a->chunk) return position / a->chunk * a->chunk;
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+// The first position that any of the rows sees.
+INLINE int64_t first_of_rows(const Rows *rows) {
+    return first_seen(rows->a, rows->text->length + (rows->text->mask ? 0 : rows->first_token));
+}
+
+// What a token sees of a split from position `start` on, of which `text` keys are those of the text.
+INLINE void look(const Rows *rows, int64_t token, int64_t start, int64_t text, int64_t place, Keys *keys) {
+    const Text *t = rows->text;
+    const int64_t per_token = rows->a->heads / rows->a->kv_heads;
+    int64_t position = t->length + token, count = position + 1 - start; // of a token of a chain
+    if (t->mask) {
+        const uint8_t *sees = t->mask + token * t->count;
+        const int64_t common = keys->common, bounded = rows->a->window || rows->a->chunk;
+        int32_t *own = keys->own + place * SPLIT;
+        count = common;
+        if (count < text) own[count++ - common] = (int32_t)(start + text - 1 - t->first);
+        position = t->length - 1;
+        for (int64_t node = 0; node < t->count && (bounded || count < SPLIT); node++)
+            if (sees[node] && ++position >= start && count < SPLIT)
+                own[count++ - common] = (int32_t)(t->length + node - t->first);
+    }
+    const int64_t from = first_seen(rows->a, position) - start;
+    for (int64_t h = 0; h < per_token; h++) {
+        keys->from[place * per_token + h] = (int32_t)(from < 0 ? 0 : from < SPLIT ? from : SPLIT);
+        keys->seen[place * per_token + h] = (int32_t)(count < SPLIT ? count : SPLIT);
+    }
 }
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
@@ -386,6 +430,8 @@ static void attend_split(const Rows *rows, const void *queries, int64_t start, S
     const Text *t = rows->text;
     const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->dim, value_dim = rows->a->value_dim;
     const int64_t text = t->length - start < 0 ? 0 : t->length - start < SPLIT ? t->length - start : SPLIT;
+    const int64_t begin = first_of_rows(rows) - start;
+    if (begin >= SPLIT) return;
     Keys keys;
     int64_t first = 0;
     if (t->mask) {
@@ -397,21 +443,13 @@ static void attend_split(const Rows *rows, const void *queries, int64_t start, S
         const int64_t all = t->length + rows->first_token + rows->tokens - start;
         keys.common = all < SPLIT ? all : SPLIT;
     }
-    for (int64_t n = 0; n < keys.common; n++) keys.slots[n] = (int32_t)(start + n);
-    for (int64_t token = first; token < rows->tokens; token++) {
-        int64_t count = t->length + rows->first_token + token + 1 - start;
-        if (t->mask) {
-            const uint8_t *sees = t->mask + (rows->first_token + token) * t->count;
-            int64_t position = t->length;
-            count = keys.common;
-            if (count < text) keys.own[(token - first) * SPLIT + count++ - keys.common] = (int32_t)(start + text - 1);
-            for (int64_t node = 0; node < t->count && count < SPLIT; node++)
-                if (sees[node] && position++ >= start)
-                    keys.own[(token - first) * SPLIT + count++ - keys.common] = (int32_t)(t->length + node);
-        }
-        for (int64_t h = 0; h < per_token; h++)
-            keys.seen[(token - first) * per_token + h] = (int32_t)(count < SPLIT ? count : SPLIT);
+    keys.begin = begin < 0 ? 0 : begin < keys.common ? begin & ~1 : keys.common & ~1;
+    for (int64_t n = 0; n < keys.common; n++) {
+        const int64_t slot = start + n - t->first; // what stands before the first one is not looked at
+        keys.slots[n] = (int32_t)(slot < 0 ? 0 : slot);
     }
+    for (int64_t token = first; token < rows->tokens; token++)
+        look(rows, rows->first_token + token, start, text, token - first, &keys);
     const int64_t skipped = first * per_token;
     over_split(rows, row_of(queries, skipped * dim, cache_of(rows->a) == PAIRED_CACHE),
         (rows->tokens - first) * per_token, &keys, states + skipped, sums + skipped * value_dim);
@@ -420,6 +458,11 @@ static void attend_split(const Rows *rows, const void *queries, int64_t start, S
 // Add what a row saw in a later split.
 ONCE void merge(State *to, float *sums, State other, const float *others, int64_t dim) {
     if (other.total == 0) return; // it saw nothing there
+    if (to->total == 0) {
+        *to = other;
+        memcpy(sums, others, dim * sizeof(float));
+        return;
+    }
     const float largest = other.largest > to->largest ? other.largest : to->largest;
     const float kept = power_of_two(splat(to->largest - largest))[0],
                 added = power_of_two(splat(other.largest - largest))[0];
@@ -452,8 +495,14 @@ static void write_outputs(const Rows *rows, const State *states, const float *su
             const int64_t row = token * per_token + h;
             const int64_t at =
                 ((rows->token_in_pass + rows->first_token + token) * a->heads + rows->kv_head * per_token + h) * dim;
+            float kept = 1, total = states[row].total;
+            if (a->sinks) {
+                const float above = a->sinks[rows->kv_head * per_token + h] * 1.44269504f - states[row].largest;
+                kept = power_of_two(splat(above > 0 ? -above : 0))[0];
+                total = total * kept + power_of_two(splat(above > 0 ? 0 : above))[0];
+            }
             for (int64_t i = 0; i < dim; i += LANES)
-                store(a->out, at + i, a->is_bf16, load(sums, row * dim + i, 0, dim - i) / states[row].total, dim - i);
+                store(a->out, at + i, a->is_bf16, load(sums, row * dim + i, 0, dim - i) * kept / total, dim - i);
         }
 }
 
@@ -469,7 +518,8 @@ int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
         Work *w = &plan->work[n];
         w->tile = FEW / per_token < 1 ? 1 : FEW / per_token < t->count || !t->count ? FEW / per_token : t->count;
         w->tiles = (t->count + w->tile - 1) / w->tile;
-        w->splits = (t->length + t->count + SPLIT - 1) / SPLIT;
+        w->first_split = first_seen(a, t->length) / SPLIT;
+        w->splits = (t->length + t->count + SPLIT - 1) / SPLIT - w->first_split;
         w->rows = t->count * a->heads;
         w->by_split = w->splits > 1 && w->tiles * a->kv_heads < 4 * threads &&
                       (partial + w->splits * w->rows) * dim <= MOST_PARTIAL;
@@ -514,15 +564,16 @@ void share_attention(const Attention *a, const Plan *plan) {
             const int64_t at =
                 split * w->rows + rows.kv_head * rows.text->count * per_token + rows.first_token * per_token;
             for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
-            attend_split(&rows, queries, split * SPLIT, w->states + at, w->sums + at * dim);
+            attend_split(&rows, queries, (w->first_split + split) * SPLIT, w->states + at, w->sums + at * dim);
             continue;
         }
         const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
-        for (int64_t start = 0; start < end; start += SPLIT) {
-            State *to = start ? other_states : own_states;
+        const int64_t begin = first_of_rows(&rows) / SPLIT * SPLIT;
+        for (int64_t start = begin; start < end; start += SPLIT) {
+            State *to = start > begin ? other_states : own_states;
             for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
-            attend_split(&rows, queries, start, to, start ? others : own);
-            if (start)
+            attend_split(&rows, queries, start, to, start > begin ? others : own);
+            if (start > begin)
                 for (int64_t r = 0; r < all; r++)
                     merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
         }

@@ -13,7 +13,7 @@ typedef struct {
 
 // How the work on a text is cut: into tiles of tokens for each KV head, and where these are few, into splits, too.
 typedef struct {
-    int64_t tile, tiles, splits, units, rows; // tokens of a tile; rows: of the text's partial results per split
+    int64_t tile, tiles, first_split, splits, units, rows; // tokens of a tile; rows: of partial results per split
     int64_t first_unit, first_token;
     int by_split;
     State *states;

@@ -68,12 +68,12 @@ typedef struct {
     float eps, head_eps;
 } Layer;
 
-// One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its first
-// `length` tokens; distances are in numbers.
+// One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
+// position `first` to `length`; distances are in numbers.
 typedef struct {
     const void *keys, *values;
     int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;
-    int64_t length, count;
+    int64_t first, length, count;
     const uint8_t *mask; // [count, count], which new token sees which; NULL where each sees those before it
 } Text;
 
@@ -84,6 +84,10 @@ typedef struct {
     int64_t query_token, heads, kv_heads, dim, value_dim;
     float scaling;
     int32_t is_bf16;
+    const float *sinks; // [heads], scores that take part in each softmax; NULL where there are none
+    int64_t window;     // how many tokens one sees, itself among them; 0 for all
+    int64_t chunk;      // of how many tokens the pieces of a text are that none looks out of; 0 for the whole text
+    float softcap;      // c, where a score s becomes c tanh(s / c); 0 for none
 } Attention;
 
 // Some layers of a pass over the new tokens of several texts.
@@ -150,7 +154,7 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `key
 // name, bytes: callers compare these with their own, see `structures`.
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
-    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Layer, 256) X(Text, 88) X(Attention, 72)  \
+    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Layer, 256) X(Text, 96) X(Attention, 104)  \
     X(Pass, 80) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
 // clang-format on
 
@@ -160,7 +164,7 @@ _Static_assert(
     offsetof(Product, kind) == 40 && offsetof(Quantised, parts) == 8 && offsetof(Format, number) == 8, "offsets");
 _Static_assert(offsetof(Layer, norm_in) == 4 * sizeof(Product) && offsetof(Layer, eps) == 248, "offsets");
 _Static_assert(
-    offsetof(Text, mask) == 80 && offsetof(Attention, scaling) == 64 && offsetof(Pass, scratch) == 72, "offsets");
+    offsetof(Text, mask) == 88 && offsetof(Attention, scaling) == 64 && offsetof(Pass, scratch) == 72, "offsets");
 _Static_assert(offsetof(Drafter, embeddings) == 40 && offsetof(Drafter, vocabulary) == 64, "offsets");
 _Static_assert(offsetof(Drafts, state) == 56 && offsetof(Drafts, newest) == 72, "offsets");
 

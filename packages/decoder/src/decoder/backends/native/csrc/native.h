@@ -143,6 +143,14 @@ INLINE vec silu(vec x) {
     return x / (1 + power_of(n, f));
 }
 
+// The hyperbolic tangent.
+INLINE vec tangent(vec x) {
+    const vec y = -larger(splat(-43), -larger(splat(-43), x)); // from -43 to 43
+    const vec n = to_whole(y * -2.88539008f);
+    const vec f = fused(y, splat(-3.85192606e-8f), fused(y, splat(-2.88539008f), -n));
+    return 2 / (1 + power_of(n, f)) - 1;
+}
+
 INLINE void *row_of(const void *x, int64_t at, int is_bf16) { return (char *)x + at * (is_bf16 ? 2 : 4); }
 
 // --------------------------------------------------------------------------------------------------- products, norms
