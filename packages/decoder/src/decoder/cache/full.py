@@ -119,9 +119,9 @@ class FullCache(LayeredCache):
         """Keys and values [layers, B, G, n, D], by kind, that some layers have of the text's first ``count`` tokens."""
         found = []
         for kind, layers in self.layout.members.items():
-            if kind == RECURRENT:
-                continue
             held = self if kind == FULL else self.states[kind]
+            if isinstance(held, RecurrentStates):
+                continue
             places = [place for place, layer in enumerate(layers) if layer in keeping]
             found += [one[places, :, :, :count] for one in (held.keys, held.values) if places]
         return found
