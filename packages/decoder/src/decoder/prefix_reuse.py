@@ -1,7 +1,7 @@
 """Prefix reuse: a prompt that begins like an earlier text takes over its keys and values and prefills only the rest."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -28,15 +28,58 @@ class _Kept:
     dtype: torch.dtype
     copies: Copies
 
-    @property
-    def nbytes(self) -> int:
-        return self.tokens.nbytes + self.copies.nbytes
+    def __post_init__(self):
+        self.nbytes = self.tokens.nbytes + self.copies.nbytes
+        self.kind = _kind(self.tokens, self.form)
 
     def shared(self, tokens: torch.Tensor) -> int:
         """How many tokens it has in common with the beginning of ``tokens``."""
         count = min(len(self.tokens), len(tokens))
         different = (self.tokens[:count] != tokens[:count]).nonzero()
         return int(different[0]) if len(different) else count
+
+
+def _kind(tokens: torch.Tensor, form: CacheForm) -> Hashable:
+    """What is equal for two texts of which one may take over a part of the other."""
+    return form, tuple(tokens[:_SHORTEST].tolist())
+
+
+class _KeptTexts:
+    """The kept texts, found by their first tokens: there may be thousands, and nearly all of them begin otherwise.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self):
+        self.nbytes = 0
+        self._in_turn: dict[int, _Kept] = {}  # by identity, the one that was used last at the end
+        self._alike: dict[Hashable, list[_Kept]] = {}
+
+    def like(self, tokens: torch.Tensor, form: CacheForm) -> list[_Kept]:
+        """Those that have as many tokens as are worth it in common with a text, in a cache of this form."""
+        return list(self._alike.get(_kind(tokens, form), ()))
+
+    def add(self, one: _Kept) -> None:
+        self._in_turn[id(one)] = one
+        self._alike.setdefault(one.kind, []).append(one)
+        self.nbytes += one.nbytes
+
+    def remove(self, one: _Kept) -> None:
+        del self._in_turn[id(one)]
+        self._alike[one.kind].remove(one)
+        if not self._alike[one.kind]:
+            del self._alike[one.kind]
+        self.nbytes -= one.nbytes
+
+    def use(self, one: _Kept) -> None:
+        """Make it the one that leaves last."""
+        self._in_turn[id(one)] = self._in_turn.pop(id(one))
+
+    def make_room(self, nbytes: int, most: int) -> None:
+        """Let those leave that were used least recently, until there is room for so many bytes more."""
+        while self._in_turn and self.nbytes + nbytes > most:
+            self.remove(next(iter(self._in_turn.values())))
 
 
 def usual_bytes(target: Target) -> int:
@@ -69,18 +112,18 @@ class PrefixReuse:
 
     def __init__(self, target: Target, max_bytes: int):
         self.target, self.max_bytes = target, max_bytes
-        self._kept: list[_Kept] = []  # the one that was used last at the end
+        self._kept = _KeptTexts()
         self._model_state: object = None
         self._begun_with: WeakKeyDictionary[FullCache, object] = WeakKeyDictionary()  # the model's state
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept."""
-        return sum(one.nbytes for one in self._kept)
+        return self._kept.nbytes
 
     def clear(self) -> None:
         """Forget all texts."""
-        self._kept.clear()
+        self._kept = _KeptTexts()
 
     def begin(self, cache: FullCache) -> None:
         """Note with which model a text begins; only the caches of such texts are kept."""
@@ -94,10 +137,10 @@ class PrefixReuse:
             prompt: the tokens to be prefilled.
             computed: how many of its last tokens must be prefilled in any case.
         """
-        alike = [one for one in self._kept if one.form == cache.form]
+        tokens = torch.tensor(prompt, dtype=torch.int32)
+        alike = self._kept.like(tokens, cache.form)
         if not alike or under_autocast():
             return None
-        tokens = torch.tensor(prompt, dtype=torch.int32)
 
         def usable(one: _Kept) -> int:
             # The last token that is shared is prefilled, too: its pair is compared.
@@ -107,8 +150,7 @@ class PrefixReuse:
         count = usable(best)
         if count < _SHORTEST:
             return None
-        self._kept.remove(best)
-        self._kept.append(best)
+        self._kept.use(best)
         yield from self.target.beginning_with(cache, best.copies, count, best.dtype)
         return Reused(count, cache.pair_at(count, best.copies))
 
@@ -143,23 +185,21 @@ class PrefixReuse:
         if count < _SHORTEST or under_autocast():
             return
         tokens = torch.tensor(text[:count], dtype=torch.int32)
-        for one in list(self._kept):
-            shared = one.shared(tokens) if one.form == cache.form else -1
+        for one in self._kept.like(tokens, cache.form):
+            shared = one.shared(tokens)
             if shared == count:
                 # There already, in a text that goes on or is the same.
-                self._kept.remove(one)
-                self._kept.append(one)
+                self._kept.use(one)
                 return
             if shared == len(one.tokens):
                 self._kept.remove(one)
         needed = tokens.nbytes + count * pair_bytes + beside
-        while self._kept and self.nbytes + needed > self.max_bytes:
-            self._kept.pop(0)
+        self._kept.make_room(needed, self.max_bytes)
         state = self._model_state
         copies = yield from cache.copying(count)
         self._check_model()
         if self._model_state is state and self.nbytes + needed <= self.max_bytes:
-            self._kept.append(_Kept(tokens, cache.form, cache.keys.dtype, copies))
+            self._kept.add(_Kept(tokens, cache.form, cache.keys.dtype, copies))
 
     def _check_model(self) -> None:
         """Forget all texts if a parameter is another tensor than before, or was written to."""

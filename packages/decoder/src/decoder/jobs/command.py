@@ -41,7 +41,7 @@ def batch(args: argparse.Namespace) -> None:
         else:
             from decoder.jobs.on_ray import answer_on_ray
 
-            answer_on_ray(job, args, partial(answering_from, args), partial(_Telling, job))
+            answer_on_ray(job, args, partial(answering_from, args, requests.shares_beginnings), partial(_Telling, job))
         errors = job.finish()
     failed = f", {errors:,} of them errors" if errors else ""
     print(f"{args.answers}: {len(requests):,} answers{failed}", file=sys.stderr)
@@ -56,12 +56,13 @@ def _defaults(text: str | None) -> dict[str, Any]:
     return found
 
 
-def answering_from(args: argparse.Namespace) -> Answering:
+def answering_from(args: argparse.Namespace, shares_beginnings: bool) -> Answering:
     """Load what the flags name. Raises as `decoder.load` does, and ValueError without a tokenizer."""
     dec = load_from_flags(args)
     if dec.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer, which a file of requests needs")
-    dec.prefixes = prefix_reuse(dec.target, usual_bytes(dec.target))
+    # What is kept of each text costs more than it saves where no prompt begins like another.
+    dec.prefixes = prefix_reuse(dec.target, usual_bytes(dec.target)) if shares_beginnings else None
     # A folder by its name; a hub id has a slash that belongs to it.
     name = Path(args.model).name if Path(args.model).exists() else args.model
     return Answering(dec, name, args.max_batch, method=args.method, options=from_flags(TokenSwiftOptions, args))
@@ -69,7 +70,7 @@ def answering_from(args: argparse.Namespace) -> Answering:
 
 def _here(job: Job, args: argparse.Namespace) -> None:
     """Answer in this process."""
-    answering = answering_from(args)
+    answering = answering_from(args, job.requests.shares_beginnings)
     job.begin(answering.identity())
     rest = job.rest()
     if not rest:

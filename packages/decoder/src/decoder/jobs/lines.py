@@ -123,6 +123,7 @@ class Requests:
     Attributes:
         order: all numbers, in the order in which they are best answered: prompts that begin alike one after the other,
             and long ones first, so that the last texts do not run alone.
+        shares_beginnings: whether there are prompts that begin alike.
     """
 
     def __init__(self, path: Path, defaults: Mapping[str, Any]):
@@ -139,6 +140,7 @@ class Requests:
             beginnings.append(int.from_bytes(hashlib.sha256(text[:_BEGINNING].encode()).digest()[:7], "big"))
             lengths.append(len(text))
         shared = Counter(beginnings)
+        self.shares_beginnings = len(shared) < len(self)
         alone = {one for one, count in shared.items() if count == 1}
 
         def rank(number: int) -> tuple[int, int]:

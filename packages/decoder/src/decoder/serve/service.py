@@ -57,13 +57,20 @@ class Running:
         limit: until when the request may take.
         speech: what its answers consist of.
         prompt_tokens: of all prompts together.
+        at_once: whether all pieces come when the last one is there, which wakes the loop once for each request.
 
     Attributes:
         contexts: the prompt's token ids of each choice.
     """
 
     def __init__(
-        self, worker: Worker, arguments: list[Arguments], limit: "TimeLimit", speech: Speech, prompt_tokens: int
+        self,
+        worker: Worker,
+        arguments: list[Arguments],
+        limit: "TimeLimit",
+        speech: Speech,
+        prompt_tokens: int,
+        at_once: bool = False,
     ):
         self.speech, self.prompt_tokens = speech, prompt_tokens
         loop = asyncio.get_running_loop()
@@ -71,12 +78,28 @@ class Running:
         self.contexts = [one.context for one in arguments]
         self._worker, self._pieces, self._open, self._limit = worker, pieces, len(arguments), limit
 
+        held: list[Piece | ApiError] = []
+        unfinished = len(arguments)
+
+        def hand_over() -> None:
+            for piece in held:
+                pieces.put_nowait(piece)
+            held.clear()
+
         def deliver(piece: Piece | ApiError) -> None:
             # A loop that is closed belongs to a server that is gone, and nobody waits.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        self._job = Job(arguments, deliver)
+        def deliver_at_once(piece: Piece | ApiError) -> None:
+            nonlocal unfinished
+            held.append(piece)
+            unfinished = 0 if isinstance(piece, ApiError) else unfinished - (piece.output is not None)
+            if not unfinished:
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(hand_over)
+
+        self._job = Job(arguments, deliver_at_once if at_once else deliver)
         worker.submit(self._job)
 
     def close(self) -> None:
@@ -187,8 +210,8 @@ class Service:
             "build_info": f"tokenswift-decoder {version('tokenswift-decoder')}",
         }
 
-    async def submit(self, asked: Asked, limit: TimeLimit) -> Running:
-        """Submit a request. Raises ApiError if it is refused."""
+    async def submit(self, asked: Asked, limit: TimeLimit, at_once: bool = False) -> Running:
+        """Submit a request, see `Running`. Raises ApiError if it is refused."""
         if asked.model not in (None, self.settings.model):
             words = f"there is no such model: this server has {self.settings.model}"
             raise ApiError(404, words, "model", "model_not_found")
@@ -199,7 +222,7 @@ class Service:
         arguments = [one for ids in prompts for one in self._arguments(asked, speech, ids)]
         if speech.grammar is not None:
             await self._compile(speech.grammar, vocabulary_of(self.dec, arguments[0]), asked.shaped_by or "tools")
-        running = Running(self.worker, arguments, limit, speech, sum(map(len, prompts)))
+        running = Running(self.worker, arguments, limit, speech, sum(map(len, prompts)), at_once)
         self.counts.submitted(running.prompt_tokens)
         return running
 

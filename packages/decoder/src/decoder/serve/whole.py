@@ -13,7 +13,7 @@ from decoder.serve.worker import Piece
 async def whole_answer(service: Service, body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     """The body of the answer to a checked JSON ``body``. Raises ApiError as the server would answer."""
     asked = parse(body, chat)
-    running = await service.submit(asked, TimeLimit(service.settings.timeout))
+    running = await service.submit(asked, TimeLimit(service.settings.timeout), at_once=True)
     with closing(running):
         answer = Answer(asked, service, running)
         return answer.whole(await gathered(asked, None, running))

@@ -1,8 +1,10 @@
 """Incremental detokenization: from tokens to text, piece by piece, without half characters."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import wraps
 from itertools import islice
 from os.path import commonprefix
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -159,15 +161,35 @@ def end_of_text(ids: Sequence[int], decode: Callable[[list[int]], str], skipped:
         count *= 2
 
 
-def byte_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+_Find = Callable[[PreTrainedTokenizerBase], frozenset[int]]
+_found: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, frozenset[int]]] = WeakKeyDictionary()
+
+
+def _once(find: _Find) -> _Find:
+    """Look through a tokenizer's tokens once for all texts, as long as it gets no further tokens."""
+
+    @wraps(find)
+    def found(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        known = _found.setdefault(tokenizer, {})
+        state = find, len(tokenizer), tuple(tokenizer.all_special_tokens)
+        if state not in known:
+            known[state] = find(tokenizer)
+        return known[state]
+
+    return found
+
+
+@_once
+def byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that stand for one byte each, as SentencePiece's do for what has no other tokens."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     found = zip(tokenizer.convert_tokens_to_ids(pieces), pieces, strict=True)
     ids = [token for token, piece in found if token is not None and tokenizer.convert_ids_to_tokens(token) == piece]
-    return set(ids) if ids and tokenizer.decode(ids[:1]) not in pieces else set()
+    return frozenset(ids) if ids and tokenizer.decode(ids[:1]) not in pieces else frozenset()
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+@_once
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The special tokens, which decoding with ``skip_special_tokens`` leaves out."""
     marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return marked | set(tokenizer.all_special_ids)
+    return frozenset(marked | set(tokenizer.all_special_ids))
