@@ -253,7 +253,9 @@ def test_passes_and_caches_stay_on_the_models_device(monkeypatch, prompt):
     """On the meta device, which refuses what would mix devices on CUDA or read a number there."""
 
     shape = AttentionShape(4, 2, 8, 8, torch.float64)
-    monkeypatch.setattr(target, "probe", lambda *given: Probed(1.0, {FULL: shape}, Layout.of_full(2), {}, None, 0, False))
+    monkeypatch.setattr(
+        target, "probe", lambda *given: Probed(1.0, {FULL: shape}, Layout.of_full(2), {}, None, 0, False)
+    )
     monkeypatch.setattr(target, "refuse_devices", lambda model, device: None)
     monkeypatch.setattr(split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(backend, "split_kv_fault", lambda *given: None)

@@ -1,11 +1,13 @@
 """Checks the arguments of a generation."""
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from decoder.checks import shown
 from decoder.drafters import METHODS
 from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.triforce import TriForce
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.heads import Heads
 from decoder.options import TokenSwiftOptions
@@ -115,6 +117,16 @@ def _length_limit(dec: "Decoder", prompt_tokens: int, max_new_tokens: int | None
     return wanted
 
 
+def usable_methods(dec: "Decoder", options: TokenSwiftOptions | None = None) -> list[str]:
+    """The names of the methods for which a decoder has all that they draft with."""
+    found = []
+    for name in METHODS:
+        with suppress(ValueError):
+            _method(dec, name, options or TokenSwiftOptions())
+            found.append(name)
+    return found
+
+
 def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> tuple[str, Heads | None]:
     if method is None and options.verification == "exact":
         method = "auto"
@@ -127,7 +139,7 @@ def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> t
             "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "
             f"{options.verification} verification: take another method, or exact verification"
         )
-    if issubclass(METHODS[method], DraftModel) and dec.draft_target is None:
+    if issubclass(METHODS[method], DraftModel | TriForce) and dec.draft_target is None:
         raise ValueError(f"method {method!r} needs a small model with the same vocabulary: give draft_model=")
     kinds = METHODS[method].heads_kinds
     if not kinds:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -30,6 +31,9 @@ from decoder.serve.worker import Piece
 logger = logging.getLogger(__name__)
 _BODY_SECONDS = 60.0  # that a client has to send its body
 _MOST_DISCARDED = 2**30  # bytes of a body that is too large, read so that the client comes to read the answer
+_PAGE = Path(__file__).with_name("page.html")
+# What is within the page and on this server, and nothing else.
+_PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _GONE = 499  # the status that is counted where the client has left
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -53,6 +57,7 @@ def make_app(service: Service) -> Starlette:
     return Starlette(
         routes=[
             *(Route(path, routes.endpoint(path, handler), methods=[method]) for path, method, handler in served),
+            Route("/", routes.page, methods=["GET"]),
             Route("/health", routes.health, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
         ],
@@ -166,6 +171,9 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi(version("tokenswift-decoder")))
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_bytes(), headers={"Content-Security-Policy": _PAGE_MAY})
 
     async def health(self, request: Request) -> Response:
         alive = self.service.worker.alive

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoder.arguments import Arguments, check_arguments
+from decoder.arguments import Arguments, check_arguments, usable_methods
 from decoder.constraints import Grammar, Vocabulary
 from decoder.decoder import Decoder
 from decoder.model.short_weights import dtype_name
@@ -199,13 +199,14 @@ class Service:
 
     @property
     def properties(self) -> dict[str, Any]:
-        """How the server is set up, by llama.cpp's names."""
+        """How the server is set up, by llama.cpp's names, and the methods of drafting that requests may name."""
         positions = self.dec.model.config.max_position_embeddings
         return {
             "default_generation_settings": {"n_ctx": positions, "params": {"n_predict": self.settings.max_tokens}},
             "total_slots": self.settings.max_batch,
             "model_path": self.settings.model,
             "chat_template": self.tokenizer.chat_template or "",
+            "methods": usable_methods(self.dec, self.settings.options),
             "modalities": {"vision": False, "audio": False},
             "build_info": f"tokenswift-decoder {version('tokenswift-decoder')}",
         }
