@@ -53,6 +53,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(turned, text)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Source code that a page unfolds is not searched: it would hide what is written about it."""
+    return html.replace('"mkdocstrings-source"', '"mkdocstrings-source" data-search-exclude')
+
+
 def _source(markdown: str, page: File) -> tuple[str, str]:
     """The file of the repository that a page shows, by its path from the top, and its text."""
     if included := INCLUDED.fullmatch(markdown):
