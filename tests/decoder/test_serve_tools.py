@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
@@ -142,6 +143,36 @@ def test_a_shape_begins_behind_the_reasoning_whatever_drafts(server, dec, method
     text = dec.generate(ids, 200, "ar", sampling).text
     before, _, behind = text.partition("</think>")
     assert (before.strip(), behind.lstrip()) == (message["reasoning_content"], message["content"])
+
+
+@pytest.mark.slow
+def test_fifty_clients_with_tools_and_schemas_get_what_they_would_get_alone(dec):
+    """Twenty others leave half way; afterwards nothing runs or waits."""
+
+    def body(index):
+        shapes = [
+            dict(tools=TOOLS, tool_choice="required", chat_template_kwargs=QUIET),
+            dict(response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}),
+            dict(tools=TOOLS, logit_bias=TOWARDS_CALLS, chat_template_kwargs=QUIET),
+            dict(guided_regex="[a-z]{30,60}"),
+        ]
+        return dict(messages=CHAT, seed=index, max_tokens=40 + index) | shapes[index % 4]
+
+    def parts(answer):
+        message = answer["choices"][0]["message"]
+        return message["content"], [call["function"] for call in message.get("tool_calls", ())]
+
+    def left(server, index):
+        with server.http.stream("POST", PATH, json={**body(index), "stream": True, "ignore_eos": True}) as answer:
+            next(answer.iter_bytes())
+
+    with served(dec, max_batch=8, max_queue=100) as server, ThreadPoolExecutor(70) as pool:
+        sent = [pool.submit(server.post, body(index), PATH) for index in range(50)]
+        gone = [pool.submit(left, server, index) for index in range(20)]
+        together = [parts(one.result().json()) for one in sent]
+        assert [one.result() for one in gone] == [None] * 20 and server.idle(30)
+        alone = [parts(server.post(body(index), PATH).json()) for index in range(0, 50, 3)]
+    assert together[::3] == alone and sum(bool(calls) for _, calls in together) > 15
 
 
 def test_a_loop_of_calls_and_results(server):
