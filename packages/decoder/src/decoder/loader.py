@@ -48,6 +48,7 @@ def load(
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
 
     Args:
+        model: folder, GGUF file or hub id.
         heads: a heads checkpoint folder or hub id, or {kind: checkpoint}.
         draft_model: folder, GGUF file or hub id of a small model with the same vocabulary, with its tokenizer.
         device: "auto" takes CUDA if there is a CUDA device.
