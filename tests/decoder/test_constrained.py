@@ -1,6 +1,7 @@
 """Under constraints, biases and penalties every method gives the text of plain decoding, alone and in company."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -75,7 +76,20 @@ def plain(ended, prompt):
     }
 
 
-@pytest.mark.parametrize("options", ["by cost", "fixed", pytest.param("chain, not coupled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ended, options",
+    [
+        ("no end token", "by cost"),
+        ("end tokens", "fixed"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in product(("no end token", "end tokens"), OPTIONS)
+            if pair not in {("no end token", "by cost"), ("end tokens", "fixed")}
+        ),
+    ],
+    indirect=["ended"],
+    scope="module",
+)
 @pytest.mark.parametrize("method", DRAFTING)
 def test_every_method_equals_ar(ended, prompt, plain, method, options):
     for name, sampling in SAMPLERS.items():
