@@ -8,8 +8,10 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.backends.base import Chain, PassBatch, Tree
 from decoder.backends.reference.mixers import mixers_of
 from decoder.cache.full import FullCache
+from decoder.cache.partial import ranked
 from decoder.model.architectures import refuse_unsupported
 from decoder.sampling.token_tree import TokenTree
+from decoder.sequence import Sequence
 
 from .conftest import VOCAB, random_heads
 from .recurrent_models import ALL, RECURRENT, made
@@ -81,6 +83,42 @@ def test_every_method_equals_ar_when_sampling(name, decoders):
     assert dec.audit(expected).equal
 
 
+def test_compressed_keys_are_ranked_by_what_is_kept_of_them(decoders):
+    """The products of queries with them are those with the keys that they are expanded to."""
+    target, ids = decoders("deepseek_v3").target, tokens(9, 9)
+    seen, layer = {}, target.model.model.layers[1].self_attn
+
+    class Expanding(type(layer)):
+        def expand_kv(self, *kept):
+            seen["key"], value = super().expand_kv(*kept)
+            return seen["key"], value
+
+    attend = layer.q_b_proj.register_forward_hook(lambda _, args, output: seen.update(query=output))
+    own, layer.__class__ = type(layer), Expanding
+    try:
+        with torch.inference_mode():
+            cache = FullCache(9)
+            queries = target.reference.run(PassBatch([Chain(ids, 0, cache)], False, 9)).queries[1]
+    finally:
+        layer.__class__ = own
+        attend.remove()
+    cache.keep(range(9))
+    key, value = cache.layer(1)
+    products = queries @ ranked(key, value, queries).mT
+    nope = layer.qk_nope_head_dim
+    query = seen["query"].view(1, 9, -1, layer.qk_head_dim).transpose(1, 2)
+    # The rotary parts of queries are turned behind the projection.
+    rotary = queries[..., layer.kv_lora_rank :] @ value.mT
+    torch.testing.assert_close(products - rotary, query[..., :nope] @ seen["key"][..., :nope].mT)
+
+
+def test_snapkv_ranks_compressed_keys(decoders):
+    dec, prompt, sampling = decoders("deepseek_v3"), tokens(50, 9), SamplingParams(seed=4)
+    options = TokenSwiftOptions(tree=(1, 1), budget=24, sink=4, draft_cache="snapkv")
+    expected = dec.generate(prompt, 16, "ar", sampling).token_ids
+    assert dec.generate(prompt, 16, "magicdec", sampling, options).token_ids == expected
+
+
 @pytest.mark.parametrize("name", some(ALL, OF_ALL))
 def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
     """The draft pass goes on from the text's own states, and from those of what it has drafted."""
@@ -132,6 +170,25 @@ def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
     other = prompt[:50] + tokens(20, 7)
     out = reusing.generate(other, 10, "ar", sampling)
     assert out.token_ids == fresh.generate(other, 10, "ar", sampling).token_ids
+
+
+@pytest.mark.parametrize("name", some(ALL, ["qwen3_5_text", "nemotron_h"]))
+def test_preempted_texts_go_on_as_if_they_had_not_been(name, monkeypatch):
+    """There is room for two of three texts at their end, so that one is read again from its beginning."""
+    positions, found, preempt = 96, [], Sequence.preempt
+    model = made(name, max_position_embeddings=positions)
+    dec, texts = Decoder(model, heads=random_heads(model)), [tokens(count, count) for count in (20, 24, 28)]
+    params = [SamplingParams(seed=seed) for seed in range(3)]
+    whole = [dec.generate(*text, "ar", own).token_ids for *text, own in zip(texts, (None,) * 3, params, strict=True)]
+    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    room = (dec.target.kv_bytes * (2 * (positions + 64) + 10) + 2 * dec.target.beside_bytes(positions)) / 0.6
+    if name in RECURRENT:  # the third begins beside the others and is in the way later
+        room += dec.target.beside_bytes(positions) / 0.6
+    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
+    outs = dec.generate_batch(texts, None, "medusa", params, NARROW)
+    assert [out.token_ids for out in outs] == whole
+    assert found
 
 
 @pytest.mark.parametrize("name", some(RECURRENT, ["qwen3_5_text", "zamba2", "minimax"]))
@@ -188,7 +245,7 @@ REFUSED = {
     "falcon_mamba": "recurrent state alone",
     "rwkv": "do not leave in transformers' cache",
     "recurrent_gemma": "do not leave in transformers' cache",
-    "deepseek_v32": "indexed attention layers, which are not known",
+    "deepseek_v32": "attention layers, which are not known",
 }
 
 

@@ -5,8 +5,11 @@ import shutil
 import pytest
 import torch
 from tiny_books import ARCHITECTURES
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from decoder import DraftHeads
 from heads_train import HeadsModule
+from heads_train.backbone import FrozenStates, final_norm, norm_eps, norm_weight
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,25 @@ def test_trainable_parameters_are_those_of_the_paper(name, millions, tmp_path):
     assert round(sum(p.numel() for p in trainable if p.ndim == 2) / 1e6, 1) == millions
     assert sum(p.numel() for p in trainable if p.ndim == 1) == 3 * 2 * hidden
     assert module.heads.norm_eps == module.config.rms_norm_eps
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own"),
+    [
+        ("qwen3_5_text", dict(layer_types=["linear_attention", "full_attention"], head_dim=8)),
+        ("lfm2", dict(layer_types=["conv", "full_attention"])),
+        ("gemma", dict(head_dim=8)),
+    ],
+)
+def test_heads_start_from_the_norm_of_models_that_keep_it_as_a_difference_or_name_it_otherwise(model_type, own):
+    shape = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = AutoConfig.for_model(model_type, **shape, num_key_value_heads=2, pad_token_id=None, **own)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    norm = final_norm(model)
+    torch.nn.init.normal_(norm.weight, std=0.5)
+    heads = DraftHeads(32, 1, norm_eps(config))
+    heads.init_from_norm(norm_weight(norm))
+    hidden = torch.randn(3, 32)
+    for own_norm in (head.output_norm for head in heads.heads):
+        torch.testing.assert_close(own_norm(hidden), norm(hidden))
+    assert FrozenStates(model)(torch.arange(7)[None]).shape == (1, 7, 32)

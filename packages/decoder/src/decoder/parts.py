@@ -26,7 +26,7 @@ from decoder.heads_beside import heads_beside
 from decoder.heads_files import CONFIG, is_repository, read_json
 from decoder.loader import DTYPES, device_named
 from decoder.model import loading
-from decoder.model.architectures import refuse_unsupported
+from decoder.model.architectures import layer_kinds, refuse_unsupported
 from decoder.model.gguf import is_gguf, open_checked
 from decoder.model.loading import check_source, empty_model, out_of_memory, read_config, read_model, read_tokenizer
 from decoder.model.short_weights import SHORT, dtype_around, dtype_name, make_short, short_bytes
@@ -80,6 +80,7 @@ __all__ = [
     "is_gguf",
     "is_repository",
     "join",
+    "layer_kinds",
     "linked",
     "loading",
     "make_short",

@@ -13,6 +13,8 @@ from decoder import DraftHeads
 from decoder.parts import check_source, is_gguf, read_config, read_model, read_tokenizer
 from heads_train.states import StateCache
 
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+
 
 def _check_local(name: str) -> None:
     """Refuse a folder or GGUF file that is not there before `decoder` would look for it on the hub."""
@@ -66,8 +68,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm between the last layer and the language-model head.
 
-    Raises ValueError for a model that has none, or one whose norm is not a plain RMSNorm: the heads' output
-    norms could not start as its copy.
+    Raises ValueError for a model that has none, or one whose norm is no RMSNorm: the heads' output norms could not
+    start as its copy.
     """
     decoder = model.get_decoder()
     hidden_size = model.config.get_text_config().hidden_size
@@ -78,21 +80,29 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     ]
     eps = norm_eps(model.config.get_text_config())
     if norms:
-        weight = norms[-1].weight
+        weight = norm_weight(norms[-1])
         copy = DraftHeads(hidden_size, 1, eps).to(weight)
         copy.init_from_norm(weight)
         probe = torch.linspace(-3, 3, hidden_size).to(weight)
         if torch.allclose(norms[-1](probe), copy(probe)[0], rtol=1e-2, atol=1e-2):
             return norms[-1]
-    raise ValueError(f"{type(model).__name__} is not supported: it has no RMSNorm with a plain weight after its layers")
+    raise ValueError(f"{type(model).__name__} is not supported: it has no RMSNorm after its layers")
+
+
+@torch.no_grad()
+def norm_weight(norm: nn.Module) -> Tensor:
+    """What an RMSNorm multiplies by [d]; Gemma's and Qwen3-Next's keep how far that is from one."""
+    weight = norm.get_parameter("weight")
+    seen = norm(torch.ones_like(weight))
+    return min((weight, 1 + weight), key=lambda one: float((one - seen).abs().max()))
 
 
 def norm_eps(config: PretrainedConfig) -> float:
     """The epsilon of the model's norms. Raises ValueError when the configuration has none."""
-    eps = getattr(config, "rms_norm_eps", None)
-    if eps is None:
+    found = [eps for name in _EPSILONS if (eps := getattr(config, name, None)) is not None]
+    if not found:
         raise ValueError(f"models of type {config.model_type} are not supported: they have no rms_norm_eps")
-    return eps
+    return found[0]
 
 
 class FrozenStates:

@@ -18,7 +18,7 @@ from transformers import get_cosine_schedule_with_warmup
 from decoder import DraftHeads
 from decoder.heads import Heads
 from decoder.parts import Eagle3DraftModel, shown
-from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, shard
+from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, norm_weight, shard
 from heads_train.divergence import LossWatch
 from heads_train.draft_vocabulary import expected_counts, most_expected
 from heads_train.loss import Objective, chunked_loss, log_sum_exp
@@ -166,7 +166,7 @@ class HeadsModule(L.LightningModule):
 
     def _load(self) -> None:
         self.backbone = load_backbone(self.model_name_or_path, self._backbone_dtype())
-        self.heads.init_from_norm(final_norm(self.backbone).get_parameter("weight"))
+        self.heads.init_from_norm(norm_weight(final_norm(self.backbone)))
         if self.start_heads is not None:
             given = start_heads(self.start_heads, self.heads)
             if given.draft_to_target is not None:

@@ -55,7 +55,7 @@ class RecentCache(DraftCache):
         for place, layer in enumerate(full.layout.full):
             query = queries[layer]
             key, value = (states[:, :, :outside] for states in full.layer(layer))
-            batch, groups, _, dim = key.shape
+            batch, groups, dim = *key.shape[:2], query.shape[-1]
             packed = query.reshape(batch, groups, -1, dim)
             weights = (packed @ ranked(key, value, query).transpose(-1, -2) * dim**-0.5).softmax(-1).sum(2)
             smoothed = F.max_pool1d(weights, _NEIGHBOURS, stride=1, padding=_NEIGHBOURS // 2)

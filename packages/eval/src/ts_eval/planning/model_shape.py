@@ -13,6 +13,7 @@ from decoder.parts import (
     dtype_around,
     empty_model,
     is_gguf,
+    layer_kinds,
     loading,
     parse_json,
     refuse_unshareable,
@@ -34,7 +35,8 @@ class ModelShape:
         parameters: all of them, tied ones once; what is held in fewer bytes counts as so many fewer numbers.
         read_parameters: those that one pass reads: all but an input embedding of its own, of which it takes a row.
         lm_head_parameters: the language-model head's.
-        layers, kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
+        layers: those that attend to the text, and so keep something of each token.
+        kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
         value_bytes: of one number.
         shared_parameters: those of which each of several processes would hold a part.
     """
@@ -68,13 +70,15 @@ class ModelShape:
         sizes |= {name: size // value_bytes for name, size in short_bytes(model, short).items()}
         parameters = sum(sizes.values())
         heads = config.num_attention_heads
+        # Of compressed keys and values: as a key and a value of half their size each.
+        latent = (getattr(config, "kv_lora_rank", None) or 0) and config.kv_lora_rank + config.qk_rope_head_dim
         return cls(
             parameters=parameters,
             read_parameters=parameters - (0 if head is embedding else values(embedding)),
             lm_head_parameters=values(head),
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            layers=sum(kind.attends for kind in layer_kinds(config)),
+            kv_heads=1 if latent else getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=latent // 2 or getattr(config, "head_dim", None) or config.hidden_size // heads,
             hidden_size=config.hidden_size,
             vocab_size=(quantised or head.shape)[0],
             value_bytes=value_bytes,
