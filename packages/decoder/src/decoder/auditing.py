@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from decoder.backends.reference.mixers import has_two_forms, mixers_of
 from decoder.cache.rounding import rounding_cache
 from decoder.constraints.base import Vocabulary
 from decoder.model.short_weights import INT4, short_dtype
@@ -116,14 +117,13 @@ def audit_tokens(
     """
     text = [*prompt_ids, *token_ids]
     ids = torch.tensor([text], device=model.device)
-    cache = rounding_cache(kv_dtype, model.config)
+    cache = rounding_cache(kv_dtype, model)
     sampler: Sampler | None = None
     first = len(prompt_ids) - 1
     found, allowed = Audit(0), 0.0
     ties: list[int] = []
     with evaluating(model):
-        for start in range(0, len(text) - 1, _CHUNK):
-            end = min(start + _CHUNK, len(text) - 1)
+        for start, end in pairwise(_borders(model, len(prompt_ids), len(text) - 1)):
             rows = end - max(start, first)
             output = model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=max(1, rows))
             for position in range(max(start, first), end):
@@ -149,6 +149,14 @@ def audit_tokens(
     return replace(found, checked=len(token_ids), ties=tuple(ties), rounding=allowed)
 
 
+def _borders(model: PreTrainedModel, prompt: int, count: int) -> list[int]:
+    """Where an audit cuts a text of ``count`` tokens, both ends included, of which the first are a ``prompt``'s."""
+    if not any(map(has_two_forms, mixers_of(list(model.modules())))):
+        return [*range(0, count, _CHUNK), count]
+    prompt = min(prompt, count)
+    return [*range(0, prompt, _CHUNK), *range(prompt, count + 1)]
+
+
 @torch.inference_mode()
 def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | None = None) -> float:
     """How far rounding may move the difference of two of the model's logits.
@@ -163,9 +171,9 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
     count = min(_MEASURED, ids.shape[1])
     with evaluating(model):
         at_once = model(
-            ids, past_key_values=rounding_cache(kv_dtype, model.config), use_cache=True, logits_to_keep=count
+            ids, past_key_values=rounding_cache(kv_dtype, model), use_cache=True, logits_to_keep=count
         ).logits[0]
-        cache = rounding_cache(kv_dtype, model.config)
+        cache = rounding_cache(kv_dtype, model)
         borders = [0, *range(ids.shape[1] - count, ids.shape[1] + 1)]
         one_by_one = [
             model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
@@ -178,8 +186,12 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
     both = both[:, :, usual]
     if both.shape[-1] < 2:
         return 0.0
-    deviation = (both[0] - both[1]).std(-1).amax()
+    mixers = mixers_of(list(model.modules()))
+    # Where the two ways are two functions, their difference is not rounding.
+    deviation = torch.zeros(()) if any(map(has_two_forms, mixers)) else (both[0] - both[1]).std(-1).amax()
     rounded_to = torch.bfloat16 if short_dtype(model) == INT4 else at_once.dtype
+    if mixers and rounded_to == torch.float64:
+        rounded_to = torch.float32  # in which recurrent layers keep their states in any case
     spacing = torch.finfo(rounded_to).eps * both.abs().amax()
     return _DEVIATIONS * float(torch.maximum(deviation, spacing / 4))
 

@@ -11,6 +11,7 @@ from decoder.backends.transfers import download
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
+from decoder.cache.rounding import rounding_cache
 from decoder.checks import check, decoded, parse_json, shown
 from decoder.cli.continuation import stream_on
 from decoder.cli.journal import Journal, damaged, named, whole_lines
@@ -97,6 +98,7 @@ __all__ = [
     "read_tokenizer",
     "refuse_unshareable",
     "refuse_unsupported",
+    "rounding_cache",
     "save_draft_model",
     "shared_parameters",
     "short_bytes",

@@ -198,7 +198,7 @@ class RecurrentStates:
         marks = {**self.marks, self.length: self.committed}
         if self._newest_but_one:
             marks[self.length - 1] = self._newest_but_one
-        if self._prompt_tokens:
+        if self._prompt_tokens and not self._takes_back:
             marks = {mark: states for mark, states in marks.items() if mark <= self._prompt_tokens}
         return RecurrentCopy(marks)
 

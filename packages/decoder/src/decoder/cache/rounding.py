@@ -1,22 +1,36 @@
 """transformers' own cache with the rounding of a quantised one: the model that such a cache makes of another."""
 
-from transformers import DynamicCache, PreTrainedConfig
+import sys
+
+from transformers import DynamicCache, PreTrainedModel
 
 from decoder.cache.form import CacheForm
 
 
-class _RoundingCache(DynamicCache):
-    """Rounds every key and value vector before it is kept and attended to."""
+class _Rounding:
+    """Rounds every key and value vector before it is kept and attended to; for a cache beside which it stands."""
 
-    def __init__(self, form: CacheForm, config: PreTrainedConfig):
-        super().__init__(config=config)
-        self._form = form
+    form: CacheForm
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        rounded = self._form.rounded(key_states), self._form.rounded(value_states)
-        return super().update(*rounded, layer_idx, *args, **kwargs)
+        rounded = self.form.rounded(key_states), self.form.rounded(value_states)
+        return super().update(*rounded, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
 
-def rounding_cache(kv_dtype: str | None, config: PreTrainedConfig) -> DynamicCache:
+def rounding_cache(kv_dtype: str | None, model: PreTrainedModel) -> DynamicCache:
     """A cache for ``past_key_values`` with which the plain model computes what decoding with ``kv_dtype`` computes."""
-    return DynamicCache(config=config) if kv_dtype is None else _RoundingCache(CacheForm(kv_dtype), config)
+    kind, settings = _cache_class(model), {}
+    if kind is DynamicCache:
+        settings = {"config": model.config}
+    if kv_dtype is None:
+        return kind(**settings)
+    cache = type("RoundingCache", (_Rounding, kind), {"form": CacheForm(kv_dtype)})(**settings)
+    assert isinstance(cache, DynamicCache)
+    return cache
+
+
+def _cache_class(model: PreTrainedModel) -> type[DynamicCache]:
+    """The class of the cache that a model takes: MiniMax has one of its own, beside its modules."""
+    name = type(model).__module__
+    beside = [one for one in vars(sys.modules[name]).values() if isinstance(one, type) and one.__module__ == name]
+    return next((one for one in beside if issubclass(one, DynamicCache)), DynamicCache)

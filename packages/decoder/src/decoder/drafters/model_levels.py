@@ -50,7 +50,10 @@ class DraftModelLevels(Levels):
         self.width = min(width, self._shared)
         self.goes_on: GoesOn | None = None
         self.positions: int = self.small.model.config.max_position_embeddings
-        self.cache = FullCache(min(context.longest_text, len(context.prompt) + _GROWTH) + 1, growable=True)
+        slots = min(context.longest_text, len(context.prompt) + _GROWTH) + 1
+        self.cache = FullCache(slots, growable=True, takes_back=True)
+        if self.small.has_two_forms:
+            self.cache.prompt_tokens = len(context.prompt)
         self._prompt, self._running = context.prompt, context.running
         self._read = 0  # tokens of the text whose pairs are in the cache
         self._drafted: list[int] = []  # those behind them

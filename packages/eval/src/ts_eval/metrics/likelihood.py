@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decoder.auditing import evaluating
+from decoder.parts import rounding_cache
 from ts_eval.metrics.base import MeanOverTexts
 
 _CHUNK = 256
@@ -26,7 +27,7 @@ def perplexity(model: PreTrainedModel, token_ids: Sequence[int], prompt_ids: Seq
     if count < 1:
         return None
     ids = torch.tensor([text], device=model.device)
-    cache = DynamicCache(config=model.config)
+    cache = rounding_cache(None, model)
     total = 0.0
     with evaluating(model):
         for start in range(0, len(text) - 1, _CHUNK):
