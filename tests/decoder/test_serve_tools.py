@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 
-from decoder import SamplingParams, constraints
+from decoder import Decoder, SamplingParams, constraints
 from decoder.constraints.behind import BehindReasoning
 from decoder.serve.answer_parts import AnswerParts
+from decoder.serve.harmony import END, MARKS, HarmonyParts
 from decoder.serve.tool_forms import GRANITE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, form_of
 
+from .conftest import tiny_llama
 from .serving import QWEN, TEMPLATE, calling_decoder, served, speaking_decoder
 
 pytest.importorskip("llguidance")
@@ -305,6 +307,57 @@ def test_each_form_is_found_written_and_read(name, marks_are_tokens):
             else:
                 merged.append((part.kind, part.text))
         assert merged == expected
+
+
+HARMONY = (
+    "{% for tool in tools or [] %}{{ tool | tojson }} to=functions{% endfor %}{% for message in messages %}"
+    "<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}<|start|>assistant"
+    "{# <|channel|> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def harmonious():
+    """A decoder whose template is of gpt-oss' form."""
+    dec = calling_decoder()
+    dec.tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    dec.tokenizer.chat_template = HARMONY
+    model = tiny_llama(vocab_size=len(dec.tokenizer))
+    return Decoder(model, dec.tokenizer)
+
+
+def test_gpt_oss_answers_are_read_channel_by_channel(harmonious):
+    marked = {mark: harmonious.tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
+    # Towards the marks that a message needs to come to its end.
+    bias = {str(marked[END]): 4}
+    with served(harmonious, max_tokens=600) as server:
+        shapes = [
+            dict(tools=TOOLS, tool_choice="required"),
+            dict(tools=TOOLS),
+            dict(extra_body={"structured_outputs": {"json": WEATHER, "disable_any_whitespace": True}}),
+        ]
+        for shape in shapes:
+            asked = dict(model="tiny", messages=CHAT, seed=2, max_tokens=500, logit_bias=bias, **shape)
+            message = server.openai.chat.completions.create(**asked).choices[0].message
+            streamed, calls, _, _ = joined(server.openai.chat.completions.create(**asked, stream=True))
+            assert streamed["content"] == (message.content or "")
+            assert streamed["reasoning_content"] == (getattr(message, "reasoning_content", None) or "")
+            assert calls == checked(message.tool_calls or [])
+            assert bool(calls) >= ("tool_choice" in shape)
+            if "extra_body" in shape:
+                assert message.content.endswith("}")
+                jsonschema.validate(json.loads(message.content[message.content.rindex("{") :]), WEATHER)
+
+
+def test_gpt_oss_messages_and_calls_in_pieces():
+    text = "<|channel|>analysis<|message|>Hm <x<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see."
+    text += '<|end|><|start|>assistant<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a": 1}'
+    for size in (1, 3, len(text)):
+        reader, found = HarmonyParts(), {}
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        for part in [part for piece in pieces for part in reader.feed(piece)] + reader.feed("", final=True):
+            found[part.kind] = found.get(part.kind, "") + part.text
+        assert found == {"reasoning": "Hm <x", "content": "Let me see.", "call": "w", "arguments": '{"a": 1}'}
 
 
 def test_templates_without_tools_or_with_unknown_forms_have_none():

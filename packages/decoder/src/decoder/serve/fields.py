@@ -123,8 +123,8 @@ _IGNORED = (
 )
 _REFUSED: Fields = {
     # OpenAI's.
-    "functions": Refused(([],)),
-    "function_call": Refused(("none", "auto")),
+    "functions": Refused(([],), "send tools"),
+    "function_call": Refused(("none", "auto"), "send tool_choice"),
     "modalities": Refused((["text"],)),
     "audio": Refused(),
     "moderation": Refused(),

@@ -8,7 +8,9 @@ from decoder.constraints import Grammar
 from decoder.constraints.base import Constraint
 from decoder.constraints.behind import BehindReasoning
 from decoder.serve.answer_parts import BEGIN, END, AnswerParts, Reasoning
+from decoder.serve.body import field_of
 from decoder.serve.errors import ApiError
+from decoder.serve.harmony import MARKS, HarmonyParts, harmony_grammar, speaks_harmony
 from decoder.serve.requests import Asked
 from decoder.serve.tool_forms import ToolForm, form_of, token_of
 from decoder.text.stream import special_ids
@@ -26,6 +28,7 @@ class Speech:
         grammar: what the answer must be, behind its reasoning.
         constraint: that, with the reasoning.
         shown: special tokens that the text must show.
+        harmony: whether it is of gpt-oss' form, which has reasoning and calls of its own.
     """
 
     reasoning: Reasoning | None = None
@@ -33,9 +36,12 @@ class Speech:
     grammar: Grammar | None = None
     constraint: Constraint | None = None
     shown: frozenset[int] = frozenset()
+    harmony: bool = False
 
-    def parts(self, asked: Asked) -> AnswerParts:
+    def parts(self, asked: Asked) -> AnswerParts | HarmonyParts:
         """A reader of one answer."""
+        if self.harmony:
+            return HarmonyParts(asked.separate_reasoning)
         return AnswerParts(self.reasoning if asked.separate_reasoning else None, self.form)
 
 
@@ -51,6 +57,8 @@ def speech_of(asked: Asked, ids: list[int], tokenizer: PreTrainedTokenizerBase) 
     if not asked.chat:
         return Speech(grammar=grammar, constraint=constraint, shown=shown)
     template = tokenizer.get_chat_template()
+    if speaks_harmony(template):
+        return _in_harmony(asked, tokenizer, grammar, shown)
     form = None
     if asked.tools is not None:
         form, grammar = _with_tools(asked, template, tokenizer, grammar)
@@ -61,6 +69,20 @@ def speech_of(asked: Asked, ids: list[int], tokenizer: PreTrainedTokenizerBase) 
     marks = [*(form.marks if form else ()), *((BEGIN, END) if reasoning else ())]
     tokens = [token_of(mark, tokenizer) for mark in marks]
     return Speech(reasoning, form, grammar, constraint, shown | {token for token in tokens if token is not None})
+
+
+def _in_harmony(
+    asked: Asked, tokenizer: PreTrainedTokenizerBase, answer: Grammar | None, shown: frozenset[int]
+) -> Speech:
+    tools, grammar = asked.tools, None
+    if tools is not None or answer is not None:
+        try:
+            grammar = harmony_grammar(tools.schemas if tools else {}, tokenizer, bool(tools and tools.required), answer)
+        except ValueError as error:
+            place = asked.shaped_by or "tools"
+            raise ApiError(400, f"{place}: {error}", field_of(place)) from None
+    tokens = {token for mark in MARKS if (token := token_of(mark, tokenizer)) is not None}
+    return Speech(grammar=grammar, constraint=grammar, shown=shown | tokens, harmony=True)
 
 
 def _with_tools(
