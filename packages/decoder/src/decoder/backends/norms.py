@@ -62,20 +62,21 @@ def looks_like_rms_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return (
         type(module).__name__.endswith("RMSNorm")
-        and isinstance(_eps(module), float)
+        and isinstance(eps_of(module), float)
         and isinstance(weight, torch.Tensor)
         and weight.ndim == 1
         and weight.dtype in TOLERANCE
     )
 
 
-def _eps(module: nn.Module) -> float | None:
+def eps_of(module: nn.Module) -> float | None:
+    """What a norm adds to the mean of the squares."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def fused_norm(module: nn.Module) -> FusedNorm:
     """For a module that `looks_like_rms_norm`."""
-    return FusedNorm(module.get_parameter("weight"), float(_eps(module) or 0))
+    return FusedNorm(module.get_parameter("weight"), float(eps_of(module) or 0))
 
 
 @torch.inference_mode()

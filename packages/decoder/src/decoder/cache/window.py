@@ -52,10 +52,11 @@ class WindowState:
     Attributes:
         length: how many tokens are committed.
         first: the position of the pair in the first slot.
+        rounding: see above.
     """
 
     def __init__(self, kind: LayerKind, layers: int, most: int | None = None, rounding: Rounding | None = None):
-        self.kind, self._layers, self._most, self._rounding = kind, layers, most, rounding
+        self.kind, self._layers, self._most, self.rounding = kind, layers, most, rounding
         self.keys = self.values = torch.empty(0)
         self.length = self.first = 0
 
@@ -72,6 +73,15 @@ class WindowState:
         slots = max(self.keys.shape[3], window_slots(self.kind, count, self._most), self.length - first + count)
         kept = slice(start, start + self.length - first)
         self.keys, self.values = (self._moved(one, kept, slots) for one in (self.keys, self.values))
+
+    def make_ready(self, count: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """`make_room`, in buffers for pairs like these [B, G, any, D]."""
+        if not len(self.keys):
+            slots = window_slots(self.kind, count, self._most)
+            self.keys, self.values = (
+                one.new_empty(self._layers, *one.shape[:2], slots, one.shape[3]) for one in (key, value)
+            )
+        self.make_room(count)
 
     @staticmethod
     def _moved(buffer: torch.Tensor, kept: slice, slots: int) -> torch.Tensor:
@@ -93,18 +103,13 @@ class WindowState:
             What the new tokens attend to, in the order of the text, themselves last: [B, G, n, D].
         """
         count = key.shape[2]
-        if not len(self.keys):
-            slots = window_slots(self.kind, held + count, self._most)
-            self.keys, self.values = (
-                one.new_empty(self._layers, *one.shape[:2], slots, one.shape[3]) for one in (key, value)
-            )
         if not place:  # of a pass whose cache nobody has told that it comes
-            self.make_room(held + count)
+            self.make_ready(held + count, key, value)
         start = self.length - self.first + held
         seen = max(0, self.kind.first_seen(self.length + held) - self.first)
         pairs = []
         for buffer, states in ((self.keys[place], key), (self.values[place], value)):
-            buffer[:, :, start : start + count] = states if self._rounding is None else self._rounding(states)
+            buffer[:, :, start : start + count] = states if self.rounding is None else self.rounding(states)
             pairs.append(buffer[:, :, seen : start + count])
         return pairs[0], pairs[1]
 

@@ -76,14 +76,14 @@ class NativeBackend:
         """See `PassBackend`."""
         target = self._target
         shared = target.shared_layers()
-        whole = not shared.modules and runs_as_a_whole(target.model, target.dtype)
+        whole = not shared.modules and runs_as_a_whole(target.model, target.dtype, target.layout.kinds)
         outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
         groups = [group for layer in target.decoder.layers for _, group in products_of(layer)] if whole else []
         modules = outside if whole else [*target.modules, *target.helper_modules(), *shared.modules]
         forwards = fused_norms(modules) | (yield from packing(modules, groups)) | activations(modules)
         forwards |= shared.forwards(forwards)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
-        self.whole = WholeModel(target.model, target.dtype) if whole else None
+        self.whole = WholeModel(target.model, target.dtype, target.layout) if whole else None
         self.flattens = True if whole else self.flattens
         self._forwards, self.called = forwards, called
 
@@ -108,7 +108,7 @@ class NativeBackend:
         with replaced(self.called):
             ids, cache = ids_of(batch, target.device), cache_of(batch)
             found = self.whole.run(ids, cache, new, batch.observed, target.feature_layers)
-            logits = target.lm_head(target.norm(found.hidden))[0] if batch.logits else None
+            logits = target.head(target.norm(found.hidden))[0] if batch.logits else None
         features = torch.cat(found.inputs, -1)[0] if found.inputs else None
         return PassOutput(found.hidden[0], logits, found.queries, features)
 

@@ -98,6 +98,11 @@ class Layer(ctypes.Structure):
         ("dim", c_int64),
         ("eps", c_float),
         ("head_eps", c_float),
+        ("norm_behind_attention", c_void_p),
+        ("norm_behind_mlp", c_void_p),
+        ("kind", c_int32),
+        ("place", c_int32),
+        ("gelu", c_int32),
     )
 
 
@@ -152,9 +157,10 @@ class Pass(ctypes.Structure):
         ("states", c_void_p),
         ("heads", c_void_p),
         ("heads_layer", c_int64),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
+        ("cosines", POINTER(c_void_p)),
+        ("sines", POINTER(c_void_p)),
         ("scratch", c_void_p),
+        ("kinds", c_int64),
     )
 
 

@@ -1,9 +1,10 @@
 """Which models the native library runs as a whole: those of the Llama family, as transformers has them.
 
-Their layers are root-mean-square norms, rotary attention and a gated SiLU, with or without biases and norms of heads.
+Their layers are root-mean-square norms, rotary attention and a gated SiLU or GELU, with or without biases, norms of
+heads and norms of what is added.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from transformers import PreTrainedModel
 from decoder.backends.attention import not_known
 from decoder.backends.native import library as native
 from decoder.backends.native.int4 import Int4Linear
+from decoder.backends.native.native_layer import norms_of
 from decoder.backends.native.packed_linear import Linear, packable
 from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear
-from decoder.backends.norms import looks_like_rms_norm
+from decoder.backends.norms import eps_of, looks_like_rms_norm
+from decoder.cache.layout import FULL, LayerKind
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS_OF_HEADS = {"q_norm", "k_norm"}
+_ACTIVATIONS = ("SiLU", "SiLUActivation", "GELUTanh")
 
 
 def _is_of(module: nn.Module, *parts: str) -> bool:
@@ -34,10 +38,13 @@ def _is_of(module: nn.Module, *parts: str) -> bool:
     return found in names
 
 
-def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether a model is of these families, all in ``dtype``, with nothing of the user's around or in its layers."""
+def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[LayerKind]) -> bool:
+    """Whether a model is of these families, all in ``dtype``, with nothing of the user's around or in its layers.
+
+    ``kinds`` are those of its layers.
+    """
     decoder: Any = model.get_decoder()
-    if not (_is_of(model, "ForCausalLM") and _is_of(decoder, "Model") and native.multiplies(dtype)):
+    if not (_is_of(model, "ForCausalLM") and _is_of(decoder, "Model", "TextModel") and native.multiplies(dtype)):
         return False
     layers, embeddings = list(decoder.layers), decoder.embed_tokens
     plain = not _has_any_global_hook() and len(layers) == decoder.config.num_hidden_layers
@@ -47,11 +54,13 @@ def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     around = [model, decoder, *layers]
     if any("forward" in one.__dict__ or one._forward_hooks or one._forward_pre_hooks for one in around):
         return False
-    sizes = {(layer.self_attn.head_dim, layer.self_attn.scaling) for layer in layers if known_layer(layer, dtype)}
-    return len(sizes) == 1 and all(known_layer(layer, dtype) for layer in layers)
+    pairs = list(zip(layers, kinds, strict=True))
+    if not all(known_layer(layer, dtype, kind) for layer, kind in pairs):
+        return False
+    return len({(layer.self_attn.head_dim, layer.self_attn.scaling) for layer in layers}) == 1
 
 
-def known_layer(layer: Any, dtype: torch.dtype) -> bool:
+def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
     """Whether a module is a layer of these families with nothing of the user's in it, which the library multiplies."""
     if not _is_of(layer, "DecoderLayer"):
         return False
@@ -63,25 +72,26 @@ def known_layer(layer: Any, dtype: torch.dtype) -> bool:
         for module in within
     ):
         return False
-    if layer._modules.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+    if layer._modules.keys() != {"self_attn", "mlp", *norms_of(layer)}:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     if attention._modules.keys() not in (_ATTENTION, _ATTENTION | _NORMS_OF_HEADS):
         return False
     if mlp._modules.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms = [layer.get_submodule(name) for name in norms_of(layer)]
     # An eps of its own for each norm would need another kernel.
-    if not all(looks_like_rms_norm(norm) for norm in norms) or norms[0].variance_epsilon != norms[1].variance_epsilon:
+    if not all(looks_like_rms_norm(norm) for norm in norms) or len({eps_of(norm) for norm in norms}) > 1:
         return False
     norms += [attention._modules[name] for name in _NORMS_OF_HEADS if name in attention._modules]
     # What transformers' layers of these families hand to attention.
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return (
-        not_known(attention, None, {"sliding_window": window}) is None
+        not_known(attention, None, {"sliding_window": window}, kind) is None
         and all(looks_like_rms_norm(norm) and norm.weight.dtype == dtype for norm in norms)
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and type(mlp.act_fn).__name__ in _ACTIVATIONS
         and attention.head_dim % 2 == 0
+        and 2 * mlp.gate_proj.out_features >= attention.q_proj.in_features  # where rows wait for a norm
         and all(_alike(group, dtype) for _, group in products_of(layer))
     )
 

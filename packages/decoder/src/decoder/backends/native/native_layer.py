@@ -9,21 +9,23 @@ import torch
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Layer
 from decoder.backends.native.packed_weight import NativeWeight
+from decoder.backends.norms import eps_of
 
 
 class NativeScratch:
     """What the native layers of a model share: the angles of a pass in float32, and memory between calls."""
 
     def __init__(self) -> None:
-        self._given: torch.Tensor | None = None
-        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._angles: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._numbers = _floats(0)
 
-    def angles(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, D] both, from [1, T, D] of the model's dtype."""
-        if self._angles is None or self._given is not sin:
-            self._given, self._angles = sin, (cos[0].float().contiguous(), sin[0].float().contiguous())
-        return self._angles
+    def angles(self, cos: torch.Tensor, sin: torch.Tensor, kind: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, D] both, from [1, T, D] of the model's dtype, of a kind of layers."""
+        given, *held = self._angles.get(kind, (None,))
+        if given is not sin:
+            held = [cos[0].float().contiguous(), sin[0].float().contiguous()]
+            self._angles[kind] = sin, held[0], held[1]
+        return held[0], held[1]
 
     def reserve(self, numbers: int) -> None:
         """See that there is room for so many float32 numbers."""
@@ -43,35 +45,39 @@ class NativeLayer:
         module: transformers' layer.
         products: by name, "qkv", "o", "gate_up" and "down", its weights.
         scratch: shared by the layers of a model.
+        kind, place: of the kinds of layers its own, and how many of it come before.
 
     Attributes:
         layer: what the library reads.
     """
 
-    def __init__(self, module: Any, products: Mapping[str, NativeWeight], scratch: NativeScratch):
+    def __init__(
+        self, module: Any, products: Mapping[str, NativeWeight], scratch: NativeScratch, kind: int = 0, place: int = 0
+    ):
         attention, dim = module.self_attn, module.self_attn.head_dim
         self.heads, self.kv_heads = (getattr(attention, name).out_features // dim for name in ("q_proj", "k_proj"))
-        norms = [module.input_layernorm.weight, module.post_attention_layernorm.weight]
+        norms = {name: factors(module.get_submodule(own)) for own, name in norms_of(module).items()}
         of_heads = attention.q_norm if "q_norm" in attention._modules else None
         if of_heads is not None:
             pairs = ((attention.q_norm, self.heads), (attention.k_norm, self.kv_heads))
-            norms.append(torch.cat([norm.weight.detach().expand(count, -1) for norm, count in pairs]))
+            norms["head_norm"] = torch.cat([factors(norm).expand(count, -1) for norm, count in pairs])
         # Copies, as those of products are: a later change takes effect with the next generation. The library reads
         # their memory.
-        weights = [_floats(*weight.shape).copy_(weight.detach()) for weight in norms]
-        self._held = *products.values(), *weights
-        size, self._dim = len(weights[0]), dim
+        weights = {name: _floats(*weight.shape).copy_(weight) for name, weight in norms.items()}
+        self._held = *products.values(), *weights.values()
+        size, self._dim = len(weights["norm_in"]), dim
         self.layer = Layer(
             **{name: product.product for name, product in products.items()},
-            norm_in=weights[0].data_ptr(),
-            norm_between=weights[1].data_ptr(),
-            head_norm=None if of_heads is None else weights[2].data_ptr(),
+            **{name: weight.data_ptr() for name, weight in weights.items()},
             size=size,
             heads=self.heads,
             kv_heads=self.kv_heads,
             dim=dim,
-            eps=module.input_layernorm.variance_epsilon,
-            head_eps=0 if of_heads is None else of_heads.variance_epsilon,
+            eps=eps_of(module.input_layernorm),
+            head_eps=0 if of_heads is None else eps_of(of_heads),
+            kind=kind,
+            place=place,
+            gelu="GELU" in type(module.mlp.act_fn).__name__,
         )
         self._scratch, self._given, self._library = scratch, byref(self.layer), native.library()
         self._outputs = self.layer.qkv.outputs // dim
@@ -82,7 +88,7 @@ class NativeLayer:
         """Queries and keys, rotated, and values, [T, H + 2 G, D], of the layer's inputs [1, T, d]."""
         hidden, rows = hidden.contiguous(), hidden.shape[1]
         heads = hidden.new_empty(rows, self._outputs, self._dim)
-        cos, sin = self._scratch.angles(*angles)
+        cos, sin = self._scratch.angles(*angles, self.layer.kind)
         self._library.before_attention(
             self._given,
             hidden.data_ptr(),
@@ -111,6 +117,20 @@ class NativeLayer:
             native.threads(),
         )
         return out
+
+
+def norms_of(module: Any) -> dict[str, str]:
+    """By its name in a layer, what a norm is called in the library's `Layer`."""
+    if "pre_feedforward_layernorm" in module._modules:  # as in Gemma, which normalises what it adds, too
+        behind = {"post_attention_layernorm": "norm_behind_attention", "post_feedforward_layernorm": "norm_behind_mlp"}
+        return {"input_layernorm": "norm_in", "pre_feedforward_layernorm": "norm_between", **behind}
+    return {"input_layernorm": "norm_in", "post_attention_layernorm": "norm_between"}
+
+
+def factors(norm: Any) -> torch.Tensor:
+    """What a norm multiplies by, in float32: its weights, and in Gemma one more."""
+    weight = norm.weight.detach().float()
+    return weight + 1 if type(norm).__name__.startswith("Gemma") else weight
 
 
 def _floats(*shape: int) -> torch.Tensor:

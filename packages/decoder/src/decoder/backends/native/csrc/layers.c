@@ -55,6 +55,16 @@ void before_attention(const Layer *l, const void *x, int64_t rows, const float *
         l, x, rows, cosines, sines, out, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
 }
 
+// x and the norm of `own`, which is written over.
+static void add_normed(
+    float *own, const float *weight, float eps, int64_t size, const void *x, int x_is_bf16, void *y, int y_is_bf16) {
+    norm(own, 0, weight, eps, size, own, 0);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int64_t left = size - i;
+        store(y, i, y_is_bf16, load(x, i, x_is_bf16, left) + load(own, i, 0, left), left);
+    }
+}
+
 // What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output, as one of the threads
 // that share them. `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs
 // of gate and up. The output may take the input's place.
@@ -63,14 +73,22 @@ static void share_behind_attention(const Layer *l, const void *attended, const v
     const int64_t width = l->down.inputs;
     float *hidden = scratch, *normed = hidden + CHUNK * l->size, *gate_up = normed + CHUNK * l->size;
     float *gated = gate_up + CHUNK * 2 * width;
+    // What is normalised before it is added, where gate and up, and what was normed for them, have stood or will stand.
+    float *of_attention = gate_up, *of_mlp = normed;
     for (int64_t first = 0; first < rows; first += CHUNK) {
         const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-        const Out to_hidden = {hidden, row_of(x, first * l->size, is_bf16), 0, is_bf16};
-        share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count, &to_hidden, thread, all);
+        const void *from = row_of(x, first * l->size, is_bf16);
+        const Out to_hidden = {hidden, from, 0, is_bf16}, to_norm = {of_attention, NULL, 0, 0};
+        share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count,
+            l->norm_behind_attention ? &to_norm : &to_hidden, thread, all);
 #pragma omp barrier
-        for (int64_t r = thread; r < count; r += all)
+        for (int64_t r = thread; r < count; r += all) {
+            if (l->norm_behind_attention)
+                add_normed(of_attention + r * l->size, l->norm_behind_attention, l->eps, l->size,
+                    row_of(from, r * l->size, is_bf16), is_bf16, hidden + r * l->size, 0);
             norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size, row_of(normed, r * l->size, is_bf16),
                 is_bf16);
+        }
 #pragma omp barrier
         const Out to_gate_up = {gate_up, NULL, 0, 0};
         const Columns mine = share_halves(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
@@ -79,11 +97,16 @@ static void share_behind_attention(const Layer *l, const void *attended, const v
                 const int64_t left = mine.last - i;
                 const vec gate = load(gate_up, r * 2 * width + i, 0, left);
                 const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
-                store(gated, r * width + i, is_bf16, silu(gate) * up, left);
+                store(gated, r * width + i, is_bf16, (l->gelu ? gelu(gate) : silu(gate)) * up, left);
             }
 #pragma omp barrier
-        const Out to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
-        share(&l->down, gated, is_bf16, count, &to_y, thread, all);
+        const Out to_own = {of_mlp, NULL, 0, 0}, to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
+        share(&l->down, gated, is_bf16, count, l->norm_behind_mlp ? &to_own : &to_y, thread, all);
+#pragma omp barrier
+        if (!l->norm_behind_mlp) continue;
+        for (int64_t r = thread; r < count; r += all)
+            add_normed(of_mlp + r * l->size, l->norm_behind_mlp, l->eps, l->size, hidden + r * l->size, 0,
+                row_of(y, (first + r) * l->size, is_bf16), is_bf16);
 #pragma omp barrier
     }
 }
@@ -102,10 +125,11 @@ static void write_pairs(const Attention *a, int64_t count, int thread, int threa
         const Text *t = &a->texts[n];
         for (int64_t token = 0; token < t->count; token++, row++) {
             if (row % threads != thread) continue;
+            const int64_t slot = t->length - t->first + token;
             const char *pairs = (const char *)a->queries + (row * a->query_token + a->heads * a->dim) * size;
             for (int64_t g = 0; g < a->kv_heads; g++) {
-                const int64_t key = g * t->key_head + (t->length + token) * t->key_slot;
-                const int64_t value = g * t->value_head + (t->length + token) * t->value_slot;
+                const int64_t key = g * t->key_head + slot * t->key_slot;
+                const int64_t value = g * t->value_head + slot * t->value_slot;
                 memcpy((char *)t->keys + key * size, pairs + g * a->dim * size, a->dim * size);
                 memcpy((char *)t->values + value * size, pairs + (a->kv_heads + g) * a->dim * size, a->dim * size);
             }
@@ -113,17 +137,28 @@ static void write_pairs(const Attention *a, int64_t count, int thread, int threa
     }
 }
 
-// `a` describes the texts of layer 0. Returns 0, or 1 where there was no memory.
+// By kind of layer how the work of attention is cut, or NULL where there was no memory.
+static Plan *make_plans(const Pass *p, const Attention *a, int64_t count, int threads) {
+    Plan *plans = malloc(p->kinds * sizeof(Plan));
+    for (int64_t kind = 0; plans && kind < p->kinds; kind++)
+        if (make_plan(&a[kind], count, threads, &plans[kind])) {
+            while (kind--) drop_plan(&plans[kind]);
+            free(plans);
+            return NULL;
+        }
+    return plans;
+}
+
+// `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
 int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
-    Plan plan;
     Text *texts = malloc(count * sizeof(Text));
-    if (!texts) return 1;
-    if (make_plan(a, count, threads, &plan)) {
-        free(texts);
+    Plan *plans = make_plans(p, a, count, threads);
+    if (!texts || !plans) {
+        for (int64_t kind = 0; plans && kind < p->kinds; kind++) drop_plan(&plans[kind]);
+        free(texts), free(plans);
         return 1;
     }
-    Attention own = *a;
-    own.texts = texts;
+    Attention own;
     const int is_bf16 = a->is_bf16;
     (void)threads;
 #pragma omp parallel num_threads(threads)
@@ -133,23 +168,25 @@ int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
             const Layer *l = p->layers[number];
             void *heads = row_of(p->heads, (number - p->first) * p->heads_layer, is_bf16);
             share_before_attention(
-                l, p->states, p->rows, p->cosines, p->sines, heads, p->scratch, is_bf16, thread, all);
+                l, p->states, p->rows, p->cosines[l->kind], p->sines[l->kind], heads, p->scratch, is_bf16, thread, all);
 #pragma omp single
             {
-                own.queries = heads;
+                own = a[l->kind];
+                own.texts = texts, own.queries = heads;
                 for (int64_t n = 0; n < count; n++) {
-                    texts[n] = a->texts[n];
-                    texts[n].keys = row_of(texts[n].keys, number * texts[n].key_layer, is_bf16);
-                    texts[n].values = row_of(texts[n].values, number * texts[n].value_layer, is_bf16);
+                    texts[n] = a[l->kind].texts[n];
+                    texts[n].keys = row_of(texts[n].keys, l->place * texts[n].key_layer, is_bf16);
+                    texts[n].values = row_of(texts[n].values, l->place * texts[n].value_layer, is_bf16);
                 }
             }
             write_pairs(&own, count, thread, all);
 #pragma omp barrier
-            share_attention(&own, &plan);
+            share_attention(&own, &plans[l->kind]);
 #pragma omp barrier
             share_behind_attention(l, own.out, p->states, p->rows, p->states, p->scratch, is_bf16, thread, all);
         }
     }
-    drop_plan(&plan), free(texts);
+    for (int64_t kind = 0; kind < p->kinds; kind++) drop_plan(&plans[kind]);
+    free(plans), free(texts);
     return 0;
 }

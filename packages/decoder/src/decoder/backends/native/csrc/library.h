@@ -66,6 +66,9 @@ typedef struct {
     const float *head_norm; // [heads + kv_heads, dim], NULL where queries and keys have no norm
     int64_t size, heads, kv_heads, dim;
     float eps, head_eps;
+    const float *norm_behind_attention, *norm_behind_mlp; // NULL where what they would normalise is added as it is
+    int32_t kind, place; // of the pass's kinds of layers its own, and where it stands there
+    int32_t gelu;        // whether gates are GELU in place of SiLU
 } Layer;
 
 // One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
@@ -98,8 +101,9 @@ typedef struct {
     void *states;        // [rows, size], which the layers change
     void *heads;         // [rows, heads + 2 kv_heads, dim] of one layer, `heads_layer` numbers behind those of the last
     int64_t heads_layer;
-    const float *cosines, *sines; // [rows, dim]
+    const float *const *cosines, *const *sines; // by kind of layer [rows, dim]
     float *scratch;
+    int64_t kinds; // whose angles, and whose keys and values, are their own
 } Pass;
 
 // ------------------------------------------------------------------------------------------------- tokens and drafts
@@ -154,8 +158,8 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `key
 // name, bytes: callers compare these with their own, see `structures`.
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
-    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Layer, 256) X(Text, 96) X(Attention, 104)  \
-    X(Pass, 80) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
+    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Layer, 288) X(Text, 96) X(Attention, 104)  \
+    X(Pass, 88) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
 // clang-format on
 
 #define HAS_SIZE(name, bytes) _Static_assert(sizeof(name) == (bytes), "the size of " #name);
@@ -184,7 +188,7 @@ typedef struct {
 //                   which may take the input's place. `scratch` has room for `rows_together` rows of twice the layer's
 //                   size and of one and a half times the outputs of gate and up.
 // attend            returns 0, or 1 where there was no memory.
-// run_layers        `a` describes the texts of layer 0. Returns 0, or 1 where there was no memory.
+// run_layers        `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
 // contenders        the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
 //                   before noise: those whose approximate noise does not rule them out, or without noise the first of the
 //                   best. Returns how many, or -1 where there are more than `room`, or the logits hold what is no number

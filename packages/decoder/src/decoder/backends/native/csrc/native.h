@@ -134,14 +134,19 @@ INLINE vec power_of_two(vec x) {
     return power_of(n, x - n);
 }
 
-// x / (1 + e^-x).
-INLINE vec silu(vec x) {
-    const vec y = -larger(splat(-87), -larger(splat(-87), x)); // from -87 to 87
+// x / (1 + e^-of).
+INLINE vec gated_by(vec x, vec of) {
+    const vec y = -larger(splat(-87), -larger(splat(-87), of)); // from -87 to 87
     const vec n = to_whole(y * -1.44269504f);
     // -y / log 2 - n: the second product is what the first one lacks of the logarithm's digits.
     const vec f = fused(y, splat(-1.92596303e-8f), fused(y, splat(-1.44269504f), -n));
     return x / (1 + power_of(n, f));
 }
+
+INLINE vec silu(vec x) { return gated_by(x, x); }
+
+// GELU by its approximation with the hyperbolic tangent, of which 1 + tanh(y / 2) is 2 / (1 + e^-y).
+INLINE vec gelu(vec x) { return gated_by(x, 1.59576912f * fused(x * x * x, splat(0.044715f), x)); }
 
 // The hyperbolic tangent.
 INLINE vec tangent(vec x) {
