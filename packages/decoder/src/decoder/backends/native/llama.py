@@ -91,7 +91,8 @@ def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
         and all(looks_like_rms_norm(norm) and norm.weight.dtype == dtype for norm in norms)
         and type(mlp.act_fn).__name__ in _ACTIVATIONS
         and attention.head_dim % 2 == 0
-        and 2 * mlp.gate_proj.out_features >= attention.q_proj.in_features  # where rows wait for a norm
+        # Where gate and up are to stand, rows wait for the norm behind attention.
+        and (len(norms_of(layer)) == 2 or 2 * mlp.gate_proj.out_features >= attention.q_proj.in_features)
         and all(_alike(group, dtype) for _, group in products_of(layer))
     )
 
