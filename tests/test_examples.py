@@ -82,7 +82,13 @@ def test_heads_are_trained_on_a_folder_of_texts_and_draft(run, tmp_path, capsys)
         (texts / f"{number:02}.txt").write_text(
             f"It was night number {number}, and the rain fell. " * 30, encoding="utf-8"
         )
-    small = ["--data.chunk_tokens=64", "--model.draft_vocab_size=512", f"--data.cache_dir={tmp_path / 'cache'}"]
-    run("train_heads", "--model", REFERENCE, "--texts", "texts", "--output", "heads", "--steps", 3, *small)
+    small = [
+        "--trainer.val_check_interval=2",
+        "--trainer.limit_val_batches=1",
+        "--data.chunk_tokens=64",
+        "--model.draft_vocab_size=512",
+        f"--data.cache_dir={tmp_path / 'cache'}",
+    ]
+    run("train_heads", "--model", REFERENCE, "--texts", "texts", "--output", "heads", "--steps", 2, *small)
     assert decoder.load_heads("heads/best").num_heads == 3
     assert "tokens per step: " in capsys.readouterr().out
