@@ -163,15 +163,17 @@ class QuantisedLinear(QuantisedMatrixModule):
 
 
 class QuantisedEmbedding(QuantisedMatrixModule):
-    """Embeddings whose rows are unpacked when they are looked up."""
+    """Embeddings whose rows are unpacked when they are looked up, and multiplied by ``scale``, as Gemma's are."""
 
-    def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype):
+    def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype, scale: float = 1.0):
         super().__init__(matrix, dtype)
         self.num_embeddings, self.embedding_dim = matrix.shape
+        self._scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [..., in] of the ids [...]."""
-        return self.rows(ids).to(self.dtype)
+        rows = self.rows(ids).to(self.dtype)
+        return rows if self._scale == 1 else rows * torch.tensor(self._scale, dtype=self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.kind.name}, {self.num_embeddings}, {self.embedding_dim}"

@@ -5,6 +5,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from decoder.backends.native.quantised import (
     QuantisedEmbedding,
@@ -18,6 +19,8 @@ from decoder.model.gguf.architectures import Source, sources
 from decoder.model.gguf.file import ELSE, FETCH, GgufFile
 from decoder.model.gguf.weights import check_shapes, parameter, rows_in_order
 from decoder.model.short_weights import GGUF, mark_short
+
+_KEPT = (nn.Linear, nn.Embedding, Gemma3TextScaledWordEmbedding)
 
 
 def holds_quantised(file: GgufFile) -> bool:
@@ -47,7 +50,8 @@ def quantised_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
             bias = None if module.bias is None else torch.zeros(module.out_features)
             model.set_submodule(path, QuantisedLinear(_matrix(file, source, kind), bias, dtype))
         else:
-            model.set_submodule(path, QuantisedEmbedding(_matrix(file, source, kind), dtype))
+            scale = getattr(module, "scalar_embed_scale", 1.0)
+            model.set_submodule(path, QuantisedEmbedding(_matrix(file, source, kind), dtype, scale))
     _tie(model, config, dtype)
     _fill(model, plain)
     model.generation_config = GenerationConfig.from_model_config(config)
@@ -61,7 +65,7 @@ def _kind_of(file: GgufFile, name: str) -> WeightFormat | None:
 
 def _kept(file: GgufFile, source: Source, module: nn.Module | None, path: str) -> WeightFormat | None:
     """The format of the matrix of a module that can stay in it."""
-    if len(source.tensors) > 1 or source.offset or source.transposed or type(module) not in (nn.Linear, nn.Embedding):
+    if len(source.tensors) > 1 or source.offset or source.transposed or type(module) not in _KEPT:
         return None
     # Layers that are joined need whole panels; the head is alone.
     if isinstance(module, nn.Linear) and module.out_features % width() and path != "lm_head":
