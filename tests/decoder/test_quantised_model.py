@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from decoder.backends.native import library as native
 
@@ -93,6 +94,15 @@ def test_matrices_stay_in_the_formats_of_the_file(loaded):
     assert backend.whole is not None  # all layers in one call
     assert set(backend._kinds()) == {QuantisedWeight.__name__.removesuffix("Weight")}
     assert "in gguf" in dec.report()
+
+
+def test_embeddings_are_scaled_as_gemma_scales_them(loaded):
+    """By a factor in the model's dtype, behind the rounding of the row."""
+    matrix, ids = loaded[2].model.get_input_embeddings().matrix, torch.arange(VOCABULARY)
+    own = Gemma3TextScaledWordEmbedding(VOCABULARY, SIZE, None, embed_scale=SIZE**0.5)
+    for dtype in (torch.float32, torch.bfloat16):
+        own.weight = torch.nn.Parameter(matrix.rows(ids).to(dtype))
+        assert torch.equal(QuantisedEmbedding(matrix, dtype, SIZE**0.5)(ids), own(ids))
 
 
 def test_logits_are_those_of_unpacked_weights_up_to_the_rounding_of_inputs(loaded):
