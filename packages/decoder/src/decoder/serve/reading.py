@@ -19,7 +19,7 @@ _SURELY = 1.25  # times the positions: a text whose beginning has so many tokens
 
 
 class Reading:
-    """Two threads that read requests: one what is small, one what is large.
+    """Threads that read requests: one what is small, one what is large, and one that compiles grammars.
 
     Args:
         tokenizer: which both threads use, and only they may encode with.
@@ -33,15 +33,24 @@ class Reading:
         shared = tokenizer.is_fast and not sanitize_control_tokens
         self._small = ThreadPoolExecutor(1, thread_name_prefix="small"), tokenizer
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large"), tokenizer if shared else deepcopy(tokenizer)
+        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars"), tokenizer
         self._begun: set[Future] = set()
         self._awaited: set[asyncio.Future] = set()
         self._stopped = False
 
     async def read(self, size: int, work: Callable[[PreTrainedTokenizerBase], T]) -> T:
         """The result of ``work``, which has about ``size`` characters to read; raises ApiError 503 after `stop`."""
+        return await self._done_by(*(self._small if size <= _SMALL else self._large), work)
+
+    async def compile(self, work: Callable[[PreTrainedTokenizerBase], T]) -> T:
+        """The same in a thread for grammars, of which even small ones can take a second."""
+        return await self._done_by(*self._grammars, work)
+
+    async def _done_by(
+        self, threads: ThreadPoolExecutor, tokenizer: PreTrainedTokenizerBase, work: Callable[..., T]
+    ) -> T:
         if self._stopped:
             raise stopping()
-        threads, tokenizer = self._small if size <= _SMALL else self._large
         begun = threads.submit(work, tokenizer)
         self._begun.add(begun)
         begun.add_done_callback(self._begun.discard)

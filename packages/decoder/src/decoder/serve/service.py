@@ -240,7 +240,7 @@ class Service:
                     state.advance(token)
 
         try:
-            await self.reading.read(len(grammar.form), begin)
+            await self.reading.compile(begin)
         except ValueError as error:
             raise ApiError(400, f"{place}: {error}", field_of(place)) from None
 
