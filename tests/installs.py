@@ -28,23 +28,24 @@ class Install:
         tests: files below `tests`; none of their tests may be skipped.
         absent: modules of other extras, without which all of this works.
         tools: what else these tests need.
-        not_of: of tests that need another extra, what is in their names.
+        chosen: arguments of pytest that choose among their tests.
     """
 
     packages: tuple[str, ...]
     tests: tuple[str, ...]
     absent: tuple[str, ...]
     tools: tuple[str, ...] = ()
-    not_of: str = ""
+    chosen: tuple[str, ...] = ()
 
 
 OF_EXTRAS = ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "llama_cpp", "triton", "peft", "llguidance")
+OF_SERVED_TESTS = ("starlette", "uvicorn", "prometheus_client", "openai")
 INSTALLS = {
     "decoder": Install(
         ("decoder",),
         ("decoder/test_plain_install.py", "decoder/test_using_it.py", "decoder/test_command.py"),
         ("lightning", "datasets", *OF_EXTRAS),
-        not_of="shape_that",
+        chosen=("-k", "not shape_that"),  # which needs constraints
     ),
     "decoder[gguf]": Install(
         ("decoder[gguf]",), ("decoder/test_gguf*.py",), ("accelerate", "starlette", "uvicorn", "mauve", "triton")
@@ -54,6 +55,20 @@ INSTALLS = {
         ("decoder/test_grammars.py", "decoder/test_command.py"),
         ("accelerate", "gguf", "starlette", "uvicorn", "mauve", "triton"),
         ("jsonschema",),
+    ),
+    "decoder[parquet]": Install(
+        ("decoder[parquet]",),
+        ("decoder/test_jobs.py",),
+        ("lightning", "accelerate", "gguf", "mauve", "llama_cpp", "triton", "peft", "llguidance"),
+        OF_SERVED_TESTS,
+        ("-k", "parquet"),
+    ),
+    "decoder[ray]": Install(
+        ("decoder[ray]",),
+        ("decoder/test_jobs.py",),
+        ("lightning", "accelerate", "gguf", "mauve", "llama_cpp", "triton", "peft", "llguidance"),
+        OF_SERVED_TESTS,
+        ("-m", "slow", "-k", "ray"),
     ),
     "decoder[serve]": Install(
         ("decoder[serve]",),
@@ -138,8 +153,7 @@ def fault(install: Install, dist: Path, folder: Path) -> str | None:
     files = [str(file) for pattern in install.tests for file in sorted((ROOT / "tests").glob(pattern))]
     if len(files) < len(install.tests):
         return f"of {', '.join(install.tests)} there is not every file"
-    without = ("-k", f"not {install.not_of}") if install.not_of else ()
-    tests = run("-m", "pytest", "-rs", "-p", "no:cacheprovider", *without, *files)
+    tests = run("-m", "pytest", "-rs", "-p", "no:cacheprovider", *install.chosen, *files)
     return tests.stdout + tests.stderr if tests.returncode or "SKIPPED" in tests.stdout else None
 
 
