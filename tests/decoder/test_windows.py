@@ -100,6 +100,7 @@ def decoders():
         if name not in made:
             model_type, overrides = FAMILIES[name]
             model, small = (tiny(model_type, **overrides) for _ in range(2))
+            model.set_attn_implementation("eager")  # others may leave out caps
             for parameter in small.parameters():
                 parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             made[name] = Decoder(model, heads=random_heads(model), draft_model=small, prefix_cache_bytes=2**24)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import decoder
 from decoder.drafters.tuning.verify_costs import WIDEST
@@ -124,6 +124,18 @@ def test_caches_are_as_large_as_the_decoders_own(held, bitwise):
     made = plan.plan_method("eagle3", ModelShape.of(dec.model), 100, 20, options, heads_cache=kept)
     assert made.nodes == 4
     assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}
+
+
+def test_windows_take_no_more_however_long_the_text():
+    config = AutoConfig.for_model(
+        "gemma3_text", vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=100, max_position_embeddings=10**5,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    shape, target = ModelShape.of(model), decoder.Decoder(model).target
+    for tokens in (50, 5000, 50_000):
+        assert shape.cache_bytes(tokens) == target.kv_bytes * tokens + target.beside_bytes(tokens)
+    assert shape.cache_bytes(50_000) < shape.cache_bytes(5000) + 45_000 * target.kv_bytes + 1
 
 
 @pytest.mark.parametrize(

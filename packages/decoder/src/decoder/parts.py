@@ -12,6 +12,7 @@ from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.rounding import rounding_cache
+from decoder.cache.window import window_slots
 from decoder.checks import check, decoded, parse_json, shown
 from decoder.cli.continuation import stream_on
 from decoder.cli.journal import Journal, damaged, named, whole_lines
@@ -106,4 +107,5 @@ __all__ = [
     "stream_on",
     "text_ids",
     "whole_lines",
+    "window_slots",
 ]

@@ -190,7 +190,7 @@ class Target:
         """Bytes of what the other layers keep of a text of so many tokens."""
         chunk = self.prefill_chunk(False)
         windows = sum(
-            len(layers) * self.attention_shapes[kind].pair_bytes * window_slots(kind, chunk, tokens)
+            len(layers) * self.attention_shapes[kind].pair_bytes * window_slots(kind, min(chunk, tokens), tokens)
             for kind, layers in self.layout.beside.items()
             if kind != RECURRENT
         )

@@ -19,12 +19,14 @@ from decoder.parts import (
     refuse_unshareable,
     shared_parameters,
     short_bytes,
+    window_slots,
 )
 from ts_eval.comparing.checkpoints import named, refuse_missing
 
 CONFIGS = Path(__file__).parent / "configs"
 """Configurations of published models as far as they decide shapes, by name: llama-3.1-8b and others."""
 CUDA = torch.device("cuda")
+_PASS = 512  # tokens of a prompt in a pass, for which windows have room
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ModelShape:
         layers: those that attend to the text, and so keep something of each token.
         kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
         value_bytes: of one number.
+        windows: slots of each of the layers that keep a window or a chunk of the text.
         shared_parameters: those of which each of several processes would hold a part.
     """
 
@@ -51,6 +54,7 @@ class ModelShape:
     vocab_size: int
     value_bytes: int
     shared_parameters: int = 0
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model, dtype: torch.dtype | None = None, short: str | None = None) -> "ModelShape":
@@ -83,6 +87,7 @@ class ModelShape:
             vocab_size=(quantised or head.shape)[0],
             value_bytes=value_bytes,
             shared_parameters=sum(sizes[name] for name in shared_parameters(sizes, model.tp_plan or {})),
+            windows=tuple(window_slots(kind, _PASS, None) for kind in layer_kinds(config) if kind.size),
         )
 
     def shared(self, size: int) -> "ModelShape":
@@ -112,7 +117,11 @@ class ModelShape:
 
     def cache_bytes(self, tokens: int) -> int:
         """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
-        return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.value_bytes
+        return 2 * self._kept_tokens(tokens) * self.kv_heads * self.head_dim * self.value_bytes
+
+    def _kept_tokens(self, tokens: int) -> int:
+        """Of so many positions those that layers keep, over all layers."""
+        return (self.layers - len(self.windows)) * tokens + sum(min(tokens, slots) for slots in self.windows)
 
     def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA) -> tuple[int, int]:
         """Bytes of a full cache of that form, on the device and in host memory."""
@@ -126,7 +135,7 @@ class ModelShape:
 
     def kept_bytes(self, tokens: int, form: CacheForm) -> int:
         """Keys and values of ``tokens`` positions as a cache of that form keeps them."""
-        return 2 * self.layers * tokens * self.kv_heads * form.vector_bytes(self.head_dim, self.value_bytes)
+        return 2 * self._kept_tokens(tokens) * self.kv_heads * form.vector_bytes(self.head_dim, self.value_bytes)
 
     def heads_bytes(self, heads: int) -> int:
         """That many chained draft heads: one square matrix and two norms each."""
