@@ -202,6 +202,15 @@ def test_the_native_library_decodes_them_bit_for_bit(with_native, prompt, name, 
         assert (method, dec.generate(prompt, 3 * LENGTH, method, sampling, NARROW).token_ids) == (method, expected)
 
 
+@pytest.mark.parametrize("kinds", [["full_attention"] * 3, ["sliding_attention", "full_attention"] * 2])
+def test_a_configuration_that_says_what_the_model_does_not_do_is_refused(kinds):
+    """Mistral's modules have their window in every layer, whatever a configuration lists."""
+    model = tiny("mistral", **SLIDING)
+    model.config.layer_types = kinds[:3]
+    with pytest.raises(ValueError, match=r"^mistral has another mask in a layer than its configuration says"):
+        Decoder(model)
+
+
 @torch.inference_mode()
 def test_windows_stay_as_large_however_long_the_text(decoders, prompt):
     """Of three layers the one that attends to the whole text grows with it, and the plan knows."""

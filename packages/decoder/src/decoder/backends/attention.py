@@ -3,16 +3,18 @@
 Registered with transformers' `AttentionInterface`, so every model that uses that interface runs it unchanged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from decoder.backends.latent import for_latents, is_latent
 from decoder.cache.layout import FULL, LayerKind
 
 NAME = "tokenswift"
+ASKING = "tokenswift-asking"
+"""The same, where models make `AskedMask`s, which are compared with what is known of their layers."""
 
 # What models hand to every attention function and what means nothing to this one: positions are in the keys already,
 # and the others choose what to return.
@@ -59,6 +61,33 @@ class Temperature(NamedTuple):
         return torch.log1p(torch.floor((positions.float() + 1.0) / self.step)) * self.scale + 1.0
 
 
+class AskedMask:
+    """What a model makes in place of a mask: a function that tells of a query's and a key's position what is seen."""
+
+    def __init__(self, sees: Callable[..., Any]):
+        self._sees = sees
+
+    def unlike(self, kind: LayerKind, longest: int) -> bool:
+        """Whether it is another mask than that of a layer of a kind, in texts of at most ``longest`` tokens."""
+        size = min(kind.size or longest, longest)
+        queries = {0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1, longest - 1}
+        pairs = {
+            (query, key)
+            for query in queries
+            for key in (0, query - size - 1, query - size, query - size + 1, query // size * size, query - 1, query)
+            if 0 <= key <= query < longest
+        }
+        zero = torch.tensor(0)
+        return any(
+            bool(self._sees(zero, zero, *map(torch.tensor, pair))) != bool(kind.sees(*map(torch.tensor, pair)))
+            for pair in pairs
+        )
+
+
+def _asked_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> AskedMask:
+    return AskedMask(mask_function)
+
+
 class Attending(Protocol):
     """One text's new tokens, as one kind of attention takes them."""
 
@@ -75,7 +104,7 @@ def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor | tuple[torch.Tensor, ...],
     value: torch.Tensor | tuple[torch.Tensor, ...],
-    attention_mask: None,
+    attention_mask: AskedMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
@@ -113,6 +142,10 @@ def tree_attention(
         LookupError: the layer has not handed on what the pass was given.
     """
     kind = kinds[module.layer_idx] if kinds else FULL
+    if isinstance(attention_mask, AskedMask):
+        if attention_mask.unlike(kind, module.config.max_position_embeddings):
+            raise ValueError(f"{module.config.model_type} has another mask in a layer than its configuration says")
+        attention_mask = None
     unknown = not_known(module, attention_mask, kwargs, kind)
     if unknown:
         raise ValueError(f"{module.config.model_type} uses {unknown}, which cannot be accelerated")
@@ -161,4 +194,6 @@ def not_known(module: Any, attention_mask: torch.Tensor | None, kwargs: dict, ki
     return asked
 
 
-AttentionInterface.register(NAME, tree_attention)
+for name in (NAME, ASKING):
+    AttentionInterface.register(name, tree_attention)
+AttentionMaskInterface.register(ASKING, _asked_mask)

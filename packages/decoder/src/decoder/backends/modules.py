@@ -37,6 +37,8 @@ class ModulePass:
         self._features: list[torch.Tensor] = []
         self.asked: dict[int, Scores] | None = None
         """What layers ask their attention for is left here by layer, unless it is None."""
+        self.compares_masks = False
+        """Whether the masks that the model makes are compared with what is known of its layers."""
 
     def run(
         self, batch: PassBatch, new: Sequence[Attending], forwards: Forwards, around: Around | None = None
@@ -84,7 +86,7 @@ class ModulePass:
             layers = [*target.decoder.layers, target.norm]
             read = (layers[layer] for layer in target.feature_layers)
             hooks += [layer.register_forward_pre_hook(self._catch_feature, with_kwargs=True) for layer in read]
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = attention.ASKING if self.compares_masks else attention.NAME
         for module in training:
             module.training = False
         try:

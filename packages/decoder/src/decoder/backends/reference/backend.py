@@ -85,13 +85,17 @@ class Reference:
             new.append(Masked.of(text, device))
         return self._pass.run(batch, new, self._forwards)
 
-    def run_asking(self, asked: dict[int, Scores], batch: PassBatch) -> PassOutput:
-        """`run`, of which ``asked`` is told by layer what it asks its attention for."""
-        self._pass.asked = asked
+    def run_asking(self, asked: dict[int, Scores], batch: PassBatch, compares_masks: bool) -> PassOutput:
+        """`run`, of which ``asked`` is told by layer what it asks its attention for.
+
+        Raises:
+            ValueError: masks are compared, and one is another than the configuration says.
+        """
+        self._pass.asked, self._pass.compares_masks = asked, compares_masks
         try:
             return self.run(batch)
         finally:
-            self._pass.asked = None
+            self._pass.asked, self._pass.compares_masks = None, False
 
     def width(self, nodes: int) -> int:
         """See `PassBackend`."""
