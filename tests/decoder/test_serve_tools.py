@@ -380,3 +380,12 @@ def test_text_that_is_no_call_or_is_cut_short(text, content, calls):
     reader = AnswerParts(None, HERMES)
     parts = [part for letter in text for part in reader.feed(letter)] + reader.feed("", final=True)
     assert "".join(part.text for part in parts if part.kind == "content") == content and reader.calls == calls
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "a": 2}', "{", "[1]", '{"a": "\\ud800"}'])
+def test_arguments_of_earlier_calls_are_checked_as_bodies_are(server, arguments):
+    call = {"id": "x", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    answer = server.post({"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}]}, PATH)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages"
+    assert "].tool_calls[0].function.arguments" in error["message"]

@@ -1,11 +1,13 @@
 """The tools that a request offers, which of them an answer may or must call, and calls in earlier messages."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from decoder.checks import check, parse_json
+from decoder.serve.body import field_of
+from decoder.serve.errors import ApiError
 from decoder.serve.fields import (
     ALLOWED_TOOLS,
     CALLED,
@@ -115,9 +117,10 @@ def _call(value: Any, place: str) -> dict[str, Any]:
     require(TEXT, called["name"], f"{place}.function.name")
     place += ".function.arguments"
     try:
-        arguments = json.loads(called["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
+        arguments = parse_json(called["arguments"] or "{}", place)
+        check(arguments, place)
+    except ValueError as error:
+        raise ApiError(400, str(error), field_of(place)) from None
     if not isinstance(arguments, dict):
         refuse(place, "must be the text of a JSON object")
     made = {"type": "function", "function": {"name": called["name"], "arguments": arguments}}
