@@ -145,7 +145,7 @@ def test_every_method_gives_the_text_of_ar_with_the_same_cache(dec, prompt, text
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_greedy_ar_is_generate_with_a_cache_that_rounds(dec, model, prompt, kv_dtype):
     out = dec.generate(prompt, 50, "ar", SamplingParams(temperature=0), TokenSwiftOptions(kv_dtype=kv_dtype))
-    cache = rounding_cache(kv_dtype, model.config)
+    cache = rounding_cache(kv_dtype, model)
     ids = torch.tensor([prompt])
     theirs = model.generate(ids, max_new_tokens=50, do_sample=False, past_key_values=cache, pad_token_id=0)
     assert out.token_ids == theirs[0, len(prompt) :].tolist()

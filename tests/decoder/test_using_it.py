@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import decoder
 import decoder.__main__ as command
@@ -370,20 +370,6 @@ def test_what_needs_a_tokenizer_or_heads_says_so(model):
 def test_options_out_of_range_name_their_field(field, value):
     with pytest.raises(ValueError, match=field):
         TokenSwiftOptions(**{field: value})
-
-
-def test_a_binding_window_is_refused():
-    config = MistralConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    with pytest.raises(ValueError, match="sliding attention"):
-        Decoder(MistralForCausalLM(config))
 
 
 def test_nan_logits_are_told_and_not_decoded(speaking):

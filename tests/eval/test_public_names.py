@@ -10,7 +10,7 @@ import heads_train
 import ts_eval
 from decoder import parts
 
-PUBLIC = {"decoder"} | {f"decoder.{name}" for name in ("audit", "drafters", "heads", "options", "parts", "timings")}
+PUBLIC = {"decoder"} | {f"decoder.{name}" for name in ("auditing", "drafters", "heads", "options", "parts", "timings")}
 
 
 def imports(file):

@@ -278,7 +278,7 @@ def test_a_model_that_is_no_decoder_is_refused(flags, model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "mistral", "sliding_window": 64}, "mistral has sliding attention layers; only full attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary scaling"),
         (ResNetConfig().to_dict(), "resnet is no causal language model"),
         ({"hidden_size": "x"}, "cannot be read: "),
     ],

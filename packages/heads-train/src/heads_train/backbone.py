@@ -13,7 +13,8 @@ from decoder import DraftHeads
 from decoder.parts import check_source, is_gguf, read_config, read_model, read_tokenizer
 from heads_train.states import StateCache
 
-_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "norm_eps")
+_EPSILON_OF_TYPE = {"nemotron_h": "layer_norm_epsilon"}  # elsewhere the name of an epsilon of other norms
 
 
 def _check_local(name: str) -> None:
@@ -99,7 +100,8 @@ def norm_weight(norm: nn.Module) -> Tensor:
 
 def norm_eps(config: PretrainedConfig) -> float:
     """The epsilon of the model's norms. Raises ValueError when the configuration has none."""
-    found = [eps for name in _EPSILONS if (eps := getattr(config, name, None)) is not None]
+    names = (*_EPSILONS, _EPSILON_OF_TYPE.get(config.model_type, ""))
+    found = [eps for name in names if (eps := getattr(config, name, None)) is not None]
     if not found:
         raise ValueError(f"models of type {config.model_type} are not supported: they have no rms_norm_eps")
     return found[0]
