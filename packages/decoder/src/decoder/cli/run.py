@@ -21,7 +21,7 @@ from decoder.checks import decoded
 from decoder.cli.continuation import stream_on
 from decoder.cli.flags import check_flags, check_sources, constraint_of, from_flags, heads_of, load_from_flags
 from decoder.cli.processes import tell
-from decoder.cli.terminal import BROKE_OFF, INTERRUPTED, WRONG_INPUT, StatusLine, program, rates, say
+from decoder.cli.terminal import BROKE_OFF, INTERRUPTED, WRONG_INPUT, BrokeOff, StatusLine, program, rates, say
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
 from decoder.decoder import Decoder
 from decoder.drafters import METHODS
@@ -273,6 +273,9 @@ def in_words(work: Callable[[], None], args: argparse.Namespace | None = None) -
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
+    except BrokeOff as error:
+        _tell(error.__cause__ or error, f"; {error}")
+        return BROKE_OFF
     except Exception as error:
         if not _expected(error):
             raise

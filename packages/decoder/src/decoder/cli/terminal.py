@@ -13,6 +13,10 @@ BROKE_OFF, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 _SECONDS_BETWEEN = 0.2
 
 
+class BrokeOff(Exception):
+    """What its cause has broken off is kept: the message says how much, and what to do."""
+
+
 def program() -> str:
     """How the command was called."""
     return "decoder" if Path(sys.argv[0]).stem == "decoder" else "python -m decoder"

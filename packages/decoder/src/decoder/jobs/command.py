@@ -5,25 +5,25 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from decoder.checks import parse_json
 from decoder.cli.flags import check_flags, check_sources, from_flags, load_from_flags
-from decoder.cli.terminal import StatusLine
+from decoder.cli.terminal import BrokeOff, StatusLine
 from decoder.jobs.answering import Answering, Broken, Row
 from decoder.jobs.job import Job
 from decoder.jobs.lines import Line, Requests
 from decoder.options import TokenSwiftOptions
 from decoder.prefix_reuse import prefix_reuse, usual_bytes
+from decoder.serve.settings import name_of
 
 
 def batch(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        ValueError, OSError: as `decoder.load` does; or a line of the file is no request, or the answers cannot be
-            written.
+        ValueError, OSError: as `decoder.load` does; or a line of the file is no request.
+        BrokeOff: the answers cannot be written, or the decoder has failed.
     """
     check_flags(args)
     if args.max_batch < 1:
@@ -36,13 +36,19 @@ def batch(args: argparse.Namespace) -> None:
     check_sources(args)
     requests = Requests(args.requests, _defaults(args.defaults))
     with Job(requests, args.answers) as job:
-        if args.ray is None:
-            _here(job, args)
-        else:
-            from decoder.jobs.on_ray import answer_on_ray
+        load = partial(answering_from, args, requests.shares_beginnings)
+        try:
+            if args.ray is None:
+                _here(job, load)
+            else:
+                from decoder.jobs.on_ray import answer_on_ray
 
-            answer_on_ray(job, args, partial(answering_from, args, requests.shares_beginnings), partial(_Telling, job))
-        errors = job.finish()
+                answer_on_ray(job, args, load, partial(_Telling, job))
+            errors = job.finish()
+        except (OSError, Broken) as error:
+            if not job.begun:
+                raise
+            raise BrokeOff(f"{job.answered:,} of {len(requests):,} answers are kept: run it again") from error
     failed = f", {errors:,} of them errors" if errors else ""
     print(f"{args.answers}: {len(requests):,} answers{failed}", file=sys.stderr)
 
@@ -63,14 +69,14 @@ def answering_from(args: argparse.Namespace, shares_beginnings: bool) -> Answeri
         raise ValueError(f"{args.model} has no tokenizer, which a file of requests needs")
     # What is kept of each text costs more than it saves where no prompt begins like another.
     dec.prefixes = prefix_reuse(dec.target, usual_bytes(dec.target)) if shares_beginnings else None
-    # A folder by its name; a hub id has a slash that belongs to it.
-    name = Path(args.model).name if Path(args.model).exists() else args.model
-    return Answering(dec, name, args.max_batch, method=args.method, options=from_flags(TokenSwiftOptions, args))
+    return Answering(
+        dec, name_of(args.model), args.max_batch, method=args.method, options=from_flags(TokenSwiftOptions, args)
+    )
 
 
-def _here(job: Job, args: argparse.Namespace) -> None:
+def _here(job: Job, load: Callable[[], Answering]) -> None:
     """Answer in this process."""
-    answering = answering_from(args, job.requests.shares_beginnings)
+    answering = load()
     job.begin(answering.identity())
     rest = job.rest()
     if not rest:
@@ -78,8 +84,6 @@ def _here(job: Job, args: argparse.Namespace) -> None:
     try:
         with _Telling(job, len(rest)) as done:
             answering.answer((job.requests[number] for number in rest), job.created, done)
-    except Broken as error:
-        raise OSError(f"{error}; {job.answered:,} of {len(job.requests):,} answers are kept: run it again") from error
     finally:
         answering.stop()
 

@@ -84,6 +84,11 @@ class Job:
             start = self._journal.end = end
 
     @property
+    def begun(self) -> bool:
+        """Whether answers are recorded."""
+        return self._header is not None and self._journal.is_open
+
+    @property
     def answered(self) -> int:
         """How many requests have an answer."""
         return len(self._at)

@@ -63,8 +63,7 @@ def answer_on_ray(job: Job, args: argparse.Namespace, load: Load, telling: Telli
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             words = " ".join(str(cause).split())[-300:]
-            kept = f"{job.answered:,} of {len(job.requests):,} answers are kept: run it again"
-            raise OSError(f"Ray: {words}; {kept}") from error
+            raise OSError(f"Ray: {words}") from error
 
 
 @contextmanager

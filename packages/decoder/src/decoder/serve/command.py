@@ -23,7 +23,7 @@ from decoder.prefix_reuse import prefix_reuse, usual_bytes
 from decoder.serve.app import make_app
 from decoder.serve.metrics import Metrics
 from decoder.serve.service import Service
-from decoder.serve.settings import Settings
+from decoder.serve.settings import Settings, name_of
 
 logger = logging.getLogger("decoder.serve")
 _SECONDS_TO_TELL = 15.0  # for answers that say that the server stops, after the time of grace
@@ -60,8 +60,7 @@ def serve(args: argparse.Namespace) -> None:
         if dec.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer, which a server needs")
         settings = Settings(
-            # A folder by its name; a hub id has a slash that belongs to it.
-            Path(args.model).name if Path(args.model).exists() else args.model,
+            name_of(args.model),
             args.max_batch,
             args.max_queue,
             min(args.max_tokens, dec.model.config.max_position_embeddings),

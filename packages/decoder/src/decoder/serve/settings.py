@@ -1,8 +1,14 @@
 """How a server serves."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from decoder.options import TokenSwiftOptions
+
+
+def name_of(model: str) -> str:
+    """The name of a model in answers: a folder's own; a hub id has a slash that belongs to it."""
+    return Path(model).name if Path(model).exists() else model
 
 
 @dataclass(frozen=True)
