@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
 from decoder.checks import check, shown
-from decoder.options import CACHES, DRAFT_CACHES, KV_DTYPES, VERIFICATIONS, parse_tree
+from decoder.options import (
+    CACHES,
+    DRAFT_CACHES,
+    KV_DTYPES,
+    METHOD_NAMES,
+    VERIFICATIONS,
+    TokenSwiftOptions,
+    parse_tree,
+)
 
 if TYPE_CHECKING:
     from decoder.constraints import Grammar
@@ -160,6 +168,13 @@ def from_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
     """Make the record from the parsed flags; it validates itself."""
     given = {field.name: getattr(args, field.name, None) for field in fields(cast(Any, settings))}
     return settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def add_drafting_flags(parser: argparse.ArgumentParser, default: str = "default: auto", but: str = "") -> None:
+    """Add the flags for how to draft; ``default`` says what the method is for that is named."""
+    group = parser.add_argument_group("drafting", f"changes the speed, never the text{but}")
+    group.add_argument("--method", choices=METHOD_NAMES, help=default)
+    add_flags(group, TokenSwiftOptions)
 
 
 def add_constraint_flags(group: Any) -> None:

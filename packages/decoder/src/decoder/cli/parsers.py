@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from decoder.cli.flags import add_constraint_flags, add_flags, add_loading_flags, add_sanitize_flag
+from decoder.cli.flags import add_constraint_flags, add_drafting_flags, add_flags, add_loading_flags, add_sanitize_flag
 from decoder.cli.processes import FLAG
-from decoder.options import METHOD_NAMES, TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
 
 
@@ -37,9 +36,7 @@ def run_parser(parser: type[argparse.ArgumentParser], prog: str) -> argparse.Arg
     add_flags(asked.add_argument_group("sampling"), SamplingParams)
     shape = asked.add_argument_group("shape", "one of these says what the output must be")
     add_constraint_flags(shape.add_mutually_exclusive_group())
-    drafting = asked.add_argument_group("drafting", "changes the speed, never the text (but see --verification)")
-    drafting.add_argument("--method", choices=METHOD_NAMES, help="default: auto, which needs exact verification")
-    add_flags(drafting, TokenSwiftOptions)
+    add_drafting_flags(asked, "default: auto, which needs exact verification", " (but see --verification)")
     return asked
 
 
@@ -58,7 +55,5 @@ def chat_parser(parser: type[argparse.ArgumentParser], prog: str) -> argparse.Ar
     add_flags(asked.add_argument_group("sampling"), SamplingParams)
     shape = asked.add_argument_group("shape", "one of these says what each answer must be")
     add_constraint_flags(shape.add_mutually_exclusive_group())
-    drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
-    drafting.add_argument("--method", choices=METHOD_NAMES, help="default: auto")
-    add_flags(drafting, TokenSwiftOptions)
+    add_drafting_flags(asked)
     return asked

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from decoder.cli.flags import add_flags, add_loading_flags, add_sanitize_flag
-from decoder.options import METHOD_NAMES, TokenSwiftOptions
+from decoder.cli.flags import add_drafting_flags, add_loading_flags, add_sanitize_flag
 
 _MAX_BATCH = 16
 
@@ -38,7 +37,5 @@ def batch_parser(parser: type[argparse.ArgumentParser], prog: str) -> argparse.A
     ray.add_argument("--ray-actors", type=int, metavar="N", help="decoders, each with weights of its own (default: 1)")
     ray.add_argument("--ray-cpus", type=int, metavar="N", help="processors, and threads, of each (default: 1)")
     ray.add_argument("--ray-gpus", type=float, metavar="X", help="GPUs of each (default: 0)")
-    drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
-    drafting.add_argument("--method", choices=METHOD_NAMES, help="for requests that do not name one (default: auto)")
-    add_flags(drafting, TokenSwiftOptions)
+    add_drafting_flags(asked, "for requests that do not name one (default: auto)")
     return asked

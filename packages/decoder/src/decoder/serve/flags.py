@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from decoder.cli.flags import add_flags, add_loading_flags, add_sanitize_flag
-from decoder.options import METHOD_NAMES, TokenSwiftOptions
+from decoder.cli.flags import add_drafting_flags, add_loading_flags, add_sanitize_flag
 from decoder.serve.settings import Settings
 
 
@@ -49,7 +48,5 @@ def serve_parser(parser: type[argparse.ArgumentParser], prog: str) -> argparse.A
     ):
         value = getattr(default, name)
         server.add_argument(f"--{name}", type=float, default=value, metavar="S", help=words + " (default: %(default)s)")
-    drafting = asked.add_argument_group("drafting", "changes the speed, never the text")
-    drafting.add_argument("--method", choices=METHOD_NAMES, help="for requests that do not name one (default: auto)")
-    add_flags(drafting, TokenSwiftOptions)
+    add_drafting_flags(asked, "for requests that do not name one (default: auto)")
     return asked
