@@ -181,11 +181,12 @@ def test_every_width_is_verified_at_every_length(data, tmp_path, monkeypatch):
 
 def test_a_long_text_is_not_prefilled_but_attended_to(data):
     dec = decoder.load(str(data / "reference-model"))
+    nothing = decoder.TokenSwiftOptions(), decoder.SamplingParams(), list(range(7)), 1, 1
+    bench = measurement.Measurement({"ar": dec}, {"ar": "ar"}, {"ar": nothing[0]}, *nothing)
     pattern, cache = FullCache(7), FullCache(30)
     with dec.target.patched(), torch.inference_mode():
-        for one in (pattern, cache):
-            dec.target.prefill(list(range(7)), one)
-        measurement._fill(cache, 30)
+        dec.target.prefill(list(range(7)), pattern)
+        bench._fill(cache, 30)
     assert cache.length == 30
     for filled, real in zip((*cache.keys, *cache.values), (*pattern.keys, *pattern.values), strict=True):
         assert torch.equal(filled[:, :, :30], torch.cat([real[:, :, :7]] * 5, dim=2)[:, :, :30])

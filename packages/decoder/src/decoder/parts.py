@@ -5,6 +5,7 @@ Those that users need are in `decoder` itself. Public, too, are `decoder.auditin
 defined.
 """
 
+from decoder.arguments import check_arguments
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
 from decoder.backends.transfers import download
@@ -35,6 +36,7 @@ from decoder.model.short_weights import SHORT, dtype_around, dtype_name, make_sh
 from decoder.model.target import Target
 from decoder.parallel.ranks import ending_in_words, is_first_to_tell, join, linked
 from decoder.parallel.sharding import refuse_unshareable, shared_parameters
+from decoder.request import GenerationRequest
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.text.prompts import chat_ids, is_chat, text_ids
@@ -56,6 +58,7 @@ __all__ = [
     "Eagle3DraftModel",
     "Eagle3TextCache",
     "FullCache",
+    "GenerationRequest",
     "Journal",
     "PartialCache",
     "Sampler",
@@ -66,6 +69,7 @@ __all__ = [
     "available_memory",
     "chat_ids",
     "check",
+    "check_arguments",
     "check_source",
     "damaged",
     "decoded",

@@ -28,12 +28,15 @@ from decoder.parts import (
     Eagle3DraftModel,
     Eagle3TextCache,
     FullCache,
+    GenerationRequest,
     PartialCache,
     Sampler,
     Target,
     TokenTree,
     attend,
+    check_arguments,
     download,
+    linked,
 )
 from ts_eval.comparing.memory import short_of_memory
 from ts_eval.measuring.device_trace import DeviceTrace
@@ -57,7 +60,6 @@ TRACED_STEPS = 16
 """Steps of a generation that is traced: a trace has a line for each of some hundred kernels a pass."""
 
 Operation = Callable[[], object]
-Reader = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -235,25 +237,12 @@ class Measurement:
         The memory's bandwidth is measured in the same rounds, as other work on the machine takes part of it.
         """
         target, text = self.target, list(itertools.islice(itertools.cycle(self.prompt), length))
-        prefill = Target.prefill
-
-        def filled(
-            target: Target, tokens: Sequence[int], cache: FullCache, observed: int = 1, read: Reader | None = None
-        ) -> Mapping[int, torch.Tensor]:
-            queries = prefill(target, tokens[: len(self.prompt)], cache, observed, read)
-            _fill(cache, len(tokens))
-            return queries
-
         cache = FullCache(length + target.width(widths[-1]))
         with target.patched():
-            queries = filled(target, text, cache)
+            queries = self._fill(cache, length)
 
         def decode() -> float:
-            Target.prefill = filled  # type: ignore[assignment, method-assign]
-            try:
-                run = self._generate("ar", text, AR_TOKENS)
-            finally:
-                Target.prefill = prefill  # type: ignore[method-assign]
+            run = self._decode_behind(text)
             return run["seconds"]["step"] / run["tokens"]
 
         def verify(width: int) -> float:
@@ -329,10 +318,8 @@ class Measurement:
         traced: bool = False,
     ) -> dict:
         """Steps and seconds of one generation, prefill and leading steps not counted; when traced, of its beginning."""
-        if self.target.device.type == "cuda":
-            # The caches of the generation before, and what was recorded over them, make room for this one's.
-            gc.collect()
-        leading, trace = LEADING_STEPS[self.target.device.type], DeviceTrace() if traced else None
+        self._free()
+        leading, trace = self._leading, DeviceTrace() if traced else None
         watch = Stopwatch(self.target.wait, parts, leading, trace)
         arguments = (prompt, new_tokens + leading, self.names[text], self.params, self.options[text])
         stream = self.decoders[text].stream(*arguments, ignore_eos=True)
@@ -342,11 +329,42 @@ class Measurement:
         busy = None if trace is None else trace.busy_seconds
         return {"steps": watch.steps, "tokens": watch.tokens, "seconds": watch.seconds, "busy_seconds": busy}
 
+    def _decode_behind(self, text: list[int]) -> dict:
+        """Steps and seconds of plain decoding behind a long text that is in the cache as `_fill` puts it there."""
+        self._free()
+        watch = Stopwatch(self.target.wait, parts=False, leading=self._leading)
+        request = GenerationRequest(
+            text, AR_TOKENS + self._leading, self.names["ar"], self.params, self.options["ar"], ignore_eos=True
+        )
+        engine = self.ar.engine()
+        sequence = self.ar.sequence(engine, check_arguments(self.ar, request))
+        with linked(), self.target.patched():
+            self._fill(sequence.cache, len(text) - 1)
+        with watch.watching(), linked():
+            while not sequence.done:
+                engine.decode([sequence])
+        return {"tokens": watch.tokens, "seconds": watch.seconds}
 
-def _fill(cache: FullCache, length: int) -> None:
-    """Let a cache of some tokens hold ``length`` of them: its keys and values over and over."""
-    while cache.length < length:
-        start, count = cache.length, min(cache.length, length - cache.length)
-        for buffer in (cache.keys, cache.values):
-            buffer[:, :, :, start : start + count] = buffer[:, :, :, :count]
-        cache.keep(range(count))
+    @property
+    def _leading(self) -> int:
+        """Steps of a generation before the clock starts."""
+        return LEADING_STEPS[self.target.device.type]
+
+    def _free(self) -> None:
+        """Make room for a generation: on CUDA the caches of the one before, and what was recorded over them, go."""
+        if self.target.device.type == "cuda":
+            gc.collect()
+
+    def _fill(self, cache: FullCache, length: int) -> Mapping[int, torch.Tensor]:
+        """Let an empty cache hold ``length`` tokens: the prompt's keys and values over and over.
+
+        Returns:
+            The queries of the prompt's last token, by layer.
+        """
+        queries = self.target.prefill(self.prompt[:length], cache, 1)
+        while cache.length < length:
+            start, count = cache.length, min(cache.length, length - cache.length)
+            for buffer in (cache.keys, cache.values):
+                buffer[:, :, :, start : start + count] = buffer[:, :, :, :count]
+            cache.keep(range(count))
+        return queries
