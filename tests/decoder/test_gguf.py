@@ -222,7 +222,7 @@ def test_what_cannot_be_read_is_told_in_a_sentence(hf_model, plain_file, tmp_pat
     refused(path, "architecture rwkv9 cannot be read")
     write_gguf(path, hf_model, pre="superbpe")
     refused(path, "pre-tokenizer 'superbpe'")
-    write_gguf(path, hf_model, more=[("llama.rope.scaling.type", "yarn")])
+    write_gguf(path, hf_model, more=[("llama.rope.scaling.type", "longrope")])
     refused(path, "rotary embeddings")
 
 

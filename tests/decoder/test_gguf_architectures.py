@@ -1,12 +1,17 @@
 """Models of each architecture come back from files that are written with the names of the gguf package's own table."""
 
+import re
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decoder.model.gguf.architectures import read_config
+import decoder
+from decoder.backends.native import library as native
+from decoder.backends.native.quantised import QuantisedLinear
+from decoder.model.gguf.config import read_config
 from decoder.model.gguf.file import open_gguf
 from decoder.model.gguf.weights import check_shapes, state_dict
 from tests.decoder.test_gguf import MERGES, SPECIAL, permuted, vocabulary
@@ -22,6 +27,29 @@ SIZES = dict(
     tie_word_embeddings=False,
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+# Two heads of values share a head of keys.
+DELTA = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+)
+OF_DELTA = {
+    "attention.key_length": 16,
+    "rope.dimension_count": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}
+YARN = dict(
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=64
+)
 # By llama.cpp's names: transformers' name, further sizes, and llama.cpp's keys for them.
 KINDS = {
     "llama": ("llama", {}, {}),
@@ -30,12 +58,12 @@ KINDS = {
     "qwen2moe": (
         "qwen2_moe",
         EXPERTS | dict(shared_expert_intermediate_size=48),
-        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32},
+        OF_EXPERTS,
     ),
     "qwen3moe": (
         "qwen3_moe",
         EXPERTS | dict(head_dim=16, norm_topk_prob=True),
-        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 16},
+        OF_EXPERTS | {"attention.key_length": 16},
     ),
     "phi3": ("phi3", dict(pad_token_id=None), {"rope.dimension_count": 16}),
     "starcoder2": ("starcoder2", dict(use_bias=True), {}),
@@ -46,6 +74,31 @@ KINDS = {
         "gemma3_text",
         dict(head_dim=16, tie_word_embeddings=True, query_pre_attn_scalar=16, sliding_window=16, num_hidden_layers=7),
         {"attention.key_length": 16, "attention.sliding_window": 16},
+    ),
+    "qwen35": ("qwen3_5_text", DELTA, OF_DELTA | {"rope.dimension_sections": [1, 1, 0, 0]}),
+    "qwen35moe": (
+        "qwen3_5_moe_text",
+        EXPERTS | DELTA | dict(shared_expert_intermediate_size=48),
+        OF_EXPERTS | OF_DELTA | {"rope.dimension_sections": [1, 1, 0, 0]},
+    ),
+    "qwen3next": ("qwen3_next", EXPERTS | DELTA | dict(shared_expert_intermediate_size=48), OF_EXPERTS | OF_DELTA),
+    "gpt-oss": (
+        "gpt_oss",
+        dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_parameters=YARN),
+        {
+            **OF_EXPERTS,
+            "expert_feed_forward_length": 96,
+            "attention.key_length": 16,
+            "attention.sliding_window": 16,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 64,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
+        {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
     ),
 }
 
@@ -60,6 +113,56 @@ def gguf_name(names, name):
     return f"{found}.{leaf}"
 
 
+def by_value_head(weight, config, size, axis=0, first=0):
+    """As llama.cpp's converter puts heads of values: the first of each head of keys, then the second of each."""
+    kept, moved = weight.movedim(axis, 0).tensor_split([first])
+    shape = config.linear_num_key_heads, -1, size, *moved.shape[1:]
+    moved = moved.reshape(shape).transpose(0, 1).reshape(moved.shape)
+    return torch.cat((kept, moved)).movedim(0, axis)
+
+
+def of_delta_rule(name, weight, config, mixed):
+    """llama.cpp's names and numbers of a parameter of a gated delta rule."""
+    layer, part = name.split(".")[2], name.partition("linear_attn.")[2]
+    keys, size = config.linear_key_head_dim * config.linear_num_key_heads, config.linear_value_head_dim
+    if part == "in_proj_qkvz.weight":
+        each = config.linear_num_value_heads // config.linear_num_key_heads * size
+        heads = weight.unflatten(0, (config.linear_num_key_heads, -1))
+        parts = heads.split([config.linear_key_head_dim] * 2 + [each] * 2, dim=1)
+        *qkv, z = (part.flatten(0, 1) for part in parts)
+        return {f"blk.{layer}.attn_qkv.weight": torch.cat(qkv), f"blk.{layer}.attn_gate.weight": z}
+    theirs = {
+        "in_proj_qkv.weight": ("attn_qkv.weight", dict(size=size, first=2 * keys)),
+        "in_proj_z.weight": ("attn_gate.weight", dict(size=size)),
+        "in_proj_a.weight": ("ssm_alpha.weight", dict(size=1)),
+        "in_proj_b.weight": ("ssm_beta.weight", dict(size=1)),
+        "in_proj_ba.weight": ("ssm_ba.weight", None),
+        "A_log": ("ssm_a", dict(size=1)),
+        "dt_bias": ("ssm_dt.bias", dict(size=1)),
+        "conv1d.weight": ("ssm_conv1d.weight", dict(size=size, first=2 * keys)),
+        "norm.weight": ("ssm_norm.weight", None),
+        "out_proj.weight": ("ssm_out.weight", dict(size=size, axis=1)),
+    }
+    new, order = theirs[part]
+    weight = -weight.exp() if part == "A_log" else weight.squeeze(1) if part == "conv1d.weight" else weight
+    weight = weight if mixed or order is None else by_value_head(weight, config, **order)
+    return {f"blk.{layer}.{new}": weight}
+
+
+def of_experts(name, weight, model_type):
+    """llama.cpp's names of stacks of experts, by which gates and what they gate are apart."""
+    layer, bias = name.split(".")[2], name.endswith("_bias")
+    leaf = "bias" if bias else "weight"
+    if model_type == "gpt_oss":
+        weight = weight if bias else weight.mT
+        parts = weight.unflatten(1, (-1, 2)).unbind(2)
+    else:
+        parts = weight.chunk(2, dim=1)
+    if "down" in name:
+        return {f"blk.{layer}.ffn_down_exps.{leaf}": weight}
+    return {f"blk.{layer}.ffn_{part}_exps.{leaf}": own for part, own in zip(("gate", "up"), parts, strict=True)}
+
+
 def stored(model, architecture):
     """By llama.cpp's names, a model's weights as its converter stores them."""
     config = model.config
@@ -68,10 +171,11 @@ def stored(model, architecture):
     )
     heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", None)}
     for name, weight in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
-            layer = name.split(".")[2]
-            for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
-                yield f"blk.{layer}.ffn_{part}_exps.weight", half
+        if ".experts." in name:
+            yield from of_experts(name, weight, config.model_type).items()
+            continue
+        if ".linear_attn." in name:
+            yield from of_delta_rule(name, weight, config, architecture == "qwen3next").items()
             continue
         theirs = gguf_name(names, name)
         kind = theirs.split(".")[-2]
@@ -79,29 +183,33 @@ def stored(model, architecture):
             continue
         if architecture == "llama" and kind in heads:
             weight = permuted(weight, heads[kind])
-        if architecture in ("nemotron", "gemma3") and "norm" in kind and name.endswith("weight"):
+        around_one = ("nemotron", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+        if architecture in around_one and "norm" in kind and name.endswith("weight"):
             weight = weight + 1
         if architecture == "gpt2" and weight.ndim == 2 and kind in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
             weight = weight.T
         if kind == "ffn_gate_inp_shexp":
             weight = weight[0]
-        yield theirs, weight
+        yield theirs, weight.squeeze(1) if theirs.endswith("shortconv.conv.weight") else weight
 
 
-def written(path, model, architecture, keys, more=None):
+def written(path, model, architecture, keys, more=None, kind=gguf.GGMLQuantizationType.F32):
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
+    if "block_count" not in keys:
+        writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(SIZES["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
+    if "attention.head_count_kv" not in keys:
+        writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_layer_norm_eps(1e-5)
     writer.add_rope_freq_base(50000.0)
     for key, value in keys.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](f"{architecture}.{key}", value)
     tokens = vocabulary()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -112,7 +220,11 @@ def written(path, model, architecture, keys, more=None):
     for name, numbers in (more or {}).items():
         writer.add_tensor(name, numbers.astype(np.float32))
     for name, weight in stored(model, architecture):
-        writer.add_tensor(name, np.ascontiguousarray(weight.float().numpy()))
+        numbers, own = (
+            np.ascontiguousarray(weight.float().numpy()),
+            kind if weight.shape[-1] % 32 == 0 and weight.ndim > 1 else kind.F32,
+        )
+        writer.add_tensor(name, gguf.quants.quantize(numbers, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -156,6 +268,46 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, architecture):
     torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
     # Weights that stay of other models would show.
     assert read(ids).logits.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [
+        ("qwen3moe", "expert_count"),
+        ("qwen35", "ssm.group_count"),
+        ("gpt-oss", "attention.sliding_window"),
+        ("gpt-oss", "rope.scaling.original_context_length"),
+        ("lfm2", "shortconv.l_cache"),
+    ],
+)
+def test_a_key_that_is_missing_or_wrong_is_named(tmp_path, architecture, key):
+    model_type, more, keys = KINDS[architecture]
+    model = random_model(model_type, more)
+    for change, words in (({}, f"has no {architecture}.{key}"), ({key: 0}, f"says that its {architecture}.{key} is 0")):
+        others = {name: value for name, value in keys.items() if name != key}
+        written(tmp_path / "a.gguf", model, architecture, others | change)
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            read_config(open_gguf(tmp_path / "a.gguf"))
+        assert "\n" not in str(caught.value)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_their_format(tmp_path):
+    """Also that whose columns are in another order, as far as blocks stay whole."""
+    more = dict(linear_value_head_dim=32, hidden_size=64, intermediate_size=96)
+    model = random_model("qwen3_5_text", DELTA | more)
+    further = {"blk.4.attn_norm.weight": np.ones(64), "blk.4.nextn.eh_proj.weight": np.ones((64, 128))}
+    keys = {"ssm.inner_size": 128, "nextn_predict_layers": 1, "block_count": 5}
+    written(tmp_path / "a.gguf", model, "qwen35", OF_DELTA | keys, further, gguf.GGMLQuantizationType.Q8_0)
+    plain = decoder.load(tmp_path / "a.gguf", dtype="float32").model
+    assert plain.config.num_hidden_layers == 4
+    given = dict(model.named_parameters())
+    assert max((weight - given[name]).abs().max() for name, weight in plain.named_parameters()) < 0.01
+    if native.available():
+        kept = decoder.load(tmp_path / "a.gguf").model
+        linear = {name: one for name, one in kept.named_modules() if isinstance(one, QuantisedLinear)}
+        assert "model.layers.0.linear_attn.out_proj" in linear
+        for name, module in linear.items():
+            assert torch.equal(module.rows(torch.arange(module.out_features)), plain.get_submodule(name).weight)
 
 
 def test_llama_3s_rotary_factors_are_its_scaling_and_others_are_refused(tmp_path):

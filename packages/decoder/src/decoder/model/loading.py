@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
-from decoder.model.gguf.architectures import read_config as gguf_config
+from decoder.model.gguf.config import read_config as gguf_config
 from decoder.model.gguf.quantised import holds_quantised, quantised_model
 from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
 from decoder.model.gguf.weights import check_shapes

@@ -1,5 +1,6 @@
 """The model of a file whose weights stay in the file's own formats, as the native library multiplies them."""
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -15,9 +16,9 @@ from decoder.backends.native.quantised import (
     weight_formats,
     width,
 )
-from decoder.model.gguf.architectures import Source, sources
 from decoder.model.gguf.file import ELSE, FETCH, GgufFile
-from decoder.model.gguf.weights import check_shapes, parameter, rows_in_order
+from decoder.model.gguf.sources import Source
+from decoder.model.gguf.weights import check_shapes, parameter, sources
 from decoder.model.short_weights import GGUF, mark_short
 
 _KEPT = (nn.Linear, nn.Embedding, Gemma3TextScaledWordEmbedding)
@@ -65,17 +66,34 @@ def _kind_of(file: GgufFile, name: str) -> WeightFormat | None:
 
 def _kept(file: GgufFile, source: Source, module: nn.Module | None, path: str) -> WeightFormat | None:
     """The format of the matrix of a module that can stay in it."""
-    if len(source.tensors) > 1 or source.offset or source.transposed or type(module) not in _KEPT:
+    if len(source.tensors) > 1 or source.number or source.transposed or type(module) not in _KEPT:
         return None
     # Layers that are joined need whole panels; the head is alone.
     if isinstance(module, nn.Linear) and module.out_features % width() and path != "lm_head":
         return None
-    return _kind_of(file, source.tensors[0])
+    kind = _kind_of(file, source.tensors[0])
+    if kind is None or source.columns is None or _blocks_in_order(file, source, kind) is not None:
+        return kind
+    return None
+
+
+def _blocks_in_order(file: GgufFile, source: Source, kind: WeightFormat) -> np.ndarray | None:
+    """The order of the blocks of a row whose columns are in another one in the file; None if it parts blocks."""
+    assert source.columns is not None
+    columns = source.columns(file.tensors[source.tensors[0]].shape[-1]).reshape(-1, kind.inputs)
+    first = columns[:, 0]
+    whole = (columns == first[:, None] + np.arange(kind.inputs)).all() and not (first % kind.inputs).any()
+    return first // kind.inputs if whole else None
 
 
 def _matrix(file: GgufFile, source: Source, kind: WeightFormat) -> QuantisedMatrix:
     name = source.tensors[0]
-    blocks = rows_in_order(file.tensors[name].blocks, source.heads)
+    blocks = file.tensors[name].blocks
+    if source.rows is not None:
+        blocks = blocks[source.rows(len(blocks))]
+    if source.columns is not None:
+        blocks = blocks.reshape(len(blocks), -1, kind.bytes_of_block)[:, _blocks_in_order(file, source, kind)]
+        blocks = blocks.reshape(len(blocks), -1)
     # A copy, since PyTorch would warn of memory that cannot be written to.
     matrix = QuantisedMatrix(kind, torch.from_numpy(blocks.copy()))
     if not matrix.finite:

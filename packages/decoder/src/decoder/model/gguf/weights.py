@@ -1,12 +1,34 @@
 """The weights of a file, unpacked into a model's parameters of the wanted dtype, one tensor at a time."""
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from decoder.model.gguf.architectures import Source, sources
-from decoder.model.gguf.file import ELSE, FETCH, GgufFile
+from decoder.model.gguf.architectures import architecture_of
+from decoder.model.gguf.file import ELSE, FETCH, GgufFile, named
 from decoder.model.gguf.formats import unpacked
+from decoder.model.gguf.rotary import OF_ROTARY
+from decoder.model.gguf.sources import LAYER, Source
+
+_OF_ROTARY = (*OF_ROTARY, "attn_rot_embd.weight")
+
+
+def sources(file: GgufFile, config: PreTrainedConfig) -> dict[str, Source]:
+    """By the names of a model's parameters, what they are made of. Raises ValueError for a tensor of unknown use."""
+    architecture = architecture_of(file)
+    found: dict[str, Source] = {}
+    for name in file.tensors:
+        layer = LAYER.fullmatch(name)
+        number, own = (None, name) if layer is None else layer.groups()
+        if own in _OF_ROTARY or (number is not None and int(number) >= config.num_hidden_layers):
+            continue
+        ours = architecture.parameter(number, own)
+        if ours is None:
+            raise ValueError(f"{file.path} has a tensor {named(name)}, unknown in {file.architecture} models: {ELSE}")
+        # Gates come before what they gate.
+        names = (*found[ours].tensors, name) if ours in found else (name,)
+        names = tuple(sorted(names, key=lambda each: "gate_exps" not in each and "attn_qkv" not in each))
+        found[ours] = Source(names, **architecture.change(config, own))
+    return found
 
 
 def state_dict(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -14,12 +36,7 @@ def state_dict(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> 
 
     Raises ValueError, with the tensor, for what cannot be unpacked, is unknown or is no number.
     """
-    made = {name: parameter(file, source, dtype) for name, source in sources(file, config).items()}
-    for name, weight in made.items():
-        # A layer of one output, which the file has as a list.
-        if name.endswith("shared_expert_gate.weight"):
-            made[name] = weight.view(1, -1)
-    return made
+    return {name: parameter(file, source, dtype) for name, source in sources(file, config).items()}
 
 
 def check_shapes(file: GgufFile, model: PreTrainedModel) -> None:
@@ -40,10 +57,9 @@ def check_shapes(file: GgufFile, model: PreTrainedModel) -> None:
             raise ValueError(f"{file.path} lacks a tensor that its configuration asks for: {name}")
         source = made[name]
         shapes = [file.tensors[each].shape for each in source.tensors]
-        joined = (*shapes[0][:-2], sum(shape[-2] for shape in shapes), shapes[0][-1]) if len(shapes) > 1 else shapes[0]
-        expected = tuple(weight.T.shape if source.transposed else weight.shape)
-        if joined != expected and (1, *joined) != expected:
-            sizes, others = "x".join(map(str, joined)), "x".join(map(str, expected))
+        joined, expected = source.shape(shapes), tuple(weight.shape)
+        if joined != expected:
+            sizes, others = ("x".join(map(str, shape)) for shape in (joined, expected))
             raise ValueError(
                 f"{file.path} has a tensor {source.tensors[0]} of {sizes} numbers, and its configuration says {others}"
             )
@@ -56,27 +72,20 @@ def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tenso
         tensor = file.tensors[name]
         # A bias has as many rows as numbers.
         blocks = tensor.blocks if len(tensor.shape) > 1 else tensor.blocks.reshape(-1, tensor.format.bytes)
-        blocks = rows_in_order(blocks, source.heads)
-        # What is added to norms is taken away before rounding.
-        exact = torch.float32 if source.offset else dtype
+        # Numbers that are made of those in the file are rounded once.
+        exact = dtype if source.number is None else torch.float32
         try:
             parts.append(unpacked(blocks, tensor.format, exact).view(tensor.shape))
         except FloatingPointError as error:
             raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}") from error
         file.release(name)
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-    if source.offset:
-        joined = (joined - source.offset).to(dtype)
-    return joined.T.contiguous() if source.transposed else joined
-
-
-def rows_in_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows in transformers' order, where those of the two halves of a head stand behind each other.
-
-    Args:
-        rows: [rows, ...], in llama.cpp's order if ``heads`` is not 0.
-    """
-    if not heads or len(rows) % (2 * heads):
-        return rows
-    pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+    axis = source.row_axis(parts[0].shape)
+    made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+    for at, order in ((axis, source.rows), (-1, source.columns)):
+        if order is not None:
+            made = made.index_select(at, torch.from_numpy(order(made.shape[at])))
+    if source.number is not None:
+        made = source.number(made).to(dtype)
+    if source.transposed:
+        made = made.transpose(-1, -2).contiguous()
+    return made if source.axis is None else made.unsqueeze(source.axis)
