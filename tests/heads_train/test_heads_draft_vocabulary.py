@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from decoder.draft_heads import DraftHeads
+import heads_train.module
 from heads_train.cli import main
 from heads_train.module import HeadsModule
 
@@ -37,6 +38,19 @@ def test_heads_are_trained_over_a_draft_vocabulary_and_go_on_with_it(flags, tmp_
     assert more.draft_to_target.tolist() == best.draft_to_target.tolist()
     checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
     run(flags, "--model.kind=gated", f"--ckpt_path={checkpoint}", command="validate")
+
+
+def test_what_a_checkpoint_brings_is_not_computed_before_it_is_read(flags, monkeypatch):
+    flags = [*flags, "--model.kind=gated", "--model.draft_vocab_size=9", "--model.fitted_tokens=400"]
+    computed = []
+    for name in ("fit_heads", "expected_counts"):
+        real = getattr(heads_train.module, name)
+        counted = lambda *args, real=real, name=name: (computed.append(name), real(*args))[1]  # noqa: E731
+        monkeypatch.setattr(heads_train.module, name, counted)
+    run(flags, "--trainer.max_steps=3")
+    assert sorted(computed) == ["expected_counts", "fit_heads"]
+    run(flags, "--trainer.max_steps=6")
+    assert len(computed) == 2
 
 
 def test_a_draft_vocabulary_of_all_tokens_changes_no_loss(model):

@@ -193,7 +193,7 @@ class HeadsModule(L.LightningModule):
         tokens = FITTED_TOKENS if isinstance(self.heads, Eagle3DraftModel) else self.fitted_tokens
         chunks = self.trainer.datamodule.chunks.get("train") if tokens else None
         # A run that goes on has its heads in the checkpoint.
-        if chunks is None or self.trainer.ckpt_path:
+        if chunks is None or self.trainer.ckpt_path is not None:
             return
         some = chunks[:: max(1, len(chunks) * chunks.shape[1] // tokens)]
         ids = [torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some]
@@ -215,8 +215,8 @@ class HeadsModule(L.LightningModule):
         if self.draft_vocab_size is None or self.heads.draft_to_target is not None:
             return
         chunks = self.trainer.datamodule.chunks.get("train")
-        if chunks is None:
-            # Validation and test: the checkpoint has it.
+        if chunks is None or self.trainer.ckpt_path is not None:
+            # Validation and test, or a run that goes on: the checkpoint has it.
             return
         counts = expected_counts(
             chunks,
