@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decoder.draft_heads import DraftHeads
 import heads_train.module
+from decoder.draft_heads import DraftHeads
 from heads_train.cli import main
 from heads_train.module import HeadsModule
 
