@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from decoder.serve.answers import Answer
 from decoder.serve.errors import ApiError
+from decoder.serve.kept import Kept
 from decoder.serve.metrics import Metrics
 from decoder.serve.openapi import openapi
-from decoder.serve.responses import DONE, Answer, event
+from decoder.serve.requests import Asked, Parse, parse, parse_response
+from decoder.serve.response_answers import ResponseAnswer
 from decoder.serve.service import Running, Service, TimeLimit
 from decoder.serve.whole import gathered
 from decoder.serve.worker import Piece
@@ -46,6 +50,10 @@ def make_app(service: Service) -> Starlette:
     served = [
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
+        ("/v1/responses", "POST", routes.respond),
+        ("/v1/responses/{id}", "GET", routes.response),
+        ("/v1/responses/{id}", "DELETE", routes.forget_response),
+        ("/v1/responses/{id}/input_items", "GET", routes.input_items),
         ("/v1/models", "GET", routes.models),
         ("/v1/models/{model:path}", "GET", routes.model),
         ("/tokenize", "POST", routes.tokenize),
@@ -88,7 +96,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     # With status 405, the methods that the path takes.
     headers = {"Allow": ", ".join(sorted(error.headers["Allow"].split(", ")))} if error.headers else {}
     words = f"this path takes {headers['Allow']}" if headers else "there is no such path"
-    words += ": see /v1/completions, /v1/chat/completions and /v1/models"
+    words += ": see /v1/completions, /v1/chat/completions, /v1/responses and /v1/models"
     response = _response(ApiError(error.status_code, words))
     response.headers.update(headers)
     return response
@@ -102,7 +110,7 @@ class Routes:
     """What the paths do."""
 
     def __init__(self, service: Service, counts: Metrics):
-        self.service, self.counts = service, counts
+        self.service, self.counts, self.kept = service, counts, Kept()
 
     def endpoint(self, path: str, handler: Handler) -> Handler:
         """A handler for which the key is checked, whose errors are answers, and whose answers are counted."""
@@ -136,10 +144,30 @@ class Routes:
             raise ApiError(401, words, code="invalid_api_key")
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, chat=False)
+        return await self._generate(request, partial(parse, chat=False), Answer)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, chat=True)
+        return await self._generate(request, partial(parse, chat=True), Answer)
+
+    async def respond(self, request: Request) -> Response:
+        reading, answering = partial(parse_response, kept=self.kept), partial(ResponseAnswer, kept=self.kept)
+        return await self._generate(request, reading, answering)
+
+    async def response(self, request: Request) -> Response:
+        return JSONResponse(self.kept.get(request.path_params["id"])[0])
+
+    async def forget_response(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        self.kept.remove(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        items = self.kept.get(request.path_params["id"])[1]
+        ids = [item.get("id") for item in items] or [None]
+        order = items if request.query_params.get("order") == "asc" else items[::-1]
+        return JSONResponse(
+            {"object": "list", "data": order, "first_id": ids[-1], "last_id": ids[0], "has_more": False}
+        )
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -182,18 +210,20 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         return Response(self.counts.text(), media_type=CONTENT_TYPE_LATEST)
 
-    async def _generate(self, request: Request, chat: bool) -> Response:
+    async def _generate(
+        self, request: Request, parse: Parse, answering: Callable[[Asked, Service, Running], Answer]
+    ) -> Response:
         metrics, clock = self.counts, asyncio.get_running_loop().time
         began = clock()
         data = await _body(request, self.service.max_body_bytes)
         limit = TimeLimit(self.service.settings.timeout)
         async with limit.kept():
-            asked = await _unless_gone(request, self.service.read(data, chat))
+            asked = await _unless_gone(request, self.service.read(data, parse))
             running = await _unless_gone(request, self.service.submit(asked, limit))
         with ExitStack() as ending:
             ending.callback(lambda: metrics.seconds.observe(clock() - began))
             ending.callback(running.close)
-            answer = Answer(asked, self.service, running)
+            answer = answering(asked, self.service, running)
             # What goes wrong before the first piece still has a status of its own.
             first = await _unless_gone(request, running.piece())
             metrics.first.observe(clock() - began)
@@ -262,9 +292,7 @@ async def _events(answer: Answer, first: Piece, running: Running) -> AsyncIterat
             for chunk in answer.chunks(piece):
                 yield chunk
             piece = await running.piece()
-        if answer.asked.include_usage:
-            yield answer.usage_chunk()
-        yield DONE
+        for chunk in answer.ending():
+            yield chunk
     except ApiError as error:
-        # The status has been sent, so the stream's last event tells.
-        yield event(error.body)
+        yield answer.failed(error)

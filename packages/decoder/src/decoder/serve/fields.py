@@ -11,6 +11,8 @@ from decoder.serve.errors import ApiError
 from decoder.serve.kinds import (
     CONTENT,
     FLAG,
+    FUNCTION_CALL,
+    INPUT,
     LIST,
     MESSAGES,
     NUMBER,
@@ -23,6 +25,7 @@ from decoder.serve.kinds import (
     Kind,
     biases,
     choice,
+    choices,
     integer,
     texts,
     token_ids,
@@ -123,13 +126,10 @@ _IGNORED = (
 )
 _REFUSED: Fields = {
     # OpenAI's.
-    "functions": Refused(([],), "send tools"),
-    "function_call": Refused(("none", "auto"), "send tool_choice"),
-    "modalities": Refused((["text"],)),
-    "audio": Refused(),
-    "moderation": Refused(),
-    "verbosity": Refused(("medium",)),
-    "web_search_options": Refused(),
+    "modalities": Refused((["text"],), "the model writes text alone"),
+    "audio": Refused((), "leave it out: the model writes text alone"),
+    "moderation": Refused((), "leave it out: there is no model here that moderates"),
+    "web_search_options": Refused((), "leave it out, and send a tool that searches"),
     # Where a text ends, and how long it is at least.
     "min_new_tokens": Refused((0,), "send min_tokens"),
     "max_new_tokens": Refused((), "send max_tokens"),
@@ -191,28 +191,22 @@ COMPLETION: Fields = {
     "suffix": Refused(("",), "leave it out: models here write what follows, and not what lies between"),
     "tools": Refused(([],), "send it to /v1/chat/completions"),
     "tool_choice": Refused(("none", "auto"), "send it to /v1/chat/completions"),
+    "functions": Refused(([],), "send tools to /v1/chat/completions"),
+    "function_call": Refused(("none", "auto"), "send tool_choice to /v1/chat/completions"),
     "parallel_tool_calls": Ignored(),
     "reasoning_effort": Refused(("none",), "send it to /v1/chat/completions"),
+    "verbosity": Refused(("medium",), "send it to /v1/chat/completions"),
     "add_special_tokens": Refused((True,), "send token ids"),
     "max_completion_tokens": Refused((), "send max_tokens"),
     "top_logprobs": Refused((), "send logprobs with the number"),
     "messages": Refused((), "send them to /v1/chat/completions"),
 }
-CHAT: Fields = {
-    **_BOTH,
-    "messages": Honoured(MESSAGES),
-    "max_tokens": Honoured(integer(1, LARGEST_SEED)),
-    "max_completion_tokens": Honoured(integer(1, LARGEST_SEED)),
-    "logprobs": Honoured(FLAG, False),
-    "top_logprobs": Honoured(integer(0, _MOST_OF_CHAT), 0),
+_OF_CHATS: Fields = {
     "tools": Honoured(TOOLS),
     "tool_choice": Honoured(TOOL_CHOICE),
     "parallel_tool_calls": Honoured(FLAG, True),
     "chat_template_kwargs": Honoured(OBJECT, {}),
-    "reasoning_effort": Honoured(choice(("none", "minimal", "low", "medium", "high", "xhigh"))),
     "include_reasoning": Honoured(FLAG, True),
-    "separate_reasoning": Honoured(FLAG, True),
-    "reasoning_format": Honoured(choice(("none", "auto", "deepseek"))),
     "chat_template": Refused(),
     "echo": Refused((False,)),
     "add_generation_prompt": Refused((True,)),
@@ -220,7 +214,70 @@ CHAT: Fields = {
     "add_special_tokens": Refused((False,)),
     "documents": Refused(([],)),
     "stream_reasoning": Refused((True,)),
+}
+_EFFORT = Honoured(choice(("none", "minimal", "low", "medium", "high", "xhigh", "max")))
+_VERBOSITY = Honoured(choice(("low", "medium", "high")))
+CHAT: Fields = {
+    **_BOTH,
+    **_OF_CHATS,
+    "messages": Honoured(MESSAGES),
+    "max_tokens": Honoured(integer(1, LARGEST_SEED)),
+    "max_completion_tokens": Honoured(integer(1, LARGEST_SEED)),
+    "logprobs": Honoured(FLAG, False),
+    "top_logprobs": Honoured(integer(0, _MOST_OF_CHAT), 0),
+    # What tools were called before.
+    "functions": Honoured(TOOLS),
+    "function_call": Honoured(FUNCTION_CALL),
+    "reasoning_effort": _EFFORT,
+    "verbosity": _VERBOSITY,
+    "separate_reasoning": Honoured(FLAG, True),
+    "reasoning_format": Honoured(choice(("none", "auto", "deepseek"))),
     "prompt": Refused((), "send it to /v1/completions"),
+}
+LOGPROBS = "message.output_text.logprobs"
+RESPONSE: Fields = {
+    **_BOTH,
+    **_OF_CHATS,
+    "input": Honoured(INPUT),
+    "instructions": Honoured(TEXT),
+    "previous_response_id": Honoured(TEXT),
+    "store": Honoured(FLAG, True),
+    "metadata": Honoured(OBJECT, {}),
+    "max_output_tokens": Honoured(integer(1, LARGEST_SEED)),
+    "text": Honoured(OBJECT, {}),
+    "reasoning": Honoured(OBJECT, {}),
+    "include": Honoured(
+        choices(
+            # What belongs to tools of OpenAI's own, and reasoning in a form that is none here: it comes as text.
+            *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+            *("message.input_image.image_url", "computer_call_output.output.image_url"),
+            *("code_interpreter_call.outputs", "reasoning.encrypted_content", LOGPROBS),
+        ),
+        [],
+    ),
+    "top_logprobs": Honoured(integer(0, _MOST_OF_CHAT), 0),
+    "truncation": Honoured(choice(("disabled", "auto")), "disabled"),
+    **dict.fromkeys(("access_programs", "background_options", "image", "max_tool_calls"), Ignored()),
+    "background": Refused((False,), "send stream as true"),
+    "context_management": Refused(([],), "send truncation as auto"),
+    "conversation": Refused((), "send previous_response_id, or all items as input"),
+    "prompt": Refused((), "send the text as input"),
+    **dict.fromkeys(("messages", "input_items"), Refused((), "send them as input")),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refused((), "send max_output_tokens")),
+    "response_format": Refused((), "send text with its format"),
+    "logprobs": Refused((False,), f"send {LOGPROBS} in include"),
+    "reasoning_effort": Refused((), "send reasoning with its effort"),
+    "verbosity": Refused((), "send text with its verbosity"),
+    **dict.fromkeys(("n", "best_of"), Refused((1,), "send a request for each")),
+    "functions": Refused(([],), "send tools"),
+    "function_call": Refused(("none", "auto"), "send tool_choice"),
+}
+TEXT_OF_RESPONSE: Fields = {"format": Honoured(OBJECT), "verbosity": _VERBOSITY}
+REASONING: Fields = {
+    "effort": _EFFORT,
+    # How much of the reasoning would be told: it comes as it is.
+    **dict.fromkeys(("summary", "generate_summary", "context"), Ignored()),
+    "mode": Refused(("standard",)),
 }
 STREAM_OPTIONS: Fields = {
     "include_usage": Honoured(FLAG, False),
@@ -244,8 +301,11 @@ DETOKENIZE: Fields = {"model": Ignored(), "tokens": Honoured(token_ids(2**24), [
 RESPONSE_FORMAT: Fields = {
     "type": Honoured(choice(("text", "json_object", "json_schema"))),
     "json_schema": Honoured(OBJECT),
-    # llama.cpp's, of either type.
+    # llama.cpp's, of either type, and that of /v1/responses.
     "schema": Honoured(SCHEMA),
+    "strict": Honoured(FLAG),
+    "name": Ignored(),
+    "description": Ignored(),
 }
 JSON_SCHEMA: Fields = {
     "schema": Honoured(SCHEMA),
@@ -272,11 +332,11 @@ MESSAGE: Fields = {
     "name": Honoured(TEXT),
     # What the answers of some servers have beside their text, and clients send back.
     "annotations": Ignored(),
-    "refusal": Refused(),
-    "audio": Refused(),
+    "refusal": Honoured(TEXT),
+    "audio": Refused((), "leave it out: the model reads text alone"),
     "tool_calls": Honoured(LIST),
     "tool_call_id": Honoured(TEXT),
-    "function_call": Refused((), "send tool_calls"),
+    "function_call": Honoured(OBJECT),
     "reasoning": Honoured(TEXT),
     "reasoning_content": Honoured(TEXT),
 }
@@ -295,18 +355,59 @@ FUNCTION: Fields = {
     # Arguments hold to their schema, strictly or not.
     "strict": Ignored(),
 }
-CHOICE_OF_TOOL: Fields = {
-    "type": Honoured(choice(("function", "allowed_tools"))),
-    "function": Honoured(OBJECT),
-    "allowed_tools": Honoured(OBJECT),
+OLD_FUNCTION: Fields = {name: FUNCTION[name] for name in ("name", "description", "parameters")}
+FLAT_TOOL: Fields = {
+    **FUNCTION,
+    "type": TOOL["type"],
+    "defer_loading": Refused((False,)),
+    **dict.fromkeys(("allowed_callers", "async", "output_schema"), Ignored()),
 }
+_CHOICE = Honoured(choice(("function", "allowed_tools")))
+CHOICE_OF_TOOL: Fields = {"type": _CHOICE, "function": Honoured(OBJECT), "allowed_tools": Honoured(OBJECT)}
 NAMED: Fields = {"name": Honoured(TEXT)}
 ALLOWED_TOOLS: Fields = {"mode": Honoured(choice(("auto", "required")), "auto"), "tools": Honoured(TOOLS, [])}
-PART: Fields = {
-    "type": Honoured(choice(("text",))),
-    "text": Honoured(TEXT),
-    "cache_control": Ignored(),
-    "prompt_cache_breakpoint": Ignored(),
+FLAT_CHOICE: Fields = {"type": _CHOICE, "name": Honoured(TEXT), **ALLOWED_TOOLS}
+_TEXT_ALONE = "; the model reads text alone"
+_PART: Fields = {
+    **dict.fromkeys(("text", "refusal"), Honoured(TEXT)),
+    **dict.fromkeys(("cache_control", "prompt_cache_breakpoint"), Ignored()),
+}
+PART: Fields = {"type": Honoured(choice(("text", "refusal"), _TEXT_ALONE)), **_PART}
+PART_OF_ITEM: Fields = {
+    "type": Honoured(
+        choice(("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"), _TEXT_ALONE)
+    ),
+    **_PART,
+    # Of an answer that is sent back.
+    **dict.fromkeys(("annotations", "logprobs"), Ignored()),
+}
+_ITEM: Fields = {"type": Honoured(TEXT), **dict.fromkeys(("id", "status", "caller", "created_by"), Ignored())}
+ITEMS: Mapping[str, Fields] = {
+    "message": {
+        **_ITEM,
+        "role": Honoured(choice(("user", "assistant", "system", "developer"))),
+        "content": Honoured(CONTENT),
+        "phase": Ignored(),
+    },
+    "reasoning": {
+        **_ITEM,
+        **dict.fromkeys(("summary", "content"), Honoured(LIST, [])),
+        "encrypted_content": Refused((), "send the reasoning as content"),
+    },
+    "function_call": {
+        **_ITEM,
+        **dict.fromkeys(("call_id", "name", "arguments"), Honoured(TEXT)),
+        "namespace": Refused(),
+        "async": Refused((False,)),
+    },
+    "function_call_output": {
+        **_ITEM,
+        "call_id": Honoured(TEXT),
+        "output": Honoured(CONTENT),
+        "name": Honoured(TEXT),
+        "namespace": Refused(),
+    },
+    "item_reference": {"type": Honoured(TEXT), "id": Honoured(TEXT)},
 }
 
 

@@ -29,9 +29,19 @@ def integer(least: int, most: int) -> Kind:
     return Kind(words, lambda value: type(value) is int and least <= value <= most, schema)
 
 
-def choice(names: Collection[str]) -> Kind:
+def choice(names: Collection[str], why: str = "") -> Kind:
+    """One of some names; ``why`` goes behind them in the error message."""
     fits = lambda value: isinstance(value, str) and value in names  # noqa: E731
-    return Kind(f"one of {', '.join(names)}", fits, {"enum": list(names)})
+    return Kind(f"one of {', '.join(names)}{why}", fits, {"enum": list(names)})
+
+
+def choices(*names: str) -> Kind:
+    """A list of some of these names."""
+    one = choice(names)
+    schema = {"type": "array", "items": one.schema}
+    return Kind(
+        f"a list of {', '.join(names)}", lambda value: isinstance(value, list) and all(map(one.fits, value)), schema
+    )
 
 
 def token_ids(most: int) -> Kind:
@@ -91,6 +101,11 @@ TOOLS = Kind(
     lambda value: isinstance(value, list) and len(value) <= 128,
     {"type": "array", "items": {"type": "object"}, "maxItems": 128},
 )
+FUNCTION_CALL = Kind(
+    "none, auto, or an object with the name of a function",
+    lambda value: value in ("none", "auto") or isinstance(value, dict),
+    {"anyOf": [{"enum": ["none", "auto"]}, {"type": "object"}]},
+)
 TOOL_CHOICE = Kind(
     "none, auto, required, or an object that names a function",
     lambda value: value in ("none", "auto", "required") or isinstance(value, dict),
@@ -106,8 +121,13 @@ MESSAGES = Kind(
     lambda value: isinstance(value, list) and len(value) > 0,
     {"type": "array", "items": {"type": "object"}, "minItems": 1},
 )
+INPUT = Kind(
+    "text, or a list of items",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and len(value) > 0),
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+)
 CONTENT = Kind(
-    "text, or a list of parts of type text", lambda value: isinstance(value, str | list), {"type": ["string", "array"]}
+    "text, or a list of parts with text", lambda value: isinstance(value, str | list), {"type": ["string", "array"]}
 )
 PROMPTS = Kind(
     "text, a list of token ids, or a list of one of these",

@@ -2,7 +2,7 @@
 
 import inspect
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,21 +15,40 @@ from decoder.serve.fields import (
     CHAT,
     COMPLETION,
     LARGEST_SEED,
-    MESSAGE,
+    LOGPROBS,
     MOST_CHOICES,
-    PART,
+    REASONING,
+    RESPONSE,
     STREAM_OPTIONS,
+    TEXT_OF_RESPONSE,
     read,
     refuse,
     require,
 )
-from decoder.serve.kinds import MESSAGES, OBJECT, PROMPTS, TEXT
+from decoder.serve.kept import Item, Kept
+from decoder.serve.kinds import INPUT, PROMPTS
+from decoder.serve.messages import messages_of, messages_of_items
 from decoder.serve.shapes import constraint_of
-from decoder.serve.tools import Tools, calls_of, tools_of
+from decoder.serve.tools import Tools, tools_of
 from decoder.text.prompts import Prompt
 
 # Arguments of transformers' `apply_chat_template`, and what it gives to templates itself.
 _NOT_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+
+@dataclass(frozen=True)
+class OfResponse:
+    """What a request of `/v1/responses` has beside a chat's.
+
+    Attributes:
+        told: the fields that the answer repeats.
+        items: those of the whole conversation, the request's at the end.
+        store: whether the answer is kept, for a request that goes on.
+    """
+
+    told: Mapping[str, Any]
+    items: list[Item]
+    store: bool
 
 
 @dataclass(frozen=True)
@@ -59,13 +78,14 @@ class Asked:
         template_kwargs: what a chat's template is given beside messages and tools.
         separate_reasoning: whether an answer's reasoning is apart from its content.
         include_reasoning: whether the answer has its reasoning at all, then.
+        truncate: whether the oldest messages are left out where all have too many tokens.
+        response: what only `/v1/responses` has; None for the other routes.
     """
 
     chat: bool
     prompts: list[Prompt]
     n: int
     candidates: int
-    echo: bool
     sampling: SamplingParams
     shaped_by: str | None
     max_tokens: int | None
@@ -79,15 +99,27 @@ class Asked:
     top_logprobs: int
     model: str | None
     skip_special_tokens: bool = True
+    echo: bool = False
     tools: Tools | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = True
     include_reasoning: bool = True
+    truncate: bool = False
+    response: OfResponse | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of the body that has the prompt."""
+        return "input" if self.response is not None else "messages" if self.chat else "prompt"
 
     @property
     def choices(self) -> int:
         """How many texts are made."""
         return self.candidates * len(self.prompts)
+
+
+Parse = Callable[[Any], Asked]
+"""Reads a body; raises ApiError 400, with the field that is at fault."""
 
 
 def parse(body: Any, chat: bool) -> Asked:
@@ -96,23 +128,77 @@ def parse(body: Any, chat: bool) -> Asked:
     Raises:
         ApiError: 400, with the field that is at fault.
     """
+    values = _read(body, CHAT if chat else COMPLETION)
+    if chat:
+        return _asked(values, [messages_of(values["messages"])], **_of_chat(values))
+    return _asked(values, _prompts(values["prompt"]), echo=values["echo"])
+
+
+def parse_response(body: Any, kept: Kept) -> Asked:
+    """The record of a body of `/v1/responses`, which may go on behind one that is ``kept``.
+
+    Raises:
+        ApiError: 400, with the field that is at fault.
+    """
+    values = _read(body, RESPONSE)
+    require(INPUT, values["input"], "input")
+    text = read(values["text"], TEXT_OF_RESPONSE, "text")
+    effort = read(values["reasoning"], REASONING, "reasoning")["effort"]
+    before = kept.items_behind(values["previous_response_id"])
+    own = [{"type": "message", "role": "user", "content": values["input"]}]
+    own = kept.resolved(own if isinstance(values["input"], str) else values["input"])
+    messages = messages_of_items([*before, *own], len(before))
+    if values["instructions"]:
+        messages.insert(0, {"role": "system", "content": values["instructions"]})
+    told = {name: body.get(name) for name in _TOLD} | {
+        "text": {"format": text["format"] or {"type": "text"}, "verbosity": text["verbosity"] or "medium"},
+        "reasoning": {"effort": effort, "summary": None},
+        **{name: values[name] for name in _TOLD_WITH_DEFAULT},
+        "tools": values["tools"] or [],
+        "tool_choice": values["tool_choice"] or "auto",
+    }
+    values |= {"response_format": text["format"], "verbosity": text["verbosity"], "reasoning_effort": effort}
+    values |= {"logprobs": bool(values["top_logprobs"]) or LOGPROBS in values["include"]}
+    values |= {"n": 1, "best_of": None, "max_tokens": values["max_output_tokens"]}
+    return _asked(
+        values,
+        [messages],
+        "text.format",
+        **_of_chat(values, flat=True),
+        truncate=values["truncation"] == "auto",
+        response=OfResponse(told, [*before, *own], values["store"]),
+    )
+
+
+_TOLD = (
+    *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "user"),
+    *("prompt_cache_key", "safety_identifier"),
+)
+_TOLD_WITH_DEFAULT = ("metadata", "parallel_tool_calls", "top_logprobs", "truncation", "store")
+
+
+def _read(body: Any, fields: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    values = read(body, CHAT if chat else COMPLETION)
+    return read(body, fields)
+
+
+def _asked(
+    values: Mapping[str, Any], prompts: list[Prompt], format_place: str = "response_format", **more: Any
+) -> Asked:
     candidates = values["best_of"] or values["n"]
     if candidates < values["n"]:
         refuse("best_of", f"must be at least n, which is {values['n']}")
     if candidates > values["n"] and values["stream"]:
         refuse("best_of", "cannot be streamed where it is more than n: the best are known at the end")
-    logprobs, top_logprobs = _logprobs(values, chat)
+    logprobs, top_logprobs = _logprobs(values)
     stop = values["stop"]
-    shaped_by, constraint = constraint_of(values)
+    shaped_by, constraint = constraint_of(values, format_place)
     asked = Asked(
-        chat=chat,
-        prompts=[messages_of(values["messages"])] if chat else _prompts(values["prompt"]),
+        chat="messages" in values or "input" in values,
+        prompts=prompts,
         n=values["n"],
         candidates=candidates,
-        echo=not chat and values["echo"],
         sampling=_sampling({**values, "constraint": constraint}, candidates),
         shaped_by=shaped_by,
         max_tokens=values.get("max_completion_tokens") or values["max_tokens"],
@@ -126,7 +212,7 @@ def parse(body: Any, chat: bool) -> Asked:
         top_logprobs=top_logprobs,
         model=values["model"],
         skip_special_tokens=values["skip_special_tokens"],
-        **(_of_chat(values) if chat else {}),
+        **more,
     )
     if asked.choices > MOST_CHOICES:
         param = "n" if candidates == values["n"] else "best_of"
@@ -141,18 +227,20 @@ def template_kwargs_of(values: Mapping[str, Any]) -> dict[str, Any]:
     given, effort = values["chat_template_kwargs"], values.get("reasoning_effort")
     # Templates know these by other names than OpenAI's protocol does.
     of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if values.get("verbosity") is not None:
+        of_effort["verbosity"] = values["verbosity"]
     for name in given:
         if name in _NOT_OF_TEMPLATES:
             refuse(inside("chat_template_kwargs", name), "is no variable of a template that requests can set")
     return of_effort | given
 
 
-def _of_chat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What only chats can be asked for."""
+def _of_chat(values: Mapping[str, Any], flat: bool = False) -> dict[str, Any]:
+    """What only chats can be asked for; ``flat`` is of `/v1/responses`."""
     return dict(
-        tools=tools_of(values),
+        tools=tools_of(values, flat),
         template_kwargs=template_kwargs_of(values),
-        separate_reasoning=values["separate_reasoning"] and values["reasoning_format"] != "none",
+        separate_reasoning=values.get("separate_reasoning", True) and values.get("reasoning_format") != "none",
         include_reasoning=values["include_reasoning"],
     )
 
@@ -175,12 +263,12 @@ def _sampling(values: Mapping[str, Any], candidates: int) -> SamplingParams:
         raise ApiError(400, str(error), str(error).split()[0]) from None
 
 
-def _logprobs(values: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
+def _logprobs(values: Mapping[str, Any]) -> tuple[bool, int]:
     """Whether log-probabilities are asked for, and of how many of the most likely tokens at each position.
 
     A chat has a field for either, a completion one for both.
     """
-    if not chat:
+    if "top_logprobs" not in values:
         return values["logprobs"] is not None, values["logprobs"] or 0
     if values["top_logprobs"] and not values["logprobs"]:
         refuse("top_logprobs", "needs log-probabilities: send logprobs as true, too")
@@ -191,36 +279,3 @@ def _prompts(value: Any) -> list[Prompt]:
     require(PROMPTS, value, "prompt")
     whole = isinstance(value, str) or all(type(one) is int for one in value)
     return [value] if whole else value
-
-
-def messages_of(value: Any) -> list[dict[str, Any]]:
-    """The messages of a chat as its template takes them. Raises ApiError 400."""
-    require(MESSAGES, value, "messages")
-    return [_message(one, f"messages[{index}]") for index, one in enumerate(value)]
-
-
-def _message(value: Any, place: str) -> dict[str, Any]:
-    require(OBJECT, value, place)
-    values = read(value, MESSAGE, place)
-    if isinstance(values["content"], list):
-        values["content"] = "".join(
-            _part(part, f"{place}.content[{index}]") for index, part in enumerate(values["content"])
-        )
-    if values["tool_calls"]:
-        values["tool_calls"] = calls_of(values["tool_calls"], f"{place}.tool_calls")
-        values["content"] = values["content"] or ""
-    else:
-        values["tool_calls"] = None
-    reasoning = values.pop("reasoning")
-    values["reasoning_content"] = values["reasoning_content"] or reasoning
-    for name in ("role", "content"):
-        require(TEXT, values[name], f"{place}.{name}")
-    return {name: each for name, each in values.items() if each is not None}
-
-
-def _part(value: Any, place: str) -> str:
-    require(OBJECT, value, place)
-    values = read(value, PART, place)
-    for name in ("type", "text"):
-        require(TEXT, values[name], f"{place}.{name}")
-    return values["text"]

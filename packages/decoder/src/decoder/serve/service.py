@@ -21,7 +21,7 @@ from decoder.request import GenerationRequest
 from decoder.serve.body import field_of, parse_body
 from decoder.serve.errors import ApiError
 from decoder.serve.reading import Reading, size_of, surely_too_long
-from decoder.serve.requests import Asked, parse
+from decoder.serve.requests import Asked, Parse
 from decoder.serve.settings import Settings
 from decoder.serve.speech import Speech, speech_of
 from decoder.serve.tokenizing import read_detokenize, read_tokenize
@@ -167,9 +167,9 @@ class Service:
         self.reading.stop()
         self.worker.stop(self.settings.grace)
 
-    async def read(self, data: bytes, chat: bool) -> Asked:
+    async def read(self, data: bytes, parse: Parse) -> Asked:
         """The checked request in a body; raises ApiError if it is none."""
-        return await self.reading.read(len(data), lambda _: parse(parse_body(data), chat))
+        return await self.reading.read(len(data), lambda _: parse(parse_body(data)))
 
     async def tokenize(self, data: bytes) -> dict[str, Any]:
         """The body of an answer to `/tokenize`; raises ApiError 400."""
@@ -257,7 +257,7 @@ class Service:
 
     async def _ids(self, asked: Asked, index: int) -> list[int]:
         """The token ids of a request's prompt."""
-        prompt, field = asked.prompts[index], "messages" if asked.chat else "prompt"
+        prompt, field = asked.prompts[index], asked.prompt_field
         positions = self.dec.model.config.max_position_embeddings
         for_template: dict[str, Any] = dict(asked.template_kwargs) if asked.chat else {}
         if asked.tools is not None:
@@ -281,8 +281,9 @@ class Service:
         settings = self.settings
         positions = self.dec.model.config.max_position_embeddings
         if asked.max_tokens is not None and asked.max_tokens > settings.max_tokens:
-            words = f"max_tokens may be at most {settings.max_tokens:,} here, not {asked.max_tokens:,}"
-            raise ApiError(400, words, "max_tokens")
+            name = "max_tokens" if asked.response is None else "max_output_tokens"
+            words = f"{name} may be at most {settings.max_tokens:,} here, not {asked.max_tokens:,}"
+            raise ApiError(400, words, name)
         if len(ids) + (asked.max_tokens or 1) > positions:
             words = f"the prompt has {len(ids):,} tokens and max_tokens is {asked.max_tokens or 1:,}"
             words += f", but the model has {positions:,} positions: shorten one of them"

@@ -15,13 +15,15 @@ _GRAMMARS = ("guided_grammar", "grammar", "ebnf")
 _ANY_OBJECT = {"type": "object"}
 
 
-def constraint_of(values: Mapping[str, Any]) -> tuple[str | None, Grammar | None]:
+def constraint_of(values: Mapping[str, Any], format_place: str) -> tuple[str | None, Grammar | None]:
     """The constraint that a request's fields ask for, with the place that asks; None where there is none.
+
+    ``format_place`` is that of ``response_format`` in the body.
 
     Raises:
         ApiError: 400, with the place: it cannot be kept, or several fields ask for one.
     """
-    made = _of_response_format(values["response_format"]) | _of_structured_outputs(values["structured_outputs"])
+    made = _of_format(values["response_format"], format_place) | _of_structured_outputs(values["structured_outputs"])
     made |= {name: _schema(values[name]) for name in _SCHEMAS if values[name] is not None}
     made |= {name: _made(constraints.regex, values[name]) for name in _PATTERNS if values[name]}
     made |= {name: _made(constraints.grammar, values[name]) for name in _GRAMMARS if values[name]}
@@ -42,10 +44,9 @@ Made = dict[str, Callable[[], Grammar]]
 """How to make a constraint, by the place in the body that asks for it."""
 
 
-def _of_response_format(value: dict[str, Any] | None) -> Made:
+def _of_format(value: dict[str, Any] | None, place: str) -> Made:
     if value is None:
         return {}
-    place = "response_format"
     values = read(value, RESPONSE_FORMAT, place)
     if values["type"] is None:
         refuse(f"{place}.type", "is needed: send text, json_object or json_schema")

@@ -1,5 +1,6 @@
 """What a model's answer to a request consists of: reasoning, text, tool calls; and its constraint behind reasoning."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,7 @@ from decoder.constraints.behind import BehindReasoning
 from decoder.serve.answer_parts import BEGIN, END, AnswerParts, Reasoning
 from decoder.serve.body import field_of
 from decoder.serve.errors import ApiError
+from decoder.serve.harmony import END as HARMONY_END
 from decoder.serve.harmony import MARKS, HarmonyParts, harmony_grammar, speaks_harmony
 from decoder.serve.requests import Asked
 from decoder.serve.tool_forms import ToolForm, form_of, token_of
@@ -29,6 +31,7 @@ class Speech:
         constraint: that, with the reasoning.
         shown: special tokens that the text must show.
         harmony: whether it is of gpt-oss' form, which has reasoning and calls of its own.
+        thought: the tokens that begin and end reasoning; None for those that there are not.
     """
 
     reasoning: Reasoning | None = None
@@ -37,12 +40,36 @@ class Speech:
     constraint: Constraint | None = None
     shown: frozenset[int] = frozenset()
     harmony: bool = False
+    thought: tuple[int | None, int | None] = None, None
 
     def parts(self, asked: Asked) -> AnswerParts | HarmonyParts:
         """A reader of one answer."""
         if self.harmony:
             return HarmonyParts(asked.separate_reasoning)
         return AnswerParts(self.reasoning if asked.separate_reasoning else None, self.form)
+
+
+class Thought:
+    """Counts the tokens of an answer's reasoning, with the marks around it.
+
+    Attributes:
+        tokens: how many there are.
+    """
+
+    def __init__(self, speech: Speech):
+        self._begin, self._end = speech.thought
+        self._open, self._all, self.tokens = speech.reasoning == "begun", 0, 0
+        self._first = self._begin if speech.reasoning == "open" else None
+
+    def count(self, ids: Sequence[int]) -> None:
+        """Count the next tokens."""
+        for token in ids:
+            self._all += 1
+            self._open |= self._all == 1 and token == self._first
+            # Without a token that begins it, as in gpt-oss' form, all before an end is reasoning.
+            if self._open or (self._begin is None and token == self._end):
+                self.tokens = self._all
+            self._open &= token != self._end
 
 
 def speech_of(asked: Asked, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Speech:
@@ -68,7 +95,8 @@ def speech_of(asked: Asked, ids: list[int], tokenizer: PreTrainedTokenizerBase) 
         constraint = BehindReasoning(grammar, end, begin if reasoning == "open" else None, _gaps(tokenizer))
     marks = [*(form.marks if form else ()), *((BEGIN, END) if reasoning else ())]
     tokens = [token_of(mark, tokenizer) for mark in marks]
-    return Speech(reasoning, form, grammar, constraint, shown | {token for token in tokens if token is not None})
+    known = shown | {token for token in tokens if token is not None}
+    return Speech(reasoning, form, grammar, constraint, known, thought=(begin, end))
 
 
 def _in_harmony(
@@ -82,7 +110,8 @@ def _in_harmony(
             place = asked.shaped_by or "tools"
             raise ApiError(400, f"{place}: {error}", field_of(place)) from None
     tokens = {token for mark in MARKS if (token := token_of(mark, tokenizer)) is not None}
-    return Speech(grammar=grammar, constraint=grammar, shown=shown | tokens, harmony=True)
+    thought = None, token_of(HARMONY_END, tokenizer)
+    return Speech(grammar=grammar, constraint=grammar, shown=shown | tokens, harmony=True, thought=thought)
 
 
 def _with_tools(

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder.serve.errors import ApiError
 from decoder.serve.fields import DETOKENIZE, TOKENIZE, read
-from decoder.serve.requests import messages_of, template_kwargs_of
+from decoder.serve.messages import messages_of
+from decoder.serve.requests import template_kwargs_of
 from decoder.text.prompts import chat_ids
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+from decoder.serve.answers import Answer
 from decoder.serve.requests import Asked, parse
-from decoder.serve.responses import Answer
 from decoder.serve.service import Running, Service, TimeLimit
 from decoder.serve.worker import Piece
 

@@ -11,8 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoder.serve.answer_parts import Part
+from decoder.serve.errors import ApiError
 from decoder.serve.requests import Asked
 from decoder.serve.service import Running, Service
+from decoder.serve.speech import Thought
 from decoder.serve.worker import Piece
 from decoder.text.stream import REPLACEMENT
 from decoder.text.tokens import TextOffsets, TokenTexts
@@ -43,6 +45,7 @@ class Answer:
         self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in running.contexts]
         self._parts = [running.speech.parts(asked) for _ in running.contexts]
         self._generated, self._cached, self._drafted, self._accepted = 0, 0, 0, 0
+        self._thoughts = [Thought(running.speech) for _ in running.contexts]
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """The body of an answer that is not streamed, from all pieces of each choice."""
@@ -87,21 +90,36 @@ class Answer:
         texts, calls = {"reasoning": "", "content": ""}, list[dict[str, Any]]()
         for part in self._parts[index].feed(text, final=True):
             if part.kind == "call":
-                calls.append(_call(part.text))
+                calls.append(new_call(part.text))
             elif part.kind == "arguments":
                 calls[-1]["function"]["arguments"] += part.text
             else:
                 texts[part.kind] += part.text
         message: dict[str, Any] = {"role": "assistant", "content": texts["content"]}
         if calls:
-            message |= {"content": texts["content"] or None, "tool_calls": calls}
+            made = {"function_call": calls[0]["function"]} if self._old else {"tool_calls": calls}
+            message |= {"content": texts["content"] or None, **made}
         if texts["reasoning"] and self.asked.include_reasoning:
             message["reasoning_content"] = texts["reasoning"]
         return message
 
     def _reason(self, index: int, reason: str) -> str:
         """Why a chat's answer has ended."""
-        return "tool_calls" if reason == "stop" and self._parts[index].calls else reason
+        called = "function_call" if self._old else "tool_calls"
+        return called if reason == "stop" and self._parts[index].calls else reason
+
+    @property
+    def _old(self) -> bool:
+        """Whether calls go back in OpenAI's old form."""
+        return self.asked.tools is not None and self.asked.tools.old
+
+    def ending(self) -> list[bytes]:
+        """The events at the end of a stream that has not failed."""
+        return [*([self._event([], self.usage)] if self.asked.include_usage else []), b"data: [DONE]\n\n"]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that has failed; its status has been sent."""
+        return event(error.body)
 
     def chunks(self, piece: Piece) -> list[bytes]:
         """The events of a stream that a piece of a choice gives; the first one of a chat tells the role."""
@@ -140,26 +158,21 @@ class Answer:
 
     def _delta(self, part: Part) -> dict[str, Any] | None:
         """What a chunk says of a part of an answer, if anything."""
-        match part.kind:
-            case "call":
-                return {"tool_calls": [{"index": part.call, **_call(part.text)}]}
-            case "arguments":
-                return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
-            case "reasoning":
-                return {"reasoning_content": part.text} if self.asked.include_reasoning else None
-        return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text} if self.asked.include_reasoning else None
+        if part.kind == "content":
+            return {"content": part.text}
+        call = new_call(part.text) if part.kind == "call" else {"function": {"arguments": part.text}}
+        return {"function_call": call["function"]} if self._old else {"tool_calls": [{"index": part.call, **call}]}
 
     def _count(self, piece: Piece) -> None:
         self._generated += len(piece.token_ids)
+        self._thoughts[piece.choice].count(piece.token_ids)
         if piece.output is not None:
             stats = piece.output.stats
             self._cached += stats.reused_tokens
             self._drafted += stats.drafted
             self._accepted += stats.accepted
-
-    def usage_chunk(self) -> bytes:
-        """The event with the counts of tokens, which has no choices."""
-        return self._event([], self.usage)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -167,6 +180,7 @@ class Answer:
         drafts = {
             "accepted_prediction_tokens": self._accepted,
             "rejected_prediction_tokens": self._drafted - self._accepted,
+            "reasoning_tokens": sum(one.tokens for one in self._thoughts),
         }
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -239,16 +253,13 @@ class Answer:
         return {**found, self._key(token): logprob}
 
 
-def _call(name: str) -> dict[str, Any]:
+def new_call(name: str) -> dict[str, Any]:
     """A call of this function that begins."""
     # Templates of Mistral's models take ids of nine letters and digits alone.
     identity = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": ""}}
 
 
-def event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any], name: str | None = None) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
+    return (b"" if name is None else b"event: %s\n" % name.encode()) + b"data: " + json.dumps(body).encode() + b"\n\n"
