@@ -21,13 +21,19 @@ from decoder.serve.fields import (
     CHOICE_OF_TOOL,
     COMPLETION,
     DETOKENIZE,
+    FLAT_TOOL,
     FUNCTION,
+    ITEMS,
     JSON_SCHEMA,
     MESSAGE,
     PART,
+    PART_OF_ITEM,
+    REASONING,
+    RESPONSE,
     RESPONSE_FORMAT,
     STREAM_OPTIONS,
     STRUCTURED_OUTPUTS,
+    TEXT_OF_RESPONSE,
     TOKENIZE,
     TOOL,
     TOOL_CALL,
@@ -331,6 +337,7 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
 def test_the_guide_tells_of_each_field():
     told = set(re.findall(r"`(\w+)`", GUIDE.read_text(encoding="utf-8")))
     tables = [CHAT, COMPLETION, STREAM_OPTIONS, MESSAGE, PART, RESPONSE_FORMAT, JSON_SCHEMA, STRUCTURED_OUTPUTS]
+    tables += [RESPONSE, TEXT_OF_RESPONSE, REASONING, PART_OF_ITEM, FLAT_TOOL, *ITEMS.values()]
     for table in (*tables, TOOL, FUNCTION, TOOL_CALL, CALLED, CHOICE_OF_TOOL, ALLOWED_TOOLS, TOKENIZE, DETOKENIZE):
         missing = {name for name, field in table.items() if not isinstance(field, Refused)} - told
         assert not missing, f"the guide to the server lacks {missing}"

@@ -215,6 +215,28 @@ def test_a_request_goes_on_behind_an_answer_as_with_all_items(server):
     assert behind["output"][0]["content"][0]["text"] == expected["choices"][0]["message"]["content"]
 
 
+def test_the_oldest_turns_are_left_out_where_all_are_too_many(server):
+    """As few as leave room for the answer; never what stands in front of all turns."""
+    positions = server.service.dec.model.config.max_position_embeddings
+    turns = []
+    for number in range(9):
+        turns += [{"role": "user", "content": f"{number}" * (positions // 7)}, {"role": "assistant", "content": "So"}]
+    turns[-1] = {"role": "user", "content": "And now?"}
+    asked = dict(max_output_tokens=positions // 6, seed=1)
+    asked["max_output_tokens"] = min(asked["max_output_tokens"], 300)
+    body = {**asked, "instructions": "Be brief.", "input": turns}
+    assert server.post(body, PATH).json()["error"]["code"] == "context_length_exceeded"
+    got = server.post({**body, "truncation": "auto"}, PATH).json()
+    for start in range(0, len(turns), 2):
+        fitting = server.post({**body, "input": turns[start:]}, PATH)
+        if fitting.status_code == 200:
+            break
+    assert start > 2 and settled({**got, "truncation": 0}) == settled({**fitting.json(), "truncation": 0})
+    assert got["usage"]["input_tokens"] == fitting.json()["usage"]["input_tokens"]
+    endless = {**body, "input": "x" * (9 * positions), "truncation": "auto"}
+    assert server.post(endless, PATH).json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_reasoning_text_and_calls_are_one_message():
     call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"days": 1}'}
     items = [

@@ -115,6 +115,47 @@ def test_calls_hold_to_their_schemas_and_streams_join_to_them(server, name):
     assert found and names <= only.get(name, names)
 
 
+def test_functions_are_tools_in_their_old_form(server):
+    """One call, as ``function_call``; its result goes back as a message of the role ``function``."""
+    chat, functions = server.openai.chat.completions, [tool["function"] for tool in TOOLS]
+    functions = [{name: one[name] for name in one if name != "strict"} for one in functions]
+    asked = dict(model="tiny", messages=CHAT, max_tokens=500, seed=1, extra_body={"chat_template_kwargs": QUIET})
+    new = chat.create(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}}, **asked)
+    old = chat.create(functions=functions, function_call={"name": "weather"}, **asked)
+    call = old.choices[0].message.function_call
+    assert call.to_dict() == new.choices[0].message.tool_calls[0].function.to_dict()
+    assert old.choices[0].finish_reason == "function_call" and old.choices[0].message.tool_calls is None
+    name, arguments = "", ""
+    for chunk in chat.create(functions=functions, function_call={"name": "weather"}, stream=True, **asked):
+        if part := chunk.choices[0].delta.function_call:
+            name, arguments = name + (part.name or ""), arguments + part.arguments
+    assert (name, arguments) == (call.name, call.arguments)
+    assert chunk.choices[0].finish_reason == "function_call"
+    texts = []
+    for message, role in ((old, "function"), (new, "tool")):
+        messages = [*CHAT, message.choices[0].message, {"role": role, "name": "weather", "content": "Sun"}]
+        texts.append(chat.create(**{**asked, "messages": messages, "max_tokens": 9}).choices[0].message.content)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"functions": [{"parameters": {}}]}, "functions[0].name"),
+        ({"functions": [{"name": "f", "strict": True}]}, "functions[0].strict"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call.name"),
+        ({"functions": [{"name": "f"}], "function_call": "required"}, "function_call"),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "function_call": {"name": "weather"}}, "function_call"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+    ],
+    ids=str,
+)
+def test_functions_that_cannot_be_called_are_a_400(server, fields, place):
+    answer = server.post({"messages": CHAT, **fields}, PATH)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(place)
+
+
 def test_reasoning_is_apart_unless_it_is_to_stay(server):
     body = dict(messages=CHAT, max_tokens=200, seed=3, chat_template_kwargs={"forced_thinking": True})
     body |= dict(logit_bias={"259": 3, "260": -20})

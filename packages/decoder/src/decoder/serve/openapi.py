@@ -2,16 +2,19 @@
 
 from typing import Any
 
-from decoder.serve.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Fields, Honoured
+from decoder.serve.fields import CHAT, COMPLETION, DETOKENIZE, RESPONSE, TOKENIZE, Fields, Honoured
 
 _BODIES: dict[str, tuple[str, Fields, tuple[str, ...]]] = {
     "/v1/chat/completions": ("Answer a chat; as server-sent events where stream is true", CHAT, ("messages",)),
     "/v1/completions": ("Go on with a text; as server-sent events where stream is true", COMPLETION, ("prompt",)),
+    "/v1/responses": ("Answer a conversation of items; as events where stream is true", RESPONSE, ("input",)),
     "/tokenize": ("The token ids of a text or a chat", TOKENIZE, ()),
     "/detokenize": ("The text of token ids", DETOKENIZE, ("tokens",)),
 }
 _READS = {
     "/v1/models": "The served model",
+    "/v1/responses/{id}": "An answer that is kept; DELETE forgets it",
+    "/v1/responses/{id}/input_items": "The items in front of an answer that is kept",
     "/health": "Whether requests are taken",
     "/metrics": "Counts and times for Prometheus",
     "/version": "The version of this server",

@@ -217,7 +217,10 @@ class Service:
             words = f"there is no such model: this server has {self.settings.model}"
             raise ApiError(404, words, "model", "model_not_found")
         self._check_vocabulary(asked)
-        prompts = [await self._ids(asked, index) for index in range(len(asked.prompts))]
+        if asked.truncate:
+            prompts = [await self._last_turns(asked)]
+        else:
+            prompts = [await self._ids(asked, index) for index in range(len(asked.prompts))]
         size = size_of(asked.prompts[0])
         speech = await self.reading.read(size, lambda tokenizer: speech_of(asked, prompts[0], tokenizer))
         arguments = [one for ids in prompts for one in self._arguments(asked, speech, ids)]
@@ -275,6 +278,35 @@ class Service:
         except ValueError as error:
             place = f"{field}[{index}]: " if len(asked.prompts) > 1 else ""
             raise ApiError(400, f"{place}{error}", field) from None
+
+    async def _last_turns(self, asked: Asked) -> list[int]:
+        """The token ids of a chat without its oldest turns, as few as leave room for the answer."""
+        messages = list(asked.prompts[0])
+        head = next((at for at, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
+        starts = [head, *(at for at, one in enumerate(messages) if at > head and one["role"] == "user")]
+        most = self.dec.model.config.max_position_embeddings - (asked.max_tokens or 1)
+
+        async def behind(start: int) -> list[int] | None:
+            try:
+                prompt = [*messages[:head], *messages[start:]]
+                ids = await self._ids(replace(asked, prompts=[prompt]), 0)
+            except ApiError as error:
+                if error.code != "context_length_exceeded" or start == starts[-1]:
+                    raise
+                return None
+            return ids if len(ids) <= most or start == starts[-1] else None
+
+        if (ids := await behind(head)) is not None:
+            return ids
+        low, high, found = 0, len(starts) - 1, await behind(starts[-1])
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (ids := await behind(starts[middle])) is None:
+                low = middle
+            else:
+                high, found = middle, ids
+        assert found is not None, "the last turn is taken in any case"
+        return found
 
     def _arguments(self, asked: Asked, speech: Speech, ids: list[int]) -> list[Arguments]:
         """The arguments of each choice for one prompt; raises ApiError 400 where they are of no use."""
