@@ -59,9 +59,7 @@ def mixed(count):
 
 @pytest.fixture(scope="module")
 def answering():
-    found = Answering(chat_decoder(), "tiny", 4)
-    yield found
-    found.stop()
+    return Answering(chat_decoder(), "tiny", 4)
 
 
 def answered(answering, source, output, limit=None):

@@ -1,28 +1,66 @@
 """Answers requests of a file with a decoder of this process, as a server would."""
 
-import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from decoder.cli.transcript import fingerprint
 from decoder.decoder import Decoder
 from decoder.jobs.lines import Line
 from decoder.model.short_weights import dtype_name
 from decoder.serve.errors import ApiError
+from decoder.serve.requests import parse
+from decoder.serve.answers import Answer
 from decoder.serve.service import Service
 from decoder.serve.settings import Settings
-from decoder.serve.whole import whole_answer
+from decoder.serve.worker import Job, Piece
+
+T = TypeVar("T")
 
 Row = dict[str, Any]
 """An answer: a line of the file that OpenAI's batches give."""
 
-_SECONDS = 1e9  # that a request may take: a file waits for all its answers
-
 
 class Broken(Exception):
     """An answer could not be made, for a reason that is not in its request."""
+
+
+class _Asked:
+    """A request in work.
+
+    Attributes:
+        ended: the pieces of its choices, or the error that it has ended with; None before.
+    """
+
+    def __init__(self, service: Service, line: Line):
+        """Raises ApiError if it is refused."""
+        self.line = line
+        self.ended: list[list[Piece]] | ApiError | None = None
+        asked = parse(line.body, line.chat)
+        prepared = _at_once(service.prepare(asked))
+        self.answer = Answer(asked, service, prepared)
+        self._pieces: dict[int, Piece] = {}
+        self.job = Job(prepared.arguments, self._deliver, in_pieces=False)
+        service.worker.submit(self.job)
+
+    def _deliver(self, piece: Piece | ApiError) -> None:
+        if isinstance(piece, ApiError):
+            self.ended = piece
+            return
+        self._pieces[piece.choice] = piece
+        if len(self._pieces) == len(self.job.arguments):
+            self.ended = [[self._pieces[choice]] for choice in range(len(self._pieces))]
+
+
+def _at_once(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing, as those of a service without threads."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise AssertionError("it waits")
 
 
 class Answering:
@@ -37,10 +75,9 @@ class Answering:
 
     def __init__(self, dec: Decoder, name: str, max_batch: int, **settings: Any):
         positions = dec.model.config.max_position_embeddings
-        self.service = Service(
-            dec, Settings(name, max_batch, 2**30, positions, timeout=_SECONDS, grace=0.0, **settings)
-        )
-        self._together = 2 * max_batch  # requests that are in work, so that none waits for the next to be read
+        most = Settings(name, max_batch, 2**30, positions, timeout=0.0, grace=0.0, **settings)
+        self.service = Service(dec, most, own_threads=False)
+        self._together = max_batch
 
     def identity(self) -> dict[str, Any]:
         """What tells the answers of this model from those of another one, or of another version."""
@@ -59,40 +96,41 @@ class Answering:
             Broken: the decoder has failed.
             Exception: as ``done`` raises.
         """
-        asyncio.run(self._answer(iter(lines), created, done))
-
-    async def _answer(self, lines: Iterator[Line], created: int, done: Callable[[Line, Row], None]) -> None:
-        async def in_turn() -> None:
-            for line in lines:
-                done(line, await self._row(line, created))
-
-        if not self.service.worker.alive:
-            self.service.worker.start()
-        tasks = [asyncio.ensure_future(in_turn()) for _ in range(self._together)]
+        lines, worker = iter(lines), self.service.worker
+        running: list[_Asked] = []
         try:
-            await asyncio.gather(*tasks)
+            while True:
+                while worker.waiting + worker.running < self._together and (line := next(lines, None)):
+                    try:
+                        running.append(_Asked(self.service, line))
+                    except ApiError as refused:
+                        done(line, _row(line, refused, created))
+                if not running:
+                    return
+                worker.turn()
+                for one in running:
+                    if one.ended is not None:
+                        whole = one.ended if isinstance(one.ended, ApiError) else one.answer.whole(one.ended)
+                        done(one.line, _row(one.line, whole, created))
+                running = [one for one in running if one.ended is None]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for one in running:
+                worker.cancel(one.job)
 
-    async def _row(self, line: Line, created: int) -> Row:
-        key = hashlib.sha256(line.custom_id.encode()).hexdigest()[:32]
-        error = None
-        try:
-            status, body = 200, settled(await whole_answer(self.service, line.body, line.chat), key, created)
-        except ApiError as failed:
-            if failed.status >= 500:
-                raise Broken(str(failed.body["error"]["message"])) from failed
-            status, body = failed.status, failed.body
-            error = {"code": body["error"].get("code") or "invalid_request", "message": body["error"]["message"]}
-        response = {"status_code": status, "request_id": f"req_{key}", "body": body}
-        return {"id": f"batch_req_{key}", "custom_id": line.custom_id, "response": response, "error": error}
 
-    def stop(self) -> None:
-        """End the decoder's thread."""
-        self.service.stop()
-        self.service.worker.join()
+def _row(line: Line, answer: dict[str, Any] | ApiError, created: int) -> Row:
+    """The row of an answer, or of what a request has been refused with; raises Broken where it is not its fault."""
+    key = hashlib.sha256(line.custom_id.encode()).hexdigest()[:32]
+    error = None
+    if isinstance(answer, ApiError):
+        if answer.status >= 500:
+            raise Broken(str(answer.body["error"]["message"])) from answer
+        status, body = answer.status, answer.body
+        error = {"code": body["error"].get("code") or "invalid_request", "message": body["error"]["message"]}
+    else:
+        status, body = 200, settled(answer, key, created)
+    response = {"status_code": status, "request_id": f"req_{key}", "body": body}
+    return {"id": f"batch_req_{key}", "custom_id": line.custom_id, "response": response, "error": error}
 
 
 def settled(body: Mapping[str, Any], key: str, created: int) -> dict[str, Any]:

@@ -81,11 +81,8 @@ def _here(job: Job, load: Callable[[], Answering]) -> None:
     rest = job.rest()
     if not rest:
         return
-    try:
-        with _Telling(job, len(rest)) as done:
-            answering.answer((job.requests[number] for number in rest), job.created, done)
-    finally:
-        answering.stop()
+    with _Telling(job, len(rest)) as done:
+        answering.answer((job.requests[number] for number in rest), job.created, done)
 
 
 class _Telling:

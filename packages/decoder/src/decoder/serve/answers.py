@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decoder.serve.answer_parts import Part
 from decoder.serve.errors import ApiError
 from decoder.serve.requests import Asked
-from decoder.serve.service import Running, Service
+from decoder.serve.service import Prepared, Service
 from decoder.serve.speech import Thought
 from decoder.serve.worker import Piece
 from decoder.text.stream import REPLACEMENT
@@ -26,12 +26,12 @@ class Answer:
     Args:
         asked: the request.
         service: what has taken it.
-        running: the request as it was submitted.
+        prepared: the request as it was read.
     """
 
-    def __init__(self, asked: Asked, service: Service, running: Running):
-        self.asked, self.prompt_tokens = asked, running.prompt_tokens
-        self._texts = TokenTexts(service.tokenizer, running.speech.shown)
+    def __init__(self, asked: Asked, service: Service, prepared: Prepared):
+        self.asked, self.prompt_tokens = asked, prepared.prompt_tokens
+        self._texts = TokenTexts(service.tokenizer, prepared.speech.shown)
         self._kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
@@ -39,13 +39,14 @@ class Answer:
             "model": service.settings.model,
             "system_fingerprint": service.fingerprint,
         }
-        self._echoed = [self._echo(service.tokenizer, index, ids) for index, ids in enumerate(running.contexts)]
+        contexts = [one.context for one in prepared.arguments]
+        self._echoed = [self._echo(service.tokenizer, index, ids) for index, ids in enumerate(contexts)]
         self._begun: set[int] = set()
-        self._offsets = [TextOffsets(self._texts, ids) for ids in running.contexts]
-        self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in running.contexts]
-        self._parts = [running.speech.parts(asked) for _ in running.contexts]
+        self._offsets = [TextOffsets(self._texts, ids) for ids in contexts]
+        self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in contexts]
+        self._parts = [prepared.speech.parts(asked) for _ in contexts]
         self._generated, self._cached, self._drafted, self._accepted = 0, 0, 0, 0
-        self._thoughts = [Thought(running.speech) for _ in running.contexts]
+        self._thoughts = [Thought(prepared.speech) for _ in contexts]
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """The body of an answer that is not streamed, from all pieces of each choice."""

@@ -28,8 +28,7 @@ from decoder.serve.metrics import Metrics
 from decoder.serve.openapi import openapi
 from decoder.serve.requests import Asked, Parse, parse, parse_response
 from decoder.serve.response_answers import ResponseAnswer
-from decoder.serve.service import Running, Service, TimeLimit
-from decoder.serve.whole import gathered
+from decoder.serve.service import Prepared, Running, Service, TimeLimit
 from decoder.serve.worker import Piece
 
 logger = logging.getLogger(__name__)
@@ -211,7 +210,7 @@ class Routes:
         return Response(self.counts.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _generate(
-        self, request: Request, parse: Parse, answering: Callable[[Asked, Service, Running], Answer]
+        self, request: Request, parse: Parse, answering: Callable[[Asked, Service, Prepared], Answer]
     ) -> Response:
         metrics, clock = self.counts, asyncio.get_running_loop().time
         began = clock()
@@ -223,13 +222,13 @@ class Routes:
         with ExitStack() as ending:
             ending.callback(lambda: metrics.seconds.observe(clock() - began))
             ending.callback(running.close)
-            answer = answering(asked, self.service, running)
+            answer = answering(asked, self.service, running.prepared)
             # What goes wrong before the first piece still has a status of its own.
             first = await _unless_gone(request, running.piece())
             metrics.first.observe(clock() - began)
             if asked.stream:
                 return EventStream(_events(answer, first, running), ending.pop_all())
-            return JSONResponse(answer.whole(await _unless_gone(request, gathered(asked, first, running))))
+            return JSONResponse(answer.whole(await _unless_gone(request, _gathered(first, running))))
 
 
 class EventStream(StreamingResponse):
@@ -282,6 +281,15 @@ async def _unless_gone(request: Request, result: Awaitable[Any]) -> Any:
             task.cancel()
             with suppress(asyncio.CancelledError, ApiError):
                 await task
+
+
+async def _gathered(first: Piece, running: Running) -> list[list[Piece]]:
+    """All pieces of each choice, of which the ``first`` of all has been read."""
+    pieces: list[list[Piece]] = [[] for _ in running.prepared.arguments]
+    pieces[first.choice].append(first)
+    async for piece in running:
+        pieces[piece.choice].append(piece)
+    return pieces
 
 
 async def _events(answer: Answer, first: Piece, running: Running) -> AsyncIterator[bytes]:

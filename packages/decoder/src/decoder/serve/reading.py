@@ -24,9 +24,10 @@ class Reading:
     Args:
         tokenizer: which both threads use, and only they may encode with.
         sanitize_control_tokens: whether control tokens in chats are text.
+        own_threads: whether there are those threads; else all is read in the caller's, and nothing waits.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sanitize_control_tokens: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sanitize_control_tokens: bool, own_threads: bool = True):
         # The first text switches off what the tokenizer's file may ask for, such as truncation. After that only
         # sanitizing changes a tokenizer in Rust, which another thread must not use meanwhile.
         tokenizer("a")
@@ -34,6 +35,7 @@ class Reading:
         self._small = ThreadPoolExecutor(1, thread_name_prefix="small"), tokenizer
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large"), tokenizer if shared else deepcopy(tokenizer)
         self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars"), tokenizer
+        self._own_threads = own_threads
         self._begun: set[Future] = set()
         self._awaited: set[asyncio.Future] = set()
         self._stopped = False
@@ -51,6 +53,8 @@ class Reading:
     ) -> T:
         if self._stopped:
             raise stopping()
+        if not self._own_threads:
+            return work(tokenizer)
         begun = threads.submit(work, tokenizer)
         self._begun.add(begun)
         begun.add_done_callback(self._begun.discard)

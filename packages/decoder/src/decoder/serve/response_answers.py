@@ -10,7 +10,7 @@ from decoder.serve.answers import Answer, event, new_call
 from decoder.serve.errors import ApiError
 from decoder.serve.kept import Item, Kept
 from decoder.serve.requests import Asked
-from decoder.serve.service import Running, Service
+from decoder.serve.service import Prepared, Service
 from decoder.serve.worker import Piece
 
 _TEXTS = {"reasoning": "reasoning_text", "content": "output_text"}
@@ -24,8 +24,8 @@ class ResponseAnswer(Answer):
         kept: takes the answer, if the request asks for that.
     """
 
-    def __init__(self, asked: Asked, service: Service, running: Running, kept: Kept):
-        super().__init__(asked, service, running)
+    def __init__(self, asked: Asked, service: Service, prepared: Prepared, kept: Kept):
+        super().__init__(asked, service, prepared)
         assert asked.response is not None
         self._request, self._kept = asked.response, kept
         self._id, self._number = _new("resp"), 0

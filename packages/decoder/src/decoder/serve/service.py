@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -49,57 +49,40 @@ class TimeLimit:
             raise ApiError(503, words, code="timeout") from None
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A request that may be decoded.
+
+    Attributes:
+        arguments: of each choice.
+        speech: what its answers consist of.
+        prompt_tokens: of all prompts together.
+    """
+
+    arguments: list[Arguments]
+    speech: Speech
+    prompt_tokens: int
+
+
 class Running:
     """A submitted request: its pieces, as they come. `close` ends it, whether it is done or not.
 
     Args:
-        arguments: of each choice.
         limit: until when the request may take.
-        speech: what its answers consist of.
-        prompt_tokens: of all prompts together.
-        at_once: whether all pieces come when the last one is there, which wakes the loop once for each request.
-
-    Attributes:
-        contexts: the prompt's token ids of each choice.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        arguments: list[Arguments],
-        limit: "TimeLimit",
-        speech: Speech,
-        prompt_tokens: int,
-        at_once: bool = False,
-    ):
-        self.speech, self.prompt_tokens = speech, prompt_tokens
+    def __init__(self, worker: Worker, prepared: Prepared, limit: "TimeLimit"):
+        self.prepared = prepared
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
-        self.contexts = [one.context for one in arguments]
-        self._worker, self._pieces, self._open, self._limit = worker, pieces, len(arguments), limit
-
-        held: list[Piece | ApiError] = []
-        unfinished = len(arguments)
-
-        def hand_over() -> None:
-            for piece in held:
-                pieces.put_nowait(piece)
-            held.clear()
+        self._worker, self._pieces, self._open, self._limit = worker, pieces, len(prepared.arguments), limit
 
         def deliver(piece: Piece | ApiError) -> None:
             # A loop that is closed belongs to a server that is gone, and nobody waits.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        def deliver_at_once(piece: Piece | ApiError) -> None:
-            nonlocal unfinished
-            held.append(piece)
-            unfinished = 0 if isinstance(piece, ApiError) else unfinished - (piece.output is not None)
-            if not unfinished:
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(hand_over)
-
-        self._job = Job(arguments, deliver_at_once if at_once else deliver)
+        self._job = Job(prepared.arguments, deliver)
         worker.submit(self._job)
 
     def close(self) -> None:
@@ -139,18 +122,20 @@ class Service:
 
     Args:
         counts: what counts requests; None if nothing does.
+        own_threads: whether others read requests and decode than who asks; else `Service.worker` has no thread, and
+            nothing here waits.
 
     Attributes:
         tokenizer: for this side of the server; the worker's thread uses the decoder's own.
         fingerprint: of all that a seed's text depends on beside the request.
     """
 
-    def __init__(self, dec: Decoder, settings: Settings, counts: Counts | None = None):
+    def __init__(self, dec: Decoder, settings: Settings, counts: Counts | None = None, own_threads: bool = True):
         self.dec, self.settings, self.counts = dec, settings, counts or Counts()
         assert dec.tokenizer is not None, "a server needs a tokenizer"
         self.tokenizer = deepcopy(dec.tokenizer)
-        self.reading = Reading(self.tokenizer, dec.sanitize_control_tokens)
-        self.worker = Worker(dec, settings.max_batch, settings.max_queue, self.counts.finished)
+        self.reading = Reading(self.tokenizer, dec.sanitize_control_tokens, own_threads)
+        self.worker = Worker(dec, settings.max_batch, settings.max_queue, self.counts.finished, own_threads)
         self.counts.watch(self.worker)
         self.fingerprint = _fingerprint(dec)
 
@@ -211,8 +196,14 @@ class Service:
             "build_info": f"tokenswift-decoder {version('tokenswift-decoder')}",
         }
 
-    async def submit(self, asked: Asked, limit: TimeLimit, at_once: bool = False) -> Running:
+    async def submit(self, asked: Asked, limit: TimeLimit) -> Running:
         """Submit a request, see `Running`. Raises ApiError if it is refused."""
+        running = Running(self.worker, await self.prepare(asked), limit)
+        self.counts.submitted(running.prepared.prompt_tokens)
+        return running
+
+    async def prepare(self, asked: Asked) -> Prepared:
+        """Read and check a request. Raises ApiError if it is refused."""
         if asked.model not in (None, self.settings.model):
             words = f"there is no such model: this server has {self.settings.model}"
             raise ApiError(404, words, "model", "model_not_found")
@@ -226,9 +217,7 @@ class Service:
         arguments = [one for ids in prompts for one in self._arguments(asked, speech, ids)]
         if speech.grammar is not None:
             await self._compile(speech.grammar, vocabulary_of(self.dec, arguments[0]), asked.shaped_by or "tools")
-        running = Running(self.worker, arguments, limit, speech, sum(map(len, prompts)), at_once)
-        self.counts.submitted(running.prompt_tokens)
-        return running
+        return Prepared(arguments, speech, sum(map(len, prompts)))
 
     async def _compile(self, grammar: Grammar, vocabulary: Vocabulary, place: str) -> None:
         """Compile a grammar, so that what shows only then is a 400; it stays compiled for its texts."""

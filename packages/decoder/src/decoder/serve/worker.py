@@ -52,10 +52,13 @@ class Job:
     Args:
         arguments: one for each choice.
         deliver: called in the worker's thread with each `Piece`, or with the error that ends the whole request.
+        in_pieces: whether what each step adds to a choice is a piece; else it has one, at its end.
     """
 
-    def __init__(self, arguments: Sequence[Arguments], deliver: Callable[[Piece | ApiError], None]):
-        self.arguments, self.deliver = list(arguments), deliver
+    def __init__(
+        self, arguments: Sequence[Arguments], deliver: Callable[[Piece | ApiError], None], in_pieces: bool = True
+    ):
+        self.arguments, self.deliver, self.in_pieces = list(arguments), deliver, in_pieces
         self.over = False
         """Whether nobody waits for its pieces any more: it was cancelled, or an error has ended it."""
 
@@ -74,14 +77,22 @@ class Worker:
         max_batch: how many choices are decoded together at most.
         max_queue: how many choices may wait beyond these.
         finished: called in the worker's thread with the statistics of each choice that has ended, by whatever cause.
+        own_thread: whether there is that thread; else the caller takes each `turn`, and what takes long is not cut
+            short for requests that come meanwhile.
     """
 
     def __init__(
-        self, dec: Decoder, max_batch: int, max_queue: int, finished: Callable[[Statistics], None] = lambda _: None
+        self,
+        dec: Decoder,
+        max_batch: int,
+        max_queue: int,
+        finished: Callable[[Statistics], None] = lambda _: None,
+        own_thread: bool = True,
     ):
         self.dec, self.max_queue, self._finished = dec, max_queue, finished
         self.admission = Admission(max_batch, memory_for_caches(dec.target.device, dec.prefixes))
-        self._engine = dec.engine(self.admission, short_steps=True)
+        self._own_thread = own_thread
+        self._engine = dec.engine(self.admission, short_steps=own_thread)
         self._waiting: deque[tuple[Job, int]] = deque()
         self._running: dict[sequences.Sequence, tuple[Job, int]] = {}
         self._changed = threading.Condition()
@@ -96,7 +107,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether requests are taken: it runs, and has not been told to stop."""
-        return self._thread.is_alive() and self._stop_at is None
+        return (self._thread.is_alive() or not self._own_thread) and self._stop_at is None
 
     @property
     def running(self) -> int:
@@ -141,11 +152,18 @@ class Worker:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        while self._prepare():
-            try:
-                self._step()
-            except Exception as error:
-                self._recover(error)
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Let choices leave and join, and take a step; False when there is none to come. Waits for work."""
+        if not self._prepare():
+            return False
+        try:
+            self._step()
+        except Exception as error:
+            self._recover(error)
+        return True
 
     def _prepare(self) -> bool:
         """Wait for work, let cancelled choices leave and waiting ones join; False when the thread is to end."""
@@ -194,8 +212,8 @@ class Worker:
                     self._leave(sequence)
             if sequence.error is not None:
                 job.fail(_told(sequence.error))
-            elif not job.over:
-                chunk = sequence.chunk(tokens)
+            elif not job.over and (sequence.done or job.in_pieces):
+                chunk = sequence.chunk(tokens if job.in_pieces else sequence.token_ids)
                 logprobs = chunk.logprobs, chunk.top_logprobs
                 job.deliver(Piece(choice, chunk.token_ids, chunk.text, *logprobs, chunk.output))
 
@@ -207,7 +225,7 @@ class Worker:
                 self._finished(sequence.statistics)
                 job.fail(told)
             self._running.clear()
-            self._engine = self.dec.engine(self.admission, short_steps=True)
+            self._engine = self.dec.engine(self.admission, short_steps=self._own_thread)
 
     def _fail_all(self, error: ApiError) -> None:
         for job, _ in [*self._running.values(), *self._waiting]:
