@@ -9,9 +9,9 @@ from decoder.cli.transcript import fingerprint
 from decoder.decoder import Decoder
 from decoder.jobs.lines import Line
 from decoder.model.short_weights import dtype_name
+from decoder.serve.answers import Answer
 from decoder.serve.errors import ApiError
 from decoder.serve.requests import parse
-from decoder.serve.answers import Answer
 from decoder.serve.service import Service
 from decoder.serve.settings import Settings
 from decoder.serve.worker import Job, Piece
