@@ -105,9 +105,14 @@ class Bitwise:
             return None, "autocast chooses dtypes by itself"
         if target.ranks.size > 1:
             return None, "sums over processes that share a model have an order of their own"
-        if any(isinstance(module._modules.get("experts"), torch.nn.Module) for module in target.model.modules()):
+        if target.device.type != "cpu" and has_experts(target.model):
             return None, "a mixture of experts gives each of them another number of rows in every pass"
         return target.backend.rule(self.wanted is True)
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether a model chooses experts for each token."""
+    return any(isinstance(module._modules.get("experts"), torch.nn.Module) for module in model.modules())
 
 
 def rounds_to_tf32() -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from decoder.backends.base import Chain, PassBackend, PassBatch, PassOutput, Tree
+from decoder.backends.bitwise import has_experts
 from decoder.backends.forwards import replaced
 from decoder.backends.native.int4 import Int4Linear
 from decoder.backends.native.quantised import QuantisedLinear
@@ -133,11 +134,16 @@ def _off(target: "Target", words: str, actual: torch.Tensor, expected: torch.Ten
     # In half precision the numbers of an odd token may be any.
     most = 1.0 if target.dtype in (torch.float32, torch.float64) else 0.75
     allowed = _ALLOWED_IN_PASSES.get(target.dtype, 0.2)
-    if any(isinstance(module, Int4Linear | QuantisedLinear) for module in target.modules):
-        # A small difference can turn many a rounding of inputs, to bfloat16 or to eight bits.
+    if _turns(target):
         most, allowed = 0.5, max(2 * allowed, _ALLOWED_QUANTISED)
     error = float(errors.sort()[0][int(most * (len(errors) - 1))])
     return None if error <= allowed else f"the {words} are off by {error:.2g} of their norm"
+
+
+def _turns(target: "Target") -> bool:
+    """Whether a small difference turns roundings of inputs, to bfloat16 or eight bits, or the choice of experts."""
+    short = any(isinstance(module, Int4Linear | QuantisedLinear) for module in target.modules)
+    return short or (target.dtype not in (torch.float32, torch.float64) and has_experts(target.model))
 
 
 def _fault_in_choices(backend: PassBackend, logits: torch.Tensor | None) -> str | None:

@@ -20,10 +20,11 @@ from decoder.backends.modules import ModulePass, cache_of, ids_of, one_text_at_a
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.activations import activations
+from decoder.backends.native.experts import packing_experts
 from decoder.backends.native.levels import NativeLevels, native_levels
 from decoder.backends.native.llama import products_of, runs_as_a_whole
 from decoder.backends.native.native_attention import NewTokens
-from decoder.backends.native.packed_linear import joined, packing, product_of
+from decoder.backends.native.packed_linear import Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding
 from decoder.backends.native.whole_model import WholeModel
 from decoder.backends.norms import fused_norms
@@ -81,6 +82,7 @@ class NativeBackend:
         groups = [group for layer in target.decoder.layers for _, group in products_of(layer)] if whole else []
         modules = outside if whole else [*target.modules, *target.helper_modules(), *shared.modules]
         forwards = fused_norms(modules) | (yield from packing(modules, groups)) | activations(modules)
+        forwards |= yield from packing_experts(modules)
         forwards |= shared.forwards(forwards)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
         self.whole = WholeModel(target.model, target.dtype, target.layout) if whole else None
@@ -129,7 +131,7 @@ class NativeBackend:
                 if isinstance(module, nn.Embedding | QuantisedEmbedding | DraftHead) or module in within:
                     continue
                 weights = any(own is not None and own.ndim > 1 for own in module._parameters.values())
-                if weights and product_of(module.__dict__.get("forward")) is None:
+                if weights and packed_by(module.__dict__.get("forward")) is None:
                     return f"the native library does not multiply {name} ({type(module).__name__})"
         return None
 
@@ -142,8 +144,8 @@ class NativeBackend:
     def _kinds(self) -> Counter[str]:
         """How often the model's weights are held in each form."""
         layers = self._target.decoder.layers if self.whole else ()
-        products = [joined(group) for layer in layers for _, group in products_of(layer)]
-        products += [product_of(self._forwards.get(module)) for module in self._target.modules]
+        products: list[Packed | None] = [joined(group) for layer in layers for _, group in products_of(layer)]
+        products += [packed_by(self._forwards.get(module)) for module in self._target.modules]
         return Counter(product.kind.__name__.removesuffix("Weight") for product in products if product is not None)
 
     def choice(self, params: "SamplingParams") -> NativeChoice | None:

@@ -81,6 +81,39 @@ class Format(ctypes.Structure):
     )
 
 
+class Expert(ctypes.Structure):
+    """`Expert` of library.h."""
+
+    _fields_ = (("gate", Product), ("up", Product), ("down", Product))
+
+
+SILU, GELU, CLAMPED = range(3)  # how experts are gated
+SOFTMAX, SIGMOID = range(2)  # how their weights are made
+MOST_EXPERTS, MOST_GROUPS = 1024, 64
+
+
+class Experts(ctypes.Structure):
+    """`Experts` of library.h."""
+
+    _fields_ = (
+        ("experts", POINTER(Expert)),
+        ("count", c_int64),
+        ("used", c_int64),
+        ("router", Product),
+        ("shared_gate", Product),
+        ("correction", c_void_p),
+        ("groups", c_int64),
+        ("groups_used", c_int64),
+        ("scoring", c_int32),
+        ("normalised", c_int32),
+        ("activation", c_int32),
+        ("shared", c_int32),
+        ("scaling", c_float),
+        ("limit", c_float),
+        ("alpha", c_float),
+    )
+
+
 class Layer(ctypes.Structure):
     """`Layer` of library.h."""
 
@@ -103,6 +136,8 @@ class Layer(ctypes.Structure):
         ("kind", c_int32),
         ("place", c_int32),
         ("gelu", c_int32),
+        ("sinks", c_void_p),
+        ("experts", POINTER(Experts)),
     )
 
 
@@ -233,13 +268,32 @@ class Structure(ctypes.Structure):
 
 
 _STRUCTURES = (
-    *(Product, QuantisedPart, Quantised, Format, Layer, Text, Attention, Pass, Choosing, Head, Drafter, Drafts),
+    *(
+        Product,
+        QuantisedPart,
+        Quantised,
+        Format,
+        Expert,
+        Experts,
+        Layer,
+        Text,
+        Attention,
+        Pass,
+        Choosing,
+        Head,
+        Drafter,
+        Drafts,
+    ),
 )
 
 _ARGUMENTS = {
     "linear": (POINTER(Product), c_void_p, c_int64, c_int, c_void_p, c_int),
     "before_attention": (POINTER(Layer), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
     "behind_attention": (POINTER(Layer), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
+    "expert_numbers": (POINTER(Experts), c_int64),
+    "run_experts": (POINTER(Experts), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
+    "run_block": (POINTER(Experts), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
+    "route": (POINTER(Experts), c_void_p, c_int64, *3 * (c_void_p,), c_int, c_int),
     "attend": (POINTER(Attention), c_int64, c_int),
     "run_layers": (POINTER(Pass), POINTER(Attention), c_int64, c_int),
     "contenders": (POINTER(Choosing), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
@@ -265,7 +319,7 @@ _ARGUMENTS = {
 }
 
 
-_LONG = ("contenders", "draft_numbers")  # what they return
+_LONG = ("contenders", "draft_numbers", "expert_numbers")  # what they return
 
 
 def _loaded() -> ctypes.CDLL | str:

@@ -21,8 +21,8 @@ from decoder.work import Progress, Work, finish
 
 Linear = nn.Linear | Int4Linear | QuantisedLinear
 
-_TOKENS = 8  # of a text that take about as long as packing a product
-_SHARE = 0.5  # the share of available memory that packed copies may take
+TOKENS = 8  # of a text that take about as long as packing a product
+SHARE = 0.5  # the share of available memory that packed copies may take
 _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where it is given none
 
 
@@ -30,7 +30,16 @@ class DraftRows(nn.Linear):
     """Rows of the language-model head for drafts alone."""
 
 
-class PackedLinears:
+class Packed:
+    """Owns a forward with packed weights."""
+
+    @property
+    def kind(self) -> type:
+        """How the weights are held."""
+        raise NotImplementedError
+
+
+class PackedLinears(Packed):
     """One linear layer, or several with the same input, as one product with a packed copy of their weights.
 
     Attributes:
@@ -44,8 +53,8 @@ class PackedLinears:
 
     def pack(self, layers: Sequence[Linear]) -> None:
         """Pack the layers' weights, unless they are those that were packed last."""
-        fingerprint = _fingerprint(layers)
-        if _same(fingerprint, self._fingerprint):
+        fingerprint = fingerprint_of(layers)
+        if same(fingerprint, self._fingerprint):
             return
         self._fingerprint = fingerprint
         self._weight = None  # frees the old copy before the new one is made
@@ -92,8 +101,8 @@ class PackedHead:
 
     def pack(self, head: DraftHead) -> None:
         """Pack the head's weights, unless they are those that were packed last."""
-        fingerprint = _fingerprint([*_products(head), head.input_norm])
-        if _same(fingerprint, self._fingerprint):
+        fingerprint = fingerprint_of([*_products(head), head.input_norm])
+        if same(fingerprint, self._fingerprint):
             return
         self._fingerprint = fingerprint
         self._readers = self.down = None
@@ -127,7 +136,7 @@ class PackedHead:
         return (change + hidden).to(hidden.dtype)
 
 
-def _fingerprint(layers: Iterable[nn.Module]) -> list[torch.Tensor]:
+def fingerprint_of(layers: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Sums of the bits of all parameters along rows and columns, which show whether any parameter has changed.
 
     Computing them was measured to take a fifth of the time of packing. The list is empty if a parameter cannot be read
@@ -144,7 +153,7 @@ def _fingerprint(layers: Iterable[nn.Module]) -> list[torch.Tensor]:
     return sums
 
 
-def _same(fingerprint: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+def same(fingerprint: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     """Whether two fingerprints show that the weights are the same."""
     pairs = zip(fingerprint, other, strict=False)
     return 0 < len(fingerprint) == len(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
@@ -179,7 +188,7 @@ def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = (
     every = [*groups, *alone]
     new = sum(_nbytes(head) for head in heads if head not in _packed_heads)
     new += sum(_nbytes(layer) for group in every for layer in group if layer not in _packed)
-    if new > _SHARE * available_memory(torch.device("cpu")):
+    if new > SHARE * available_memory(torch.device("cpu")):
         raise BackendFault("there is no memory for a packed copy of the weights")
     found: dict[nn.Module, Callable] = {}
     for number, head in enumerate(heads, start=1):
@@ -188,7 +197,7 @@ def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = (
         else:
             _packed_heads[head] = PackedHead(head)
         found[head] = _packed_heads[head]
-        yield Progress(_TOKENS, _TOKENS * (len(heads) - number + len(every)))
+        yield Progress(TOKENS, TOKENS * (len(heads) - number + len(every)))
     for number, group in enumerate(every, start=1):
         packed = joined(group)
         if packed is not None:
@@ -198,7 +207,7 @@ def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = (
             _packed.update(dict.fromkeys(group, packed))
         if len(group) == 1:
             found[group[0]] = packed.product
-        yield Progress(_TOKENS, _TOKENS * (len(every) - number))
+        yield Progress(TOKENS, TOKENS * (len(every) - number))
     return found
 
 
@@ -211,8 +220,14 @@ def joined(layers: Sequence[Linear]) -> PackedLinears | None:
 
 def product_of(forward: Callable | None) -> PackedLinears | None:
     """The packed product behind a forward, if `packing` has made it."""
-    owner = getattr(forward, "__self__", None)
+    owner = packed_by(forward)
     return owner if isinstance(owner, PackedLinears) else None
+
+
+def packed_by(forward: Callable | None) -> Packed | None:
+    """The packed weights behind a forward, if the library multiplies them."""
+    owner = getattr(forward, "__self__", None)
+    return owner if isinstance(owner, Packed) else None
 
 
 def packable(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@
 // where tiles end changes no bit.
 
 #include "attention.h"
+#include "experts.h"
 
 // Queries and keys are normalised, if they have a norm, and rotated; values are left as they are.
 ONCE void turn(
@@ -90,6 +91,11 @@ static void share_behind_attention(const Layer *l, const void *attended, const v
                 is_bf16);
         }
 #pragma omp barrier
+        if (l->experts) {
+            share_experts(
+                l->experts, normed, hidden, count, row_of(y, first * l->size, is_bf16), gate_up, is_bf16, thread, all);
+            continue;
+        }
         const Out to_gate_up = {gate_up, NULL, 0, 0};
         const Columns mine = share_halves(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
         for (int64_t r = 0; r < count; r++)
@@ -172,7 +178,7 @@ int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
 #pragma omp single
             {
                 own = a[l->kind];
-                own.texts = texts, own.queries = heads;
+                own.texts = texts, own.queries = heads, own.sinks = l->sinks;
                 for (int64_t n = 0; n < count; n++) {
                     texts[n] = a[l->kind].texts[n];
                     texts[n].keys = row_of(texts[n].keys, l->place * texts[n].key_layer, is_bf16);

@@ -60,6 +60,27 @@ typedef struct {
 
 // -------------------------------------------------------------------------------------------------- layers and texts
 
+// An expert: down (gated by act(gate)).
+typedef struct {
+    Product gate, up, down;
+} Expert;
+
+enum { SILU, GELU, CLAMPED }; // how experts are gated: act(gate) up, or (up + 1) gate sigmoid(alpha gate)
+enum { SOFTMAX, SIGMOID };    // how weights are made of logits
+enum { MOST_EXPERTS = 1024, MOST_GROUPS = 64 };
+
+// The experts of a layer, of which each row chooses some. Of equal ones it takes the first.
+typedef struct {
+    const Expert *experts;       // `count`, and behind them the one that all rows share
+    int64_t count, used;         // used: by each row
+    Product router, shared_gate; // without inputs where there is none; of one output
+    const float *correction;     // [count], what is added to scores for choosing alone; NULL for none
+    int64_t groups, groups_used; // of experts next to each other; only those in the best groups are chosen
+    int32_t scoring, normalised; // normalised: whether the weights of a row's experts add up to `scaling`
+    int32_t activation, shared;
+    float scaling, limit, alpha; // CLAMPED: gate is at most limit, and up at most that far from zero
+} Experts;
+
 typedef struct {
     Product qkv, o, gate_up, down;
     const float *norm_in, *norm_between;
@@ -67,8 +88,10 @@ typedef struct {
     int64_t size, heads, kv_heads, dim;
     float eps, head_eps;
     const float *norm_behind_attention, *norm_behind_mlp; // NULL where what they would normalise is added as it is
-    int32_t kind, place; // of the pass's kinds of layers its own, and where it stands there
-    int32_t gelu;        // whether gates are GELU in place of SiLU
+    int32_t kind, place;    // of the pass's kinds of layers its own, and where it stands there
+    int32_t gelu;           // whether gates are GELU in place of SiLU
+    const float *sinks;     // [heads], see `Attention`
+    const Experts *experts; // in place of gate_up and down; NULL where there are none
 } Layer;
 
 // One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
@@ -158,7 +181,7 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `key
 // name, bytes: callers compare these with their own, see `structures`.
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
-    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Layer, 288) X(Text, 96) X(Attention, 104)  \
+    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 144) X(Experts, 176) X(Layer, 304) X(Text, 96) X(Attention, 104)  \
     X(Pass, 88) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
 // clang-format on
 
@@ -187,6 +210,10 @@ typedef struct {
 // behind_attention  what attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output,
 //                   which may take the input's place. `scratch` has room for `rows_together` rows of twice the layer's
 //                   size and of one and a half times the outputs of gate and up.
+// expert_numbers    numbers of memory that so many rows need of `scratch`.
+// run_experts       rows [rows, size] to what the experts `ids` [rows, used] give of them, times `weights`.
+// run_block         rows to what the experts that they choose, and the shared one, give.
+// route             rows to their logits [rows, count], the experts that they choose and the weights of these.
 // attend            returns 0, or 1 where there was no memory.
 // run_layers        `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
 // contenders        the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
@@ -207,6 +234,18 @@ typedef struct {
         (const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch, int is_bf16,      \
             int threads),                                                                                              \
         (l, attended, x, rows, y, scratch, is_bf16, threads))                                                          \
+    X(int64_t, expert_numbers, (const Experts *e, int64_t rows), (e, rows))                                            \
+    X(void, run_experts,                                                                                               \
+        (const Experts *e, const void *x, int64_t rows, const int64_t *ids, const float *weights, void *y,             \
+            float *scratch, int is_bf16, int threads),                                                                 \
+        (e, x, rows, ids, weights, y, scratch, is_bf16, threads))                                                      \
+    X(void, run_block,                                                                                                 \
+        (const Experts *e, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads),            \
+        (e, x, rows, y, scratch, is_bf16, threads))                                                                    \
+    X(void, route,                                                                                                     \
+        (const Experts *e, const void *x, int64_t rows, float *logits, int64_t *ids, float *weights, int is_bf16,      \
+            int threads),                                                                                              \
+        (e, x, rows, logits, ids, weights, is_bf16, threads))                                                          \
     X(int, attend, (const Attention *a, int64_t count, int threads), (a, count, threads))                              \
     X(int, run_layers, (const Pass *p, const Attention *a, int64_t count, int threads), (p, a, count, threads))        \
     X(int64_t, contenders,                                                                                             \

@@ -22,6 +22,10 @@
 #define linear IN_SET(linear)
 #define before_attention IN_SET(before_attention)
 #define behind_attention IN_SET(behind_attention)
+#define expert_numbers IN_SET(expert_numbers)
+#define run_experts IN_SET(run_experts)
+#define run_block IN_SET(run_block)
+#define route IN_SET(route)
 #define attend IN_SET(attend)
 #define run_layers IN_SET(run_layers)
 #define contenders IN_SET(contenders)
@@ -30,6 +34,9 @@
 #define draft_levels IN_SET(draft_levels)
 #define share IN_SET(share)
 #define share_halves IN_SET(share_halves)
+#define share_panels IN_SET(share_panels)
+#define width_of IN_SET(width_of)
+#define share_experts IN_SET(share_experts)
 #define quantised_panels IN_SET(quantised_panels)
 #define norm IN_SET(norm)
 #define make_plan IN_SET(make_plan)
@@ -169,6 +176,12 @@ typedef struct {
 
 // A thread's share of a product. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED weights.
 INNER void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
+
+// Panels [first, last) of a product, of `width_of` outputs each.
+INNER void share_panels(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last);
+
+INNER int64_t width_of(const Product *p);
 
 // Panels [first, last), of `quantised_width` outputs, of a QUANTISED product.
 INNER void quantised_panels(

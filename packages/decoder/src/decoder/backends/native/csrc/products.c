@@ -464,8 +464,7 @@ static void some_panels_of_codes(
     else panels_of(CODES, CODES_tiles, p, x, rows, out, first, last);
 }
 
-// Panels [first, last) of a product.
-static void some_panels(
+void share_panels(
     const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
     if (p->kind == QUANTISED) quantised_panels(p, x, x_is_bf16, rows, out, first, last);
     else if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, FLOAT_WEIGHTS_tiles, p, x, rows, out, first, last);
@@ -476,11 +475,11 @@ static void some_panels(
     else panels_of(BF16_WEIGHTS, BF16_WEIGHTS_tiles, p, x, rows, out, first, last);
 }
 
-static int64_t width_of(const Product *p) { return p->kind == QUANTISED ? SIDE : PANEL; }
+int64_t width_of(const Product *p) { return p->kind == QUANTISED ? SIDE : PANEL; }
 
 void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
     const int64_t width = width_of(p), panels = (p->outputs + width - 1) / width;
-    some_panels(p, x, x_is_bf16, rows, out, panels * thread / threads, panels * (thread + 1) / threads);
+    share_panels(p, x, x_is_bf16, rows, out, panels * thread / threads, panels * (thread + 1) / threads);
 }
 
 Columns share_halves(
@@ -493,8 +492,8 @@ Columns share_halves(
         return (Columns){vectors * thread / threads * LANES, last < half ? last : half};
     }
     const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    some_panels(p, x, x_is_bf16, rows, out, first, last);
-    some_panels(p, x, x_is_bf16, rows, out, panels + first, panels + last);
+    share_panels(p, x, x_is_bf16, rows, out, first, last);
+    share_panels(p, x, x_is_bf16, rows, out, panels + first, panels + last);
     return (Columns){first * width, last * width};
 }
 

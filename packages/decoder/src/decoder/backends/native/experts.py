@@ -1,0 +1,343 @@
+"""Experts of a layer in the native library: the same bits for a row, whoever shares an expert with it."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import byref
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.integrations.moe import _default_apply_gate
+
+from decoder.backends.base import BackendFault
+from decoder.backends.memory import available_memory
+from decoder.backends.native import library as native
+from decoder.backends.native.library import Expert, Experts
+from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, fingerprint_of, joined, packable, same
+from decoder.backends.native.packed_weight import NativeWeight, pack
+from decoder.work import Progress, Work
+
+_ACTIVATIONS = {"SiLU": native.SILU, "SiLUActivation": native.SILU, "GELUTanh": native.GELU}
+_PROJECTIONS = ("gate", "up", "down")
+_DTYPES = (torch.float32, torch.bfloat16)
+_CLOSE = 1e-4  # by which weights of experts may be off in float32
+
+
+class _Room(threading.local):
+    """Memory between calls, a thread's own."""
+
+    numbers: torch.Tensor | None = None
+
+    def address(self, numbers: int) -> int:
+        """Where so many float32 numbers have room."""
+        if self.numbers is None or len(self.numbers) < numbers:
+            self.numbers = torch.empty(numbers, dtype=torch.float32, device="cpu")
+        return self.numbers.data_ptr()
+
+
+_room = _Room()
+
+
+class PackedExperts(Packed):
+    """`forward` of a module of experts, with a packed copy of their weights.
+
+    Attributes:
+        weights: by expert those of gate, of what it gates and of what is behind them.
+        structure: what the library reads; nothing of routing is in it.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._fingerprint: list[torch.Tensor] = []
+        self.weights: list[list[NativeWeight]] = []
+        self.pack(module)
+
+    def pack(self, module: Any) -> None:
+        """Pack the weights, unless they are those that were packed last."""
+        fingerprint = fingerprint_of([module])
+        if same(fingerprint, self._fingerprint):
+            return
+        self._fingerprint = fingerprint
+        self.weights = []  # frees the old copy before the new one is made
+        self.weights = [[pack([weight], [bias]) for weight, bias in own] for own in _matrices(module)]
+        self.structure = Experts(
+            (Expert * len(self.weights))(*self.products()), count=len(self.weights), **_gating(module)
+        )
+
+    def products(self) -> list[Expert]:
+        """What the library reads of each expert."""
+        return [Expert(*(one.product for one in own)) for own in self.weights]
+
+    @property
+    def kind(self) -> type:
+        """How the weights are held."""
+        return type(self.weights[0][0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs."""
+        return self.weights[0][0].dtype
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the experts ``ids`` [T, k] of rows [..., d] give, times ``weights`` [T, k]."""
+        x = hidden.to(self.dtype).contiguous()
+        ids, weights, out = ids.contiguous(), weights.float().contiguous(), torch.empty_like(x)
+        self.structure.used, rows = ids.shape[1], len(ids)
+        given, library = byref(self.structure), native.library()
+        at = (one.data_ptr() for one in (ids, weights, out))
+        room = _room.address(library.expert_numbers(given, rows))
+        library.run_experts(given, x.data_ptr(), rows, *at, room, x.dtype == torch.bfloat16, native.threads())
+        return out.to(hidden.dtype)
+
+
+class PackedRouter(Packed):
+    """`forward` of a module that chooses experts, of equal ones the first.
+
+    Attributes:
+        settings: how experts are chosen, by the names of the library's `Experts`.
+        structure: what the library reads; no experts are in it but their number.
+
+    Raises:
+        ValueError: it is a module of another kind.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.pack(module)
+
+    def pack(self, module: Any) -> None:
+        """Pack the weights."""
+        given = torch.zeros(1, module.weight.shape[1], dtype=module.weight.dtype)
+        # Its own forward and not the module, since the user's hooks must not see such inputs.
+        self._dtypes = [one.dtype for one in type(module).forward(module, given)]
+        self.weight = pack([module.weight], [getattr(module, "bias", None)])
+        correction = getattr(module, "e_score_correction_bias", None)
+        self._correction = None if correction is None else correction.detach().float().contiguous()
+        grouped = correction is not None
+        self.settings = dict(
+            count=len(module.weight),
+            used=module.top_k,
+            router=self.weight.product,
+            correction=None if self._correction is None else self._correction.data_ptr(),
+            groups=module.num_group if grouped else 1,
+            groups_used=module.topk_group if grouped else 1,
+            scoring=native.SIGMOID if grouped else native.SOFTMAX,
+            normalised=getattr(module, "norm_topk_prob", True),
+            scaling=module.routed_scaling_factor if grouped else 1,
+        )
+        self.structure = Experts(**self.settings)
+
+    @property
+    def kind(self) -> type:
+        """How the weights are held."""
+        return type(self.weight)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [T, E] of rows [..., d], and weights and experts [T, k] that they choose."""
+        x = hidden.reshape(-1, hidden.shape[-1]).to(self.weight.dtype).contiguous()
+        logits = torch.empty(len(x), self.structure.count, dtype=torch.float32)
+        weights = torch.empty(len(x), self.structure.used, dtype=torch.float32)
+        ids = torch.empty(len(x), self.structure.used, dtype=torch.int64)
+        at = (one.data_ptr() for one in (logits, ids, weights))
+        given, is_bf16 = byref(self.structure), x.dtype == torch.bfloat16
+        native.library().route(given, x.data_ptr(), len(x), *at, is_bf16, native.threads())
+        return logits.to(self._dtypes[0]), weights.to(self._dtypes[1]), ids
+
+
+class Block(NamedTuple):
+    """The parts of a layer's experts.
+
+    Attributes:
+        router: the module that chooses.
+        experts: the experts.
+        shared: the one that all tokens go through, if there is one.
+        gate: a layer of one output, whose sigmoid that one's outputs are multiplied by, if there is one.
+    """
+
+    router: nn.Module
+    experts: nn.Module
+    shared: nn.Module | None = None
+    gate: Linear | None = None
+
+    @property
+    def groups(self) -> list[list[Linear]]:
+        """The linear layers among them, each a product of its own."""
+        own = [] if self.shared is None else [self.shared.get_submodule(f"{name}_proj") for name in _PROJECTIONS]
+        return [[cast(Linear, layer)] for layer in (*own, self.gate) if layer is not None]
+
+
+class PackedBlock(Packed):
+    """`forward` of a module of experts with all that belongs to them, once all its parts are packed.
+
+    Attributes:
+        structure: what the library reads.
+    """
+
+    def __init__(self, block: Block):
+        experts, router = _packed[block.experts], _packed[block.router]
+        assert isinstance(experts, PackedExperts) and isinstance(router, PackedRouter)
+        weights = [product.weight for group in block.groups if (product := joined(group)) is not None]
+        more: dict[str, Any] = {}
+        expert = [Expert(*(one.product for one in weights[:3]))] if block.shared is not None else []
+        if block.gate is not None:
+            more["shared_gate"] = weights[-1].product
+        of_experts = [*experts.products(), *expert]
+        self._held, self._experts = (experts, router, weights), experts
+        self.structure = Experts(
+            (Expert * len(of_experts))(*of_experts),
+            shared=len(expert),
+            **router.settings,
+            **_gating(block.experts),
+            **more,
+        )
+
+    @property
+    def kind(self) -> type:
+        """How the weights are held."""
+        return self._experts.kind
+
+    def numbers(self, rows: int) -> int:
+        """Of memory that so many rows need."""
+        return native.library().expert_numbers(byref(self.structure), rows)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the experts of rows [..., d] give."""
+        x = hidden.reshape(-1, hidden.shape[-1]).to(self._experts.dtype).contiguous()
+        out, room = torch.empty_like(x), _room.address(self.numbers(len(x)))
+        at = x.data_ptr(), len(x), out.data_ptr(), room
+        native.library().run_block(byref(self.structure), *at, x.dtype == torch.bfloat16, native.threads())
+        return out.view(hidden.shape).to(hidden.dtype)
+
+
+# Shared by all decoders of a model, since a copy for each would multiply the memory.
+_packed: WeakKeyDictionary[nn.Module, PackedExperts | PackedRouter] = WeakKeyDictionary()
+
+
+def packing_experts(modules: Iterable[nn.Module]) -> Work[dict[nn.Module, Callable]]:
+    """Forwards for those ``modules`` that are experts, or that choose them, with their weights as they are now.
+
+    Raises:
+        BackendFault: copies of the weights would take more than half of the available memory.
+    """
+    modules, kinds = list(modules), dict[nn.Module, type[PackedExperts | PackedRouter]]()
+    for module in modules:
+        if are_experts(module):
+            kinds[module] = PackedExperts
+        elif _chooses(module):
+            kinds[module] = PackedRouter
+    new = sum(parameter.nbytes for module in kinds if module not in _packed for parameter in module.parameters())
+    if new > SHARE * available_memory(torch.device("cpu")):
+        raise BackendFault("there is no memory for a packed copy of the experts' weights")
+    for number, (module, kind) in enumerate(kinds.items(), start=1):
+        if module in _packed:
+            _packed[module].pack(module)
+        else:
+            _packed[module] = kind(module)
+        yield Progress(TOKENS, TOKENS * (len(kinds) - number))
+    forwards: dict[nn.Module, Callable] = {module: _packed[module].forward for module in kinds}
+    for module in modules:
+        # A sigmoid in PyTorch has other bits for other numbers of rows.
+        block = block_of(module) if "shared_expert_gate" in module._modules else None
+        if block is not None and all(joined(group) is not None for group in block.groups):
+            forwards[module] = PackedBlock(block).forward
+    return forwards
+
+
+def block_of(module: nn.Module) -> Block | None:
+    """The parts of a module of experts, if they are of the library's kinds."""
+    parts = dict(module._modules)
+    router, experts = parts.pop("gate", None) or parts.pop("router", None), parts.pop("experts", None)
+    shared = parts.pop("shared_expert", None) or parts.pop("shared_experts", None)
+    gate = parts.pop("shared_expert_gate", None)
+    if router is None or experts is None or parts or not are_experts(experts) or not _chooses(router):
+        return None
+    if shared is not None:
+        names = {*(f"{name}_proj" for name in _PROJECTIONS), "act_fn"}
+        alike = shared._modules.keys() == names and type(shared.act_fn) is type(getattr(experts, "act_fn", None))
+        if not alike:
+            return None
+    within = [own for own in module.modules() if own is not module]
+    if any("forward" in own.__dict__ or own._forward_hooks or own._forward_pre_hooks for own in within):
+        return None
+    if gate is not None and (shared is None or not packable(gate) or gate.out_features != 1):
+        return None
+    return Block(router, experts, shared, cast(Linear | None, gate))
+
+
+def are_experts(module: Any) -> bool:
+    """Whether a module is a stack of experts, gated in one of the library's ways."""
+    names = {"gate_up_proj", "down_proj"}
+    if not names <= module._parameters.keys() or not getattr(module, "has_gate", False):
+        return False
+    biases = {f"{name}_bias" for name in names} if module.has_bias else set()
+    gate = type(module)._apply_gate
+    gated = gate is _default_apply_gate and type(getattr(module, "act_fn", None)).__name__ in _ACTIVATIONS
+    return (
+        module._parameters.keys() == names | biases
+        and (gated or type(module).__name__ == "GptOssExperts")
+        and not module.has_post_expert_norm
+        and not module._is_expert_parallel
+        and len(module.down_proj) <= native.MOST_EXPERTS
+        and all(own.is_cpu and own.dtype in _DTYPES for own in module.parameters())
+    )
+
+
+# By class, since a trial takes a moment.
+_known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def _chooses(module: nn.Module) -> bool:
+    kind = type(module)
+    if not kind.__name__.lower().endswith("topkrouter"):
+        return False
+    if kind not in _known:
+        _known[kind] = chooses_alike(module)
+    return _known[kind]
+
+
+@torch.inference_mode()
+def chooses_alike(module: Any) -> bool:
+    """Whether a router chooses experts as the library does, by a trial in float32."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:
+        return False
+    count, groups = len(weight), getattr(module, "num_group", 1)
+    if not 1 <= getattr(module, "top_k", 0) <= count <= native.MOST_EXPERTS or not 1 <= groups <= native.MOST_GROUPS:
+        return False
+    own = copy.deepcopy(module).float()
+    x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)) / weight.shape[1] ** 0.5
+    try:
+        theirs, ours = (
+            torch.zeros(8, count).scatter_(1, ids, weights.float())
+            for _, weights, ids in (type(own).forward(own, x), PackedRouter(own).forward(x))
+        )
+        return torch.allclose(ours, theirs, rtol=_CLOSE, atol=_CLOSE)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        # What takes or returns something else may fail in any way.
+        return False
+
+
+def _gating(module: Any) -> dict[str, float]:
+    """How experts are gated, by the names of the library's `Experts`."""
+    if type(module).__name__ == "GptOssExperts":
+        return {"activation": native.CLAMPED, "limit": module.limit, "alpha": module.alpha}
+    return {"activation": _ACTIVATIONS[type(module.act_fn).__name__]}
+
+
+def _matrices(module: Any) -> Iterable[Sequence[tuple[torch.Tensor, torch.Tensor | None]]]:
+    """By expert the weights [out, in] and biases [out] of gate, of what it gates and of what is behind them."""
+    for number in range(len(module.down_proj)):
+        both, down = module.gate_up_proj[number].detach(), module.down_proj[number].detach()
+        both, down = (both.T, down.T) if module.is_transposed else (both, down)
+        biases = [getattr(module, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")]
+        of_both, of_down = (None if bias is None else bias[number].detach() for bias in biases)
+        halves = _halves(both, module), (None, None) if of_both is None else _halves(of_both, module)
+        yield *zip(*halves, strict=True), (down, of_down)
+
+
+def _halves(rows: torch.Tensor, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of gates, and of what they gate."""
+    first, second = rows.chunk(2) if module.is_concatenated else (rows[::2], rows[1::2])
+    return first, second

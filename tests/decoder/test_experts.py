@@ -1,0 +1,92 @@
+"""Experts in the native library: transformers' numbers, and bits that do not depend on who shares an expert."""
+
+import pytest
+import torch
+
+from decoder import Decoder, SamplingParams
+from decoder.backends.native.experts import PackedExperts, PackedRouter, are_experts, chooses_alike
+
+from .conftest import VOCAB, random_heads
+from .test_families import EXPERTS, ROUTED, tiny
+
+MANY = dict(num_experts=64, num_local_experts=64, num_experts_per_tok=6, moe_intermediate_size=24)
+GROUPED = dict(ROUTED, **MANY, n_routed_experts=64, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+# model type and what differs from the shape of `test_families`
+FAMILIES = {
+    "mixtral": ("mixtral", dict(EXPERTS, sliding_window=None)),
+    "qwen3_moe, 64": ("qwen3_moe", dict(EXPERTS, **MANY, head_dim=8, mlp_only_layers=[0])),
+    "qwen2_moe": ("qwen2_moe", dict(EXPERTS, decoder_sparse_step=1)),
+    "olmoe, not normalised": ("olmoe", EXPERTS),
+    "glm4_moe, groups": ("glm4_moe", dict(GROUPED, head_dim=8)),
+    "gpt_oss, 64": (
+        "gpt_oss",
+        dict(
+            EXPERTS, **MANY, head_dim=8, num_hidden_layers=3, sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+}  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("with_native")
+
+
+def blocks(model):
+    """Each block of experts in a model: the module that chooses and the experts."""
+    for module in model.modules():
+        parts = dict(module.named_children())
+        router = parts.get("gate", parts.get("router"))
+        if router is not None and "experts" in parts:
+            yield router, parts["experts"]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["32", "16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_block_gives_what_transformers_gives_whatever_rows_are_beside(name, dtype, tolerance):
+    model_type, overrides = FAMILIES[name]
+    model = tiny(model_type, dtype, **overrides)
+    found = list(blocks(model))
+    assert found
+    for router, experts in found:
+        if "e_score_correction_bias" in router._buffers:
+            router.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, len(router.weight)).flip(0))
+        assert are_experts(experts) and chooses_alike(router)
+        x = torch.randn(150, router.weight.shape[1], generator=torch.Generator().manual_seed(3)).to(dtype)
+        logits, weights, ids = PackedRouter(router).forward(x)
+        packed, alone = PackedExperts(experts), PackedRouter(router)
+        with torch.inference_mode():
+            theirs = experts(x, ids, weights)
+        ours = packed.forward(x, ids, weights)
+        assert (ours - theirs).double().norm() <= tolerance * theirs.double().norm()
+        order = torch.randperm(150, generator=torch.Generator().manual_seed(4))
+        assert torch.equal(packed.forward(x[order], ids[order], weights[order]), ours[order])
+        for row in (0, 77, 149):
+            own = alone.forward(x[row : row + 1])
+            assert all(torch.equal(mine[0], all_[row]) for mine, all_ in zip(own, (logits, weights, ids), strict=True))
+            assert torch.equal(packed.forward(x[row : row + 1], *own[:0:-1])[0], ours[row])
+
+
+def test_equal_experts_are_chosen_in_order():
+    [(router, _), *_] = blocks(tiny("qwen3_moe", torch.float32, **dict(EXPERTS, **MANY)))
+    router.weight.data[10:50] = router.weight.data[30]
+    x = router.weight.data[30:31] * 3
+    _, weights, ids = PackedRouter(router).forward(x)
+    assert ids.tolist() == [[10, 11, 12, 13, 14, 15]] and weights.unique().numel() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32", "16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_method_gives_the_text_of_plain_decoding(name, dtype):
+    model_type, overrides = FAMILIES[name]
+    model = tiny(model_type, dtype, **overrides)
+    dec = Decoder(model, heads=random_heads(model))
+    assert dec.bitwise, dec.report()
+    prompt = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    given = dict(max_new_tokens=60, sampling=SamplingParams(seed=3), ignore_eos=True, return_logprobs=True)
+    plain = dec.generate(prompt, method="ar", **given)
+    for method in ("tokenswift", "medusa", "magicdec", "prompt-lookup", "auto"):
+        out = dec.generate(prompt, method=method, **given)
+        assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs), method
+    batch = dec.generate_batch([prompt[:9], prompt, prompt[:17]], method="tokenswift", **given)
+    assert (batch[1].token_ids, batch[1].logprobs) == (plain.token_ids, plain.logprobs)
+    behind = dec.generate(prompt + plain.token_ids[:25], method="ar", **given | dict(max_new_tokens=35))
+    assert behind.token_ids == plain.token_ids[25:]
