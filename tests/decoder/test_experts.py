@@ -8,6 +8,8 @@ from decoder.backends.native.experts import PackedExperts, PackedRouter, are_exp
 
 from .conftest import VOCAB, random_heads
 from .test_families import EXPERTS, ROUTED, tiny
+from .test_whole_model import EXPERTS as RUN_AS_A_WHOLE
+from .test_whole_model import passes
 
 MANY = dict(num_experts=64, num_local_experts=64, num_experts_per_tok=6, moe_intermediate_size=24)
 GROUPED = dict(ROUTED, **MANY, n_routed_experts=64, n_group=8, topk_group=3, routed_scaling_factor=2.5)
@@ -80,6 +82,7 @@ def test_every_method_gives_the_text_of_plain_decoding(name, dtype):
     model = tiny(model_type, dtype, **overrides)
     dec = Decoder(model, heads=random_heads(model))
     assert dec.bitwise, dec.report()
+    assert passes(dec) == (model_type in RUN_AS_A_WHOLE)
     prompt = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
     given = dict(max_new_tokens=60, sampling=SamplingParams(seed=3), ignore_eos=True, return_logprobs=True)
     plain = dec.generate(prompt, method="ar", **given)
@@ -90,3 +93,16 @@ def test_every_method_gives_the_text_of_plain_decoding(name, dtype):
     assert (batch[1].token_ids, batch[1].logprobs) == (plain.token_ids, plain.logprobs)
     behind = dec.generate(prompt + plain.token_ids[:25], method="ar", **given | dict(max_new_tokens=35))
     assert behind.token_ids == plain.token_ids[25:]
+
+
+def test_a_block_that_the_user_has_changed_runs_as_it_is():
+    for change in ("experts", "gate"):
+        model = tiny("qwen3_moe", torch.float32, **EXPERTS)
+        dec = Decoder(model, bitwise=False)
+        assert passes(dec)
+        seen = []
+        hooked = getattr(model.model.layers[1].mlp, change)
+        hooked.register_forward_hook(lambda module, args, output, seen=seen: seen.append(module))
+        dec.target.refresh_weights()
+        dec.generate([1, 2, 3], 3, "ar", ignore_eos=True)
+        assert seen and not passes(dec)

@@ -15,7 +15,8 @@ from .test_families import tiny
 from .test_windows import FAMILIES as WINDOWED
 
 FAMILIES = {**OTHERS, **{f"{name}, windows": own for name, own in WINDOWED.items()}}
-WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *EXPERTS)
 WHOLE_FAMILIES = [name for name in FAMILIES if FAMILIES[name][0] in WHOLE]
 
 
@@ -53,6 +54,8 @@ def test_a_pass_gives_what_transformers_layers_give(name, dtype, tolerance):
     assert passes(dec)
     found = verified(dec.target, prompt, some_tree())
     dec.target.use(Reference(dec.target))
+    if model_type in EXPERTS and dtype == torch.bfloat16:
+        tolerance *= 3  # a rounding may turn the choice of an expert
     for mine, theirs in zip(found, verified(dec.target, prompt, some_tree()), strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
         assert (mine - theirs).double().norm() <= tolerance * theirs.double().norm()

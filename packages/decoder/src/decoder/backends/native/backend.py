@@ -20,9 +20,9 @@ from decoder.backends.modules import ModulePass, cache_of, ids_of, one_text_at_a
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.activations import activations
-from decoder.backends.native.experts import packing_experts
+from decoder.backends.native.experts import block_of, packing_experts
 from decoder.backends.native.levels import NativeLevels, native_levels
-from decoder.backends.native.llama import products_of, runs_as_a_whole
+from decoder.backends.native.llama import groups_of, runs_as_a_whole
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_linear import Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding
@@ -79,10 +79,13 @@ class NativeBackend:
         shared = target.shared_layers()
         whole = not shared.modules and runs_as_a_whole(target.model, target.dtype, target.layout.kinds)
         outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
-        groups = [group for layer in target.decoder.layers for _, group in products_of(layer)] if whole else []
+        layers = target.decoder.layers if whole else ()
+        groups = [group for layer in layers for group in groups_of(layer)]
+        blocks = [block for layer in layers if (block := block_of(layer.mlp)) is not None]
+        experts = [module for block in blocks for module in block[:2]]
         modules = outside if whole else [*target.modules, *target.helper_modules(), *shared.modules]
         forwards = fused_norms(modules) | (yield from packing(modules, groups)) | activations(modules)
-        forwards |= yield from packing_experts(modules)
+        forwards |= yield from packing_experts([*modules, *experts])
         forwards |= shared.forwards(forwards)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
         self.whole = WholeModel(target.model, target.dtype, target.layout) if whole else None
@@ -144,7 +147,7 @@ class NativeBackend:
     def _kinds(self) -> Counter[str]:
         """How often the model's weights are held in each form."""
         layers = self._target.decoder.layers if self.whole else ()
-        products: list[Packed | None] = [joined(group) for layer in layers for _, group in products_of(layer)]
+        products: list[Packed | None] = [joined(group) for layer in layers for group in groups_of(layer)]
         products += [packed_by(self._forwards.get(module)) for module in self._target.modules]
         return Counter(product.kind.__name__.removesuffix("Weight") for product in products if product is not None)
 

@@ -160,6 +160,11 @@ class Block(NamedTuple):
     gate: Linear | None = None
 
     @property
+    def weights(self) -> list[torch.Tensor]:
+        """Those of the experts."""
+        return list(self.experts.parameters(recurse=False))
+
+    @property
     def groups(self) -> list[list[Linear]]:
         """The linear layers among them, each a product of its own."""
         own = [] if self.shared is None else [self.shared.get_submodule(f"{name}_proj") for name in _PROJECTIONS]

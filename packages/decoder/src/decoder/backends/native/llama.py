@@ -1,7 +1,7 @@
 """Which models the native library runs as a whole: those of the Llama family, as transformers has them.
 
-Their layers are root-mean-square norms, rotary attention and a gated SiLU or GELU, with or without biases, norms of
-heads and norms of what is added.
+Their layers are root-mean-square norms, rotary attention and a gated SiLU or GELU or experts, with or without biases,
+sinks, norms of heads and norms of what is added.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from decoder.backends.attention import not_known
 from decoder.backends.native import library as native
+from decoder.backends.native.experts import block_of
 from decoder.backends.native.int4 import Int4Linear
 from decoder.backends.native.native_layer import norms_of
 from decoder.backends.native.packed_linear import Linear, packable
@@ -21,7 +22,7 @@ from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinea
 from decoder.backends.norms import eps_of, looks_like_rms_norm
 from decoder.cache.layout import FULL, LayerKind
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS_OF_HEADS = {"q_norm", "k_norm"}
 _ACTIVATIONS = ("SiLU", "SiLUActivation", "GELUTanh")
@@ -31,7 +32,7 @@ def _is_of(module: nn.Module, *parts: str) -> bool:
     """Whether a module is the one of that name that transformers has for a family, such as ``DecoderLayer``."""
     found = type(module).__module__, type(module).__name__
     names = {
-        (f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}{part}")
+        (f"transformers.models.{name}.modeling_{name}", f"{name.title().replace('_', '')}{part}")
         for name in _FAMILIES
         for part in parts
     }
@@ -57,7 +58,14 @@ def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[
     pairs = list(zip(layers, kinds, strict=True))
     if not all(known_layer(layer, dtype, kind) for layer, kind in pairs):
         return False
-    return len({(layer.self_attn.head_dim, layer.self_attn.scaling) for layer in layers}) == 1
+    shapes = {(layer.self_attn.head_dim, layer.self_attn.scaling) for layer in layers}
+    return len(shapes) == 1 and _turns_all(decoder.rotary_emb, layers[0].self_attn.head_dim)
+
+
+def _turns_all(rotary: Any, dim: int) -> bool:
+    """Whether all numbers of a head are rotated."""
+    frequencies = [own for name, own in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name]
+    return all(2 * len(own) == dim for own in frequencies)
 
 
 def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
@@ -77,7 +85,7 @@ def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if attention._modules.keys() not in (_ATTENTION, _ATTENTION | _NORMS_OF_HEADS):
         return False
-    if mlp._modules.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+    if not (_known_experts(mlp, dtype) if "experts" in mlp._modules else _known_mlp(layer)):
         return False
     norms = [layer.get_submodule(name) for name in norms_of(layer)]
     # An eps of its own for each norm would need another kernel.
@@ -88,13 +96,32 @@ def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return (
         not_known(attention, None, {"sliding_window": window}, kind) is None
-        and all(looks_like_rms_norm(norm) and norm.weight.dtype == dtype for norm in norms)
-        and type(mlp.act_fn).__name__ in _ACTIVATIONS
+        and all(looks_like_rms_norm(norm) and _norms_in(norm, dtype) for norm in norms)
         and attention.head_dim % 2 == 0
-        # Where gate and up are to stand, rows wait for the norm behind attention.
-        and (len(norms_of(layer)) == 2 or 2 * mlp.gate_proj.out_features >= attention.q_proj.in_features)
-        and all(_alike(group, dtype) for _, group in products_of(layer))
+        and all(_alike(group, dtype) for group in groups_of(layer))
     )
+
+
+def _norms_in(norm: Any, dtype: torch.dtype) -> bool:
+    """Whether a norm gives what it is given, in ``dtype``; gpt-oss keeps the weights of most in float32."""
+    return norm.weight.dtype in (dtype, torch.float32 if type(norm).__name__ == "GptOssRMSNorm" else dtype)
+
+
+def _known_mlp(layer: Any) -> bool:
+    """Whether a layer has one gated product behind attention."""
+    mlp, inputs = layer.mlp, layer.self_attn.q_proj.in_features
+    return (
+        mlp._modules.keys() == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+        and type(mlp.act_fn).__name__ in _ACTIVATIONS
+        # Where gate and up are to stand, rows wait for the norm behind attention.
+        and (len(norms_of(layer)) == 2 or 2 * mlp.gate_proj.out_features >= inputs)
+    )
+
+
+def _known_experts(mlp: Any, dtype: torch.dtype) -> bool:
+    """Whether a module is a block of experts of these families, all in ``dtype``."""
+    block = block_of(mlp) if _is_of(mlp, "SparseMoeBlock", "MoE", "MLP") else None
+    return block is not None and all(weight.dtype == dtype for weight in (*block.weights, block.router.weight))
 
 
 def products_of(layer: Any) -> Iterator[tuple[str, list[Linear]]]:
@@ -102,8 +129,15 @@ def products_of(layer: Any) -> Iterator[tuple[str, list[Linear]]]:
     attention, mlp = layer.self_attn, layer.mlp
     yield "qkv", [attention.q_proj, attention.k_proj, attention.v_proj]
     yield "o", [attention.o_proj]
-    yield "gate_up", [mlp.gate_proj, mlp.up_proj]
-    yield "down", [mlp.down_proj]
+    if "experts" not in mlp._modules:
+        yield "gate_up", [mlp.gate_proj, mlp.up_proj]
+        yield "down", [mlp.down_proj]
+
+
+def groups_of(layer: Any) -> list[list[Linear]]:
+    """The linear layers of a layer, those of one product together."""
+    block = block_of(layer.mlp)
+    return [group for _, group in products_of(layer)] + (block.groups if block is not None else [])
 
 
 def _alike(group: list[Linear], dtype: torch.dtype) -> bool:

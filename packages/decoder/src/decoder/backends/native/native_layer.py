@@ -1,12 +1,13 @@
 """A decoder layer of the Llama family in the native library: what it reads of it, and two calls around attention."""
 
 from collections.abc import Mapping
-from ctypes import byref
+from ctypes import byref, pointer
 from typing import Any
 
 import torch
 
 from decoder.backends.native import library as native
+from decoder.backends.native.experts import PackedBlock, block_of
 from decoder.backends.native.library import Layer
 from decoder.backends.native.packed_weight import NativeWeight
 from decoder.backends.norms import eps_of
@@ -43,7 +44,7 @@ class NativeLayer:
 
     Args:
         module: transformers' layer.
-        products: by name, "qkv", "o", "gate_up" and "down", its weights.
+        products: by name, "qkv", "o", "gate_up" and "down", its weights; those of experts have been packed.
         scratch: shared by the layers of a model.
         kind, place: of the kinds of layers its own, and how many of it come before.
 
@@ -61,10 +62,14 @@ class NativeLayer:
         if of_heads is not None:
             pairs = ((attention.q_norm, self.heads), (attention.k_norm, self.kv_heads))
             norms["head_norm"] = torch.cat([factors(norm).expand(count, -1) for norm, count in pairs])
+        if "sinks" in attention._parameters:
+            norms["sinks"] = attention.sinks.detach()
         # Copies, as those of products are: a later change takes effect with the next generation. The library reads
         # their memory.
         weights = {name: _floats(*weight.shape).copy_(weight) for name, weight in norms.items()}
         self._held = *products.values(), *weights.values()
+        block = block_of(module.mlp)
+        self._experts = None if block is None else PackedBlock(block)
         size, self._dim = len(weights["norm_in"]), dim
         self.layer = Layer(
             **{name: product.product for name, product in products.items()},
@@ -77,12 +82,15 @@ class NativeLayer:
             head_eps=0 if of_heads is None else eps_of(of_heads),
             kind=kind,
             place=place,
-            gelu="GELU" in type(module.mlp.act_fn).__name__,
+            gelu="GELU" in type(getattr(module.mlp, "act_fn", None)).__name__,
+            experts=None if self._experts is None else pointer(self._experts.structure),
         )
         self._scratch, self._given, self._library = scratch, byref(self.layer), native.library()
         self._outputs = self.layer.qkv.outputs // dim
+        rows = self._library.rows_together()
+        of_experts = 0 if self._experts is None else self._experts.numbers(rows)
         numbers = max(size + self.layer.qkv.outputs, 2 * size + self.layer.gate_up.outputs * 3 // 2)
-        scratch.reserve(self._library.rows_together() * numbers)
+        scratch.reserve(max(rows * numbers, rows * 2 * size + of_experts))
 
     def before_attention(self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Queries and keys, rotated, and values, [T, H + 2 G, D], of the layer's inputs [1, T, d]."""

@@ -118,7 +118,10 @@ class WholeModel:
         """By kind of layer."""
         rotary, types = self._decoder.rotary_emb, getattr(self._decoder.config, "layer_types", None)
         if not types or not hasattr(rotary, "layer_types"):
-            return [rotary(states, position_ids=positions)] * len(self._kinds)
+            cos, sin = rotary(states, position_ids=positions)
+            if cos.shape[-1] < self._dim:  # as in gpt-oss, once for both halves
+                cos, sin = (torch.cat((one, one), -1) for one in (cos, sin))
+            return [(cos, sin)] * len(self._kinds)
         names = [types[layers[0]] for layers in self._layout.members.values()]
         return [rotary(states, positions, name) for name in names]
 
@@ -162,9 +165,9 @@ class WholeModel:
             keys, values = cache.update(key, value, number)
             if not isinstance(keys, tuple):
                 keys, values = (keys,), (values,)
-            attended = native_attention(
-                heads, self._heads, keys, values, new, Scores(self._scaling, self._kinds[layer.layer.kind])
-            )
+            sinks = getattr(self._decoder.layers[number].self_attn, "sinks", None)
+            scores = Scores(self._scaling, self._kinds[layer.layer.kind], sinks)
+            attended = native_attention(heads, self._heads, keys, values, new, scores)
             states = layer.behind_attention(attended, states)
         return WholePass(states, inputs + [states] * wanted.count(len(self._held)), queries)
 
