@@ -420,6 +420,10 @@ def test_a_terminated_run_says_so_and_goes_on(flags, tmp_path, capsys):
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last == "heads-train: stopped; the same command goes on from the checkpoint saved last"
     assert 0 < torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] < 12
+    early = [*terminate[:1], "--trainer.callbacks.step=1", "--save_every=9", f"--output={tmp_path / 'early'}"]
+    assert main(["fit", *flags, *early]) == 143
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("heads-train: stopped; there is no checkpoint yet, so the same command starts anew")
     assert main(["fit", *flags]) == 0
     assert json.loads((tmp_path / "out" / "last" / "config.json").read_text())["training"]["steps"] == 12
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from heads_train import chunks as chunks_module
 from heads_train.data import BooksDataModule, EpochOrder
-from heads_train.sources import find_source
+from heads_train.sources import LARGEST_TEXT, find_source
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def test_first_chunk_of_each_book_or_as_many_as_asked(chunks_of, model, tmp_path
     ids = AutoTokenizer.from_pretrained(model)(texts)["input_ids"]
     first = chunks_of(tmp_path)
     assert first.tolist() == [ids[0][:8], ids[2][:8]]
-    assert "3 books" in (said := capsys.readouterr().out) and "1 shorter books left out" in said
+    said = capsys.readouterr().out
+    assert "1 of the 3 texts" in said and "are shorter than 8 tokens and left out" in said
+    assert "train: 2 chunks of 8 tokens, train.jsonl" in said
     assert chunks_of(tmp_path, chunks_per_book=2).tolist() == [ids[0][:8], ids[0][8:16], ids[2][:8], ids[2][8:16]]
     assert len(chunks_of(tmp_path, chunks_per_book=None)) == 3 + 2
 
@@ -273,13 +275,36 @@ def test_ranks_share_an_epoch_without_overlap():
             '{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"),
             "line 2 of .* text .byte 11 is",
         ),
-        ("train.txt", "the sea", "none of 1 books .* has 8 tokens; lower --data.chunk_tokens"),
+        ("train.txt", "the sea", "none of the 1 texts .* has 8 tokens, the longest has 2; lower"),
+        ("train.txt", "", r"the 1 texts in the train split of .* \(train.txt\) are empty: give text"),
+        ("only.txt", words(20), "a single chunk of 8 tokens, .* --data.chunks_per_book is 1, null takes all"),
     ],
 )
 def test_unusable_books_are_refused_with_the_reason(chunks_of, tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=reason):
         chunks_of(tmp_path)
+
+
+def test_a_text_too_large_to_be_tokenised_whole_is_told_before_it_is_read(tmp_path):
+    with open(tmp_path / "large.txt", "wb") as file:
+        file.truncate(LARGEST_TEXT + 1)  # a hole: it takes no room
+    with pytest.raises(ValueError, match=r"large.txt is one text of 0.3 GB.* cut it, as by split -C 256m"):
+        find_source(str(tmp_path), "train")
+
+
+def test_held_out_files_are_named_and_too_many_of_them_told(model, tmp_path, capsys):
+    for split, count in (("train", 1), ("validation", 5)):
+        for i in range(count):
+            (tmp_path / f"{split}-{i}.txt").write_text(words(9, i))
+    module = BooksDataModule(str(tmp_path), str(model), chunk_tokens=8, cache_dir=str(tmp_path / "cache"))
+    module.trainer = SimpleNamespace(world_size=1, state=SimpleNamespace(fn="fit"))
+    module.prepare_data()
+    module.setup("fit")
+    said = capsys.readouterr()
+    held_out = "validation: 5 chunks of 8 tokens, validation-0.txt, validation-1.txt, validation-2.txt and 2 more"
+    assert held_out in said.out
+    assert "there is more text for validation than for training" in said.err
 
 
 def test_damaged_parquet_files_are_named_with_the_row(chunks_of, tmp_path):

@@ -63,9 +63,9 @@ def test_a_draft_vocabulary_of_all_tokens_changes_no_loss(model):
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(0, 15, (2, 20))
     module.distill = True
-    plain = module.losses(ids, with_ranks=True, with_overlap=True)
+    plain = module.losses(ids, with_ranks=True, with_own=True)
     module.heads.set_draft_vocabulary(torch.arange(module.backbone.config.vocab_size))
-    drafted = module.losses(ids, with_ranks=True, with_overlap=True)
+    drafted = module.losses(ids, with_ranks=True, with_own=True)
     for one, other in zip(plain, drafted, strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.allclose(a.double(), b.double(), rtol=0, atol=1e-9)

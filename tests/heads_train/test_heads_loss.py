@@ -9,7 +9,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from heads_train import chunked_loss, loss
 from heads_train.draft_vocabulary import expected_counts, most_expected
-from heads_train.loss import log_sum_exp
+from heads_train.loss import over_vocabulary
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
 
 
@@ -63,10 +63,10 @@ def test_distilling_loss_gradient_and_overlap_equal_torchs(case, chunk_tokens):
     assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
     variation = (logits.softmax(-1) - wanted).abs().sum(-1) / 2
-    assert torch.allclose(overlap, 1 - variation.mean(), rtol=0, atol=1e-9)
-    hard, ranks, same = chunked_loss(hidden, weight, targets, bias, chunk_tokens, with_ranks=True, teacher=teacher)
+    assert torch.allclose(overlap, 1 - variation, rtol=0, atol=1e-9)
+    hard, ranks, same = chunked_loss(hidden, weight, targets, bias, chunk_tokens, targets[None], teacher)
     assert torch.allclose(hard, naive_loss(hidden, weight, targets, bias), rtol=0, atol=1e-9)
-    assert torch.allclose(same, overlap) and len(ranks) == 37
+    assert torch.allclose(same, overlap) and ranks.shape == (1, 37)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 512])
@@ -81,7 +81,7 @@ def test_overlap_loss_and_gradient_equal_autograds(case, chunk_tokens):
     (grad,) = torch.autograd.grad(3.0 * loss, hidden)
     assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
-    assert torch.allclose(overlap, common.mean(), rtol=0, atol=1e-9)
+    assert torch.allclose(overlap, common, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("apart", [1, 9, 15, 200])
@@ -116,14 +116,14 @@ def test_ranks_count_the_likelier_tokens(case):
     hidden, weight, _, targets = case
     order = (hidden @ weight.T).argsort(-1, descending=True)
     expected = (order == targets[:, None]).int().argmax(-1)
-    _, ranks, _ = chunked_loss(hidden, weight, targets, chunk_tokens=8, with_ranks=True)
-    assert torch.equal(ranks, expected)
+    _, ranks, _ = chunked_loss(hidden, weight, targets, chunk_tokens=8, ranked=torch.stack((targets, order[:, 3])))
+    assert torch.equal(ranks[0], expected) and (ranks[1] == 3).all()
 
 
 def test_top_k_accuracy_equals_torchmetrics(case):
     hidden, weight, _, targets = case
     logits = hidden @ weight.T
-    _, ranks, _ = chunked_loss(hidden, weight, targets, with_ranks=True)
+    _, (ranks,), _ = chunked_loss(hidden, weight, targets, ranked=targets[None])
     metric = TopKAccuracy(3)
     metric.update(ranks[:10])
     metric.update(ranks[10:])
@@ -137,15 +137,20 @@ def test_tokens_per_step_count_the_heads_in_a_row_that_are_right():
     torch.manual_seed(0)
     # Three heads on two chunks of ten tokens: head i has no target for the last 1 + i positions.
     batches = [[torch.randint(0, 5, (2, 9 - i)) for i in (1, 2, 3)] for _ in range(2)]
+    overlaps = [[torch.rand(ranks.shape) for ranks in batch] for batch in batches]
     metric = TokensPerStep(3)
-    for ranks in batches:
-        metric.update(ranks)
-    for k, found in enumerate(metric.compute().tolist(), start=1):
+    for ranks, shares in zip(batches, overlaps, strict=True):
+        metric.update(ranks, shares)
+    *greedy, sampled = metric.compute().tolist()
+    rows = [[shares[row, :6] for shares in batch] for batch in overlaps for row in range(2)]
+    chains = [1 + a + a * b + a * b * c for row in rows for a, b, c in zip(*row, strict=True)]
+    assert len(chains) == 24 and sampled == pytest.approx(sum(map(float, chains)) / 24)
+    for k, found in enumerate(greedy, start=1):
         steps = []
         for ranks in batches:
             for row in range(2):
                 for t in range(6):
-                    tokens = 2
+                    tokens = 1
                     for head in ranks:
                         if head[row, t] >= k:
                             break
@@ -207,7 +212,7 @@ def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_toke
     logits = F.linear(hidden, *rows)
     naive = F.cross_entropy(logits, place[targets], ignore_index=-1)
     (naive_grad,) = torch.autograd.grad(naive, hidden, retain_graph=True)
-    hard, ranks, _ = chunked_loss(hidden, rows[0], place[targets], rows[1], chunk_tokens=chunk_tokens, with_ranks=True)
+    hard, (ranks,), _ = chunked_loss(hidden, rows[0], place[targets], rows[1], chunk_tokens, place[targets][None])
     (grad,) = torch.autograd.grad(hard, hidden)
     assert torch.allclose(hard, naive, rtol=0, atol=1e-9) and torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
     assert ((ranks == 20) == ~torch.isin(targets, chosen)).all()
@@ -217,8 +222,8 @@ def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_toke
     renormalised = p[:, chosen] / p[:, chosen].sum(-1, keepdim=True)
     naive = F.cross_entropy(logits, renormalised)
     (naive_grad,) = torch.autograd.grad(naive, hidden, retain_graph=True)
-    sums, covered = log_sum_exp(teacher, weight, bias, chosen, chunk_tokens)
-    assert torch.allclose(covered, p[:, chosen].sum(-1), rtol=0, atol=1e-9)
+    sums, likeliest, covered = over_vocabulary(teacher, weight, bias, chosen, chunk_tokens)
+    assert torch.equal(likeliest, p.argmax(-1)) and torch.allclose(covered, p[:, chosen].sum(-1), rtol=0, atol=1e-9)
     soft, _, overlap = chunked_loss(
         hidden, rows[0], place[targets], rows[1], chunk_tokens, teacher=teacher, objective="distribution", log_sums=sums
     )
@@ -234,7 +239,7 @@ def test_loss_over_a_draft_vocabulary_equals_torchs_on_its_rows(case, chunk_toke
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9) and torch.allclose(whole, overlap, rtol=0, atol=1e-9)
     q = torch.zeros_like(p)
     q[:, chosen] = logits.softmax(-1)
-    assert torch.allclose(overlap, 1 - (p - q).abs().sum(-1).mean() / 2, rtol=0, atol=1e-9)
+    assert torch.allclose(overlap, 1 - (p - q).abs().sum(-1) / 2, rtol=0, atol=1e-9)
 
 
 def test_the_most_expected_tokens_are_drafted():

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from heads_train.data import BooksDataModule
 from heads_train.divergence import DIVERGED, TrainingDiverged
-from heads_train.model_card import implied_tokens_per_step, loss_name, write_model_card
+from heads_train.model_card import expected_tokens_per_step, loss_name, write_model_card
 from heads_train.module import HeadsModule
 
 VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
@@ -69,7 +69,7 @@ class ExportHeads(L.Callback):
         if trainer.is_global_zero:
             print(f"\nheads in {self.output / 'best'}; figures and settings in its README.md", flush=True)
             if module.val_metrics:
-                print(implied_tokens_per_step(module.val_metrics), flush=True)
+                print(expected_tokens_per_step(module.heads.kind, module.val_metrics), flush=True)
 
     def _save(self, trainer: L.Trainer, module: HeadsModule, name: str) -> None:
         heads = module.whole_heads()
@@ -187,8 +187,34 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+class RunSummary(L.Callback):
+    """Says before the first step what is trained, on what, and for how long."""
+
+    def on_fit_start(self, trainer: L.Trainer, module: HeadsModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        heads, data = module.heads, trainer.datamodule
+        trained = sum(one.numel() for one in heads.parameters() if one.requires_grad)
+        frozen = sum(one.numel() for one in module.backbone.parameters())
+        vocabulary = module.config.vocab_size
+        lines = [f"training {heads.num_heads} {heads.kind} heads of {trained / 1e6:.1f}M parameters"]
+        lines[0] += f" for a frozen model of {frozen / 1e6:.0f}M, on {module.device} in {trainer.precision}"
+        if heads.draft_to_target is not None:
+            lines.append(f"the heads draft {len(heads.draft_to_target)} of the model's {vocabulary} tokens")
+        if trainer.max_steps > 0:
+            per_step = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+            times = trainer.max_steps * per_step / len(data.chunks["train"])
+            lines.append(f"{trainer.max_steps} steps of {per_step} chunks: {times:.2g} times the training text")
+        print("\n".join(lines), flush=True)
+
+
 class ProgressBar(TQDMProgressBar):
     """Lightning's progress bar with the time left until the last step, validations included."""
+
+    sanity_check_description = "measuring the untrained heads"
+    train_description = "training"
+    validation_description = "validating"
+    test_description = "testing"
 
     def __init__(self):
         super().__init__()

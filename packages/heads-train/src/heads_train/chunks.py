@@ -57,7 +57,7 @@ def _tokenised(
 ) -> Iterator[np.ndarray]:
     """The chunks of each book in order [count, chunk_tokens]; says at the end how many there were."""
     needed = None if chunks_per_book is None else chunk_tokens * chunks_per_book
-    books = short = chunks = 0
+    books = short = chunks = longest = 0
     left = max_chunks
     texts = iter(source.texts(text_column))
     with tqdm(unit=" books", desc=f"tokenising {source.name} ({source.split})", disable=None, leave=False) as progress:
@@ -67,13 +67,19 @@ def _tokenised(
                     break
                 count = min(n for n in (len(ids) // chunk_tokens, chunks_per_book, left) if n is not None)
                 books, short, chunks = books + 1, short + (count == 0), chunks + count
+                longest = max(longest, len(ids))
                 left = None if left is None else left - count
                 yield np.array(ids[: count * chunk_tokens], dtype=np.uint32).reshape(count, chunk_tokens)
             progress.update(len(batch))
-    counted = f"{books} books in the {source.split} split of {source.name}"
+    counted = f"{books} texts in the {source.split} split of {source.name} ({source.described()})"
+    if not longest:
+        raise ValueError(f"the {counted} are empty: give text")
     if not chunks:
-        raise ValueError(f"none of {counted} has {chunk_tokens} tokens; lower --data.chunk_tokens")
-    print(f"{counted}: {chunks} chunks of {chunk_tokens} tokens, {short} shorter books left out", flush=True)
+        raise ValueError(
+            f"none of the {counted} has {chunk_tokens} tokens, the longest has {longest}; lower --data.chunk_tokens"
+        )
+    if short:
+        print(f"{short} of the {counted} are shorter than {chunk_tokens} tokens and left out", flush=True)
 
 
 def _token_ids(tokenizer, texts: list, needed: int | None) -> list:

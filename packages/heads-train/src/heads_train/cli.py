@@ -24,6 +24,7 @@ from heads_train.callbacks import (
     ExportHeads,
     LossCurves,
     ProgressBar,
+    RunSummary,
     Throughput,
     WholeCheckpoints,
 )
@@ -33,6 +34,7 @@ from heads_train.export import export
 from heads_train.module import HeadsModule
 from heads_train.precision import chosen_precision
 from heads_train.push import push
+from heads_train.trainer import NOT_FLAGS, Trainer
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -44,7 +46,11 @@ MORE = (
     "sends heads to the Hugging Face hub."
 )
 
-STOPPED = "stopped; the same command goes on from the checkpoint saved last"
+STOPPED = "stopped"
+GOES_ON = "the same command goes on from the checkpoint saved last"
+NO_CHECKPOINT = (
+    "there is no checkpoint yet, so the same command starts anew; tokenised text, generated text and kept states stay"
+)
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -84,7 +90,7 @@ class SaveConfig(SaveConfigCallback):
 class HeadsCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {name: skip for name, skip in LightningCLI.subcommands().items() if name != "predict"}
+        return NOT_FLAGS
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -139,7 +145,7 @@ class HeadsCLI(LightningCLI):
         )
 
     def _results(self, trainer: dict) -> list[L.Callback]:
-        callbacks = [Throughput(), ExportHeads(self.output), LossCurves(self.output / "loss_curves.png")]
+        callbacks = [RunSummary(), Throughput(), ExportHeads(self.output), LossCurves(self.output / "loss_curves.png")]
         if trainer["logger"]:
             callbacks.append(LearningRateMonitor("step"))
         if trainer["enable_progress_bar"] is not False:
@@ -152,6 +158,15 @@ class HeadsCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would look for settings in the checkpoint; ours hold none, and may be no checkpoints at all."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except (KeyboardInterrupt, SystemExit, SIGTERMException) as error:
+            if subcommand == "fit":
+                saved = (self.output / "checkpoints" / "last.ckpt").is_file()
+                error.add_note(GOES_ON if saved else NO_CHECKPOINT)
+            raise
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -255,26 +270,29 @@ def _check_values(args: Sequence[str]) -> None:
             parse_yaml(value, option)
 
 
-def _no_advertisement(record: logging.LogRecord) -> bool:
-    return "Tip: " not in record.getMessage()
-
-
 def run(args: Sequence[str]) -> HeadsCLI:
     """Run ``heads-train`` with these arguments; errors are raised."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
     _check_values(args)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
+    # What Lightning says of itself; what a run does is said by `RunSummary`.
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     return HeadsCLI(
         HeadsModule,
         BooksDataModule,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
         # The sampler shards by rank itself; the check before training measures the untrained heads.
-        trainer_defaults={"use_distributed_sampler": False, "num_sanity_val_steps": -1},
+        trainer_class=Trainer,
+        trainer_defaults={
+            "use_distributed_sampler": False,
+            "num_sanity_val_steps": -1,
+            "enable_model_summary": False,
+        },
         seed_everything_default=0,
         parser_class=Parser,
-        parser_kwargs={"description": ABOUT, "epilog": MORE},
+        parser_kwargs={"prog": "heads-train", "description": ABOUT, "epilog": MORE},
         auto_configure_optimizers=False,
         args=_with_configs(args),
     )
@@ -292,12 +310,12 @@ def main(args: Sequence[str] | None = None) -> int:
             COMMANDS[args[0]].main(args[1:], prog_name=f"heads-train {args[0]}", standalone_mode=False)
         else:
             run(args)
-    except SIGTERMException:
-        return _fail(STOPPED, 143)
+    except SIGTERMException as error:
+        return _fail(_stopped(error), 143)
     except (KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        return _fail(STOPPED, 130)
+        return _fail(_stopped(error), 130)
     except TrainingDiverged as error:
         return _fail(error, 1)
     except click.ClickException as error:
@@ -311,6 +329,10 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         return _fail("memory ran out; lower --data.batch_size or --model.loss_chunk_tokens", 2)
     return 0
+
+
+def _stopped(error: BaseException) -> str:
+    return "; ".join([STOPPED, *getattr(error, "__notes__", [])])
 
 
 def _fail(error: Exception | str, status: int) -> int:

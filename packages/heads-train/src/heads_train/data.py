@@ -1,5 +1,6 @@
 """Chunks of text for the heads, shuffled in an order that depends on the seed and the step only."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -7,13 +8,14 @@ from pathlib import Path
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from heads_train.backbone import load_tokenizer
 from heads_train.chunks import book_chunks
 from heads_train.generated import GeneratedChunks, GeneratedText
-from heads_train.sources import find_source
+from heads_train.sources import Source, find_source
 
 GENERATED = "generated"
 
@@ -129,12 +131,17 @@ class BooksDataModule(L.LightningDataModule):
         return ("validation",) if stage == "validate" else ("test",)
 
     def prepare_data(self) -> None:
-        for split in self._splits(self.trainer.state.fn):
+        splits = self._splits(self.trainer.state.fn)
+        for split in splits:
+            self._source(split)  # what is not there is told before anything is read
+        # The smaller split first, so that what is wrong with it is told soon.
+        for split in reversed(splits):
             self._books(split)
 
     def setup(self, stage: str) -> None:
         for split in self._splits(stage):
             self.chunks[split] = self._generated(split) if self.generated else self._books(split)
+        self._tell()
         ranks = self.trainer.world_size
         if "train" in self.chunks and len(self.chunks["train"]) < self.batch_size * ranks:
             raise ValueError(
@@ -142,12 +149,33 @@ class BooksDataModule(L.LightningDataModule):
                 "lower --data.batch_size or --data.chunk_tokens"
             )
 
+    @rank_zero_only
+    def _tell(self) -> None:
+        """Say what is trained on and what is held out, which is not always what a user thinks."""
+        train = self.chunks.get("train")
+        for split, chunks in self.chunks.items():
+            source = self._source(split)
+            where = source.described()
+            if source.shared:
+                where = f"the {'first' if split == 'train' else 'last'} ones of {where}"
+            if self.generated:
+                where = f"written by the model behind prompts from {where}"
+            print(f"{split}: {len(chunks)} chunks of {self.chunk_tokens} tokens, {where}", flush=True)
+            if train is not None and len(chunks) > len(train):
+                print(
+                    f"heads-train: there is more text for {split} than for training; unless that is meant, move files, "
+                    "or bound a validation with --trainer.limit_val_batches",
+                    file=sys.stderr,
+                )
+
+    def _source(self, split: str) -> Source:
+        name = self.generated.prompts if self.generated else self.source
+        return find_source(name, split, self.subset, self.streaming)
+
     def _books(self, split: str) -> np.ndarray:
         """The chunks of a split [n, chunk_tokens], or the prompts [n, prompt_tokens] of generated text."""
-        name, tokens = self.source, self.chunk_tokens
-        if self.generated:
-            name, tokens = self.generated.prompts, self.generated.prompt_tokens
-        source = find_source(name, split, self.subset, self.streaming)
+        tokens = self.generated.prompt_tokens if self.generated else self.chunk_tokens
+        source = self._source(split)
         chunks = book_chunks(
             source,
             load_tokenizer(self.tokenizer),
@@ -160,7 +188,12 @@ class BooksDataModule(L.LightningDataModule):
         if not source.shared:
             return chunks
         if len(chunks) < 2:
-            raise ValueError(f"{name} has a single chunk of {tokens} tokens, and validation needs one of its own")
+            more = "lower --data.chunk_tokens or add text"
+            if self.chunks_per_book is not None:
+                more = f"--data.chunks_per_book is {self.chunks_per_book}, null takes all of a text"
+            raise ValueError(
+                f"{source.name} gives a single chunk of {tokens} tokens, and validation needs one of its own: {more}"
+            )
         held_out = max(1, len(chunks) // 10)
         return chunks[:-held_out] if split == "train" else chunks[-held_out:]
 

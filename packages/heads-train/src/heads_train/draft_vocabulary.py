@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from heads_train.progress import progress
+
 # Text that the model reads for it, and positions of it whose distributions are added up.
 READ_TOKENS = 2**17
 SUMMED_POSITIONS = 2**15
@@ -31,7 +33,7 @@ def expected_counts(
     rows = np.linspace(0, len(chunks) - 1, min(len(chunks), max(1, READ_TOKENS // length))).round().astype(int)
     step = max(1, len(rows) * length // SUMMED_POSITIONS)
     counts = torch.zeros((), dtype=torch.float64, device=device)
-    for row in rows:
+    for row in progress(rows.tolist(), "choosing the tokens that heads draft"):
         ids = torch.from_numpy(chunks[row].astype(np.int64))[None].to(device)
         counts = counts + logits_of(states_of(ids)[0, ::step]).softmax(-1, dtype=torch.float32).sum(0).double()
     return counts

@@ -13,11 +13,11 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradient chunk by chunk in one pass: the gradient exists before a chunk's logits are dropped."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, teacher, objective, chunk_tokens, with_ranks, log_sums):
+    def forward(ctx, hidden, weight, bias, targets, teacher, objective, chunk_tokens, ranked, log_sums):
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         grad = torch.empty_like(hidden) if hidden.requires_grad else None
-        ranks = torch.empty_like(targets) if with_ranks else None
-        overlap = torch.zeros_like(total)
+        ranks = None if ranked is None else torch.empty_like(ranked)
+        overlap = None if teacher is None else total.new_zeros(len(targets))
         soft = objective != "tokens"
         counted = len(targets) if soft else (targets >= 0).sum().clamp_min(1)
         for begin in range(0, len(targets), chunk_tokens):
@@ -27,8 +27,9 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = linear(hidden[part].to(weight.dtype), weight, bias)
             log_probs = logits.log_softmax(-1, dtype=total.dtype)
             own = log_probs.gather(-1, target)
-            if with_ranks:
-                ranks[part] = torch.where(known[:, 0], (log_probs > own).sum(-1), len(weight))
+            for row, tokens in enumerate(() if ranked is None else ranked[:, part]):
+                likelier = (log_probs > log_probs.gather(-1, tokens[:, None].clamp_min(0))).sum(-1)
+                ranks[row, part] = torch.where(tokens >= 0, likelier, len(weight))
             if teacher is not None:
                 wanted = linear(teacher[part].to(weight.dtype), weight, bias)
                 # Of the whole vocabulary where its log-sum-exp is given; renormalised over these rows else.
@@ -38,7 +39,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 total -= (wanted * log_probs).sum() if soft else own[known].sum()
             probs = log_probs.exp_()
             if teacher is not None:
-                overlap += torch.minimum(wanted if p is None else p, probs).sum()
+                overlap[part] = torch.minimum(wanted if p is None else p, probs).sum(-1)
             if objective == "overlap":
                 common = torch.minimum(wanted, probs).sum(-1, keepdim=True)
                 common.clamp_min_(torch.finfo(common.dtype).tiny)  # where they have nothing at all in common
@@ -54,10 +55,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     error = probs.scatter_add_(-1, target, torch.full_like(own, -1.0)).mul_(known)
                 grad[part] = error.to(weight.dtype) @ weight
         ctx.save_for_backward(grad, counted if torch.is_tensor(counted) else torch.tensor(counted))
-        if with_ranks:
-            ctx.mark_non_differentiable(ranks)
-        ctx.mark_non_differentiable(overlap)
-        return total / counted, ranks, overlap.div_(len(targets)) if teacher is not None else None
+        ctx.mark_non_differentiable(*(one for one in (ranks, overlap) if one is not None))
+        return total / counted, ranks, overlap
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
@@ -71,7 +70,7 @@ def chunked_loss(
     targets: Tensor,
     bias: Tensor | None = None,
     chunk_tokens: int = 512,
-    with_ranks: bool = False,
+    ranked: Tensor | None = None,
     teacher: Tensor | None = None,
     objective: Objective = "tokens",
     log_sums: Tensor | None = None,
@@ -93,25 +92,28 @@ def chunked_loss(
     vocabulary; ``log_sums`` [n], the log-sum-exp of the teacher's logits over the whole vocabulary, makes the overlap
     that is returned the one with p itself.
 
-    Also returns, if asked, each target's rank [n]: how many tokens have a larger logit (0: the target is top-1; as many
-    as there are tokens: it is none of them); and with a teacher the mean overlap sum min(p, q), which is 1 - the total
-    variation between the two.
+    Also returns the ranks of tokens ``ranked`` [rows, n], which count as the targets do: how many tokens have a larger
+    logit (0: the token is top-1; as many as there are tokens: it is none of them); and with a teacher the overlaps [n],
+    sum min(p, q), which are 1 - the total variation between the two.
     """
     if objective not in get_args(Objective):
         raise ValueError(f"unknown objective {objective!r}; known ones are {', '.join(get_args(Objective))}")
     if objective != "tokens" and teacher is None:
         raise ValueError(f"objective {objective} needs the teacher's states")
-    return _ChunkedLoss.apply(hidden, weight, bias, targets, teacher, objective, chunk_tokens, with_ranks, log_sums)
+    return _ChunkedLoss.apply(hidden, weight, bias, targets, teacher, objective, chunk_tokens, ranked, log_sums)
 
 
 @torch.no_grad()
-def log_sum_exp(
-    states: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, chunk_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Of the logits of ``states`` [n, d]: their log-sum-exp [n], and what the tokens ``chosen`` [v] have of p [n]."""
-    sums, covered = [], []
+def over_vocabulary(
+    states: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the logits of ``states`` [n, d]: their log-sum-exp [n], the likeliest token [n], and the probability [n] of
+    the tokens ``chosen`` [v] together, 1 for None, which is all of them."""
+    found = []
     for part in states.split(chunk_tokens):
         logits = linear(part.to(weight.dtype), weight, bias).to(torch.promote_types(part.dtype, torch.float32))
-        sums.append(logits.logsumexp(-1))
-        covered.append((logits[:, chosen].logsumexp(-1) - sums[-1]).exp())
-    return torch.cat(sums), torch.cat(covered)
+        sums = logits.logsumexp(-1)
+        covered = torch.ones_like(sums) if chosen is None else (logits[:, chosen].logsumexp(-1) - sums).exp()
+        found.append((sums, logits.argmax(-1), covered))
+    sums, likeliest, covered = (torch.cat(column) for column in zip(*found, strict=True))
+    return sums, likeliest, covered

@@ -28,28 +28,36 @@ class TopKAccuracy(Metric):
 
 
 class TokensPerStep(Metric):
-    """New tokens per verification [max_k] that the heads' guesses imply, for trees of 1 .. ``max_k`` guesses per head.
+    """New tokens per verification that the heads' guesses would give on the text seen [max_k + 1].
 
-    Entry k - 1 is for the tree (1, k, k, ...): at every position, how many heads in a row, from the first on, have
-    their target among their k likeliest tokens, on average, plus two: the draft pass's own next token, taken as
-    always accepted, and the token that the verification adds. So it is what greedy decoding of this very text would
-    give with a partial cache as good as the full one. Methods without a draft pass (medusa, tokenswift-fused, auto)
-    draft no such first token: theirs is one less.
+    At every position the model knows one token itself; of the heads, in turn, each is right with some chance, and what
+    follows a wrong one is lost: 1 + the mean over the positions of the sum over heads i of (right_1 ... right_i).
+
+    - The first ``max_k`` entries are greedy, for k = 1 .. max_k guesses per head: right is a head that has the token
+      which the model itself finds likeliest there, given the text before it, among its k likeliest.
+    - The last is for sampling at temperature 1 with one guess per head: right with the overlap of head and model, which
+      is as often as a coupled draft can be.
+
+    Methods without a draft pass (auto, tokenswift-fused, medusa, eagle3) draft so; that of tokenswift adds a token.
     """
 
     def __init__(self, num_heads: int, max_k: int = 3):
         super().__init__()
         self.num_heads, self.max_k = num_heads, max_k
-        self.add_state("accepted", torch.zeros(max_k, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("accepted", torch.zeros(max_k + 1, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("positions", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, ranks: list[Tensor]) -> None:
-        """``ranks``: per head [batch, targets]; column t is position t for all, and the last heads have fewer."""
+    def update(self, ranks: list[Tensor], overlaps: list[Tensor]) -> None:
+        """Per head [batch, targets]: the ranks of the model's likeliest tokens, and the overlaps of the distributions.
+
+        Column t is position t for all, and the last heads have fewer.
+        """
         positions = ranks[-1].shape[1]
         stacked = torch.stack([rank[:, :positions] for rank in ranks])
         for k in range(1, self.max_k + 1):
             self.accepted[k - 1] += (stacked < k).cumprod(0).sum()
+        self.accepted[-1] += torch.stack([overlap[:, :positions] for overlap in overlaps]).cumprod(0).sum()
         self.positions += stacked[0].numel()
 
     def compute(self) -> Tensor:
-        return 2 + self.accepted / self.positions
+        return 1 + self.accepted / self.positions

@@ -65,15 +65,25 @@ def _history(heads: Heads, training: dict) -> str:
 {_rows(training["versions"])}"""
 
 
-def implied_tokens_per_step(validation: dict[str, float]) -> str:
-    """What the accuracies of a validation are worth, in one line."""
-    figures = [f"{validation[f'val_tokens_per_step_top{k}']:.2f} with {k}" for k in (1, 2, 3)]
-    return f"expected tokens per step: {', '.join(figures)} guesses per head"
+def expected_tokens_per_step(kind: str, validation: dict[str, float]) -> str:
+    """What heads of a kind would bring on the text of a validation, in one sentence."""
+    greedy = [f"{validation[f'val_tokens_per_step_top{k}']:.2f}" for k in (1, 2, 3)]
+    methods = {"chained": "tokenswift-fused or auto", "independent": "medusa or auto", EAGLE3: "eagle3 or auto"}
+    sentence = (
+        f"expected tokens per step with {methods.get(kind, 'auto or tokenswift-fused')} on the validation text: greedy "
+        f"{', '.join(greedy)} with 1, 2, 3 guesses per head; at temperature 1 "
+        f"{validation['val_tokens_per_step_sampled']:.2f} with 1"
+    )
+    return sentence + ("; the draft pass of tokenswift adds up to 1" if kind == "chained" else "")
 
 
 def loss_name(distill_loss: str | None) -> str:
     """What a loss is called in figures; ``distill_loss`` as in `HeadsModule`, None where nothing was distilled."""
     return "minus the logarithm of the overlap" if distill_loss == "overlap" else "cross entropy"
+
+
+def _capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _rows(values: dict) -> str:
@@ -96,7 +106,8 @@ the first step and then, and how often the token was among a head's first guesse
 | head | before | after | top-1 | top-2 | top-3 |
 |---|---|---|---|---|---|
 {head_rows}
-{implied_tokens_per_step(found).capitalize()}: how many heads in a row were right at every position
-of the same text, and two more, for the draft pass's own next token, taken as always accepted, and the one that every
-verification adds. On text that the model writes itself it can be more or less.
+{_capitalised(expected_tokens_per_step(heads.kind, found))}.
+
+That is one token, which every verification gives, and the heads in a row that agreed with the model at each position of
+this text. Text that the model writes itself is easier for it, and settings that drop unlikely tokens help, too.
 """

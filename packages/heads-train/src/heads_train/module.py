@@ -21,9 +21,10 @@ from decoder.parts import Eagle3DraftModel, shown
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, norm_weight, shard
 from heads_train.divergence import LossWatch
 from heads_train.draft_vocabulary import expected_counts, most_expected
-from heads_train.loss import Objective, chunked_loss, log_sum_exp
+from heads_train.loss import Objective, chunked_loss, over_vocabulary
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
 from heads_train.new_heads import copy_head, fit_features, fit_heads, new_heads, start_heads
+from heads_train.progress import progress
 from heads_train.run_identity import describe_run, refuse_other_run
 from heads_train.states import StateCache
 
@@ -198,10 +199,11 @@ class HeadsModule(L.LightningModule):
         some = chunks[:: max(1, len(chunks) * chunks.shape[1] // tokens)]
         ids = [torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some]
         if isinstance(self.heads, Eagle3DraftModel):
-            fit_features(self.heads, map(self.states, ids))
+            fit_features(self.heads, map(self.states, progress(ids, "fitting the draft model by least squares")))
             return
         heads = self.heads.to(self.states.device)
-        fit_heads(heads, lambda: ((self.states(row)[0], self._tokens_before(row)[0]) for row in ids))
+        doing = "fitting heads by least squares"
+        fit_heads(heads, lambda: ((self.states(row)[0], self._tokens_before(row)[0]) for row in progress(ids, doing)))
 
     def _refuse_other_size(self, size: int | None, who: str) -> None:
         if self.draft_vocab_size not in (None, size):
@@ -282,46 +284,54 @@ class HeadsModule(L.LightningModule):
         return torch.stack([embedded.roll(-i, dims=1) for i in range(1, self.heads.num_heads + 1)], dim=-2)
 
     def losses(
-        self, input_ids: Tensor, with_ranks: bool, with_overlap: bool = False
+        self, input_ids: Tensor, with_ranks: bool, with_own: bool = False
     ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
-        """Per head: its mean loss in nats per token; and where asked for the ranks [targets] of its targets, and the
-        mean overlap (1 - total variation) of its distribution with the model's own."""
+        """Per head: its mean loss in nats per token; ranks [rows, batch, targets]; overlaps [batch, targets].
+
+        Ranks, where asked for, are those of its targets and, ``with_own``, of the tokens that the model itself finds
+        likeliest there. Overlaps (1 - total variation) with the model's own distributions are computed ``with_own``.
+        """
         lm_head = self.backbone.get_output_embeddings()
         outputs, hidden = self(input_ids)
         weight, bias = self._draft_rows()
-        chosen, targets, log_sums = self.heads.draft_to_target, input_ids, None
+        chosen, log_sums = self.heads.draft_to_target, None
+        # What a head may be asked for at each token's place: the token itself, and the model's likeliest one.
+        tokens = input_ids[None]
         with torch.no_grad():
-            own = self.states.norm(hidden) if self.distill or with_overlap else None
+            own = self.states.norm(hidden) if self.distill or with_own else None
+            if with_own:
+                sums, likeliest, covered = over_vocabulary(
+                    own.flatten(0, 1), lm_head.weight, getattr(lm_head, "bias", None), chosen, self.loss_chunk_tokens
+                )
+                log_sums = sums.view(input_ids.shape)
+                tokens = torch.stack([input_ids, likeliest.view(input_ids.shape).roll(1, dims=1)])
             if chosen is not None:
+                if with_own:
+                    self.val_coverage.update(covered)
                 # Among the tokens drafted: their place there, -1 for others.
                 place = torch.full((lm_head.weight.shape[0],), -1, device=chosen.device)
                 place[chosen] = torch.arange(len(chosen), device=chosen.device)
-                targets = place[input_ids]
-            if chosen is not None and with_overlap:
-                whole_bias = getattr(lm_head, "bias", None)
-                sums, covered = log_sum_exp(
-                    own.flatten(0, 1), lm_head.weight, whole_bias, chosen, self.loss_chunk_tokens
-                )
-                log_sums = sums.view(input_ids.shape)
-                self.val_coverage.update(covered)
-        results = []
+                tokens = place[tokens]
+        losses, all_ranks, all_overlaps = [], [], []
         for i, states in enumerate(outputs, start=1):
-            results.append(
-                chunked_loss(
-                    states[:, : -1 - i].flatten(0, 1),
-                    weight,
-                    targets[:, 1 + i :].flatten(),
-                    bias,
-                    self.loss_chunk_tokens,
-                    with_ranks,
-                    # The state at t + i gives the model's own distribution of token t + 1 + i.
-                    None if own is None else own[:, i:-1].flatten(0, 1),
-                    _OBJECTIVES[self.distill_loss] if self.distill else "tokens",
-                    None if log_sums is None else log_sums[:, i:-1].flatten(),
-                )
+            wanted = tokens[:, :, 1 + i :].flatten(1)
+            loss, ranks, overlaps = chunked_loss(
+                states[:, : -1 - i].flatten(0, 1),
+                weight,
+                wanted[0],
+                bias,
+                self.loss_chunk_tokens,
+                wanted if with_ranks else None,
+                # The state at t + i gives the model's own distribution of token t + 1 + i.
+                None if own is None else own[:, i:-1].flatten(0, 1),
+                _OBJECTIVES[self.distill_loss] if self.distill else "tokens",
+                None if log_sums is None else log_sums[:, i:-1].flatten(),
             )
-        losses, ranks, overlaps = (list(column) for column in zip(*results, strict=True))
-        return losses, ranks, overlaps
+            shape = len(input_ids), -1
+            losses.append(loss)
+            all_ranks.append(None if ranks is None else ranks.unflatten(1, shape))
+            all_overlaps.append(overlaps.unflatten(0, shape) if with_own else None)
+        return losses, all_ranks, all_overlaps
 
     def training_step(self, input_ids: Tensor, batch_idx: int) -> Tensor:
         # Ranks cost a pass over the logits: only where they are looked at.
@@ -335,7 +345,7 @@ class HeadsModule(L.LightningModule):
             for i, (loss, rank) in enumerate(zip(losses, ranks, strict=True), start=1):
                 self.log(f"train_loss_head{i}", loss.detach(), sync_dist=True)
                 for k in range(1, TOP_K + 1):
-                    self.log(f"train_top{k}_head{i}", top_k_accuracy(rank, k), sync_dist=True)
+                    self.log(f"train_top{k}_head{i}", top_k_accuracy(rank[0].flatten(), k), sync_dist=True)
         self.log("train_loss", mean, prog_bar=True)
         return total
 
@@ -343,12 +353,12 @@ class HeadsModule(L.LightningModule):
         return sum(weight * loss for weight, loss in zip(self.head_weights, losses, strict=True))
 
     def validation_step(self, input_ids: Tensor, batch_idx: int) -> None:
-        losses, ranks, overlaps = self.losses(input_ids, with_ranks=True, with_overlap=True)
+        losses, ranks, overlaps = self.losses(input_ids, with_ranks=True, with_own=True)
         for i, (loss, rank, overlap) in enumerate(zip(losses, ranks, overlaps, strict=True)):
-            self.val_losses[i].update(loss, weight=len(rank))
-            self.val_overlaps[i].update(overlap, weight=len(rank))
-            self.val_accuracies[i].update(rank)
-        self.val_tokens_per_step.update([rank.unflatten(0, (len(input_ids), -1)) for rank in ranks])
+            self.val_losses[i].update(loss, weight=rank[0].numel())
+            self.val_overlaps[i].update(overlap)
+            self.val_accuracies[i].update(rank[0].flatten())
+        self.val_tokens_per_step.update([rank[1] for rank in ranks], overlaps)
 
     def on_validation_epoch_end(self) -> None:
         self._log_means("val")
@@ -375,8 +385,10 @@ class HeadsModule(L.LightningModule):
         means[f"{stage}_loss"] = self._weighted(
             [means[f"{stage}_loss_head{i + 1}"] for i in range(len(self.val_losses))]
         )
-        for k, tokens in enumerate(self.val_tokens_per_step.compute().tolist(), start=1):
+        *greedy, sampled = self.val_tokens_per_step.compute().tolist()
+        for k, tokens in enumerate(greedy, start=1):
             means[f"{stage}_tokens_per_step_top{k}"] = tokens
+        means[f"{stage}_tokens_per_step_sampled"] = sampled
         self.val_tokens_per_step.reset()
         self.val_metrics, self.val_step = means, self.trainer.global_step
         # Every process computed them over all processes' chunks.

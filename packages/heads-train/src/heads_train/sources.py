@@ -17,6 +17,8 @@ SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet", ".txt", ".npy")
 # A streamed set is shuffled as far as a window of this many rows allows, and by whole files.
 SHUFFLE_ROWS = 256
 _MOST_IDS = 2**31  # of a vocabulary
+LARGEST_TEXT = 2**28  # bytes of a .txt file
+NAMED = 3  # files that are told by name
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,20 @@ class Source:
     hub_split: str = "train"
     revision: str = ""
     streaming: bool = False
+
+    def __post_init__(self) -> None:
+        for path in self.files:
+            if path.suffix == ".txt" and path.stat().st_size > LARGEST_TEXT:
+                raise ValueError(
+                    f"{path} is one text of {path.stat().st_size / 1e9:.1f} GB, and a text is tokenised whole: cut it, "
+                    f"as by split -C {LARGEST_TEXT >> 20}m --additional-suffix=.txt {path} PART-"
+                )
+
+    def described(self) -> str:
+        """Which files these are, or which part of a data set."""
+        names = [path.name for path in self.files]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return ", ".join(names[:NAMED]) + more if names else f"{self.hub_split} of {self.name}"
 
     def key(self) -> str:
         """A text that changes whenever the books may have changed."""
