@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import decoder
 from decoder.backends.native import library as native
 from decoder.backends.native.quantised import QuantisedLinear
+from decoder.backends.native.quantised_experts import QuantisedExperts
 from decoder.model.gguf.config import read_config
 from decoder.model.gguf.file import open_gguf
 from decoder.model.gguf.weights import check_shapes, state_dict
@@ -308,6 +309,35 @@ def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_th
         assert "model.layers.0.linear_attn.out_proj" in linear
         for name, module in linear.items():
             assert torch.equal(module.rows(torch.arange(module.out_features)), plain.get_submodule(name).weight)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("gpt-oss", "MXFP4"), ("qwen3moe", "Q8_0"), ("mixtral", "MXFP4"), ("qwen35moe", "Q8_0")]
+)
+def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architecture, name):
+    """And their texts are those of plain decoding to the last bit, whatever is verified."""
+    model_type, more, keys = KINDS[architecture]
+    model = random_model(model_type, more)
+    kind = gguf.GGMLQuantizationType[name]
+    path = tmp_path / "a.gguf"
+    written(path, model, "llama" if architecture == "mixtral" else architecture, keys, kind=kind)
+    dec, unpacked = decoder.load(path), decoder.load(path, dtype="float32").model
+    experts = [module for module in dec.model.modules() if isinstance(module, QuantisedExperts)]
+    assert len(experts) == model.config.num_hidden_layers and name in repr(experts[0])
+    x, weights = torch.randn(9, 64), torch.rand(9, 2)
+    ids = torch.stack((torch.arange(9) % 4, (torch.arange(9) + 1) % 4), 1)
+    with torch.inference_mode():
+        for ours, theirs in zip(experts, (m.experts for m in unpacked.modules() if hasattr(m, "experts")), strict=True):
+            expected = theirs(x, ids, weights)
+            assert 0 < (ours(x, ids, weights) - expected).norm() < 0.05 * expected.norm()
+    if architecture == "qwen35moe":
+        return  # whose other layers are not
+    assert dec.bitwise and dec.target.backend.whole is not None, dec.report()
+    prompt = list(range(5, 45)) * 2
+    given = dict(max_new_tokens=40, sampling=decoder.SamplingParams(seed=2), ignore_eos=True, return_logprobs=True)
+    plain = dec.generate(prompt, method="ar", **given)
+    out = dec.generate(prompt, method="prompt-lookup", **given)
+    assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 
 
 def test_llama_3s_rotary_factors_are_its_scaling_and_others_are_refused(tmp_path):

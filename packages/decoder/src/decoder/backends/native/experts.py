@@ -1,7 +1,6 @@
 """Experts of a layer in the native library: the same bits for a row, whoever shares an expert with it."""
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref
 from typing import Any, NamedTuple, cast
@@ -14,9 +13,11 @@ from transformers.integrations.moe import _default_apply_gate
 from decoder.backends.base import BackendFault
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
+from decoder.backends.native.expert_products import ROOM, ExpertProducts
 from decoder.backends.native.library import Expert, Experts
 from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, fingerprint_of, joined, packable, same
-from decoder.backends.native.packed_weight import NativeWeight, pack
+from decoder.backends.native.packed_weight import pack
+from decoder.backends.native.quantised_experts import QuantisedExperts
 from decoder.work import Progress, Work
 
 _ACTIVATIONS = {"SiLU": native.SILU, "SiLUActivation": native.SILU, "GELUTanh": native.GELU}
@@ -25,70 +26,45 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _CLOSE = 1e-4  # by which weights of experts may be off in float32
 
 
-class _Room(threading.local):
-    """Memory between calls, a thread's own."""
-
-    numbers: torch.Tensor | None = None
-
-    def address(self, numbers: int) -> int:
-        """Where so many float32 numbers have room."""
-        if self.numbers is None or len(self.numbers) < numbers:
-            self.numbers = torch.empty(numbers, dtype=torch.float32, device="cpu")
-        return self.numbers.data_ptr()
-
-
-_room = _Room()
-
-
 class PackedExperts(Packed):
     """`forward` of a module of experts, with a packed copy of their weights.
 
     Attributes:
-        weights: by expert those of gate, of what it gates and of what is behind them.
-        structure: what the library reads; nothing of routing is in it.
+        products: of the weights as they were packed last.
     """
 
     def __init__(self, module: nn.Module):
         self._fingerprint: list[torch.Tensor] = []
-        self.weights: list[list[NativeWeight]] = []
+        self.products: ExpertProducts | None = None
         self.pack(module)
 
     def pack(self, module: Any) -> None:
         """Pack the weights, unless they are those that were packed last."""
-        fingerprint = fingerprint_of([module])
+        fingerprint = _fingerprint(module)
         if same(fingerprint, self._fingerprint):
             return
         self._fingerprint = fingerprint
-        self.weights = []  # frees the old copy before the new one is made
-        self.weights = [[pack([weight], [bias]) for weight, bias in own] for own in _matrices(module)]
-        self.structure = Experts(
-            (Expert * len(self.weights))(*self.products()), count=len(self.weights), **_gating(module)
-        )
+        self.products = None  # frees the old copy before the new one is made
+        if isinstance(module, QuantisedExperts):
+            self.products = module.products()
+        else:
+            weights = [[pack([weight], [bias]) for weight, bias in own] for own in _matrices(module)]
+            self.products = ExpertProducts(weights, gating_of(module))
 
-    def products(self) -> list[Expert]:
-        """What the library reads of each expert."""
-        return [Expert(*(one.product for one in own)) for own in self.weights]
+    @property
+    def held(self) -> ExpertProducts:
+        """The packed products."""
+        assert self.products is not None
+        return self.products
 
     @property
     def kind(self) -> type:
         """How the weights are held."""
-        return type(self.weights[0][0])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of inputs."""
-        return self.weights[0][0].dtype
+        return type(self.held.weights[0][0])
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What the experts ``ids`` [T, k] of rows [..., d] give, times ``weights`` [T, k]."""
-        x = hidden.to(self.dtype).contiguous()
-        ids, weights, out = ids.contiguous(), weights.float().contiguous(), torch.empty_like(x)
-        self.structure.used, rows = ids.shape[1], len(ids)
-        given, library = byref(self.structure), native.library()
-        at = (one.data_ptr() for one in (ids, weights, out))
-        room = _room.address(library.expert_numbers(given, rows))
-        library.run_experts(given, x.data_ptr(), rows, *at, room, x.dtype == torch.bfloat16, native.threads())
-        return out.to(hidden.dtype)
+        return self.held(hidden, ids, weights)
 
 
 class PackedRouter(Packed):
@@ -160,9 +136,11 @@ class Block(NamedTuple):
     gate: Linear | None = None
 
     @property
-    def weights(self) -> list[torch.Tensor]:
-        """Those of the experts."""
-        return list(self.experts.parameters(recurse=False))
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the experts' weights, or of inputs to those that are in other formats, and of the router's."""
+        own = self.experts
+        of_experts = {own.dtype} if isinstance(own, QuantisedExperts) else {one.dtype for one in own.parameters(False)}
+        return of_experts | {self.router.get_parameter("weight").dtype}
 
     @property
     def groups(self) -> list[list[Linear]]:
@@ -182,24 +160,18 @@ class PackedBlock(Packed):
         experts, router = _packed[block.experts], _packed[block.router]
         assert isinstance(experts, PackedExperts) and isinstance(router, PackedRouter)
         weights = [product.weight for group in block.groups if (product := joined(group)) is not None]
-        more: dict[str, Any] = {}
-        expert = [Expert(*(one.product for one in weights[:3]))] if block.shared is not None else []
-        if block.gate is not None:
-            more["shared_gate"] = weights[-1].product
-        of_experts = [*experts.products(), *expert]
-        self._held, self._experts = (experts, router, weights), experts
+        shared = [Expert(*(one.product for one in weights[:3]))] if block.shared is not None else []
+        more = {} if block.gate is None else {"shared_gate": weights[-1].product}
+        self._experts, self._held = experts.held, (router, weights)
+        listed = [*self._experts.experts(), *shared]
         self.structure = Experts(
-            (Expert * len(of_experts))(*of_experts),
-            shared=len(expert),
-            **router.settings,
-            **_gating(block.experts),
-            **more,
+            (Expert * len(listed))(*listed), shared=len(shared), **router.settings, **self._experts.gating, **more
         )
 
     @property
     def kind(self) -> type:
         """How the weights are held."""
-        return self._experts.kind
+        return type(self._experts.weights[0][0])
 
     def numbers(self, rows: int) -> int:
         """Of memory that so many rows need."""
@@ -208,7 +180,7 @@ class PackedBlock(Packed):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the experts of rows [..., d] give."""
         x = hidden.reshape(-1, hidden.shape[-1]).to(self._experts.dtype).contiguous()
-        out, room = torch.empty_like(x), _room.address(self.numbers(len(x)))
+        out, room = torch.empty_like(x), ROOM.address(self.numbers(len(x)))
         at = x.data_ptr(), len(x), out.data_ptr(), room
         native.library().run_block(byref(self.structure), *at, x.dtype == torch.bfloat16, native.threads())
         return out.view(hidden.shape).to(hidden.dtype)
@@ -230,7 +202,8 @@ def packing_experts(modules: Iterable[nn.Module]) -> Work[dict[nn.Module, Callab
             kinds[module] = PackedExperts
         elif _chooses(module):
             kinds[module] = PackedRouter
-    new = sum(parameter.nbytes for module in kinds if module not in _packed for parameter in module.parameters())
+    copied = [module for module in kinds if module not in _packed and not isinstance(module, QuantisedExperts)]
+    new = sum(parameter.nbytes for module in copied for parameter in module.parameters())
     if new > SHARE * available_memory(torch.device("cpu")):
         raise BackendFault("there is no memory for a packed copy of the experts' weights")
     for number, (module, kind) in enumerate(kinds.items(), start=1):
@@ -271,6 +244,8 @@ def block_of(module: nn.Module) -> Block | None:
 
 def are_experts(module: Any) -> bool:
     """Whether a module is a stack of experts, gated in one of the library's ways."""
+    if isinstance(module, QuantisedExperts):
+        return all(own.is_cpu for own in module.parameters())
     names = {"gate_up_proj", "down_proj"}
     if not names <= module._parameters.keys() or not getattr(module, "has_gate", False):
         return False
@@ -324,11 +299,20 @@ def chooses_alike(module: Any) -> bool:
         return False
 
 
-def _gating(module: Any) -> dict[str, float]:
+def gating_of(module: Any) -> dict[str, float]:
     """How experts are gated, by the names of the library's `Experts`."""
+    if isinstance(module, QuantisedExperts):
+        return module.gating
     if type(module).__name__ == "GptOssExperts":
         return {"activation": native.CLAMPED, "limit": module.limit, "alpha": module.alpha}
     return {"activation": _ACTIVATIONS[type(module.act_fn).__name__]}
+
+
+def _fingerprint(module: Any) -> list[torch.Tensor]:
+    """What shows whether weights have changed that have been packed; where they are not copied, their place."""
+    if isinstance(module, QuantisedExperts):
+        return [torch.tensor([own.data_ptr() for own in module.parameters()])]
+    return fingerprint_of([module])
 
 
 def _matrices(module: Any) -> Iterable[Sequence[tuple[torch.Tensor, torch.Tensor | None]]]:

@@ -121,7 +121,7 @@ def _known_mlp(layer: Any) -> bool:
 def _known_experts(mlp: Any, dtype: torch.dtype) -> bool:
     """Whether a module is a block of experts of these families, all in ``dtype``."""
     block = block_of(mlp) if _is_of(mlp, "SparseMoeBlock", "MoE", "MLP") else None
-    return block is not None and all(weight.dtype == dtype for weight in (*block.weights, block.router.weight))
+    return block is not None and block.dtypes == {dtype}
 
 
 def products_of(layer: Any) -> Iterator[tuple[str, list[Linear]]]:

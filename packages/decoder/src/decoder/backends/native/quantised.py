@@ -179,6 +179,25 @@ class QuantisedEmbedding(QuantisedMatrixModule):
         return f"{self.kind.name}, {self.num_embeddings}, {self.embedding_dim}"
 
 
+class QuantisedRows(NamedTuple):
+    """A matrix as `QuantisedWeight` takes it, without a layer.
+
+    Attributes:
+        kind: its format.
+        out_features, in_features: its shape.
+        weight: the packed matrix.
+        bias: [out] or None.
+        dtype: of inputs and outputs.
+    """
+
+    kind: WeightFormat
+    out_features: int
+    in_features: int
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+
 class QuantisedWeight(NativeWeight):
     """The native library's product of one `QuantisedLinear`, or of several with the same input; it copies no weights.
 
@@ -187,7 +206,7 @@ class QuantisedWeight(NativeWeight):
 
     _kind = native.QUANTISED
 
-    def __init__(self, layers: Sequence[QuantisedLinear]):
+    def __init__(self, layers: Sequence[QuantisedLinear | QuantisedRows]):
         outputs, inputs = sum(layer.out_features for layer in layers), layers[0].in_features
         assert len(layers) <= MOST_PARTS and all(not layer.out_features % width() for layer in layers[:-1])
         biases = [

@@ -8,6 +8,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
+from decoder.backends.native.experts import are_experts, gating_of
 from decoder.backends.native.quantised import (
     QuantisedEmbedding,
     QuantisedLinear,
@@ -16,6 +17,7 @@ from decoder.backends.native.quantised import (
     weight_formats,
     width,
 )
+from decoder.backends.native.quantised_experts import PARTS, QuantisedExperts
 from decoder.model.gguf.file import ELSE, FETCH, GgufFile
 from decoder.model.gguf.sources import Source
 from decoder.model.gguf.weights import check_shapes, parameter, sources
@@ -30,7 +32,7 @@ def holds_quantised(file: GgufFile) -> bool:
 
 
 def quantised_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, on the CPU, with linear layers and embeddings in the file's formats and all else in ``dtype``.
+    """The model, on the CPU: linear layers, experts and embeddings in the file's formats, all else in ``dtype``.
 
     Raises:
         ValueError: weights are no numbers, or see `check_shapes`.
@@ -40,7 +42,11 @@ def quantised_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=dtype)
     check_shapes(file, model)
     plain: dict[str, torch.Tensor] = {}
-    for name, source in sources(file, config).items():
+    given = sources(file, config)
+    for path, stack in list(model.named_modules()):
+        if are_experts(stack):
+            _keep_experts(file, model, path, given, dtype)
+    for name, source in given.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path) if leaf == "weight" else None
         kind = _kept(file, source, module, path)
@@ -58,6 +64,41 @@ def quantised_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
     model.generation_config = GenerationConfig.from_model_config(config)
     mark_short(model, GGUF)
     return model.eval()
+
+
+def _keep_experts(
+    file: GgufFile, model: PreTrainedModel, path: str, given: dict[str, Source], dtype: torch.dtype
+) -> None:
+    """Put a stack of experts in its place, and take its parameters from what is ``given``, if formats can stay."""
+    names = {name: f"{path}.{name}" for name in model.get_submodule(path)._parameters}
+    tensors = dict(
+        zip(PARTS, (*given[names["gate_up_proj"]].tensors, *given[names["down_proj"]].tensors), strict=False)
+    )
+    if len(tensors) < len(PARTS) or any(_kind_of(file, name) is None for name in tensors.values()):
+        return
+    matrices = {part: _matrices(file, name) for part, name in tensors.items()}
+    biases: dict[str, torch.Tensor] = {}
+    if "down_proj_bias" in names:
+        of_biases = (*given[names["gate_up_proj_bias"]].tensors, *given[names["down_proj_bias"]].tensors)
+        biases = {
+            part: parameter(file, Source((name,)), torch.float32) for part, name in zip(PARTS, of_biases, strict=True)
+        }
+    stack = model.get_submodule(path)
+    model.set_submodule(path, QuantisedExperts(stack, gating_of(stack), matrices, biases, dtype))
+    for name in names.values():
+        del given[name]
+
+
+def _matrices(file: GgufFile, name: str) -> list[QuantisedMatrix]:
+    """Of a tensor [experts, out, in], each expert's."""
+    kind, tensor = _kind_of(file, name), file.tensors[name]
+    assert kind is not None
+    each = np.split(tensor.blocks, tensor.shape[0])
+    matrices = [QuantisedMatrix(kind, torch.from_numpy(blocks.copy())) for blocks in each]
+    if not all(matrix.finite for matrix in matrices):
+        raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}")
+    file.release(name)
+    return matrices
 
 
 def _kind_of(file: GgufFile, name: str) -> WeightFormat | None:
