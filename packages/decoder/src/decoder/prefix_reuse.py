@@ -207,7 +207,7 @@ class PrefixReuse:
         state: list[object] = [
             (one.data_ptr(), one.dtype, 0 if one.is_inference() else one._version) for one in parameters
         ]
-        state.append((self.target.bitwise.rule, torch.get_num_threads()))
+        state.append((self.target.bitwise.rule, torch.get_num_threads(), self.target.backend.covers))
         if state != self._model_state:
             self._model_state = state
             self.clear()

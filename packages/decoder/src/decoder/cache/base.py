@@ -10,6 +10,7 @@ from decoder.backends.forwards import under_autocast
 from decoder.cache.layout import RECURRENT, LayerKind, Layout
 from decoder.cache.pool import BufferPool, Buffers
 from decoder.cache.recurrent import RecurrentStates
+from decoder.cache.replayed import new_states
 from decoder.cache.window import WindowState
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class LayeredCache(Cache, ABC):
 
     def _new_states(self) -> dict[LayerKind, WindowState | RecurrentStates]:
         return {
-            kind: RecurrentStates(len(own), self.prompt_tokens) if kind == RECURRENT else WindowState(kind, len(own))
+            kind: new_states(self.layout, self.prompt_tokens) if kind == RECURRENT else WindowState(kind, len(own))
             for kind, own in self.layout.beside.items()
         }
 

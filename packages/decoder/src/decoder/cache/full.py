@@ -11,6 +11,7 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
 from decoder.cache.layout import FULL, RECURRENT, LayerKind
 from decoder.cache.recurrent import RecurrentCopy, RecurrentStates
+from decoder.cache.replayed import ReplayedCopy, new_states
 from decoder.cache.window import WindowCopy, WindowState
 from decoder.work import Progress, Work
 
@@ -28,7 +29,7 @@ class Copies(NamedTuple):
     """
 
     parts: tuple[torch.Tensor, ...]
-    beside: tuple[WindowCopy | RecurrentCopy, ...] = ()
+    beside: tuple[WindowCopy | RecurrentCopy | ReplayedCopy, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +70,7 @@ class FullCache(LayeredCache):
         most = None if self.growable else self.capacity
         rounding = self.form.rounded if self.form.kv_dtype else None
         return {
-            kind: RecurrentStates(len(own), self.prompt_tokens, self.takes_back)
+            kind: new_states(self.layout, self.prompt_tokens, self.takes_back)
             if kind == RECURRENT
             else WindowState(kind, len(own), most, rounding)
             for kind, own in self.layout.beside.items()
@@ -205,7 +206,9 @@ class FullCache(LayeredCache):
         return self.length
 
 
-def _agreed(length: int, states: Sequence[WindowState | WindowCopy | RecurrentStates | RecurrentCopy]) -> int:
+def _agreed(
+    length: int, states: Sequence[WindowState | WindowCopy | RecurrentStates | RecurrentCopy | ReplayedCopy]
+) -> int:
     """The greatest length of at most ``length`` tokens that all ``states`` can go back to."""
     asked = None
     while asked != length:

@@ -49,6 +49,14 @@ RECURRENT = LayerKind("recurrent")
 NONE = LayerKind("none")
 
 
+class StateSizes(NamedTuple):
+    """How many recurrent layers a model has, and how many float32 numbers the state of one has and a token's inputs."""
+
+    mixers: int
+    state: int
+    inputs: int
+
+
 class Layout:
     """The layers of a model.
 
@@ -60,7 +68,10 @@ class Layout:
     Attributes:
         members: by kind the layers of it that keep something; of recurrent ones, their numbers among themselves.
         places: by layer that keeps something, how many layers of its kind that do so come before it.
+        state_sizes: of recurrent layers, where the native library runs them.
     """
+
+    state_sizes: StateSizes | None = None
 
     def __init__(self, kinds: Sequence[LayerKind], keeping: Sequence[int] | None = None, mixers: int = 0):
         self.kinds = tuple(kinds)

@@ -1,13 +1,15 @@
 """What recurrent layers keep of a text: the state behind each token from which the text may go on."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 _NODES = 80  # of a pass, whose states are all kept; of a longer chain only the last ones are
+CHANGED = "have changed while a text was decoded: begin the text anew"
 _MARKS, _MARKS_BACK = 17, 128  # of a text, and of one whose tokens are taken back
 
 
@@ -100,8 +102,55 @@ class RecurrentCopy(NamedTuple):
         return []
 
 
-class RecurrentStates:
+class RecurrentStates(ABC):
     """The states of all mixers of a model, recurrent layers, behind the tokens of one text.
+
+    Attributes:
+        length: how many tokens are committed.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def make_room(self, count: int) -> None:  # noqa: B027
+        """See that there is room for the states of ``count`` tokens, of which no one is asked for beforehand."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit the nodes ``path`` (ascending) of the last pass."""
+
+    @abstractmethod
+    def mark(self) -> None:
+        """See that the text can go back to where it is now."""
+
+    @property
+    @abstractmethod
+    def pairs(self) -> Any:
+        """The states to which the text can go back."""
+
+    def goes_back_to(self, length: int) -> int:
+        """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
+        return self.pairs.goes_back_to(length)
+
+    @abstractmethod
+    def copy(self, count: int) -> Any:
+        """What stands of the text's first ``count`` tokens; states do not change, so nothing is copied."""
+
+    @abstractmethod
+    def begin_with(self, copy: Any, count: int) -> None:
+        """Begin, while empty, with the text's first ``count`` tokens, to which the copy can go back."""
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Go back to a length that `goes_back_to` gave."""
+
+
+class NodeStates(RecurrentStates):
+    """States as transformers' modules leave them.
 
     A pass computes the state of each node from its parent's, and keeps it; committing a path is choosing the state of
     its last node.
@@ -112,14 +161,13 @@ class RecurrentStates:
         takes_back: whether tokens are committed that may have to be taken back: then each pass leaves a mark.
 
     Attributes:
-        length: how many tokens are committed.
-        committed: the states behind the last of them; empty at the beginning of the text.
+        committed: the states behind the last committed token; empty at the beginning of the text.
         marks: by length, states behind earlier tokens.
     """
 
     def __init__(self, mixers: int, prompt_tokens: int = 0, takes_back: bool = False):
+        super().__init__()
         self.mixers, self._prompt_tokens, self._takes_back = mixers, prompt_tokens, takes_back
-        self.length = 0
         self.committed: States = {}
         self.marks: dict[int, States] = {}
         self._nodes: list[States] = []  # of the last pass, behind those of tokens that are held
@@ -127,9 +175,6 @@ class RecurrentStates:
         self._newest_but_one: States = {}
         self._held = 0
         self._forgets = False
-
-    def make_room(self, count: int) -> None:
-        """See that there is room for the states of ``count`` tokens, of which no one is asked for beforehand."""
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +215,6 @@ class RecurrentStates:
             del self._nodes[node - 2][mixer]
 
     def keep(self, path: Sequence[int]) -> None:
-        """Commit the nodes ``path`` (ascending) of the last pass."""
         if not path:
             return
         states = self._nodes[path[-1]]
@@ -183,7 +227,6 @@ class RecurrentStates:
             self.mark()
 
     def mark(self) -> None:
-        """See that the text can go back to where it is now."""
         self.marks[self.length] = self.committed
         if self._takes_back and len(self.marks) > _MARKS_BACK:
             del self.marks[min(self.marks)]
@@ -194,7 +237,6 @@ class RecurrentStates:
 
     @property
     def pairs(self) -> "RecurrentCopy":
-        """The states to which the text can go back."""
         marks = {**self.marks, self.length: self.committed}
         if self._newest_but_one:
             marks[self.length - 1] = self._newest_but_one
@@ -202,21 +244,14 @@ class RecurrentStates:
             marks = {mark: states for mark, states in marks.items() if mark <= self._prompt_tokens}
         return RecurrentCopy(marks)
 
-    def goes_back_to(self, length: int) -> int:
-        """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
-        return self.pairs.goes_back_to(length)
-
     def copy(self, count: int) -> "RecurrentCopy":
-        """What stands of the text's first ``count`` tokens; states do not change, so nothing is copied."""
         return RecurrentCopy({mark: states for mark, states in self.pairs.marks.items() if mark <= count})
 
     def begin_with(self, copy: "RecurrentCopy", count: int) -> None:
-        """Begin, while empty, with the text's first ``count`` tokens, to which the copy can go back."""
         self.committed, self.length = copy.marks[count], count
         self.marks = {mark: states for mark, states in copy.marks.items() if mark <= count}
 
     def rewind(self, length: int) -> None:
-        """Go back to a length that `goes_back_to` gave."""
         self.committed, self.length = self.pairs.marks[length] if length else {}, length
         # Who takes back the newest tokens goes on from there, and not from before.
         earliest = length if self._takes_back else 0

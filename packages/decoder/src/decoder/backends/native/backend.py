@@ -13,22 +13,26 @@ import transformers
 from torch import nn
 
 from decoder.backends import bitwise_check
-from decoder.backends.base import FREE, Forwards, PassBatch, PassOutput, PassRule
+from decoder.backends.base import FREE, Chain, Forwards, PassBatch, PassOutput, PassRule
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import replaced, under_autocast
 from decoder.backends.modules import ModulePass, cache_of, ids_of, one_text_at_a_time
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.activations import activations
-from decoder.backends.native.experts import block_of, packing_experts
+from decoder.backends.native.experts import packing_experts
+from decoder.backends.native.families import parts_of
 from decoder.backends.native.levels import NativeLevels, native_levels
-from decoder.backends.native.llama import groups_of, runs_as_a_whole
+from decoder.backends.native.llama import runs_as_a_whole
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_linear import Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding
 from decoder.backends.native.whole_model import WholeModel
 from decoder.backends.norms import fused_norms
 from decoder.cache.base import LayeredCache
+from decoder.cache.layout import Layout
+from decoder.cache.recurrent import CHANGED
+from decoder.cache.replayed import ReplayedStates
 from decoder.draft_heads import DraftHead
 from decoder.sampling.native_choice import NativeChoice, native_choice
 from decoder.work import Work
@@ -56,13 +60,14 @@ class NativeBackend:
     def __init__(self, target: "Target"):
         self._target, self._modules = target, ModulePass(target)
         self.whole: WholeModel | None = None
+        self._layout: Layout = target.layout
         self._forwards: Forwards = {}
         self.called: Forwards = {}
 
     @staticmethod
     def unavailable(target: "Target") -> str | None:
         """Why the library does not run a model; None if it does."""
-        if target.more_than_attention is not None:
+        if target.more_than_attention is not None and not (target.mixers and _runs_as_a_whole(target)):
             return f"for attention over keys and values, where {target.name} has {target.more_than_attention}"
         faults = (native_attention.unavailable(shape, target.device) for shape in target.attention_shapes_now)
         return next((fault for fault in faults if fault is not None), None)
@@ -76,25 +81,24 @@ class NativeBackend:
     def renewing(self) -> Work[None]:
         """See `PassBackend`."""
         target = self._target
-        shared = target.shared_layers()
-        whole = not shared.modules and runs_as_a_whole(target.model, target.dtype, target.layout.kinds)
+        shared, whole = target.shared_layers(), _runs_as_a_whole(target)
         outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
-        layers = target.decoder.layers if whole else ()
-        groups = [group for layer in layers for group in groups_of(layer)]
-        blocks = [block for layer in layers if (block := block_of(layer.mlp)) is not None]
-        experts = [module for block in blocks for module in block[:2]]
+        parts = [parts_of(layer) for layer in target.decoder.layers] if whole else []
+        groups = [group for own in parts for group in own.groups]
+        experts = [module for own in parts if own.block is not None for module in own.block[:2]]
         modules = outside if whole else [*target.modules, *target.helper_modules(), *shared.modules]
         forwards = fused_norms(modules) | (yield from packing(modules, groups)) | activations(modules)
         forwards |= yield from packing_experts([*modules, *experts])
         forwards |= shared.forwards(forwards)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
-        self.whole = WholeModel(target.model, target.dtype, target.layout) if whole else None
+        self.whole = WholeModel(target.decoder, target.dtype, target.layout) if whole else None
+        self._layout = target.layout if self.whole is None else self.whole.layout
         self.flattens = True if whole else self.flattens
         self._forwards, self.called = forwards, called
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
         """See `PassBackend`."""
-        cache.prepare(self._target.layout)
+        cache.prepare(self._layout)
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:
@@ -107,6 +111,10 @@ class NativeBackend:
         new = []
         for text in batch.texts:
             self.prepare(text.cache, len(text.tokens))
+            if (states := text.cache.recurrent) is not None:
+                if not isinstance(states, ReplayedStates):
+                    raise ValueError(f"the layers of {target.name} {CHANGED}")
+                states.begin(text.parents, text.cache.held, isinstance(text, Chain))
             new.append(NewTokens(text.cache.get_seq_length(), len(text.tokens), text.mask(), text.positions[0]))
         if self.whole is None:
             return self._modules.run(batch, new, self._forwards)
@@ -114,6 +122,9 @@ class NativeBackend:
             ids, cache = ids_of(batch, target.device), cache_of(batch)
             found = self.whole.run(ids, cache, new, batch.observed, target.feature_layers)
             logits = target.head(target.norm(found.hidden))[0] if batch.logits else None
+        for text in batch.texts:
+            if isinstance(states := text.cache.recurrent, ReplayedStates):
+                states.finish()
         features = torch.cat(found.inputs, -1)[0] if found.inputs else None
         return PassOutput(found.hidden[0], logits, found.queries, features)
 
@@ -147,7 +158,7 @@ class NativeBackend:
     def _kinds(self) -> Counter[str]:
         """How often the model's weights are held in each form."""
         layers = self._target.decoder.layers if self.whole else ()
-        products: list[Packed | None] = [joined(group) for layer in layers for group in groups_of(layer)]
+        products: list[Packed | None] = [joined(group) for layer in layers for group in parts_of(layer).groups]
         products += [packed_by(self._forwards.get(module)) for module in self._target.modules]
         return Counter(product.kind.__name__.removesuffix("Weight") for product in products if product is not None)
 
@@ -158,3 +169,7 @@ class NativeBackend:
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
         """See `PassBackend`."""
         return native_levels(self._target, heads, vocabulary, self.called)
+
+
+def _runs_as_a_whole(target: "Target") -> bool:
+    return not target.shared_layers().modules and runs_as_a_whole(target.model, target.dtype, target.layout.kinds)

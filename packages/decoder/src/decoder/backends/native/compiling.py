@@ -25,7 +25,10 @@ FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-ps
 COMPILERS = ("gcc", "cc")
 _SECONDS = 600  # in which a file must be compiled; a busy machine may take long
 _OF_LIBRARY = ("library.c", "formats/formats.c")
-_OF_SET = ("products.c", "attention.c", "layers.c", "experts.c", "tokens.c", "levels.c", "quantised.c", "set.c")
+_OF_SET = (
+    *("products.c", "attention.c", "mixers.c", "experts.c", "layers.c"),
+    *("tokens.c", "levels.c", "quantised.c", "set.c"),
+)
 
 
 class InstructionSet(NamedTuple):

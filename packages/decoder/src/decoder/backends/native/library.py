@@ -111,6 +111,44 @@ class Experts(ctypes.Structure):
         ("scaling", c_float),
         ("limit", c_float),
         ("alpha", c_float),
+class Mixer(ctypes.Structure):
+    """`Mixer` of library.h."""
+
+    _fields_ = (
+        ("gates", Product),
+        ("from", c_void_p),
+        ("conv", c_void_p),
+        ("conv_bias", c_void_p),
+        ("decay", c_void_p),
+        ("decay_bias", c_void_p),
+        ("skip", c_void_p),
+        ("factors", c_void_p),
+        ("keys", c_int64),
+        ("values", c_int64),
+        ("key_dim", c_int64),
+        ("dim", c_int64),
+        ("width", c_int64),
+        ("group", c_int64),
+        ("eps", c_float),
+        ("delta", c_int32),
+        ("gates_first", c_int32),
+    )
+
+
+class Memory(ctypes.Structure):
+    """`Memory` of library.h."""
+
+    _fields_ = (
+        ("before", c_void_p),
+        ("after", c_void_p),
+        ("kept", c_void_p),
+        ("room", c_int64),
+        ("replayed", c_void_p),
+        ("replays", c_int64),
+        ("folded", c_int64),
+        ("count", c_int64),
+        ("parents", c_void_p),
+        ("slots", c_void_p),
     )
 
 
@@ -136,8 +174,11 @@ class Layer(ctypes.Structure):
         ("kind", c_int32),
         ("place", c_int32),
         ("gelu", c_int32),
+        ("gated", c_int32),
+        ("turned", c_int64),
         ("sinks", c_void_p),
         ("experts", POINTER(Experts)),
+        ("mixer", POINTER(Mixer)),
     )
 
 
@@ -196,6 +237,8 @@ class Pass(ctypes.Structure):
         ("sines", POINTER(c_void_p)),
         ("scratch", c_void_p),
         ("kinds", c_int64),
+        ("memories", POINTER(Memory)),
+        ("mixed", c_void_p),
     )
 
 
@@ -275,6 +318,8 @@ _STRUCTURES = (
         Format,
         Expert,
         Experts,
+        Mixer,
+        Memory,
         Layer,
         Text,
         Attention,
@@ -294,6 +339,8 @@ _ARGUMENTS = {
     "run_experts": (POINTER(Experts), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
     "run_block": (POINTER(Experts), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
     "route": (POINTER(Experts), c_void_p, c_int64, *3 * (c_void_p,), c_int, c_int),
+    "gate_attended": (POINTER(Layer), c_void_p, c_int64, c_void_p, c_int, c_int),
+    "mixer_sizes": (POINTER(Layer), c_void_p),
     "attend": (POINTER(Attention), c_int64, c_int),
     "run_layers": (POINTER(Pass), POINTER(Attention), c_int64, c_int),
     "contenders": (POINTER(Choosing), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),

@@ -1,10 +1,10 @@
-"""Which models the native library runs as a whole: those of the Llama family, as transformers has them.
+"""Which models the native library runs as a whole: those of some families, as transformers has them.
 
-Their layers are root-mean-square norms, rotary attention and a gated SiLU or GELU or experts, with or without biases,
-sinks, norms of heads and norms of what is added.
+Their layers are root-mean-square norms, rotary attention or a mixer, and a gated SiLU or GELU or experts, with or
+without biases, sinks, norms of heads and norms of what is added.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,29 +14,17 @@ from transformers import PreTrainedModel
 
 from decoder.backends.attention import not_known
 from decoder.backends.native import library as native
-from decoder.backends.native.experts import block_of
+from decoder.backends.native.families import LayerParts, family_of, parts_of
 from decoder.backends.native.int4 import Int4Linear
-from decoder.backends.native.native_layer import norms_of
+from decoder.backends.native.mixers import knows
 from decoder.backends.native.packed_linear import Linear, packable
 from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear
 from decoder.backends.norms import eps_of, looks_like_rms_norm
 from decoder.cache.layout import FULL, LayerKind
+from decoder.model.architectures import decoder_of
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_NORMS_OF_HEADS = {"q_norm", "k_norm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj"}
 _ACTIVATIONS = ("SiLU", "SiLUActivation", "GELUTanh")
-
-
-def _is_of(module: nn.Module, *parts: str) -> bool:
-    """Whether a module is the one of that name that transformers has for a family, such as ``DecoderLayer``."""
-    found = type(module).__module__, type(module).__name__
-    names = {
-        (f"transformers.models.{name}.modeling_{name}", f"{name.title().replace('_', '')}{part}")
-        for name in _FAMILIES
-        for part in parts
-    }
-    return found in names
 
 
 def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[LayerKind]) -> bool:
@@ -44,8 +32,9 @@ def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[
 
     ``kinds`` are those of its layers.
     """
-    decoder: Any = model.get_decoder()
-    if not (_is_of(model, "ForCausalLM") and _is_of(decoder, "Model", "TextModel") and native.multiplies(dtype)):
+    decoder: Any = decoder_of(model)
+    whole = family_of(model, "ForCausalLM") and family_of(decoder, "Model", "TextModel")
+    if not (whole and native.multiplies(dtype)):
         return False
     layers, embeddings = list(decoder.layers), decoder.embed_tokens
     plain = not _has_any_global_hook() and len(layers) == decoder.config.num_hidden_layers
@@ -58,19 +47,24 @@ def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[
     pairs = list(zip(layers, kinds, strict=True))
     if not all(known_layer(layer, dtype, kind) for layer, kind in pairs):
         return False
-    shapes = {(layer.self_attn.head_dim, layer.self_attn.scaling) for layer in layers}
-    return len(shapes) == 1 and _turns_all(decoder.rotary_emb, layers[0].self_attn.head_dim)
+    attending = [layer.self_attn for layer in layers if "self_attn" in layer._modules]
+    mixers = [parts.mixer for parts in map(parts_of, layers) if parts.mixer is not None]
+    alike = len({mixer.shape for mixer in mixers}) <= 1
+    shapes = {(attention.head_dim, attention.scaling) for attention in attending}
+    return alike and len(shapes) == 1 and turned_by(decoder.rotary_emb, attending[0].head_dim) is not None
 
 
-def _turns_all(rotary: Any, dim: int) -> bool:
-    """Whether all numbers of a head are rotated."""
-    frequencies = [own for name, own in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name]
-    return all(2 * len(own) == dim for own in frequencies)
+def turned_by(rotary: Any, dim: int) -> int | None:
+    """How many of the ``dim`` numbers of a head are rotated, if it is the same everywhere."""
+    named = rotary.named_buffers()
+    sizes = {2 * len(own) for name, own in named if name.endswith("inv_freq") and "original" not in name}
+    return None if len(sizes) > 1 else min(sizes, default=dim)
 
 
 def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
     """Whether a module is a layer of these families with nothing of the user's in it, which the library multiplies."""
-    if not _is_of(layer, "DecoderLayer"):
+    family = family_of(layer, "DecoderLayer")
+    if family is None:
         return False
     # The user may have put another forward in a class's place, or in a module's.
     others = (getattr(type(one).forward, "__module__", None) != type(one).__module__ for one in layer.modules())
@@ -80,25 +74,19 @@ def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
         for module in within
     ):
         return False
-    if layer._modules.keys() != {"self_attn", "mlp", *norms_of(layer)}:
+    parts = LayerParts(layer, family)
+    if not parts.complete:
         return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if attention._modules.keys() not in (_ATTENTION, _ATTENTION | _NORMS_OF_HEADS):
+    if not (_known_experts(parts, dtype) if "experts" in parts.mlp._modules else _known_mlp(parts)):
         return False
-    if not (_known_experts(mlp, dtype) if "experts" in mlp._modules else _known_mlp(layer)):
-        return False
-    norms = [layer.get_submodule(name) for name in norms_of(layer)]
     # An eps of its own for each norm would need another kernel.
+    norms = list(parts.norms.values())
     if not all(looks_like_rms_norm(norm) for norm in norms) or len({eps_of(norm) for norm in norms}) > 1:
         return False
-    norms += [attention._modules[name] for name in _NORMS_OF_HEADS if name in attention._modules]
-    # What transformers' layers of these families hand to attention.
-    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return (
-        not_known(attention, None, {"sliding_window": window}, kind) is None
-        and all(looks_like_rms_norm(norm) and _norms_in(norm, dtype) for norm in norms)
-        and attention.head_dim % 2 == 0
-        and all(_alike(group, dtype) for group in groups_of(layer))
+        (knows(parts.mixer) if parts.mixer is not None else _known_attention(parts, kind))
+        and all(looks_like_rms_norm(norm) and _norms_in(norm, dtype) for norm in [*norms, *parts.head_norms])
+        and all(_alike(group, dtype) for group in parts.groups)
     )
 
 
@@ -107,37 +95,32 @@ def _norms_in(norm: Any, dtype: torch.dtype) -> bool:
     return norm.weight.dtype in (dtype, torch.float32 if type(norm).__name__ == "GptOssRMSNorm" else dtype)
 
 
-def _known_mlp(layer: Any) -> bool:
+def _known_mlp(parts: LayerParts) -> bool:
     """Whether a layer has one gated product behind attention."""
-    mlp, inputs = layer.mlp, layer.self_attn.q_proj.in_features
+    gate = parts.mlp._modules.get(parts.family.mlp_parts[0])
     return (
-        mlp._modules.keys() == {"gate_proj", "up_proj", "down_proj", "act_fn"}
-        and type(mlp.act_fn).__name__ in _ACTIVATIONS
+        parts.mlp._modules.keys() - {"act_fn"} == set(parts.family.mlp_parts)
+        and type(getattr(parts.mlp, "act_fn", nn.SiLU())).__name__ in _ACTIVATIONS
         # Where gate and up are to stand, rows wait for the norm behind attention.
-        and (len(norms_of(layer)) == 2 or 2 * mlp.gate_proj.out_features >= inputs)
+        and ("norm_behind_attention" not in parts.norms or 2 * gate.out_features >= gate.in_features)
     )
 
 
-def _known_experts(mlp: Any, dtype: torch.dtype) -> bool:
-    """Whether a module is a block of experts of these families, all in ``dtype``."""
-    block = block_of(mlp) if _is_of(mlp, "SparseMoeBlock", "MoE", "MLP") else None
+def _known_experts(parts: LayerParts, dtype: torch.dtype) -> bool:
+    """Whether a layer has a block of experts of these families, all in ``dtype``."""
+    block = parts.block if family_of(parts.mlp, "SparseMoeBlock", "MoE", "MLP") else None
     return block is not None and block.dtypes == {dtype}
 
 
-def products_of(layer: Any) -> Iterator[tuple[str, list[Linear]]]:
-    """The products of a layer by their names in the library's `Layer`, each of linear layers that read the same."""
-    attention, mlp = layer.self_attn, layer.mlp
-    yield "qkv", [attention.q_proj, attention.k_proj, attention.v_proj]
-    yield "o", [attention.o_proj]
-    if "experts" not in mlp._modules:
-        yield "gate_up", [mlp.gate_proj, mlp.up_proj]
-        yield "down", [mlp.down_proj]
-
-
-def groups_of(layer: Any) -> list[list[Linear]]:
-    """The linear layers of a layer, those of one product together."""
-    block = block_of(layer.mlp)
-    return [group for _, group in products_of(layer)] + (block.groups if block is not None else [])
+def _known_attention(parts: LayerParts, kind: LayerKind) -> bool:
+    """Whether attention has the parts of its family, and asks for nothing that the library does not do."""
+    attention, family = parts.attention, parts.family
+    plain = {*_ATTENTION, family.out}
+    if attention._modules.keys() not in (plain, {*plain, *family.head_norms}):
+        return False
+    # What transformers' layers of these families hand to attention.
+    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    return not_known(attention, None, {"sliding_window": window}, kind) is None and attention.head_dim % 2 == 0
 
 
 def _alike(group: list[Linear], dtype: torch.dtype) -> bool:

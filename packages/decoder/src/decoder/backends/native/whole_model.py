@@ -5,23 +5,25 @@ took a fifth of the time. Embedding, rotary angles, norm and head are the model'
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import POINTER, Array, byref, c_void_p, pointer
+from copy import copy
+from ctypes import POINTER, Array, byref, c_int32, c_int64, c_void_p, pointer
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from decoder.backends.attention import Scores
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Attention, Layer, Pass, Text
-from decoder.backends.native.llama import products_of
+from decoder.backends.native.families import parts_of
+from decoder.backends.native.library import Attention, Layer, Memory, Pass, Text
+from decoder.backends.native.llama import turned_by
 from decoder.backends.native.native_attention import NewTokens, bounds, native_attention
-from decoder.backends.native.native_layer import NativeLayer, NativeScratch
+from decoder.backends.native.native_layer import NativeLayer, NativeScratch, floats
 from decoder.backends.native.packed_linear import joined
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
-from decoder.cache.layout import LayerKind, Layout
+from decoder.cache.layout import RECURRENT, LayerKind, Layout, StateSizes
+from decoder.cache.replayed import ReplayedStates
 from decoder.cache.window import WindowState
 
 _FEW = 64  # tokens, up to which the queries of all layers may be kept until they are read
@@ -47,43 +49,61 @@ class WholePass(NamedTuple):
 class KeptQueries(Mapping[int, torch.Tensor]):
     """By layer the queries [1, H, n, D] of a pass's last n tokens, which become tensors when they are looked up."""
 
-    def __init__(self, heads: torch.Tensor, query_heads: int, observed: int):
-        self._heads, self._query_heads, self._observed = heads, query_heads, observed
+    def __init__(self, heads: torch.Tensor, layers: Sequence[int], query_heads: int, observed: int):
+        self._heads, self._layers, self._query_heads, self._observed = heads, layers, query_heads, observed
 
     def __getitem__(self, layer: int) -> torch.Tensor:
         return self._heads[layer, -self._observed :, : self._query_heads].transpose(0, 1)[None]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._heads)))
+        return iter(self._layers)
 
     def __len__(self) -> int:
-        return len(self._heads)
+        return len(self._layers)
 
 
 class WholeModel:
     """Runs the layers of a model that `llama.runs_as_a_whole`, whose products `packing` has made.
 
     Args:
-        model: the model.
+        decoder: the model without its language-model head.
         dtype: of hidden states, keys and values.
         layout: its layers.
+
+    Attributes:
+        layout: the same, with the sizes of states.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, layout: Layout):
-        self._decoder: Any = model.get_decoder()
-        self._scratch, self._dtype = NativeScratch(), dtype
-        self._held, self._kinds, self._layout = [], list(layout.members), layout
-        for number, module in enumerate(self._decoder.layers):
-            products = {name: joined(group) for name, group in products_of(module)}
+    def __init__(self, decoder: Any, dtype: torch.dtype, layout: Layout):
+        self._decoder, self._scratch, self._dtype = decoder, NativeScratch(), dtype
+        self._held, self._kinds = [], [kind for kind in layout.members if kind != RECURRENT]
+        self.layout = copy(layout)
+        self._scaling, dim = next(
+            (own.scaling, own.head_dim) for one in decoder.layers if (own := one._modules.get("self_attn")) is not None
+        )
+        self._turned = turned_by(decoder.rotary_emb, dim) or dim
+        attending: list[Layer] = []
+        mixers: list[Layer] = []
+        for number, module in enumerate(decoder.layers):
+            products = {name: joined(group) for name, group in parts_of(module).products()}
             weights = {name: product.weight for name, product in products.items() if product is not None}
-            kind = self._kinds.index(layout.kinds[number])
-            self._held.append(NativeLayer(module, weights, self._scratch, kind, layout.places[number]))
-        first = self._held[0].layer
+            attends = layout.kinds[number].attends
+            kind = self._kinds.index(layout.kinds[number]) if attends else 0
+            place = layout.places[number] if attends else len(mixers)
+            self._held.append(NativeLayer(module, weights, self._scratch, self._turned, kind, place))
+            (attending if attends else mixers).append(self._held[-1].layer)
+        first = attending[0]
         self._heads, self._kv_heads, self._dim = first.heads, first.kv_heads, first.dim
-        self._all_heads = self._heads + 2 * self._kv_heads
-        self._scaling: float = self._decoder.layers[0].self_attn.scaling
+        self._all_heads = first.qkv.outputs // first.dim
+        self._attended = max(layer.o.inputs for layer in (*attending, *mixers))
         self._layers = (POINTER(Layer) * len(self._held))(*(pointer(layer.layer) for layer in self._held))
         self._pair = torch.empty(1, self._kv_heads, 0, self._dim, dtype=dtype)
+        self._mixed, self._per_new, self._per_token = floats(0), 0, 0
+        if mixers:
+            sizes = (c_int64 * 4)()
+            native.library().mixer_sizes(byref(mixers[0]), sizes)
+            state, inputs, self._per_new, self._per_token = sizes
+            self.layout.state_sizes = StateSizes(len(mixers), state, inputs)
 
     def run(
         self,
@@ -102,7 +122,7 @@ class WholeModel:
         """
         states = self._decoder.embed_tokens(ids[:1])
         angles = self._angles(states, ids[1:])
-        caches = cache.caches if isinstance(cache, FlattenedCaches) else [cache]
+        caches = caches_of(cache)
         if (observed and states.shape[1] > _FEW) or not all(map(self.writes, caches)):
             return self._layer_by_layer(states, angles, cache, new, observed, wanted)
         kept = self._room_for_queries(states.shape[1]) if observed else None
@@ -112,17 +132,19 @@ class WholeModel:
             inputs += [states.clone()] * wanted.count(first)
             self._run_layers(states, angles, caches, new, range(first, last), kept)
         inputs += [states.clone()] * wanted.count(len(self._held))
-        return WholePass(states, inputs, {} if kept is None else KeptQueries(kept, self._heads, observed))
+        return WholePass(
+            states, inputs, {} if kept is None else KeptQueries(kept, self.layout.attending, self._heads, observed)
+        )
 
     def _angles(self, states: torch.Tensor, positions: torch.Tensor) -> list[Angles]:
         """By kind of layer."""
         rotary, types = self._decoder.rotary_emb, getattr(self._decoder.config, "layer_types", None)
         if not types or not hasattr(rotary, "layer_types"):
             cos, sin = rotary(states, position_ids=positions)
-            if cos.shape[-1] < self._dim:  # as in gpt-oss, once for both halves
+            if cos.shape[-1] < self._turned:  # as in gpt-oss, once for both halves
                 cos, sin = (torch.cat((one, one), -1) for one in (cos, sin))
             return [(cos, sin)] * len(self._kinds)
-        names = [types[layers[0]] for layers in self._layout.members.values()]
+        names = [types[self.layout.members[kind][0]] for kind in self._kinds]
         return [rotary(states, positions, name) for name in names]
 
     def writes(self, cache: LayeredCache) -> bool:
@@ -151,8 +173,13 @@ class WholeModel:
         """`run`, where caches write by themselves, or all queries of so many tokens would take too much memory."""
         queries: dict[int, torch.Tensor] = {}
         inputs: list[torch.Tensor] = []
+        caches = caches_of(cache)
         for number, layer in enumerate(self._held):
             inputs += [states] * wanted.count(number)
+            if layer.layer.mixer:
+                states = states.clone(memory_format=torch.contiguous_format)
+                self._run_layers(states, angles, caches, new, range(number, number + 1), None)
+                continue
             heads = layer.before_attention(states, angles[layer.layer.kind])
             if observed:
                 last = heads[-observed:, : self._heads]
@@ -168,7 +195,7 @@ class WholeModel:
             sinks = getattr(self._decoder.layers[number].self_attn, "sinks", None)
             scores = Scores(self._scaling, self._kinds[layer.layer.kind], sinks)
             attended = native_attention(heads, self._heads, keys, values, new, scores)
-            states = layer.behind_attention(attended, states)
+            states = layer.behind_attention(layer.gated(attended, heads), states)
         return WholePass(states, inputs + [states] * wanted.count(len(self._held)), queries)
 
     def _run_layers(
@@ -186,15 +213,15 @@ class WholeModel:
             MemoryError: there is no memory for partial results of attention.
             ValueError: there is no room in a cache.
         """
-        rows = states.shape[1]
+        rows, of_heads = states.shape[1], self._all_heads * self._dim
         heads = states.new_empty(rows, self._all_heads, self._dim) if kept is None else kept[layers.start]
-        attended = states.new_empty(rows, self._heads * self._dim)
-        of_heads, count = self._all_heads * self._dim, len(self._kinds)
-        texts = [self._texts(kind, caches, new) for kind in self._kinds]
-        attention = (Attention * count)(
+        attended = states.new_empty(rows, self._attended)
+        # A mixer alone needs nothing of what attention does, for which caches may have to be asked in another way.
+        kinds = [] if len(layers) == 1 and self._held[layers.start].layer.mixer else self._kinds
+        attention = (Attention * max(1, len(kinds)))(
             *(
                 Attention(
-                    own,
+                    self._texts(kind, caches, new),
                     None,
                     attended.data_ptr(),
                     of_heads,
@@ -206,11 +233,15 @@ class WholeModel:
                     self._dtype == torch.bfloat16,
                     **bounds(Scores(self._scaling, kind)),
                 )
-                for own, kind in zip(texts, self._kinds, strict=True)
+                for kind in kinds
             )
         )
+        attention[0].out, attention[0].is_bf16 = attended.data_ptr(), self._dtype == torch.bfloat16
         turned = [self._scratch.angles(*own, kind) for kind, own in enumerate(angles)]
-        cosines, sines = ((c_void_p * count)(*(one.data_ptr() for one in each)) for each in zip(*turned, strict=True))
+        cosines, sines = (
+            (c_void_p * len(turned))(*(one.data_ptr() for one in each)) for each in zip(*turned, strict=True)
+        )
+        memories, held = self._memories(caches)
         whole = Pass(
             self._layers,
             layers.start,
@@ -222,10 +253,32 @@ class WholeModel:
             cosines,
             sines,
             self._scratch.address,
-            count,
+            len(kinds),
+            memories,
+            self._mixed.data_ptr(),
         )
         if native.library().run_layers(byref(whole), attention, len(caches), native.threads()):
-            raise MemoryError("no memory for the partial results of attention")
+            raise MemoryError("no memory for the partial results of a pass")
+        del held
+
+    def _memories(self, caches: Sequence[LayeredCache]) -> tuple[Array[Memory] | None, list[Array]]:
+        """What recurrent layers keep of the texts, and what must be held while the library reads it."""
+        replays = [states.replay for cache in caches if isinstance(states := cache.recurrent, ReplayedStates)]
+        if not replays:
+            return None, []
+        new = sum(len(one.parents) for one in replays)
+        numbers = new * self._per_new + (new + sum(len(one.replayed) for one in replays)) * self._per_token
+        if numbers > len(self._mixed):
+            self._mixed = floats(numbers)
+        memories, held = (Memory * len(replays))(), []
+        for memory, one in zip(memories, replays, strict=True):
+            given = [(c_int32 * len(own))(*own) for own in (one.replayed, one.parents, one.slots)]
+            memory.before, memory.kept, memory.room = one.before.data_ptr(), one.inputs.data_ptr(), one.inputs.shape[1]
+            memory.after = None if one.after is None else one.after.data_ptr()
+            memory.replayed, memory.parents, memory.slots = map(native.address, given)
+            memory.replays, memory.folded, memory.count = len(one.replayed), one.folded, len(one.parents)
+            held += given
+        return memories, held
 
     def _texts(self, kind: LayerKind, caches: Sequence[LayeredCache], new: Sequence[NewTokens]) -> Array[Text]:
         """What the caches hold in the layers of a kind, with room for the new tokens."""
@@ -245,3 +298,8 @@ class WholeModel:
             structure.count = text.tokens
             structure.mask = None if text.mask is None else text.mask.data_ptr()
         return structures
+
+
+def caches_of(cache: LayeredCache | FlattenedCaches) -> Sequence[LayeredCache]:
+    """The caches of the texts of a pass."""
+    return cache.caches if isinstance(cache, FlattenedCaches) else [cache]

@@ -14,6 +14,7 @@ from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.reference.attention import Masked
 from decoder.backends.reference.mixers import token_by_token
 from decoder.cache.base import LayeredCache
+from decoder.cache.recurrent import CHANGED, NodeStates
 from decoder.work import Work
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Reference:
         for text in batch.texts:
             self.prepare(text.cache, len(text.tokens))
             if (recurrent := text.cache.recurrent) is not None:
+                if not isinstance(recurrent, NodeStates):
+                    raise ValueError(f"the layers of {self._target.name} {CHANGED}")
                 recurrent.begin(text.parents, text.cache.held)
             new.append(Masked.of(text, device))
         return self._pass.run(batch, new, self._forwards)

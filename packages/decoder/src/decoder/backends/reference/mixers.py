@@ -12,7 +12,7 @@ from torch import nn
 from decoder.backends.base import Forwards
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
-from decoder.cache.recurrent import MixerState, OneStateCache
+from decoder.cache.recurrent import MixerState, NodeStates, OneStateCache
 
 # The methods by which a layer leaves its state in transformers' cache.
 _LEAVING = frozenset(("update_conv_state", "update_recurrent_state", "set_linear_cache"))
@@ -72,7 +72,7 @@ def _run(own_forward: Callable, index: int, two_forms: bool, *args: Any, **named
 
     for text, count in texts:
         states = text.recurrent
-        assert states is not None
+        assert isinstance(states, NodeStates)
         for node in range(hidden.shape[1] if count is None else count):
             token, before = len(outputs), states.before(index, node)
             row = hidden[:, token : token + 1]

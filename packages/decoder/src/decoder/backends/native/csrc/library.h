@@ -80,6 +80,39 @@ typedef struct {
     int32_t activation, shared;
     float scaling, limit, alpha; // CLAMPED: gate is at most limit, and up at most that far from zero
 } Experts;
+// A layer that goes on from a state behind the token before: a gated delta rule, Mamba2, or a convolution alone. Numbers
+// that a convolution reads are its channels: queries and keys [keys, key_dim] each, in Mamba C and B, and values
+// [values, dim]. Without keys there is nothing behind the convolution, and its inputs are multiplied by others first.
+typedef struct {
+    Product gates; // what decays and rates are made of; without outputs where `qkv` gives these, too
+    // Where in a token's inputs stand: [keys] queries and [keys] keys, and [values] values, gates, decays, rates and what
+    // values are multiplied by.
+    const int64_t *from;
+    const float *conv, *conv_bias;   // [width, channels]; NULL where there is none
+    const float *decay, *decay_bias; // [values]
+    const float *skip;               // [values], how much of values is added to what queries read; NULL for nothing
+    const float *factors;            // of the norm [values x dim]
+    int64_t keys, values, key_dim, dim;
+    int64_t width; // tokens that the convolution sees, at most MOST_WIDTH
+    int64_t group; // numbers that are normalised together, 0 where there is no norm
+    float eps;
+    int32_t delta;       // whether values are corrected by what is stored under their keys
+    int32_t gates_first; // whether gates come before the norm
+} Mixer;
+
+enum { MOST_WIDTH = 8 };
+
+// What such layers keep of one text, and its new tokens.
+typedef struct {
+    const float *before; // [mixers, state]
+    float *after;        // where the states behind the first `folded` tokens go; NULL where none are written
+    float *kept;         // [mixers, room, inputs] of tokens behind `before`
+    int64_t room;
+    const int32_t *replayed; // [replays], where the inputs of the tokens stand that are run again, in order
+    int64_t replays, folded, count;
+    const int32_t *parents; // [count] of the new tokens, -1 for those behind all that are run again
+    const int32_t *slots;   // [count], where their inputs are kept; -1 nowhere
+} Memory;
 
 typedef struct {
     Product qkv, o, gate_up, down;
@@ -90,8 +123,11 @@ typedef struct {
     const float *norm_behind_attention, *norm_behind_mlp; // NULL where what they would normalise is added as it is
     int32_t kind, place;    // of the pass's kinds of layers its own, and where it stands there
     int32_t gelu;           // whether gates are GELU in place of SiLU
+    int32_t gated;          // whether each query has a gate behind it, by which what it attended to is multiplied
+    int64_t turned;         // numbers of a head that are rotated, the first ones
     const float *sinks;     // [heads], see `Attention`
     const Experts *experts; // in place of gate_up and down; NULL where there are none
+    const Mixer *mixer;     // what stands in place of attention; `qkv` gives its inputs. NULL for attention
 } Layer;
 
 // One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
@@ -126,7 +162,9 @@ typedef struct {
     int64_t heads_layer;
     const float *const *cosines, *const *sines; // by kind of layer [rows, dim]
     float *scratch;
-    int64_t kinds; // whose angles, and whose keys and values, are their own
+    int64_t kinds;          // whose angles, and whose keys and values, are their own
+    const Memory *memories; // by text; NULL where no layer has a mixer
+    float *mixed;           // room for what `mixer_sizes` says
 } Pass;
 
 // ------------------------------------------------------------------------------------------------- tokens and drafts
@@ -181,8 +219,9 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `key
 // name, bytes: callers compare these with their own, see `structures`.
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
-    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 144) X(Experts, 176) X(Layer, 304) X(Text, 96) X(Attention, 104)  \
-    X(Pass, 88) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
+    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 144) X(Experts, 176) \
+    X(Mixer, 168) X(Memory, 80) X(Layer, 320) X(Text, 96) X(Attention, 104)  \
+    X(Pass, 104) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
 // clang-format on
 
 #define HAS_SIZE(name, bytes) _Static_assert(sizeof(name) == (bytes), "the size of " #name);
@@ -205,8 +244,9 @@ typedef struct {
 // Those that an instruction set has its own of: result, name, parameters, arguments.
 //
 // linear            x [rows, inputs] to y [rows, outputs]. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED.
-// before_attention  rows [rows, size] to queries, keys and values [rows, heads + 2 kv_heads, dim]. Angles are [rows, dim];
-//                   `scratch` has room for `rows_together` rows of the layer's input and of its queries, keys and values.
+// before_attention  rows [rows, size] to queries, keys, values and gates [rows, heads + 2 kv_heads + .., dim]. Angles
+//                   are [rows, turned]; `scratch` has room for `rows_together` rows of the layer's input and of its
+//                   queries, keys, values and gates.
 // behind_attention  what attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output,
 //                   which may take the input's place. `scratch` has room for `rows_together` rows of twice the layer's
 //                   size and of one and a half times the outputs of gate and up.
@@ -214,6 +254,9 @@ typedef struct {
 // run_experts       rows [rows, size] to what the experts `ids` [rows, used] give of them, times `weights`.
 // run_block         rows to what the experts that they choose, and the shared one, give.
 // route             rows to their logits [rows, count], the experts that they choose and the weights of these.
+// gate_attended     multiply what attention gave [rows, heads x dim] by the gates in what `before_attention` gave.
+// mixer_sizes       numbers of a mixer's state, of a token's inputs that are kept, and of the room in `mixed` for a new
+//                   token and for any token, to `sizes`.
 // attend            returns 0, or 1 where there was no memory.
 // run_layers        `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
 // contenders        the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
@@ -246,6 +289,10 @@ typedef struct {
         (const Experts *e, const void *x, int64_t rows, float *logits, int64_t *ids, float *weights, int is_bf16,      \
             int threads),                                                                                              \
         (e, x, rows, logits, ids, weights, is_bf16, threads))                                                          \
+    X(void, gate_attended,                                                                                             \
+        (const Layer *l, const void *heads, int64_t rows, void *attended, int is_bf16, int threads),                   \
+        (l, heads, rows, attended, is_bf16, threads))                                                                  \
+    X(void, mixer_sizes, (const Layer *l, int64_t *sizes), (l, sizes))                                                 \
     X(int, attend, (const Attention *a, int64_t count, int threads), (a, count, threads))                              \
     X(int, run_layers, (const Pass *p, const Attention *a, int64_t count, int threads), (p, a, count, threads))        \
     X(int64_t, contenders,                                                                                             \

@@ -26,6 +26,8 @@
 #define run_experts IN_SET(run_experts)
 #define run_block IN_SET(run_block)
 #define route IN_SET(route)
+#define gate_attended IN_SET(gate_attended)
+#define mixer_sizes IN_SET(mixer_sizes)
 #define attend IN_SET(attend)
 #define run_layers IN_SET(run_layers)
 #define contenders IN_SET(contenders)
@@ -42,6 +44,9 @@
 #define make_plan IN_SET(make_plan)
 #define drop_plan IN_SET(drop_plan)
 #define share_attention IN_SET(share_attention)
+#define make_courses IN_SET(make_courses)
+#define drop_courses IN_SET(drop_courses)
+#define share_mixer IN_SET(share_mixer)
 #define best_drafts IN_SET(best_drafts)
 #define tile_table IN_SET(tile_table)
 
