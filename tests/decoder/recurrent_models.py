@@ -1,5 +1,7 @@
 """Tiny random models with recurrent layers, compressed keys and experts, whose states matter to the text."""
 
+import torch
+
 from .test_families import EXPERTS, ROUTED, SHAPE, tiny
 
 DELTA = dict(
@@ -143,12 +145,22 @@ LATENTS = {
     "glm4_moe_lite": ("glm4_moe_lite", {**ROUTED, **LATENT}),
 }
 ALL = {**RECURRENT, **LATENTS}
+# Those that the native library runs as a whole: of ALL or another, with what differs, and the dtype.
+NATIVE = {
+    "qwen3_5_text, 32": ("qwen3_5_text", {}, torch.float32),
+    "qwen3_5_text, 16": ("qwen3_5_text", dict(linear_num_value_heads=6, linear_value_head_dim=20), torch.bfloat16),
+    "qwen3_next, 16": ("qwen3_next", {}, torch.bfloat16),
+    "qwen3_5_moe_text, 32": ("qwen3_5_moe_text", {}, torch.float32),
+    "bamba, 32": ("bamba", {}, torch.float32),
+    "lfm2, 16": ("lfm2", dict(conv_bias=True), torch.bfloat16),
+}
 
 
 def made(name, **overrides):
-    """One of `ALL`, as `test_families.tiny` makes it."""
+    """One of `ALL` or `NATIVE`, as `test_families.tiny` makes it."""
+    name, more, dtype = NATIVE.get(name, (name, {}, torch.float64))
     model_type, own = ALL[name]
-    return tiny(model_type, **{**own, **overrides})
+    return tiny(model_type, dtype, **{**own, **more, **overrides})
 
 
-__all__ = ["ALL", "LATENTS", "RECURRENT", "SHAPE", "made"]
+__all__ = ["ALL", "LATENTS", "NATIVE", "RECURRENT", "SHAPE", "made"]

@@ -14,7 +14,7 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.sequence import Sequence
 
 from .conftest import VOCAB, random_heads
-from .recurrent_models import ALL, RECURRENT, made
+from .recurrent_models import ALL, LATENTS, NATIVE, RECURRENT, made
 
 NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
 METHODS = ["tokenswift", "medusa", "magicdec", "prompt-lookup", "auto", "draft-model", "triforce"]
@@ -72,7 +72,7 @@ def test_long_greedy_texts_of_all_methods_are_transformers_own(name, decoders):
         )
 
 
-@pytest.mark.parametrize("name", some(ALL, OF_ALL))
+@pytest.mark.parametrize("name", [*some(ALL, OF_ALL), *NATIVE])
 def test_every_method_equals_ar_when_sampling(name, decoders):
     dec, prompt = decoders(name), tokens(40, 3)
     sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
@@ -80,7 +80,8 @@ def test_every_method_equals_ar_when_sampling(name, decoders):
     for method in METHODS:
         out = dec.generate(prompt, 24, method, sampling, NARROW)
         assert (method, out.token_ids) == (method, expected.token_ids)
-    assert dec.audit(expected).equal
+    audit = dec.audit(expected)
+    assert audit.fault is None and (audit.equal or dec.target.dtype == torch.bfloat16)
 
 
 def test_compressed_keys_are_ranked_by_what_is_kept_of_them(decoders):
@@ -119,7 +120,7 @@ def test_snapkv_ranks_compressed_keys(decoders):
     assert dec.generate(prompt, 16, "magicdec", sampling, options).token_ids == expected
 
 
-@pytest.mark.parametrize("name", some(ALL, OF_ALL))
+@pytest.mark.parametrize("name", [*some(ALL, OF_ALL), *NATIVE])
 def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
     """The draft pass goes on from the text's own states, and from those of what it has drafted."""
     options = TokenSwiftOptions(tree=(1, 1, 1, 1), budget=100)
@@ -127,7 +128,7 @@ def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
     assert out.stats.steps == 20 // 5
 
 
-@pytest.mark.parametrize("name", some(RECURRENT, ["qwen3_next"]))
+@pytest.mark.parametrize("name", [*some(RECURRENT, ["qwen3_next"]), *NATIVE])
 def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(name, decoders, monkeypatch):
     """Its own drafts are right every time, so it stands where the text does in each step, and reads nothing again."""
     gone_back, rewind = [], FullCache.rewind
@@ -146,7 +147,7 @@ def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(n
     assert min(gone_back) >= len(prompt) - 1
 
 
-@pytest.mark.parametrize("name", some(ALL, ["lfm2", "deepseek_v3"]))
+@pytest.mark.parametrize("name", [*some(ALL, ["lfm2", "deepseek_v3"]), *NATIVE])
 def test_batches_are_single_runs(name, decoders):
     dec, prompts = decoders(name), [tokens(count, count) for count in (5, 33, 18)]
     params = [SamplingParams(seed=seed, min_p=0.02) for seed in range(3)]
@@ -158,7 +159,7 @@ def test_batches_are_single_runs(name, decoders):
         assert [out.token_ids[: len(text)] for out, text in zip(outs, expected, strict=True)] == expected
 
 
-@pytest.mark.parametrize("name", some(ALL, ["qwen3_next", "minimax", "kimi_linear"]))
+@pytest.mark.parametrize("name", [*some(ALL, ["qwen3_next", "minimax", "kimi_linear"]), *NATIVE])
 def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
     fresh, prompt = decoders(name), tokens(60, 6)
     reusing, sampling = (
@@ -183,7 +184,7 @@ def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
     assert out.token_ids == fresh.generate(other, 10, "ar", sampling).token_ids
 
 
-@pytest.mark.parametrize("name", some(ALL, ["qwen3_5_text", "nemotron_h"]))
+@pytest.mark.parametrize("name", [*some(ALL, ["qwen3_5_text", "nemotron_h"]), *NATIVE])
 def test_preempted_texts_go_on_as_if_they_had_not_been(name, monkeypatch):
     """There is room for two of three texts at their end, so that one is read again from its beginning."""
     positions, found, preempt = 96, [], Sequence.preempt
@@ -194,7 +195,7 @@ def test_preempted_texts_go_on_as_if_they_had_not_been(name, monkeypatch):
     monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
     monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
     room = (dec.target.kv_bytes * (2 * (positions + 64) + 10) + 2 * dec.target.beside_bytes(positions)) / 0.6
-    if name in RECURRENT:  # the third begins beside the others and is in the way later
+    if name not in LATENTS:  # the third begins beside the others and is in the way later
         room += dec.target.beside_bytes(positions) / 0.6
     monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
     outs = dec.generate_batch(texts, None, "medusa", params, NARROW)

@@ -111,6 +111,9 @@ class Experts(ctypes.Structure):
         ("scaling", c_float),
         ("limit", c_float),
         ("alpha", c_float),
+    )
+
+
 class Mixer(ctypes.Structure):
     """`Mixer` of library.h."""
 

@@ -80,6 +80,7 @@ typedef struct {
     int32_t activation, shared;
     float scaling, limit, alpha; // CLAMPED: gate is at most limit, and up at most that far from zero
 } Experts;
+
 // A layer that goes on from a state behind the token before: a gated delta rule, Mamba2, or a convolution alone. Numbers
 // that a convolution reads are its channels: queries and keys [keys, key_dim] each, in Mamba C and B, and values
 // [values, dim]. Without keys there is nothing behind the convolution, and its inputs are multiplied by others first.

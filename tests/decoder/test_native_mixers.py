@@ -1,0 +1,157 @@
+"""Recurrent layers in the native library: a token's bits follow from its text, however it came there."""
+
+import random
+
+import pytest
+import torch
+
+from decoder import Decoder
+from decoder.backends.base import Chain, PassBatch, Tree
+from decoder.backends.reference.backend import Reference
+from decoder.cache.full import FullCache
+from decoder.cache.streaming import RecentCache
+from decoder.sampling.token_tree import TokenTree
+from decoder.work import finish
+
+from .conftest import VOCAB, tiny_llama
+from .recurrent_models import NATIVE, made
+
+pytestmark = pytest.mark.usefixtures("with_native")
+TEXT = 160
+
+
+@pytest.fixture(scope="module", params=NATIVE)
+def target(request):
+    return Decoder(made(request.param), prefix_cache_bytes=0).target
+
+
+class Wandering:
+    """Reads a text in chains, trees and drafts of random lengths, goes back, and begins anew from copies.
+
+    Each token's logits are compared with those of a text that was read token by token.
+    """
+
+    def __init__(self, target, seed):
+        self.target, self.draw = target, random.Random(seed)
+        self.text = [self.draw.randrange(VOCAB) for _ in range(TEXT)]
+        cache, self.plain = FullCache(TEXT), []
+        for position, token in enumerate(self.text):
+            self.plain.append(self.run(Tree(TokenTree(token), cache))[0])
+            cache.keep([0])
+            assert cache.length == position + 1
+        self.cache = FullCache(TEXT + 50, takes_back=seed % 2 == 1)
+
+    def run(self, text):
+        return self.target.backend.run(PassBatch([text], True)).logits.clone()
+
+    def check(self, logits, first):
+        assert all(map(torch.equal, logits, self.plain[first:]))
+
+    def chain(self):
+        first = self.cache.length
+        tokens = self.text[first : first + self.draw.randint(1, 50)]
+        if tokens:
+            self.check(self.run(Chain(tokens, first, self.cache)), first)
+            self.cache.keep(range(len(tokens)))
+
+    def tree(self):
+        first, end = self.cache.length, min(TEXT, self.cache.length + self.draw.randint(1, 6))
+        if first == end:
+            return
+        tree, path = TokenTree(self.text[first]), [0]
+        for token in self.text[first + 1 : end]:
+            for _ in range(self.draw.randrange(5)):
+                tree.add(self.draw.randrange(len(tree)), VOCAB + self.draw.randrange(VOCAB), "test")
+            path.append(tree.add(path[-1], token, "test"))
+        for _ in range(self.draw.randrange(5)):
+            tree.add(self.draw.randrange(len(tree)), VOCAB + self.draw.randrange(VOCAB), "test")
+        tree.tokens[:] = [token % VOCAB for token in tree.tokens]
+        logits = self.run(Tree(tree, self.cache))
+        self.check(logits[path], first)
+        self.cache.keep(path[: self.draw.randint(1, len(path))])
+
+    def draft(self):
+        """Draft passes over the text's states, of which nothing stays."""
+        recent = RecentCache(32, 4, 30)
+        recent.append(self.cache)
+        for count in range(self.draw.randint(1, 4)):
+            recent.hold(count)
+            self.run(Chain([self.draw.randrange(VOCAB)], self.cache.length + count, recent))
+        recent.hold(0)
+        self.run(Chain([1] * self.draw.randint(1, 30), self.cache.length, recent))
+
+    def mark(self):
+        self.cache.mark()
+
+    def back(self):
+        length = self.cache.rewind(max(0, self.cache.length - self.draw.randrange(20)))
+        assert length == self.cache.length and (not length or self.cache.recurrent.length == length)
+
+    def anew(self):
+        count = self.cache.goes_back_to(self.draw.randint(0, self.cache.length))
+        if count:
+            copies = finish(self.cache.copying(count))
+            count = copies.goes_back_to(self.draw.randint(count // 2, count))
+            self.cache = FullCache(TEXT + 50, takes_back=self.cache.takes_back)
+            if count:
+                finish(self.target.beginning_with(self.cache, copies, count, self.target.dtype))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bits_are_plain_decodings_however_a_text_is_read(target, seed):
+    with torch.inference_mode(), target.patched():
+        one = Wandering(target, seed)
+        steps = [one.chain, one.tree, one.tree, one.tree, one.draft, one.mark, one.back, one.anew]
+        for _ in range(60):
+            one.draw.choice(steps)()
+        one.chain()
+        assert one.cache.nbytes > 0
+
+
+def test_states_of_a_chain_are_kept_whole_or_not_at_all(target):
+    """Of a long one no inputs are kept but those of its end."""
+    with torch.inference_mode(), target.patched():
+        cache = FullCache(64)
+        target.backend.run(PassBatch([Chain([1] * 40, 0, cache)], False))
+        with pytest.raises(ValueError, match="are not there"):
+            cache.recurrent.keep(range(20))
+        with pytest.raises(ValueError, match="20 drafted tokens are held"):
+            cache.recurrent.begin([-1], 20)
+        cache.recurrent.keep(range(40))
+        assert cache.recurrent.goes_back_to(50) == 40 and cache.recurrent.goes_back_to(38) == 0
+
+
+def test_a_text_whose_layers_change_is_not_gone_on_with(target):
+    cache, other = FullCache(8), FullCache(8)
+    reference = Reference(target)
+    finish(reference.renewing())
+    with torch.inference_mode(), target.patched():
+        target.backend.run(PassBatch([Chain([1, 2], 0, cache)], False))
+        with pytest.raises(ValueError, match="begin the text anew"):
+            reference.run(PassBatch([Chain([3], 2, cache)], False))
+        reference.run(PassBatch([Chain([1, 2], 0, other)], False))
+        with pytest.raises(ValueError, match="begin the text anew"):
+            target.backend.run(PassBatch([Chain([3], 2, other)], False))
+
+
+def hook(model):
+    model.model.layers[0].linear_attn.norm.register_forward_hook(lambda module, args, output: output)
+
+
+def another_activation(model):
+    model.model.layers[0].linear_attn.activation = "gelu"
+
+
+def another_gate(model):
+    model.model.layers[0].linear_attn.norm.activation = "gelu"
+
+
+@pytest.mark.parametrize("change", [hook, another_activation, another_gate])
+def test_a_layer_that_is_another_one_runs_through_its_module(change):
+    model = made("qwen3_5_text, 32")
+    change(model)
+    assert isinstance(Decoder(model).target.backend, Reference)
+
+
+def test_models_without_such_layers_have_no_states():
+    assert Decoder(tiny_llama(torch.float32)).target.backend.whole.layout.state_sizes is None
