@@ -17,7 +17,7 @@ from .test_windows import FAMILIES as WINDOWED
 
 RECURRENT = {name: (ALL[family][0], {**ALL[family][1], **more}) for name, (family, more, _) in NATIVE.items()}
 FAMILIES = {**OTHERS, **{f"{name}, windows": own for name, own in WINDOWED.items()}, **RECURRENT}
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+EXPERTS = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *EXPERTS)
 WHOLE_FAMILIES = [name for name in FAMILIES if FAMILIES[name][0] in WHOLE or name in RECURRENT]
 
@@ -56,10 +56,8 @@ def test_a_pass_gives_what_transformers_layers_give(name, dtype, tolerance):
     assert passes(dec)
     found = verified(dec.target, prompt, some_tree())
     dec.target.use(Reference(dec.target))
-    if model_type in EXPERTS and dtype == torch.bfloat16:
-        tolerance *= 3  # a rounding may turn the choice of an expert
-    if name in RECURRENT and dtype == torch.bfloat16:
-        tolerance *= 2  # what was rounded stays in states
+    if (model_type in EXPERTS or name in RECURRENT) and dtype == torch.bfloat16:
+        tolerance *= 3  # a rounding may turn the choice of an expert, and stays in a state
     for mine, theirs in zip(found, verified(dec.target, prompt, some_tree()), strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
         assert (mine - theirs).double().norm() <= tolerance * theirs.double().norm()

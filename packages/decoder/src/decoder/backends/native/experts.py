@@ -71,6 +71,7 @@ class PackedRouter(Packed):
     """`forward` of a module that chooses experts, of equal ones the first.
 
     Attributes:
+        correction: what is added to scores for choosing alone, float32 [E]; None for nothing.
         settings: how experts are chosen, by the names of the library's `Experts`.
         structure: what the library reads; no experts are in it but their number.
 
@@ -88,13 +89,13 @@ class PackedRouter(Packed):
         self._dtypes = [one.dtype for one in type(module).forward(module, given)]
         self.weight = pack([module.weight], [getattr(module, "bias", None)])
         correction = getattr(module, "e_score_correction_bias", None)
-        self._correction = None if correction is None else correction.detach().float().contiguous()
+        self.correction = None if correction is None else correction.detach().float().contiguous()
         grouped = correction is not None
         self.settings = dict(
             count=len(module.weight),
             used=module.top_k,
             router=self.weight.product,
-            correction=None if self._correction is None else self._correction.data_ptr(),
+            correction=None if self.correction is None else self.correction.data_ptr(),
             groups=module.num_group if grouped else 1,
             groups_used=module.topk_group if grouped else 1,
             scoring=native.SIGMOID if grouped else native.SOFTMAX,
@@ -162,7 +163,8 @@ class PackedBlock(Packed):
         weights = [product.weight for group in block.groups if (product := joined(group)) is not None]
         shared = [Expert(*(one.product for one in weights[:3]))] if block.shared is not None else []
         more = {} if block.gate is None else {"shared_gate": weights[-1].product}
-        self._experts, self._held = experts.held, (router, weights)
+        # Others may pack the same modules again, and the library reads this memory.
+        self._experts, self._held = experts.held, (router.weight, router.correction, weights)
         listed = [*self._experts.experts(), *shared]
         self.structure = Experts(
             (Expert * len(listed))(*listed), shared=len(shared), **router.settings, **self._experts.gating, **more

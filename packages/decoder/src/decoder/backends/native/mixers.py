@@ -187,6 +187,7 @@ def _short_convolution(module: Any) -> MixerParts:
 
 MIXERS: dict[str, Callable[[Any], MixerParts]] = {
     "Qwen3_5GatedDeltaNet": _gated_delta_net,
+    "Qwen3_5MoeGatedDeltaNet": _gated_delta_net,
     "Qwen3NextGatedDeltaNet": _grouped_delta_net,
     "BambaMixer": _mamba2,
     "Lfm2ShortConv": _short_convolution,
