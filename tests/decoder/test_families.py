@@ -106,7 +106,9 @@ def tiny(model_type, dtype=torch.float64, **overrides):
     """A random model whose text varies: layers that outweigh the embeddings, norms and biases that are not trivial."""
     config = AutoConfig.for_model(model_type, **{**SHAPE, **overrides})
     # transformers' default for experts knows no float64.
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(5)  # some decays are random to begin with
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     generator = torch.Generator().manual_seed(5)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
