@@ -193,7 +193,7 @@ OF_OTHERS = {
     **dict(n_predict=1, max_new_tokens=3, min_new_tokens=9, allowed_token_ids=[3]),
     **dict(include_stop_str_in_output=True, tool_choice="required", n_probs=3),
     **dict(do_sample=False, bad_words_ids=[[5]]),
-    **dict(truncate_prompt_tokens=5, prompt_logprobs=1, return_token_ids=True, presence_penality=0, temprature=0),
+    **dict(truncate_prompt_tokens=5, return_token_ids=True, presence_penality=0, temprature=0),
     **dict(presence_penalty_=False, Temperature=0, topP=0.5, maxTokens=3, extra_body={"top_k": 1}, options={}),
 }
 
@@ -246,7 +246,6 @@ def test_the_nearest_known_name_is_given(name, meant):
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"best_of": 129}, "best_of"),
         ({"prompt": ["x", "y"], "best_of": 70}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
     ],

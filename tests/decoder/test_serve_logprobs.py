@@ -1,6 +1,7 @@
 """The server's log-probabilities: those of `Decoder.generate`, in the shapes of OpenAI's protocol."""
 
 import pytest
+import torch
 
 from decoder import Decoder, SamplingParams
 
@@ -93,3 +94,64 @@ def test_a_vocabulary_that_is_smaller_than_what_is_asked_for_comes_as_a_whole():
         asked = dict(model="tiny", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=20)
         content = server.openai.chat.completions.create(**asked).choices[0].logprobs.content
         assert [len(one.top_logprobs) for one in content] == [12] * 3
+
+
+def expected_of_prompt(dec, prompt, most_likely):
+    """The log-probabilities of a prompt by transformers' model: by token, None for the first one."""
+    ids = dec.tokenizer.encode(prompt)
+    with torch.no_grad():
+        logprobs = dec.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    found = [(None, None)]
+    for row, token in zip(logprobs, ids[1:], strict=False):
+        values, likely = row.topk(most_likely)
+        tops = {name_of(dec, int(one)): float(value) for one, value in zip(likely, values, strict=True)}
+        found.append((float(row[token]), {**tops, name_of(dec, token): float(row[token])}))
+    return ids, found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("new", [0, 6])
+def test_an_echoed_prompt_has_those_of_the_model_itself(server, dec, stream, new):
+    """Behind it come those of `generate`, whose places go on where the prompt ends."""
+    prompts, sampling = ["Call me \u20ac or not, " + "so it goes " * 9, "It"], dict(temperature=0.7, top_p=0.9, seed=4)
+    asked = dict(model="tiny", prompt=prompts, max_tokens=new, logprobs=3, echo=True, **sampling)
+    told = [dict.fromkeys(("tokens", "token_logprobs", "top_logprobs", "text_offset"), ()) for _ in prompts]
+    texts = ["", ""]
+    answers = server.openai.completions.create(**asked, stream=stream)
+    for answer in answers if stream else [answers]:
+        for choice in answer.choices:
+            texts[choice.index] += choice.text
+            for name, value in (choice.logprobs.to_dict() if choice.logprobs else {}).items():
+                told[choice.index][name] += tuple(value)
+    for prompt, text, found in zip(prompts, texts, told, strict=True):
+        out = dec.generate(prompt, new, "ar", SamplingParams(**sampling), return_logprobs=True, top_logprobs=3)
+        ids, expected = expected_of_prompt(dec, prompt, 3)
+        count = len(ids)
+        assert text == prompt + out.text and found["tokens"] == tuple(name_of(dec, one) for one in ids + out.token_ids)
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:count] == pytest.approx([value for value, _ in expected[1:]])
+        assert list(found["top_logprobs"][1:count]) == [pytest.approx(tops) for _, tops in expected[1:]]
+        assert found["token_logprobs"][count:] == pytest.approx(out.logprobs)
+        assert len(found["text_offset"]) == count + new and sorted(found["text_offset"]) == list(found["text_offset"])
+        for name, at in zip(found["tokens"], found["text_offset"], strict=True):
+            if not name.startswith("bytes:"):
+                assert text.startswith(name, at)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_those_of_a_prompt_come_as_vllm_gives_them(server, dec, path):
+    chat = "chat" in path
+    asked = {"messages": CHAT} if chat else {"prompt": "Call me"}
+    body = server.post({**asked, "max_tokens": 2, "seed": 1, "n": 2, "prompt_logprobs": 2}, path).json()
+    prompt = dec.tokenizer.apply_chat_template(CHAT, tokenize=False) if chat else "Call me"
+    ids, expected = expected_of_prompt(dec, prompt, 2)
+    for found in [body["prompt_logprobs"]] if chat else [choice["prompt_logprobs"] for choice in body["choices"]]:
+        assert found[0] is None and len(found) == len(ids)
+        for token, one, (value, tops) in zip(ids[1:], found[1:], expected[1:], strict=True):
+            own = one[str(token)]
+            assert own["logprob"] == pytest.approx(value) and own["decoded_token"] == dec.tokenizer.decode([token])
+            assert {name_of(dec, int(other)): each["logprob"] for other, each in one.items()} == pytest.approx(tops)
+            ranks = [each["rank"] for each in one.values()]
+            assert ranks[:2] == [1, 2] and (len(one) == 2 or own["rank"] > 2)
+    streamed = server.post({**asked, "stream": True, "prompt_logprobs": 0}, path)
+    assert streamed.status_code == 400 and streamed.json()["error"]["param"] == "prompt_logprobs"

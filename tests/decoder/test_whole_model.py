@@ -140,7 +140,7 @@ def test_a_pass_in_one_call_gives_the_bits_of_layers_called_one_by_one(monkeypat
 def features(target, prompt):
     read = []
     with torch.inference_mode(), target.patched():
-        target.prefill(prompt, FullCache(len(prompt)), read=read.append)
+        target.prefill(prompt, FullCache(len(prompt)), read=lambda output: read.append(output.features))
     return torch.cat(read)
 
 

@@ -48,6 +48,7 @@ class Arguments:
     return_logprobs: bool
     logits_hook: LogitsHook | None
     top_logprobs: int
+    prompt_logprobs: int | None = None
     shown: frozenset[int] = frozenset()
 
     def by_name(self) -> dict[str, object]:
@@ -74,11 +75,12 @@ def check_arguments(dec: "Decoder", request: GenerationRequest) -> Arguments:
     if hook is not None and not callable(hook):
         raise ValueError(f"logits_hook must be a function, not {type(hook).__name__}")
     vocab_size = dec.target.vocab_size
-    if type(top_logprobs) is not int or not 0 <= top_logprobs <= vocab_size:
-        raise ValueError(
-            f"top_logprobs must be an integer of at least 0 and at most {vocab_size}, the size of the vocabulary, "
-            f"not {shown(top_logprobs)}"
-        )
+    for name, count in (("top_logprobs", top_logprobs), ("prompt_logprobs", request.prompt_logprobs or 0)):
+        if type(count) is not int or not 0 <= count <= vocab_size:
+            raise ValueError(
+                f"{name} must be an integer of at least 0 and at most {vocab_size}, the size of the vocabulary, "
+                f"not {shown(count)}"
+            )
     context = prompt_ids(request.prompt, dec.tokenizer, vocab_size, dec.sanitize_control_tokens)
     limit = _length_limit(dec, len(context), request.max_new_tokens)
     method, heads = _method(dec, request.method, options)
@@ -98,6 +100,7 @@ def check_arguments(dec: "Decoder", request: GenerationRequest) -> Arguments:
         request.return_logprobs,
         hook,
         top_logprobs,
+        request.prompt_logprobs,
     )
 
 

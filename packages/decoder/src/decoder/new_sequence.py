@@ -12,6 +12,7 @@ from decoder.constraints.base import Vocabulary
 from decoder.drafters import Drafter, DrafterContext, drafter_class
 from decoder.engine import Engine
 from decoder.outputs import Request
+from decoder.prompt_scores import PromptScores
 from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.sampler import Sampler
 from decoder.sequence import Sequence
@@ -55,7 +56,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
             cache.prompt_tokens = len(arguments.context) - sampling.continued_tokens
         return drafter, cache
 
-    vocabulary = vocabulary_of(dec, arguments)
+    vocabulary, scored = vocabulary_of(dec, arguments), arguments.prompt_logprobs
     sampler = Sampler(
         sampling,
         target.vocab_size,
@@ -79,6 +80,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
         draws_whole_trees=exactly and sampler.draws_whole_trees and target.draws_whole_trees,
         # Other verifications choose the text by the drafts, which a new drafter would not make again.
         renew=begun if exactly else None,
+        prompt_scores=None if scored is None else PromptScores(arguments.context, scored),
     )
 
 

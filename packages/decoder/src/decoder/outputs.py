@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from decoder.constraints.base import Vocabulary
+from decoder.prompt_scores import PromptLogprob
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook
 from decoder.stats import Statistics
@@ -49,6 +50,7 @@ class GenerationOutput:
         top_logprobs: for each token the most likely tokens at its position as (token id, log-probability), under the
             same distribution and in decreasing order, if asked for. Of equally likely ones that with the smaller id
             comes first. There are fewer than were asked for where filters leave fewer.
+        prompt_logprobs: what the model says of each token of the prompt, None for the first one, if asked for.
     """
 
     token_ids: list[int]
@@ -58,6 +60,7 @@ class GenerationOutput:
     request: Request
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: list[PromptLogprob | None] | None = None
 
 
 @dataclass

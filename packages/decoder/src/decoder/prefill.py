@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from decoder.backends.base import PassOutput
 from decoder.drafters.base import ReadsFeatures, ReadsPrompt
 from decoder.model.target import Target
 from decoder.prefix_reuse import PrefixReuse, Reused
@@ -17,7 +18,7 @@ _MARKED = 16  # tokens
 def prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, short: bool = False) -> Work[None]:
     """Commit the prompt to the cache, except for its last token, which is the root of the first tree.
 
-    Then the drafter starts. The target must be patched whenever this goes on.
+    Then the drafter starts, unless the text ends here. The target must be patched whenever this goes on.
 
     Args:
         prefixes: where the prompt may begin; None to run all of it.
@@ -31,10 +32,20 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
     prompt, observed = sequence.sampler.context[:-1], drafter.observed_queries
     if prefixes is not None:
         prefixes.begin(cache)
-    read = drafter.read_features if isinstance(drafter, ReadsFeatures) else None
-    if read is not None and target.gives_features:
-        # Features of the whole prompt come from passes over the whole prompt.
+    scores, reads_features = sequence.prompt_scores, isinstance(drafter, ReadsFeatures) and target.gives_features
+    if scores is not None:
+        scores.begin()
+        short = True  # logits of many tokens take much memory
+    if scores is not None or reads_features:
+        # What is read of the whole prompt comes from passes over the whole prompt.
         prefixes = None
+
+    def read(output: PassOutput) -> None:
+        if output.features is not None and isinstance(drafter, ReadsFeatures):
+            drafter.read_features(output.features)
+        if scores is not None:
+            scores.read(output)
+
     reused: Reused | None = None
     if prefixes is not None:
         reused = yield from prefixes.taking_over(prompt, cache, observed)
@@ -52,7 +63,8 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
     if prefixes is not None and target.mixers:
         borders = _with_mark(borders, len(prompt) - max(1, observed))
     for begin, end in pairwise(borders):
-        queries = target.prefill(prompt[begin:end], cache, observed if end == len(prompt) else 0, read)
+        asked = observed if end == len(prompt) else 0
+        queries = target.prefill(prompt[begin:end], cache, asked, read, scores is not None)
         if prefixes and reused and begin == first and not prefixes.confirm(reused, cache):
             return (yield from _prefill(target, sequence, None, short))
         if prefixes is not None:
@@ -61,6 +73,9 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
             read_by_drafter(end)
         target.wait()
         yield Progress(end - begin, len(prompt) - end)
+    if not sequence.remaining:
+        sequence.finish_reason = "length"
+        return
     work = drafter.start(cache, queries)
     if work is not None:
         yield from work

@@ -40,6 +40,8 @@ class GenerationRequest:
         logits_hook: ``hook(context_ids, logits [V]) -> logits [V]``, called for every position, before the penalty.
         top_logprobs: how many of the most likely tokens to return for each position, with their log-probabilities under
             the filtered distribution; at most V. 0 returns none.
+        prompt_logprobs: return the log-probability of each token of the prompt under the model's own distribution, with
+            so many of the most likely tokens; None does not. The whole prompt is computed then.
     """
 
     prompt: Prompt
@@ -52,6 +54,7 @@ class GenerationRequest:
     return_logprobs: bool = False
     logits_hook: LogitsHook | None = None
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class BatchRequest:
     logits_hook: LogitsHook | Sequence[LogitsHook | None] | None = None
     max_batch: int | None = None
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
     def each(self) -> list[GenerationRequest]:
         """The request of each prompt.
@@ -114,6 +118,7 @@ class BatchRequest:
                 self.return_logprobs,
                 hook,
                 self.top_logprobs,
+                self.prompt_logprobs,
             )
             for prompt, length, sampling, stop, hook in columns
         ]

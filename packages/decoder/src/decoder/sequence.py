@@ -6,6 +6,7 @@ from typing import TypeVar
 from decoder.cache.full import FullCache
 from decoder.drafters.base import Drafter, WantsLevels, WorksBetweenSteps
 from decoder.outputs import Chunk, GenerationOutput, Request
+from decoder.prompt_scores import PromptScores
 from decoder.sampling.acceptance import AcceptanceRule, exact
 from decoder.sampling.sampler import Sampler
 from decoder.stats import Statistics
@@ -34,6 +35,7 @@ class Sequence:
         draws_whole_trees: whether the tokens of all nodes are drawn on the device at once. Otherwise ``rule`` draws
             them one by one, at the nodes that the walk visits.
         renew: for a text that may be preempted; see `preempt`.
+        prompt_scores: collects log-probabilities of the prompt, if they are asked for.
 
     Attributes:
         remaining: how many tokens may still be generated.
@@ -56,14 +58,17 @@ class Sequence:
         rule: AcceptanceRule = exact,
         draws_whole_trees: bool = False,
         renew: Renew | None = None,
+        prompt_scores: PromptScores | None = None,
     ):
+        self.prompt_scores = prompt_scores
         self.request, self.sampler, self.renew = request, sampler, renew
         self.remaining, self.stop_ids, self.text_stream = max_new_tokens, stop_ids, text_stream
         self.rule, self.draws_whole_trees = rule, draws_whole_trees
         self._take(drafter, cache)
         self.planned_positions = 0
         self.statistics = Statistics()
-        self.finish_reason: str | None = None if max_new_tokens else "length"
+        # The prompt is read in any case where it is asked for.
+        self.finish_reason: str | None = None if max_new_tokens or prompt_scores is not None else "length"
         self.error: Exception | None = None
 
     def _take(self, drafter: Drafter, cache: FullCache) -> None:
@@ -132,6 +137,7 @@ class Sequence:
             request=self.request,
             logprobs=self.sampler.logprobs,
             top_logprobs=self.sampler.top_logprobs,
+            prompt_logprobs=None if self.prompt_scores is None else self.prompt_scores.found,
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
-from decoder.backends.base import FREE, AttentionShape, Chain, PassBackend, PassBatch, PassRule, Tree
+from decoder.backends.base import FREE, AttentionShape, Chain, PassBackend, PassBatch, PassOutput, PassRule, Tree
 from decoder.backends.bitwise import Bitwise, BitwiseSetting
 from decoder.backends.choose import BITWISE, FLATTENED, Chosen, Finding, choosing
 from decoder.backends.forwards import replaced, under_autocast
@@ -315,13 +315,15 @@ class Target:
         tokens: Sequence[int],
         cache: FullCache,
         observed: int = 0,
-        read: Callable[[torch.Tensor], None] | None = None,
+        read: Callable[[PassOutput], None] | None = None,
+        logits: bool = False,
     ) -> Mapping[int, torch.Tensor]:
         """Run ``tokens`` through the model chunk by chunk, and commit them behind what the cache holds.
 
         Args:
             observed: how many tokens' queries to return.
-            read: called with the features of each chunk, `PassOutput.features`, if the model returns them.
+            read: called with what the pass over each chunk has returned, which another pass may overwrite.
+            logits: whether passes have logits, too.
 
         Returns:
             By layer, the queries [1, H, T, D] of the last ``observed`` tokens, or of all if there are fewer.
@@ -329,11 +331,11 @@ class Target:
         queries: Mapping[int, torch.Tensor] = {}
         for start, end in pairwise(self.prefill_borders(len(tokens))):
             own = Chain(tokens[start:end], cache.length, cache)
-            output = self.backend.run(PassBatch([own], False, observed if end == len(tokens) else 0))
+            output = self.backend.run(PassBatch([own], logits, observed if end == len(tokens) else 0))
             cache.keep(range(end - start))
             queries = output.queries
-            if read is not None and output.features is not None:
-                read(output.features)
+            if read is not None:
+                read(output)
         # Copies, since the outputs of a recorded pass are overwritten by the next one.
         return {layer: query.clone() for layer, query in queries.items()}
 

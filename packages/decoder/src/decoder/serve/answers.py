@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder.serve.answer_parts import Part
 from decoder.serve.errors import ApiError
+from decoder.serve.prompt_logprobs import Scores, of_completion, of_vllm
 from decoder.serve.requests import Asked
 from decoder.serve.service import Prepared, Service
 from decoder.serve.speech import Thought
 from decoder.serve.worker import Piece
-from decoder.text.stream import REPLACEMENT
 from decoder.text.tokens import TextOffsets, TokenTexts
 
 
@@ -31,6 +31,7 @@ class Answer:
 
     def __init__(self, asked: Asked, service: Service, prepared: Prepared):
         self.asked, self.prompt_tokens = asked, prepared.prompt_tokens
+        contexts = self._contexts = [one.context for one in prepared.arguments]
         self._texts = TokenTexts(service.tokenizer, prepared.speech.shown)
         self._kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {
@@ -39,8 +40,8 @@ class Answer:
             "model": service.settings.model,
             "system_fingerprint": service.fingerprint,
         }
-        contexts = [one.context for one in prepared.arguments]
         self._echoed = [self._echo(service.tokenizer, index, ids) for index, ids in enumerate(contexts)]
+        self._before = list(map(len, self._echoed))  # characters in front of what is generated
         self._begun: set[int] = set()
         self._offsets = [TextOffsets(self._texts, ids) for ids in contexts]
         self._held: list[list[tuple[int, float, list[tuple[int, float]]]]] = [[] for _ in contexts]
@@ -56,7 +57,7 @@ class Answer:
                 self._count(piece)
             output = of_choice[-1].output
             assert output is not None, "the last piece has the whole text"
-            logprobs = self._logprobs(index, of_choice)
+            prompt, logprobs = of_choice[-1].prompt_logprobs, self._logprobs(index, of_choice)
             reason = output.finish_reason
             part: dict[str, Any]
             if self.asked.chat:
@@ -64,10 +65,28 @@ class Answer:
                 reason = self._reason(index, reason)
             else:
                 part = {"text": self._echoed[index] + output.text}
+                if self.asked.prompt_logprobs is not None:
+                    part["prompt_logprobs"] = self._of_prompt(index, prompt)
+                if logprobs is not None and (echoed := self._logprobs_of_echo(index, prompt)) is not None:
+                    logprobs = {name: echoed[name] and echoed[name] + logprobs[name] for name in echoed}
             choices.append(self._choice(index, part, logprobs, reason))
         if self.asked.candidates > self.asked.n:
             choices = [choices[index] | {"index": place} for place, index in enumerate(self._best(pieces))]
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage}
+        body = {**self._head, "object": self._kind, "choices": choices, "usage": self.usage}
+        if self.asked.chat and self.asked.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._of_prompt(0, pieces[0][-1].prompt_logprobs)
+        return body
+
+    def _of_prompt(self, index: int, scores: Scores | None) -> list[dict[str, Any] | None]:
+        assert scores is not None, "they were asked for"
+        return of_vllm(self._texts, self._contexts[index], scores)
+
+    def _logprobs_of_echo(self, index: int, scores: Scores | None) -> dict[str, Any] | None:
+        """The log-probabilities of a prompt that is echoed, if they are asked for."""
+        if not (self.asked.echo and self.asked.logprobs):
+            return None
+        assert scores is not None, "they were asked for"
+        return of_completion(self._texts, self._contexts[index], scores, bool(self.asked.top_logprobs))
 
     def _best(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
         """Of each prompt's candidates those with the highest log-probability per token, the best one first."""
@@ -131,7 +150,8 @@ class Answer:
         events = []
         if self._echoed[piece.choice]:
             text, self._echoed[piece.choice] = self._echoed[piece.choice], ""
-            events.append(self._event([self._choice(piece.choice, {"text": text})]))
+            of_echo = self._logprobs_of_echo(piece.choice, piece.prompt_logprobs)
+            events.append(self._event([self._choice(piece.choice, {"text": text}, of_echo)]))
         if piece.text or (logprobs and any(logprobs.values())):
             events.append(self._event([self._choice(piece.choice, {"text": piece.text}, logprobs)]))
         if piece.output is not None:
@@ -222,12 +242,13 @@ class Answer:
         offsets = [at for token in ids for at in places.next(token)]
         if pieces[-1].output is not None:
             offsets += places.rest()
+        offsets = [at + self._before[index] for at in offsets]
         held += entries
         told, held[:] = held[: len(offsets)], held[len(offsets) :]
         return {
-            "tokens": [self._key(token) for token, _, _ in told],
+            "tokens": [self._texts.name(token) for token, _, _ in told],
             "token_logprobs": [value for _, value, _ in told],
-            "top_logprobs": [self._by_text(*entry) for entry in told] if self.asked.top_logprobs else None,
+            "top_logprobs": [self._texts.by_name(*entry) for entry in told] if self.asked.top_logprobs else None,
             "text_offset": offsets,
         }
 
@@ -235,23 +256,6 @@ class Answer:
         """A token of a chat with its log-probability."""
         # A token can be a part of a character, which has no text of its own.
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token))}
-
-    def _key(self, token: int) -> str:
-        """A token of a completion, whose bytes, as there is no field for them, stand for the text that it lacks."""
-        text = self._texts.text(token)
-        if REPLACEMENT not in text:
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._texts.bytes_of(token))
-
-    def _by_text(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """The log-probabilities of the most likely tokens of a completion, and of the one that was drawn, by text.
-
-        Of several tokens with the same text the one that was drawn counts, or else the most likely one.
-        """
-        found: dict[str, float] = {}
-        for other, value in top:
-            found.setdefault(self._key(other), value)
-        return {**found, self._key(token): logprob}
 
 
 def new_call(name: str) -> dict[str, Any]:

@@ -109,6 +109,7 @@ _HONOURED: Fields = {
     "method": Honoured(choice(METHODS)),
     "stream": Honoured(FLAG, False),
     "stream_options": Honoured(OBJECT, {}),
+    "prompt_logprobs": Honoured(integer(0, _MOST_OF_CHAT)),
 }
 _IGNORED = (
     # OpenAI's: who asks, where it is booked, and what makes it faster.
@@ -175,7 +176,6 @@ _REFUSED: Fields = {
     "input_embeds": Refused(),
     "kv_transfer_params": Refused(),
     # What an answer would have.
-    "prompt_logprobs": Refused(),
     "n_probs": Refused((0,), "send logprobs"),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_tokens"), Refused((False,))),
     **dict.fromkeys(("return_hidden_states", "return_progress", "timings_per_token"), Refused((False,))),
@@ -185,7 +185,7 @@ _BOTH: Fields = {**_REFUSED, **dict.fromkeys(_IGNORED, Ignored()), **_HONOURED}
 COMPLETION: Fields = {
     **_BOTH,
     "prompt": Honoured(PROMPTS),
-    "max_tokens": Honoured(integer(1, LARGEST_SEED), _COMPLETION_TOKENS),
+    "max_tokens": Honoured(integer(0, LARGEST_SEED), _COMPLETION_TOKENS),
     "logprobs": Honoured(integer(0, _MOST_OF_COMPLETION)),
     "echo": Honoured(FLAG, False),
     "suffix": Refused(("",), "leave it out: models here write what follows, and not what lies between"),
@@ -271,6 +271,7 @@ RESPONSE: Fields = {
     **dict.fromkeys(("n", "best_of"), Refused((1,), "send a request for each")),
     "functions": Refused(([],), "send tools"),
     "function_call": Refused(("none", "auto"), "send tool_choice"),
+    "prompt_logprobs": Refused((), "send it to /v1/chat/completions"),
 }
 TEXT_OF_RESPONSE: Fields = {"format": Honoured(OBJECT), "verbosity": _VERBOSITY}
 REASONING: Fields = {

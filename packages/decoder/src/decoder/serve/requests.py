@@ -72,6 +72,7 @@ class Asked:
         include_usage: whether a stream ends with the counts of tokens.
         logprobs: whether tokens come with their log-probabilities.
         top_logprobs: how many of the most likely tokens come with each of them.
+        prompt_logprobs: how many of them come with each token of the prompt; None if its tokens come without.
         model: the model that is asked for; None for whichever is served.
         skip_special_tokens: whether special tokens are left out of the text.
         tools: what the answer may or must call.
@@ -100,12 +101,24 @@ class Asked:
     model: str | None
     skip_special_tokens: bool = True
     echo: bool = False
+    prompt_logprobs: int | None = None
     tools: Tools | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = True
     include_reasoning: bool = True
     truncate: bool = False
     response: OfResponse | None = None
+
+    @property
+    def likely_in_prompt(self) -> int | None:
+        """How many of the most likely tokens are computed at each token of the prompt; None if it needs none."""
+        asked = [self.prompt_logprobs, self.top_logprobs if self.echo and self.logprobs else None]
+        return max((one for one in asked if one is not None), default=None)
+
+    @property
+    def least_tokens(self) -> int:
+        """For how many tokens there must be room behind the prompt."""
+        return 1 if self.max_tokens is None else self.max_tokens
 
     @property
     def prompt_field(self) -> str:
@@ -159,7 +172,7 @@ def parse_response(body: Any, kept: Kept) -> Asked:
     }
     values |= {"response_format": text["format"], "verbosity": text["verbosity"], "reasoning_effort": effort}
     values |= {"logprobs": bool(values["top_logprobs"]) or LOGPROBS in values["include"]}
-    values |= {"n": 1, "best_of": None, "max_tokens": values["max_output_tokens"]}
+    values |= {"n": 1, "best_of": None, "prompt_logprobs": None, "max_tokens": values["max_output_tokens"]}
     return _asked(
         values,
         [messages],
@@ -202,6 +215,7 @@ def _asked(
         sampling=_sampling({**values, "constraint": constraint}, candidates),
         shaped_by=shaped_by,
         max_tokens=values.get("max_completion_tokens") or values["max_tokens"],
+        prompt_logprobs=values["prompt_logprobs"],
         stop=[stop] if isinstance(stop, str) else stop,
         stop_token_ids=values["stop_token_ids"],
         ignore_eos=values["ignore_eos"],
@@ -217,8 +231,8 @@ def _asked(
     if asked.choices > MOST_CHOICES:
         param = "n" if candidates == values["n"] else "best_of"
         raise ApiError(400, f"prompts times {param} may be at most {MOST_CHOICES}, not {asked.choices}", param)
-    if asked.echo and asked.logprobs:
-        refuse("echo", "cannot go with logprobs: those of prompts are not computed")
+    if asked.prompt_logprobs is not None and asked.stream:
+        refuse("prompt_logprobs", "cannot be streamed: send echo with logprobs to /v1/completions")
     return asked
 
 

@@ -273,7 +273,7 @@ class Service:
         messages = list(asked.prompts[0])
         head = next((at for at, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
         starts = [head, *(at for at, one in enumerate(messages) if at > head and one["role"] == "user")]
-        most = self.dec.model.config.max_position_embeddings - (asked.max_tokens or 1)
+        most = self.dec.model.config.max_position_embeddings - asked.least_tokens
 
         async def behind(start: int) -> list[int] | None:
             try:
@@ -305,10 +305,11 @@ class Service:
             name = "max_tokens" if asked.response is None else "max_output_tokens"
             words = f"{name} may be at most {settings.max_tokens:,} here, not {asked.max_tokens:,}"
             raise ApiError(400, words, name)
-        if len(ids) + (asked.max_tokens or 1) > positions:
-            words = f"the prompt has {len(ids):,} tokens and max_tokens is {asked.max_tokens or 1:,}"
+        if len(ids) + asked.least_tokens > positions:
+            words = f"the prompt has {len(ids):,} tokens and max_tokens is {asked.least_tokens:,}"
             words += f", but the model has {positions:,} positions: shorten one of them"
             raise ApiError(400, words, code="context_length_exceeded")
+        likely = asked.likely_in_prompt
         try:
             request = GenerationRequest(
                 ids,
@@ -321,6 +322,7 @@ class Service:
                 return_logprobs=asked.logprobs or asked.candidates > asked.n,
                 # A vocabulary may be smaller than what may be asked for.
                 top_logprobs=min(asked.top_logprobs, self.dec.target.vocab_size),
+                prompt_logprobs=None if likely is None else min(likely, self.dec.target.vocab_size),
             )
             one = check_arguments(self.dec, request)
             one = replace(one, limit=min(one.limit, settings.max_tokens), shown=speech.shown)

@@ -21,6 +21,7 @@ from decoder.constraints.base import ConstraintError
 from decoder.decoder import Decoder
 from decoder.model.loading import out_of_memory
 from decoder.outputs import GenerationOutput
+from decoder.prompt_scores import PromptLogprob
 from decoder.serve.errors import ApiError, stopping
 from decoder.stats import Statistics
 
@@ -36,6 +37,7 @@ class Piece:
         token_ids, text: as in `decoder.Chunk`.
         logprobs, top_logprobs: of the tokens, if asked for.
         output: the whole text, in the last piece.
+        prompt_logprobs: of the prompt, if asked for, see `GenerationOutput`.
     """
 
     choice: int
@@ -44,6 +46,7 @@ class Piece:
     logprobs: list[float] | None
     top_logprobs: list[list[tuple[int, float]]] | None
     output: GenerationOutput | None
+    prompt_logprobs: list[PromptLogprob | None] | None
 
 
 class Job:
@@ -215,7 +218,9 @@ class Worker:
             elif not job.over and (sequence.done or job.in_pieces):
                 chunk = sequence.chunk(tokens if job.in_pieces else sequence.token_ids)
                 logprobs = chunk.logprobs, chunk.top_logprobs
-                job.deliver(Piece(choice, chunk.token_ids, chunk.text, *logprobs, chunk.output))
+                scores = sequence.prompt_scores
+                of_prompt = None if scores is None else scores.found
+                job.deliver(Piece(choice, chunk.token_ids, chunk.text, *logprobs, chunk.output, of_prompt))
 
     def _recover(self, error: Exception) -> None:
         """Memory ran out, or there is a fault in a step: whatever ran has failed, what waits goes on."""

@@ -54,6 +54,23 @@ class TokenTexts:
             return bytes(_BYTE_LEVEL[letter] for letter in piece)
         return text.encode()
 
+    def name(self, token: int) -> str:
+        """What a completion calls a token: its text, or its bytes where it is a part of a character."""
+        text = self.text(token)
+        if REPLACEMENT not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token))
+
+    def by_name(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The log-probabilities of the most likely tokens of a completion, and of the one that is there, by name.
+
+        Of several tokens with the same name the one that is there counts, or else the most likely one.
+        """
+        found: dict[str, float] = {}
+        for other, value in top:
+            found.setdefault(self.name(other), value)
+        return {**found, self.name(token): logprob}
+
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
