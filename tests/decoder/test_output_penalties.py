@@ -111,6 +111,7 @@ def test_bad_words_that_are_texts():
         (dict(min_tokens=-1), "min_tokens must be at least 0"),
         (dict(min_tokens=1.5), "min_tokens must be an integer"),
         (dict(bad_words="word"), "bad_words must be texts"),
+        (dict(include_stop_str_in_output=1), "include_stop_str_in_output must be true or false"),
         (dict(bad_words=[""]), "bad_words must be texts"),
         (dict(bad_words=[[]]), "bad_words must be texts"),
         (dict(constraint="json"), "constraint must be one of decoder.constraints"),

@@ -115,6 +115,7 @@ def test_each_sampling_parameter_is_a_field(chat):
         logit_bias={"7": -100, "3": 1.5},
         min_tokens=2,
         bad_words=["no"],
+        include_stop_str_in_output=True,
     )
     sampling = parse({**ASKED[chat], **values}, chat).sampling
     kept = {**values, "suppress_tokens": (4,), "logit_bias": ((3, 1.5), (7, -100.0)), "bad_words": ("no",)}
@@ -191,7 +192,7 @@ OF_OTHERS = {
     **dict(stop_regex="a+", guided_whitespace_pattern=" "),
     **dict(repeat_penalty=1.3, repeat_last_n=64, dry_multiplier=0.8, mirostat=2, xtc_probability=0.5, top_n_sigma=1),
     **dict(n_predict=1, max_new_tokens=3, min_new_tokens=9, allowed_token_ids=[3]),
-    **dict(include_stop_str_in_output=True, tool_choice="required", n_probs=3),
+    **dict(tool_choice="required", n_probs=3, no_stop_trim=True),
     **dict(do_sample=False, bad_words_ids=[[5]]),
     **dict(truncate_prompt_tokens=5, return_token_ids=True, presence_penality=0, temprature=0),
     **dict(presence_penalty_=False, Temperature=0, topP=0.5, maxTokens=3, extra_body={"top_k": 1}, options={}),

@@ -93,16 +93,17 @@ def test_streamed_text_never_splits_a_character():
     assert unfinished.take(final=True) == "\ufffd"
 
 
-def test_stop_strings_across_chunks_are_never_shown():
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_across_chunks_are_never_shown_unless_they_are_included(include):
     tokenizer = byte_tokenizer()
-    stream = TextStream(tokenizer, stop=["END", "never"])
+    stream = TextStream(tokenizer, stop=["END", "ENDS", "never", "ND"], include_stop=include)
     shown = ""
     for token in tokenizer("An EN and the END of it")["input_ids"]:
         stream.push(token)
         shown += stream.take()
         if stream.stopped:
             break
-    assert shown == stream.text == "An EN and the "
+    assert shown == stream.text == "An EN and the " + include * "END"
 
 
 @pytest.mark.parametrize("method", decoder.methods())
@@ -125,6 +126,10 @@ def test_stop_strings_end_the_text_before_them(speaking, method):
 
     free = speaking.generate("Call me", 60, "ar", logits_hook=hook).text
     stop = free[30:33]
+    included = speaking.generate(
+        "Call me", 60, method, SamplingParams(include_stop_str_in_output=True), stop=stop, logits_hook=hook
+    )
+    assert included.text == free[: free.index(stop) + 3] and included.finish_reason == "stop"
     shown = [c.text for c in speaking.stream("Call me", 60, method, stop=[stop, "xyz"], logits_hook=hook)]
     assert "".join(shown) == free[: free.index(stop)]
 

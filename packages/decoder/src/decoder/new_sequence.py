@@ -88,7 +88,8 @@ def _text_stream(dec: "Decoder", arguments: Arguments) -> TextStream | None:
     if dec.tokenizer is None:
         return None
     shown = arguments.shown - arguments.stop_ids
-    return TextStream(dec.tokenizer, arguments.stop_strings, arguments.context, shown)
+    with_stop = arguments.sampling.include_stop_str_in_output
+    return TextStream(dec.tokenizer, arguments.stop_strings, arguments.context, shown, with_stop)
 
 
 def vocabulary_of(dec: "Decoder", arguments: Arguments) -> Vocabulary:

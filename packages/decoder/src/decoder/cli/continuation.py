@@ -77,7 +77,9 @@ def _run(
     stop: Sequence[str],
     finish_reason: str | None,
 ) -> Generator[Chunk, None, None]:
-    text, token_ids = TextStream(decoder.tokenizer, stop, request.prompt_ids), list(token_ids)
+    with_stop = request.sampling.include_stop_str_in_output
+    text = TextStream(decoder.tokenizer, stop, request.prompt_ids, include_stop=with_stop)
+    token_ids = list(token_ids)
     for token in token_ids:
         text.push(token)
 

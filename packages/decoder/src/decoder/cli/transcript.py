@@ -17,7 +17,10 @@ FORMAT_VERSION = 1
 _SAMPLES = 64  # numbers of each weight that a fingerprint reads
 _ADDED_LATER = ("bitwise", "threads")  # keys that records of earlier versions lack
 # What they stand for where a record of an earlier version lacks them; None for all others.
-_UNSAID = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "bad_words": [], "continued_tokens": 0}
+_UNSAID = {
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "bad_words": [], "continued_tokens": 0},
+    "include_stop_str_in_output": False,
+}
 
 
 class Transcript:

@@ -19,11 +19,12 @@ IMPLEMENTED = frozenset(
     {
         *("temperature", "min_p", "repetition_penalty", "penalty_window", "seed"),
         *("constraint", "bad_words", "min_tokens", "continued_tokens"),
+        "include_stop_str_in_output",  # of the text, and not of its tokens
     }
 )
 """The fields of `SamplingParams` that the library takes into account; its window comes with each call.
 
-Tokens that the last four rule out have logits of -inf already.
+Tokens that constraint, bad words and min_tokens rule out have logits of -inf already.
 """
 
 _ROOM = 64  # tokens that may be left

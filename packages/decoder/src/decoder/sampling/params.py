@@ -38,6 +38,7 @@ class SamplingParams:
         min_tokens: how many tokens the output has at least before one may end it; less where the constraint ends it.
         bad_words: what the output must not have: texts, or their token ids. Of each the last token is ruled out behind
             the others; texts are tokenised with and without a space in front.
+        include_stop_str_in_output: whether a stop string that ends a text is part of it.
         constraint: what the output must be, of `decoder.constraints` or of your own.
         continued_tokens: how many of the prompt's last tokens are an output that goes on: where the constraint begins,
             and what the two penalties and min_tokens count.
@@ -60,6 +61,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
     min_tokens: int = 0
     bad_words: Sequence[str | Sequence[int]] = ()
+    include_stop_str_in_output: bool = False
     constraint: Constraint | None = None
     continued_tokens: int = 0
 
@@ -71,6 +73,9 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         if self.constraint is not None:
             _check_constraint(self.constraint)
+        if not isinstance(self.include_stop_str_in_output, bool):
+            words = shown(self.include_stop_str_in_output)
+            raise ValueError(f"include_stop_str_in_output must be true or false, not {words}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _OF_THEIR_OWN:
@@ -142,7 +147,8 @@ class SamplingParams:
         )
 
 
-_OF_THEIR_OWN = frozenset({"suppress_tokens", "logit_bias", "bad_words", "constraint"})  # fields that are no numbers
+# Fields that are no numbers.
+_OF_THEIR_OWN = frozenset({"suppress_tokens", "logit_bias", "bad_words", "include_stop_str_in_output", "constraint"})
 _LARGEST_BIAS = 100.0  # as in vLLM and OpenAI's protocol
 
 

@@ -86,6 +86,7 @@ _SAMPLING: Fields = {
     "logit_bias": Honoured(biases(_MOST_IDS)),
     "min_tokens": Honoured(integer(0, LARGEST_SEED)),
     "bad_words": Honoured(texts(_LONGEST_STOP, _MOST_BAD_WORDS)),
+    "include_stop_str_in_output": Honoured(FLAG, False),
 }
 # At most one of them says what the answer must be; see `decoder.serve.shapes`.
 _SHAPES: Fields = {
@@ -138,8 +139,7 @@ _REFUSED: Fields = {
     "max_length": Refused((), "send max_tokens"),
     "t_max_predict_ms": Refused((0,)),
     "stop_regex": Refused(([], "")),
-    "include_stop_str_in_output": Refused((False,)),
-    "no_stop_trim": Refused((False,)),
+    "no_stop_trim": Refused((False,), "send include_stop_str_in_output"),
     # How tokens are chosen.
     "do_sample": Refused((True,), "send temperature 0 for the most likely tokens"),
     "num_beams": Refused((1,)),

@@ -30,6 +30,7 @@ class TextStream:
     Args:
         tokenizer: decodes the tokens.
         stop: strings that end the text; they and what follows them are left out.
+        include_stop: whether the one that ends it is not left out.
         prompt_ids: the tokens in front, of which only the end is decoded.
         shown: special tokens that are part of the text.
 
@@ -43,7 +44,9 @@ class TextStream:
         stop: Sequence[str] = (),
         prompt_ids: Sequence[int] = (),
         shown: Collection[int] = (),
+        include_stop: bool = False,
     ):
+        self._include_stop = include_stop
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
         self._tail = 0  # index of the first token of the settled tail
@@ -60,7 +63,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All settled text, without a stop string and what follows it."""
+        """All settled text, without what follows a stop string, and without that unless it is included."""
         return "".join(self._given) + self._open
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -128,9 +131,10 @@ class TextStream:
         # `take` never returns the beginning of a stop string, so only text that it has not returned is searched.
         start = max(0, len(self._open) - max(map(len, self.stop), default=0))
         self._open += new
-        found = [at for s in self.stop if (at := self._open.find(s, start)) >= 0]
+        found = [(at, at + len(s)) for s in self.stop if (at := self._open.find(s, start)) >= 0]
         if found:
-            self._open = self._open[: min(found)]
+            # The first one; of several that begin there, the one that was there first.
+            self._open = self._open[: min(found)[self._include_stop]]
             self.stopped = True
 
     def take(self, final: bool = False) -> str:
