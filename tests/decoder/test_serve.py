@@ -163,7 +163,7 @@ REFUSED = [
     ("n", 1.5),
     ("seed", -1),
     ("seed", 2**63),
-    ("max_tokens", 0),
+    ("max_tokens", -1),
     ("max_tokens", 2001),
     ("stop", [""]),
     ("stop", 7),
@@ -518,7 +518,7 @@ def test_pages_that_are_let_use_the_server_from_a_browser(dec, origin):
         key = {"Authorization": "Bearer secret"}
         for headers, body, status in (
             (asked, {"prompt": "x"}, 401),
-            (asked | key, {"prompt": "x", "max_tokens": 0}, 400),
+            (asked | key, {"prompt": "x", "max_tokens": -1}, 400),
             (asked | key, {"prompt": "x", "max_tokens": 1}, 200),
             (asked | key, {"prompt": "x", "max_tokens": 1, "stream": True}, 200),
         ):

@@ -81,7 +81,7 @@ def _cors(origins: tuple[str, ...]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             # A page of the internet asks for this before it may reach an address of this network.
             allow_private_network=True,
