@@ -66,6 +66,7 @@ def answered(answering, source, output, limit=None):
     """The rows of a file, or after ``limit`` answers the process ends."""
     requests = Requests(source, {})
     with Job(requests, output) as job:
+        job.open()
         job.begin(answering.identity())
 
         def done(line, row):
@@ -154,14 +155,18 @@ def test_a_journal_of_something_else_is_refused(answering, tmp_path):
     source, out = written(tmp_path / "in.jsonl", mixed(5)), tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
         answered(answering, source, out, limit=2)
-    with Job(Requests(source, {"seed": 5}), out) as job, pytest.raises(ValueError, match="other requests or defaults"):
-        job.begin(answering.identity())
-    with Job(Requests(source, {}), out) as job, pytest.raises(ValueError, match="belongs to another model"):
-        job.begin({**answering.identity(), "model": "other"})
+    for defaults, other, words in (
+        ({"seed": 5}, {}, "other requests or defaults"),
+        ({}, {"model": "other"}, "belongs to another model"),
+    ):
+        with Job(Requests(source, defaults), out) as job:
+            job.open()
+            with pytest.raises(ValueError, match=words):
+                job.begin({**answering.identity(), **other})
     with Job(Requests(source, {}), out) as job, Job(Requests(source, {}), out) as second:
-        job.begin(answering.identity())
+        job.open()
         with pytest.raises(OSError, match="another run is answering"):
-            second.begin(answering.identity())
+            second.open()
 
 
 def test_prompts_that_begin_alike_follow_each_other(tmp_path):
@@ -186,6 +191,7 @@ def test_parquet_in_and_out(answering, tmp_path):
     requests, out = Requests(tmp_path / "in.parquet", {"max_tokens": 4}), tmp_path / "out.parquet"
     assert [line.body["max_tokens"] for line in requests] == [3, 4]
     with Job(requests, out) as job:
+        job.open()
         job.begin(answering.identity())
         answering.answer(requests, job.created, lambda line, row: job.record(line.number, row))
         job.finish()

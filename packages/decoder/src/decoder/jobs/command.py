@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,12 @@ from decoder.cli.terminal import BrokeOff, StatusLine
 from decoder.jobs.answering import Answering, Broken, Row
 from decoder.jobs.job import Job
 from decoder.jobs.lines import Line, Requests
+from decoder.jobs.on_ray import Cluster, Do
 from decoder.options import TokenSwiftOptions
 from decoder.prefix_reuse import prefix_reuse, usual_bytes
 from decoder.serve.settings import name_of
+
+_BATCHES = 2  # of requests in a block of Ray's, so that few are answered again where an actor dies
 
 
 def batch(args: argparse.Namespace) -> None:
@@ -30,20 +34,16 @@ def batch(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-batch must be at least 1, not {args.max_batch}")
     if from_flags(TokenSwiftOptions, args).verification != "exact":
         raise ValueError(f"a file needs exact verification, not {args.verification}: texts share its passes")
-    for name in ("ray_actors", "ray_cpus", "ray_gpus"):
-        if getattr(args, name) is not None and args.ray is None:
-            raise ValueError(f"--{name.replace('_', '-')} goes with --ray")
+    cluster = cluster_of(args)
     check_sources(args)
     requests = Requests(args.requests, _defaults(args.defaults))
     with Job(requests, args.answers) as job:
         load = partial(answering_from, args, requests.shares_beginnings)
         try:
-            if args.ray is None:
+            if cluster is None:
                 _here(job, load)
             else:
-                from decoder.jobs.on_ray import answer_on_ray
-
-                answer_on_ray(job, args, load, partial(_Telling, job))
+                _on_cluster(job, load, cluster, args.max_batch * _BATCHES)
             errors = job.finish()
         except (OSError, Broken) as error:
             if not job.begun:
@@ -74,15 +74,56 @@ def answering_from(args: argparse.Namespace, shares_beginnings: bool) -> Answeri
     )
 
 
+def cluster_of(args: argparse.Namespace) -> Cluster | None:
+    """The cluster that the flags name, if any. Raises ValueError for one that goes with none."""
+    given = {name: getattr(args, f"ray_{name}") for name in ("actors", "cpus", "gpus")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.ray is not None:
+        return Cluster(args.ray, **given)
+    if given:
+        raise ValueError(f"--ray-{next(iter(given))} goes with --ray")
+    return None
+
+
 def _here(job: Job, load: Callable[[], Answering]) -> None:
     """Answer in this process."""
     answering = load()
+    job.open()
     job.begin(answering.identity())
     rest = job.rest()
     if not rest:
         return
     with _Telling(job, len(rest)) as done:
         answering.answer((job.requests[number] for number in rest), job.created, done)
+
+
+def _on_cluster(job: Job, load: Callable[[], Answering], cluster: Cluster, block: int) -> None:
+    """Answer by actors. The first answer tells who answers; where all are there, the first request is asked again."""
+    job.open()
+    rest = job.rest()
+    asked = [job.requests[number] for number in rest or job.requests.order[:1]]
+    begun = False
+    with (
+        _Telling(job, len(rest)) as done,
+        closing(cluster.map(partial(_ready, load, job.created), asked, block)) as rows,
+    ):
+        for line, row, identity in rows:
+            if not begun:
+                job.begin(identity)
+                begun = True
+            done(line, row)
+
+
+def _ready(load: Callable[[], Answering], created: int) -> tuple[Do, dict[str, Any]]:
+    """What an actor needs to answer."""
+    answering = load()
+
+    def do(lines: list[Line]) -> list[Row]:
+        rows: dict[int, Row] = {}
+        answering.answer(lines, created, lambda line, row: rows.update({line.number: row}))
+        return [rows[line.number] for line in lines]
+
+    return do, answering.identity()
 
 
 class _Telling:

@@ -50,25 +50,31 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._journal.is_open and self._header is None:
+            self._path.unlink()  # nobody has answered
         self._journal.close()
 
+    def open(self) -> None:
+        """Open the journal, and find what it holds already."""
+        # Nothing is read before the file is locked, lest another process write on.
+        self._journal.open(f"another run is answering for {self.output}: wait for it, or choose another file")
+        self._read()
+        if self._header is not None:
+            self.created = self._header["created"]
+
     def begin(self, answered_by: Mapping[str, Any]) -> None:
-        """Open the journal for `record`, after what it holds already.
+        """Say who answers, so that `record` may be called; refuse another one than has answered before.
 
         Args:
             answered_by: what tells the model and its settings from others; values that JSON has.
         """
         header = {"version": VERSION, "requests": self.requests.digest(), **answered_by}
-        # Nothing is read before the file is locked, lest another process write on.
-        self._journal.open(f"another run is answering for {self.output}: wait for it, or choose another file")
-        self._read()
         if self._header is None:
             self._header = {"job": header, "created": self.created}
             self._journal.append(self._header)
         elif self._header["job"] != header:
             of = _difference(self._header["job"], header)
             raise ValueError(f"{self._path} belongs to {of}: move it away, or choose another file")
-        self.created = self._header["created"]
 
     def _read(self) -> None:
         start = 0

@@ -1,73 +1,97 @@
-"""Answers a file of requests on a cluster, by Ray: actors that each hold a decoder, over blocks of requests.
+"""Work on a cluster, by Ray: actors that each hold what it takes, over blocks of items.
 
-Scheduling, transport and retries are Ray's. A block whose actor dies is answered again elsewhere, by the same texts,
-and the journal takes each answer once.
+Scheduling, transport and retries are Ray's. A block whose actor dies is done again elsewhere.
 """
 
-import argparse
-import json
 import logging
-import math
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from decoder.jobs.answering import Answering, Row
-from decoder.jobs.job import Job
-from decoder.jobs.lines import Line
+Do = Callable[[list[Any]], list[Any]]
+"""Does the items of a block: the result of each."""
 
-_BATCHES = 2  # of requests in a block, so that few are answered again where an actor dies
+Identity = dict[str, Any]
+"""What must be the same in all actors, by name."""
 
-Load = Callable[[], Answering]
-Telling = Callable[[int], AbstractContextManager[Callable[[Line, Row], None]]]
+Ready = Callable[[], tuple[Do, Identity]]
+"""Called in the process of each actor: what does its blocks, and its identity."""
 
 
-def answer_on_ray(job: Job, args: argparse.Namespace, load: Load, telling: Telling) -> None:
-    """Answer all requests of ``job`` that have no answer.
+@dataclass(frozen=True)
+class Cluster:
+    """Where work is done.
 
     Args:
-        args: the command's flags.
-        load: makes what answers, in the process of an actor.
-        telling: gives what records the rows of so many requests.
-
-    Raises:
-        ValueError: Ray is not installed.
-        OSError: there is no cluster at the address, or an actor has failed: its node is named.
+        address: of a cluster; ``auto`` starts Ray on this machine.
+        actors: how many processes hold a decoder, each with weights of its own.
+        cpus: processors, and threads, of each.
+        gpus: of each.
     """
-    cpus, gpus, actors = args.ray_cpus or 1, args.ray_gpus or 0, args.ray_actors or 1
-    with _cluster(args.ray) as ray:
-        try:
-            # One worker says first what answers here, so that all others must be the same.
-            identity = ray.get(ray.remote(num_cpus=cpus, num_gpus=gpus)(_identity).remote(load, cpus))
-            job.begin(identity)
-            rest = job.rest()
-            if not rest:
-                return
-            size = args.max_batch * _BATCHES
-            asked = [{"line": json.dumps(job.requests[number])} for number in rest]
-            # Ray starts an actor that has died again, elsewhere if it must, and gives it its blocks once more.
-            answered = ray.data.from_items(asked, override_num_blocks=math.ceil(len(rest) / size)).map_batches(
-                _Actor,
-                fn_constructor_args=(load, cpus, identity, job.created),
-                batch_size=size,
-                compute=ray.data.ActorPoolStrategy(size=actors),
-                num_cpus=cpus,
-                num_gpus=gpus,
-            )
-            with telling(len(rest)) as done:
-                for answer in answered.iter_rows():
-                    done(Line(*json.loads(answer["line"])), json.loads(answer["row"]))
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            words = " ".join(str(cause).split())[-300:]
-            raise OSError(f"Ray: {words}") from error
+
+    address: str
+    actors: int = 1
+    cpus: int = 1
+    gpus: float = 0
+
+    def __post_init__(self) -> None:
+        for name in ("actors", "cpus"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Ray's {name} must be at least 1, not {getattr(self, name)}")
+        if self.gpus < 0:
+            raise ValueError(f"Ray's gpus must not be below 0, but is {self.gpus:g}")
+
+    def map(self, ready: Ready, items: Sequence[Any], block: int) -> Iterator[tuple[Any, Any, Identity]]:
+        """Each item with its result, as blocks are done, and who has done it.
+
+        Args:
+            ready: see `Ready`; it is sent to the actors.
+            block: how many items an actor is given at once, and does again where one dies.
+
+        Raises:
+            ValueError: Ray is not installed; or an actor is not like the first one: its node is named.
+            OSError: there is no cluster at the address, or an actor has failed.
+        """
+        with _connected(self.address) as ray:
+            try:
+                yield from self._map(ray, ready, items, block)
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error
+                words = " ".join(str(cause).split())[-300:]
+                raise OSError(f"Ray: {words}") from error
+
+    def _map(self, ray: Any, ready: Ready, items: Sequence[Any], block: int) -> Iterator[tuple[Any, Any, Identity]]:
+        blocks = -(-len(items) // block)
+        asked = ray.data.from_items([{"item": pickle.dumps(item)} for item in items], override_num_blocks=blocks)
+        # Ray starts an actor that has died again, elsewhere if it must, and gives it its blocks once more.
+        done = asked.map_batches(
+            _Actor,
+            fn_constructor_args=(ready, self.cpus),
+            batch_size=block,
+            compute=ray.data.ActorPoolStrategy(size=self.actors),
+            num_cpus=self.cpus,
+            num_gpus=self.gpus,
+        )
+        first: Identity | None = None
+        for row in done.iter_rows():
+            node, identity = pickle.loads(row["by"])
+            first = first or identity
+            if identity != first:
+                name = next(name for name in first if identity.get(name) != first[name])
+                raise ValueError(
+                    f"the worker on {node} has another {name.replace('_', ' ')} than the first one: "
+                    f"give all nodes the same model and versions"
+                )
+            yield pickle.loads(row["item"]), pickle.loads(row["result"]), identity
 
 
 @contextmanager
-def _cluster(address: str) -> Iterator[Any]:
+def _connected(address: str) -> Iterator[Any]:
     """The module `ray`, connected to a cluster."""
     try:
         import ray
@@ -89,31 +113,15 @@ def _cluster(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _loaded(load: Load, cpus: int) -> Answering:
-    torch.set_num_threads(cpus)
-    return load()
-
-
-def _identity(load: Load, cpus: int) -> dict[str, Any]:
-    """What tells the answers of this worker from those of others."""
-    return _loaded(load, cpus).identity()
-
-
 class _Actor:
-    """A process of the cluster that answers blocks of requests."""
+    """A process of the cluster that does blocks of items."""
 
-    def __init__(self, load: Load, cpus: int, identity: dict[str, Any], created: int):
-        self._answering, self._created = _loaded(load, cpus), created
-        own = self._answering.identity()
-        if own != identity:
-            name = next(name for name in identity if own.get(name) != identity[name])
-            raise ValueError(
-                f"the worker on {socket.gethostname()} has another {name.replace('_', ' ')} than the first one: "
-                f"give all nodes the same model and versions"
-            )
+    def __init__(self, ready: Ready, cpus: int):
+        torch.set_num_threads(cpus)
+        self._do, identity = ready()
+        self._by = pickle.dumps((socket.gethostname(), identity))
 
-    def __call__(self, block: dict[str, Sequence[str]]) -> dict[str, list[str]]:
-        asked = [Line(*json.loads(line)) for line in block["line"]]
-        rows: dict[int, Row] = {}
-        self._answering.answer(asked, self._created, lambda line, row: rows.update({line.number: row}))
-        return {"line": list(block["line"]), "row": [json.dumps(rows[line.number]) for line in asked]}
+    def __call__(self, block: dict[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
+        items = [bytes(item) for item in block["item"]]
+        results = self._do([pickle.loads(item) for item in items])
+        return {"item": items, "result": [pickle.dumps(one) for one in results], "by": [self._by] * len(items)}
