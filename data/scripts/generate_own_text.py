@@ -18,6 +18,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 import decoder
 from decoder import Decoder, SamplingParams
-from decoder.model.loading import read_config, read_tokenizer
+from decoder.parts import Cluster, read_config, read_tokenizer
 from heads_train.backbone import load_backbone
 from heads_train.states import StateCache
 from lockstep import Lockstep, Text, write_texts
@@ -43,6 +44,8 @@ BOOK_SHARE = 0.35
 ASKING = SamplingParams(temperature=1.0, min_p=0.02)
 ASKING_SHARE = 0.6
 PASSAGE_CHARACTERS = (150, 600)
+# Of each folder of prompts, lists of questions and books.
+Sources = list[tuple[list[list[str]], list[str]]]
 # Stand for an answer and a question where a template is asked what comes around them.
 ANSWER = "(the answer)"
 QUESTION = "(the question)"
@@ -189,12 +192,18 @@ def main() -> None:
     parser.add_argument("--train-files", type=int, default=12)
     parser.add_argument("--validation-files", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", metavar="ADDRESS", help="of a cluster that writes the files; auto starts Ray here")
+    parser.add_argument("--ray-actors", type=int, default=1, help="processes of it, each with weights of its own")
+    parser.add_argument("--ray-cpus", type=int, default=1, help="processors, and threads, of each")
+    parser.add_argument("--ray-gpus", type=float, default=0, help="GPUs of each")
     args = parser.parse_args()
     if min(args.rows, args.together, args.tokens) < 1:
         parser.error("--rows, --together and --tokens must be at least 1")
     for name in ("book_share", "asking_share"):
         if not 0 <= getattr(args, name) <= 1:
             parser.error(f"--{name.replace('_', '-')} must be between 0 and 1")
+    if args.ray and args.states:
+        parser.error("--states is for one process: leave it or --ray out")
     try:
         write_files(args)
     except (OSError, ValueError) as error:
@@ -214,23 +223,53 @@ def write_files(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.model} is no chat model: its tokenizer has no chat template")
     if args.tokens > (positions := read_config(args.model).max_position_embeddings):
         raise ValueError(f"--tokens {args.tokens} is beyond the {positions} positions of {args.model}")
-    write = in_step(args, tokenizer) if args.states else together(args)
     args.output.mkdir(parents=True, exist_ok=True)
-    for split, files in (("validation", args.validation_files), ("train", args.train_files)):
-        for number in range(files):
-            path = args.output / f"{split}-{number:03}.npy"
-            if path.exists():
-                continue
-            rng = random.Random(args.seed * 1_000_003 + number * 2 + (split == "train"))
-            rows: list[Row] = []
-            for left, (questions, books) in zip(range(len(read[split]), 0, -1), read[split], strict=True):
-                count = -(-(args.rows - len(rows)) // left)
-                rows += make_rows(tokenizer, questions, books, args, count, rng)
-            ids = write(rows, rng)
-            part = path.with_name(f".writing-{path.name}")
-            np.save(part, ids)
-            os.replace(part, path)
-            print(f"{path}: {ids.size} tokens", flush=True)
+    counts = {"validation": args.validation_files, "train": args.train_files}
+    asked = [(split, number) for split, count in counts.items() for number in range(count)]
+    missing = [one for one in asked if not _path(args, *one).exists()]
+    if args.ray is None:
+        write = in_step(args, tokenizer) if args.states else together(args)
+        made = ((one, file_of(args, tokenizer, read[one[0]], *one, write)) for one in missing)
+    else:
+        cluster = Cluster(args.ray, args.ray_actors, args.ray_cpus, args.ray_gpus)
+        made = ((one, ids) for one, ids, _ in cluster.map(partial(_ready, args, read), missing, 1))
+    for one, ids in made:
+        path = _path(args, *one)
+        part = path.with_name(f".writing-{path.name}")
+        np.save(part, ids)
+        os.replace(part, path)
+        print(f"{path}: {ids.size} tokens", flush=True)
+
+
+def _path(args: argparse.Namespace, split: str, number: int) -> Path:
+    return args.output / f"{split}-{number:03}.npy"
+
+
+def file_of(
+    args: argparse.Namespace,
+    tokenizer,
+    read: Sources,
+    split: str,
+    number: int,
+    write: Callable[[list[Row], random.Random], np.ndarray],
+) -> np.ndarray:
+    """The rows of a file, from what has been ``read`` for its split."""
+    rng = random.Random(args.seed * 1_000_003 + number * 2 + (split == "train"))
+    rows: list[Row] = []
+    for left, (questions, books) in zip(range(len(read), 0, -1), read, strict=True):
+        count = -(-(args.rows - len(rows)) // left)
+        rows += make_rows(tokenizer, questions, books, args, count, rng)
+    return write(rows, rng)
+
+
+def _ready(args: argparse.Namespace, read: dict[str, Sources]):
+    """What a process of a cluster needs to write files."""
+    tokenizer, write = read_tokenizer(args.model), together(args)
+
+    def do(files: list[tuple[str, int]]) -> list[np.ndarray]:
+        return [file_of(args, tokenizer, read[split], split, number, write) for split, number in files]
+
+    return do, {"model": args.model}
 
 
 def together(args: argparse.Namespace) -> Callable[[list[Row], random.Random], np.ndarray]:

@@ -5,6 +5,7 @@ import pytest
 
 import decoder
 from decoder.engine import Engine
+from decoder.jobs.on_ray import Cluster
 from heads_train.cli import main
 from heads_train.generated import GeneratedChunks, GeneratedText
 
@@ -42,6 +43,25 @@ def test_heads_speed_the_generation_up_and_leave_the_text(chunks, model, tmp_pat
     plain.make()
     drafted.make()
     assert np.array_equal(plain.load(), drafted.load())
+
+
+def test_a_cluster_writes_the_same_texts_for_rank_0_alone(chunks, monkeypatch):
+    plain, of_cluster = chunks("plain"), chunks("cluster", ray="auto", batch=1)
+    given = []
+
+    def in_blocks(self, ready, items, block):
+        """What Ray does, in this process."""
+        do, identity = ready()
+        for start in range(0, len(items), block):
+            given.append(items[start : start + block])
+            yield from ((item, result, identity) for item, result in zip(given[-1], do(given[-1]), strict=True))
+
+    monkeypatch.setattr(Cluster, "map", in_blocks)
+    plain.make()
+    of_cluster.make(rank=1, ranks=2)
+    assert not given
+    of_cluster.make(rank=0, ranks=2)
+    assert [len(block) for block in given] == [2, 2, 1] and np.array_equal(plain.load(), of_cluster.load())
 
 
 def test_ranks_share_the_work_and_a_cut_one_goes_on(chunks, monkeypatch):

@@ -27,6 +27,8 @@ from decoder.eagle3.draft_model import Eagle3DraftModel, attend
 from decoder.eagle3.text_cache import Eagle3TextCache
 from decoder.heads_beside import heads_beside
 from decoder.heads_files import CONFIG, is_repository, read_json
+from decoder.jobs.on_ray import Cluster
+from decoder.jobs.texts import Manner, Text, write_texts
 from decoder.loader import DTYPES, device_named
 from decoder.model import loading
 from decoder.model.architectures import layer_kinds, refuse_unsupported
@@ -51,6 +53,7 @@ __all__ = [
     "LAYOUTS",
     "SHORT",
     "CacheForm",
+    "Cluster",
     "CostTuned",
     "DraftHead",
     "DraftVocabulary",
@@ -60,9 +63,11 @@ __all__ = [
     "FullCache",
     "GenerationRequest",
     "Journal",
+    "Manner",
     "PartialCache",
     "Sampler",
     "Target",
+    "Text",
     "TextStream",
     "TokenTree",
     "attend",
@@ -112,4 +117,5 @@ __all__ = [
     "text_ids",
     "whole_lines",
     "window_slots",
+    "write_texts",
 ]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from heads_train.backbone import load_tokenizer
 from heads_train.chunks import book_chunks
-from heads_train.generated import GeneratedChunks, GeneratedText
+from heads_train.generated import FASTER, GeneratedChunks, GeneratedText
 from heads_train.sources import Source, find_source
 
 GENERATED = "generated"
@@ -110,8 +110,7 @@ class BooksDataModule(L.LightningDataModule):
     def describe(self) -> dict:
         """What the training chunks and their order follow from, by setting."""
         generated = asdict(self.generated) if self.generated else {}
-        # They speed the generation up and change no text.
-        written = {name: value for name, value in generated.items() if name not in ("heads", "tree")}
+        written = {name: value for name, value in generated.items() if name not in FASTER}
         return {
             "data.source": self.source,
             "data.subset": self.subset,

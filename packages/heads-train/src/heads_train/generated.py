@@ -7,13 +7,18 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 import decoder
+from decoder.parts import Cluster, Manner, Text, write_texts
 from heads_train.sources import files_key
+
+FASTER = ("heads", "tree", "ray", "ray_actors", "ray_cpus", "ray_gpus")
+"""Settings that speed the generation up and change no text."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,11 @@ class GeneratedText:
         heads: draft heads that speed the generation up; the text is the same without.
         tree: the tree that these heads fill.
         batch: how many texts are decoded together at most, fewer where memory is short; the texts are the same.
+        ray: address of a Ray cluster that writes the texts, which are the same there; ``auto`` starts Ray on this
+            machine.
+        ray_actors: processes of the cluster that each load the model.
+        ray_cpus: processors and threads of each of them.
+        ray_gpus: GPUs of each of them.
     """
 
     prompts: str
@@ -38,6 +48,10 @@ class GeneratedText:
     heads: str | None = None
     tree: Sequence[int] = (1, 3, 3, 3)
     batch: int = 16
+    ray: str | None = None
+    ray_actors: int = 1
+    ray_cpus: int = 1
+    ray_gpus: float = 0
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.1
@@ -50,6 +64,10 @@ class GeneratedText:
                 raise ValueError(f"data.generated.{name} must be at least 1, got {getattr(self, name)}")
         self.sampling(0)
         self.options()
+        self.cluster()
+
+    def cluster(self) -> Cluster | None:
+        return None if self.ray is None else Cluster(self.ray, self.ray_actors, self.ray_cpus, self.ray_gpus)
 
     def sampling(self, seed: int) -> decoder.SamplingParams:
         return decoder.SamplingParams(
@@ -99,7 +117,7 @@ class GeneratedChunks:
         self.texts, self.chunk_tokens, self.seed = texts, chunk_tokens, seed
         weights = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
         # What speeds the generation up changes no text, and neither does their number.
-        without = ("prompts", "heads", "tree", "batch", "texts")
+        without = ("prompts", "batch", "texts", *FASTER)
         asked = {name: value for name, value in asdict(settings).items() if name not in without}
         digest = hashlib.sha256(np.ascontiguousarray(prompts).tobytes())
         digest.update(json.dumps([model, files_key(weights), asked, chunk_tokens, seed]).encode())
@@ -109,28 +127,34 @@ class GeneratedChunks:
         return self.folder / f"{n:06}.npy"
 
     def make(self, rank: int = 0, ranks: int = 1, device: str = "auto") -> None:
-        """Generate the missing ones among texts ``rank``, ``rank + ranks``, ... Raises as ``decoder.load`` does."""
+        """Generate the missing ones among texts ``rank``, ``rank + ranks``, ... Raises as ``decoder.load`` does.
+
+        What a cluster writes is rank 0's.
+        """
+        cluster = self.settings.cluster()
+        if cluster is not None:
+            if rank:
+                return
+            ranks, device = 1, "auto"
         missing = [n for n in range(rank, self.texts, ranks) if not self._path(n).exists()]
         if not missing:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        model = decoder.load(self.model, self.settings.heads, device=device)
         order = np.random.default_rng(self.seed).permutation(len(self.prompts))
-        prompts = [self.prompts[order[n % len(order)]].tolist() for n in missing]
-        stream = model.stream_batch(
-            prompts,
-            self.chunk_tokens - self.settings.prompt_tokens,
-            "tokenswift" if self.settings.heads else "ar",
-            [self.settings.sampling((self.seed << 32) + n) for n in missing],
-            self.settings.options(),
-            ignore_eos=True,
-            max_batch=self.settings.batch,
-        )
-        with tqdm(total=len(missing), desc="generating", unit=" texts", mininterval=1) as bar, closing(stream):
-            for index, chunk in stream:
-                if chunk.output is not None:
-                    self._save(missing[index], prompts[index] + chunk.output.token_ids)
-                    bar.update()
+        settings, new_tokens = self.settings, self.chunk_tokens - self.settings.prompt_tokens
+        texts = [
+            Text(self.prompts[order[n % len(order)]].tolist(), new_tokens, settings.sampling((self.seed << 32) + n))
+            for n in missing
+        ]
+        manner = Manner("tokenswift" if settings.heads else "ar", settings.options(), settings.batch)
+        load = partial(decoder.load, self.model, settings.heads, device=device)
+        with (
+            tqdm(total=len(missing), desc="generating", unit=" texts", mininterval=1) as bar,
+            closing(write_texts(load, texts, manner, cluster)) as written,
+        ):
+            for index, token_ids in written:
+                self._save(missing[index], [*texts[index].prompt, *token_ids])
+                bar.update()
 
     def _save(self, n: int, token_ids: list[int]) -> None:
         """Write text ``n`` so that its file is whole or not there."""

@@ -6,7 +6,7 @@ Scheduling, transport and retries are Ray's. A block whose actor dies is done ag
 import logging
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ class Cluster:
         if self.gpus < 0:
             raise ValueError(f"Ray's gpus must not be below 0, but is {self.gpus:g}")
 
-    def map(self, ready: Ready, items: Sequence[Any], block: int) -> Iterator[tuple[Any, Any, Identity]]:
+    def map(self, ready: Ready, items: Sequence[Any], block: int) -> Generator[tuple[Any, Any, Identity], None, None]:
         """Each item with its result, as blocks are done, and who has done it.
 
         Args:
@@ -57,6 +57,8 @@ class Cluster:
             ValueError: Ray is not installed; or an actor is not like the first one: its node is named.
             OSError: there is no cluster at the address, or an actor has failed.
         """
+        if not items:
+            return
         with _connected(self.address) as ray:
             try:
                 yield from self._map(ray, ready, items, block)
@@ -65,7 +67,9 @@ class Cluster:
                 words = " ".join(str(cause).split())[-300:]
                 raise OSError(f"Ray: {words}") from error
 
-    def _map(self, ray: Any, ready: Ready, items: Sequence[Any], block: int) -> Iterator[tuple[Any, Any, Identity]]:
+    def _map(
+        self, ray: Any, ready: Ready, items: Sequence[Any], block: int
+    ) -> Generator[tuple[Any, Any, Identity], None, None]:
         blocks = -(-len(items) // block)
         asked = ray.data.from_items([{"item": pickle.dumps(item)} for item in items], override_num_blocks=blocks)
         # Ray starts an actor that has died again, elsewhere if it must, and gives it its blocks once more.
