@@ -17,10 +17,11 @@ def free_port():
         return listening.getsockname()[1]
 
 
-def on_ranks(size, function, *arguments, seconds=60):
+def on_ranks(size, function, *arguments, seconds=60, hanging=()):
     """What ``function(rank, *arguments)`` returns in each of ``size`` processes; an exception is returned as one.
 
-    A process that ends by itself leaves None. All must end within ``seconds``.
+    A process that ends by itself leaves None, as do those that are known as ``hanging``. All others must end within
+    ``seconds``.
     """
     port, pipes, children = free_port(), [], []
     for rank in range(size):
@@ -32,7 +33,7 @@ def on_ranks(size, function, *arguments, seconds=60):
         children.append(child)
     end = time.monotonic() + seconds
     try:
-        return [_received(pipe, end) for pipe in pipes]
+        return [None if rank in hanging else _received(pipe, end) for rank, pipe in enumerate(pipes)]
     finally:
         for child in children:
             child.kill()

@@ -18,8 +18,8 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions, load
 from decoder.__main__ import main
 from decoder.cache.base import LayeredCache
 from decoder.model.loading import read_model
-from decoder.parallel import products
-from decoder.parallel.ranks import ending_in_words, join, linked
+from decoder.parallel import products, ranks
+from decoder.parallel.ranks import TIMEOUT, ending_in_words, join, linked
 from decoder.parallel.sharding import own_part, sharding, shared_parameters
 
 from .conftest import random_heads
@@ -299,6 +299,32 @@ def test_a_process_that_dies_ends_the_others_with_one_sentence(tmp_path):
     assert dead is None
     for sentence, seconds in (first, last):
         assert "another process of this run has ended" in sentence and seconds < 60
+
+
+def rank_hangs(rank, model):
+    # Set before: it is of no use to change it when the processes have met.
+    os.environ[TIMEOUT] = "3"
+    dec = load(model, tensor_parallel=True, dtype="float64")
+    try:
+        for number, _ in enumerate(dec.stream([1, 2, 3], 100, "ar")):
+            start = time.monotonic()
+            if rank == 1 and number == 3:
+                os.kill(os.getpid(), signal.SIGSTOP)
+    except OSError as error:
+        return str(error), time.monotonic() - start
+
+
+def test_a_process_that_hangs_ends_the_others_within_the_time_that_is_set(tmp_path):
+    first, _, last = on_ranks(3, rank_hangs, folder_with_tokenizer(tmp_path), hanging=(1,))
+    for sentence, seconds in (first, last):
+        assert f"silent for longer than {TIMEOUT} says" in sentence and 1 < seconds < 15
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "1e9", "nan"])
+def test_a_timeout_that_is_none_is_refused(monkeypatch, given):
+    monkeypatch.setenv(TIMEOUT, given)
+    with pytest.raises(ValueError, match=f"{TIMEOUT} must be seconds"):
+        ranks._patience()
 
 
 def test_a_process_that_torchrun_ends_says_why_and_is_not_cut_off_meanwhile():

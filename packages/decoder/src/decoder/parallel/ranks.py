@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_SMALL = 2048  # bytes that are sent at once, which most messages fit in
-_LENGTH = 8  # of them, for the length of a message
+TIMEOUT = "TOKENSWIFT_TENSOR_PARALLEL_TIMEOUT"
+"""The environment variable that says for how many seconds processes wait for another one that does nothing."""
 # A process may wait for the reader of its output, and all others for it. One that ends is noticed at once.
 _PATIENCE = timedelta(days=1)
 _LOST = "another process of this run has ended or cannot be reached any more: its own message says why"
+_SILENT = f"another process of this run has been silent for longer than {TIMEOUT} says"
 _TIME_TO_ASK = 2.0  # seconds for which the process that keeps what was told waits for the others
 
 
@@ -49,20 +50,9 @@ class Ranks:
         """The ``value`` of rank 0, which must be small and picklable."""
         if self.size == 1:
             return value
-        message = pickle.dumps(value) if not self.rank else b""
-        buffer = torch.zeros(_SMALL, dtype=torch.uint8)
-        head = len(message).to_bytes(_LENGTH, "little") + message[: _SMALL - _LENGTH]
-        buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        dist.broadcast(buffer, 0, group=self._group)
-        received = buffer.numpy().tobytes()
-        length, received = int.from_bytes(received[:_LENGTH], "little"), received[_LENGTH:]
-        if length > len(received):
-            rest = torch.zeros(length - len(received), dtype=torch.uint8)
-            if not self.rank:
-                rest = torch.frombuffer(bytearray(message[len(received) :]), dtype=torch.uint8)
-            dist.broadcast(rest, 0, group=self._group)
-            received += rest.numpy().tobytes()
-        return pickle.loads(received[:length]) if self.rank else value
+        held = [value if not self.rank else None]
+        dist.broadcast_object_list(held, 0, group=self._group)
+        return held[0] if self.rank else value  # type: ignore[return-value]
 
     def first(self, function: Callable[[], T]) -> T:
         """What ``function`` returns or raises on rank 0; the others do not call it."""
@@ -130,13 +120,14 @@ ALONE = Ranks()
 
 @contextmanager
 def linked() -> Iterator[None]:
-    """A block in which the loss of another process is a ConnectionError of one sentence."""
+    """A block in which the loss of another process, or its silence, is a ConnectionError of one sentence."""
     try:
         yield
     except Exception as error:
         if not is_lost(error):
             raise
-        raise ConnectionError(_LOST) from error
+        silent = "timed out" in str(error).lower()
+        raise ConnectionError(_SILENT if silent else _LOST) from error
 
 
 @contextmanager
@@ -203,7 +194,7 @@ def join(device: torch.device) -> Ranks:
         device: of the type on which they will run.
 
     Raises:
-        ValueError: this process was started alone.
+        ValueError: this process was started alone, or `TIMEOUT` is no number of seconds.
         ConnectionError: the others cannot be reached.
     """
     if not dist.is_initialized():
@@ -217,16 +208,30 @@ def join(device: torch.device) -> Ranks:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             backend = "cpu:gloo,cuda:nccl"
         try:
-            dist.init_process_group(backend, timeout=_PATIENCE)
+            dist.init_process_group(backend, timeout=_patience())
         except Exception as error:
             raise ConnectionError(f"the other processes cannot be reached: {_first_line(error)}") from error
     return _all_processes(dist.group.WORLD)
 
 
+def _patience() -> timedelta:
+    """How long processes wait for each other."""
+    given = os.environ.get(TIMEOUT)
+    if given is None:
+        return _PATIENCE
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _PATIENCE.total_seconds():
+        raise ValueError(f"{TIMEOUT} must be seconds, above 0 and at most a day, not {given}")
+    return timedelta(seconds=seconds)
+
+
 @lru_cache(maxsize=1)
 def _all_processes(world: Any) -> Ranks:
     """All processes of the default group, with a group for messages between hosts."""
-    return Ranks(dist.new_group(backend="gloo", timeout=_PATIENCE)) if dist.get_world_size(world) > 1 else ALONE
+    return Ranks(dist.new_group(backend="gloo", timeout=_patience())) if dist.get_world_size(world) > 1 else ALONE
 
 
 def _first_line(error: Exception) -> str:
