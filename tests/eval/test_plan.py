@@ -180,12 +180,16 @@ def test_floors_follow_from_bytes_and_bandwidth():
     assert ar["bytes_read_per_step"] == {"mean": weights + cache / 2, "end": weights + cache}
     assert ar["ms_per_step"]["A100"]["end"] == pytest.approx(1000 * (weights + cache) / 2.039e12)
     assert ar["ms_per_step"]["H200"]["mean"] == pytest.approx(1000 * (weights + cache / 2) / 4.8e12)
-    # One pass more over the weights, the heads and the partial cache, for 1 + alpha * 4 tokens.
+    # One pass more over the weights, the heads and the partial cache, for four drafted tokens.
     step = 2 * weights + 2 * 3 * (4096**2 + 2 * 4096) + cache * 4097 / 102400 + cache / 2
     assert swift["bytes_read_per_step"]["mean"] == pytest.approx(step)
-    assert swift["speedup"]["0.5"] == pytest.approx(3 * (weights + cache / 2) / step)
+    tokens = 1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16
+    assert swift["speedup"]["0.5"] == pytest.approx(tokens * (weights + cache / 2) / step)
     assert swift["speedup"]["1"] == pytest.approx(5 * (weights + cache / 2) / step)
     assert ar["speedup"] == {"0.5": 1.0, "1": 1.0}
+    # auto has heads without a pass of their own; ten tokens copied from the text are two at most if half are right.
+    assert made["methods"]["auto"]["depth"] == 3 and made["methods"]["auto"]["bytes"]["drafter"]
+    assert 1.9 < made["methods"]["prompt-lookup"]["speedup"]["0.5"] < 2
     assert "triforce" not in made["methods"]
 
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from ts_eval import metrics
 from ts_eval.cli import main
-from ts_eval.report import html, plots, read_results, texts
+from ts_eval.report import TABLES, html, plots, read_results, texts
 from ts_eval.report.headline import cards, identity_in_words
-from ts_eval.report.table import text_table
+from ts_eval.report.table import text_table, title_of
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def test_the_page_needs_no_network(folder):
 
 def test_the_page_has_all_plots_in_the_pages_colours(folder):
     text = (folder / "report.html").read_text()
-    titles = ["Latency along the length", "Speed-up along the length", "Acceptance by depth", "Distinct-n",
-              "Memory above the loaded model"]  # fmt: skip
+    titles = ["Latency along the length", "Speed-up along the length", "Acceptance by depth"]
+    titles += ["Memory above the loaded model"]
     assert [title for title in titles if f"<h3>{title}</h3>" in text] == titles
     assert text.count("<svg") == len(titles)
     # No colour of the drawing is left that the theme does not decide.
@@ -90,6 +90,35 @@ def test_the_page_opens_with_each_methods_speed_up_and_identity(folder):
     assert text.index('class="cards"') < text.index('class="about"') < text.index("<table")
     for card in made:
         assert card.figure.split()[0] in text[text.index('class="cards"') : text.index('class="about"')]
+
+
+def test_the_page_says_what_is_faster_and_what_the_texts_are_each_in_its_own_way(folder):
+    results = read_results(folder)
+    results["methods"]["tokenswift"]["speedup"] = 0.24
+    [card] = [card for card in cards(results) if card.method == "tokenswift"]
+    assert (card.pace, card.verdict) == ("slower", "same")
+    text = html(results)
+    assert '<section class="card slower"><h2>tokenswift</h2>' in text
+    assert '<span class="mark same">✓</span>all 2 texts' in text
+    assert f"<h1>{title_of(results)}</h1>" in text and title_of(results).startswith("reference-model: ")
+
+
+def test_a_slow_method_does_not_flatten_the_plot(folder):
+    results = read_results(folder)
+    name, place = "tokenswift", plots.PLOTS[0]
+    before = plots.figure_of(place, results)[1].get_ylim()[1]
+    for run in results["methods"][name]["runs"]:
+        run["step_seconds"] = [100 * seconds for seconds in run["step_seconds"]]
+    figure, axes = plots.figure_of(place, results)
+    assert axes.get_ylim()[1] < 10 * before
+    named = [label.get_text() for label in figure.legends[0].get_texts() if "above the plot" in label.get_text()]
+    assert len(named) == 1 and named[0].startswith(name)
+
+
+def test_a_cell_of_the_page_holds_one_figure(folder):
+    for make in TABLES.values():
+        _, rows = make(read_results(folder))
+        assert not [cell for row in rows for cell in row[1:] if " " in cell and cell[0].isdigit()]
 
 
 def test_a_card_tells_a_tie_from_a_fault(folder):
@@ -123,7 +152,7 @@ def test_measures_that_no_row_has_take_no_column(folder):
     """These texts are too short for Self-BLEU, and no embeddings were asked for."""
     header, rows = text_table(read_results(folder))
     assert not any(title.startswith(("Self-BLEU", "semantic")) for title in header)
-    assert {"Dist-1", "perplexity", "longest repeat"} < set(header)
+    assert {"perplexity", "longest repeat"} < set(header)
     assert {len(row) for row in rows} == {len(header)} and rows[0][header.index("perplexity")] != "-"
 
 

@@ -380,7 +380,12 @@ def report(folder):
 @click.option("--gpu", multiple=True, help="A100, H100 or H200; may be repeated.  [default: all three]")
 @click.option("--bandwidth", type=float, help="Memory bandwidth of another device, in GB/s.")
 @click.option("--measure", is_flag=True, help="Measure this machine's memory bandwidth.")
-@click.option("--acceptance", type=float, multiple=True, help="alpha; may be repeated.  [default: 0.5, 0.7, 0.9]")
+@click.option(
+    "--acceptance",
+    type=float,
+    multiple=True,
+    help="chance that a drafted token is accepted; may be repeated.  [default: 0.5, 0.7, 0.9]",
+)
 @click.option(
     "--tensor-parallel-size",
     type=int,

@@ -72,7 +72,7 @@ def expected_tokens_per_step(kind: str, validation: dict[str, float]) -> str:
     sentence = (
         f"expected tokens per step with {methods.get(kind, 'auto or tokenswift-fused')} on the validation text: greedy "
         f"{', '.join(greedy)} with 1, 2, 3 guesses per head; at temperature 1 "
-        f"{validation['val_tokens_per_step_sampled']:.2f} with 1"
+        f"at most {validation['val_tokens_per_step_sampled']:.2f} with 1"
     )
     return sentence + ("; the draft pass of tokenswift adds up to 1" if kind == "chained" else "")
 

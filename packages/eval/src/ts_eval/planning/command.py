@@ -197,7 +197,8 @@ def table(made: dict) -> list[RenderableType]:
     note = (
         "Bytes at the end of the generation, without activations. ms/step: reading weights and caches once, at the "
         "mean and at the final length; of ar a step is a token. x at a: ar's floor per token over the method's when "
-        "the share a of its drafted tokens is accepted, on the mean; computing and launching come on top. "
+        "each drafted token behind accepted ones is accepted with the chance a, the same for all methods; how well a "
+        "method drafts differs, which ts-eval compare measures. Computing and launching come on top. "
         f"Longest text: the tokens of prompt and output for which tokenswift takes {SHARE:.0%} of the memory, up to "
         "the model's positions."
     )

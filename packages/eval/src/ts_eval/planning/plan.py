@@ -18,9 +18,11 @@ from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL
 from ts_eval.planning.floors import StepFloor
 from ts_eval.planning.model_shape import CUDA, ModelShape
 
-METHODS = ("ar", "tokenswift", "tokenswift-fused", "medusa", "draft-model", "triforce", "magicdec", "prompt-lookup")
-"""The methods whose passes are known beforehand, with a tree that is given or the paper's."""
-HELD = (*METHODS, "auto", "suffix", "eagle3")
+METHODS = (
+    "ar", "auto", "tokenswift", "tokenswift-fused", "medusa", "draft-model", "triforce", "magicdec", "prompt-lookup",
+)  # fmt: skip
+"""The methods whose passes are known beforehand, with a tree that is given or the paper's; auto with heads."""
+HELD = (*METHODS, "suffix", "eagle3")
 """The methods of which it is known what they hold."""
 CHAIN = 32
 """Tokens that tokenswift-fused copies from the text at most."""
@@ -66,8 +68,11 @@ class MethodPlan:
         return self.draft_reads + self.verify_weights + cache_bytes
 
     def tokens_per_step(self, acceptance: float) -> float:
-        """Expected tokens of a step that accepts the share ``acceptance`` (alpha) of its drafted tokens."""
-        return 1 + acceptance * self.depth
+        """Expected tokens of a step in which a drafted token is right with ``acceptance`` where those before it were.
+
+        So methods are compared as if all drafted equally well: a long chain is worth little more than a short one.
+        """
+        return sum(acceptance**level for level in range(self.depth + 1))
 
 
 def plan_method(
@@ -154,12 +159,12 @@ def _drafting(
         depth, drafter = levels if method == "eagle3" else min(levels, heads), heads_bytes
         nodes = 1 + len(rank_paths(options.fixed_tree, depth)) + (CHAIN if method == "tokenswift-fused" else 0)
         draft_reads = drafter + model.lm_head_parameters * model.value_bytes if drafter else 0
+        if method == "auto" and draft_model is not None:  # asked in turn with heads; what it reads is not told
+            drafter += draft_model.weight_bytes
+            draft_cache = draft_model.cache_bytes(prompt_tokens + max_new_tokens)
     elif method == "magicdec":
         depth, nodes, draft_cache = levels, 1 + levels, model.cache_bytes(budget + levels)
         draft_reads = levels * (model.pass_bytes + draft_cache)
-        if method == "auto" and draft_model is not None:
-            drafter += draft_model.weight_bytes
-            draft_cache = draft_model.cache_bytes(prompt_tokens + max_new_tokens)
     elif method == "draft-model":
         small = _small_model(method, draft_model)
         # Of the candidates of a depth those behind the best one before.

@@ -13,14 +13,28 @@ import jinja2
 
 from ts_eval.comparing.results import write_text
 from ts_eval.report import plots
-from ts_eval.report.headline import cards
-from ts_eval.report.table import NONE, acceptance_table, describe, length_table, notes, remarks, speed_table, text_table
+from ts_eval.report.headline import MARKS, cards
+from ts_eval.report.table import (
+    NONE,
+    acceptance_table,
+    describe,
+    distinct_table,
+    length_table,
+    notes,
+    remarks,
+    speed_table,
+    speedups_table,
+    text_table,
+    title_of,
+)
 from ts_eval.report.texts import coloured_texts
 
 TABLES: dict[str, Callable[[dict], tuple[list, list]]] = {
     "Speed, acceptance, identity": partial(speed_table, distinct=False),
-    "Along the length": length_table,
+    "Milliseconds per token along the length": partial(length_table, speedups=False),
+    "Speed-up along the length": speedups_table,
     "Acceptance": acceptance_table,
+    "Distinct-n": distinct_table,
     "Texts": text_table,
 }
 
@@ -61,6 +75,8 @@ def html(results: dict) -> str:
     )
     return environment.get_template("report.html.j2").render(
         cards=cards(results),
+        marks=MARKS,
+        title=title_of(results),
         about=describe(results),
         remarks=remarks(results),
         tables={title: make(results) for title, make in TABLES.items()},
@@ -74,7 +90,7 @@ def html(results: dict) -> str:
 
 def markdown(results: dict) -> str:
     """The tables, settings and provenance as Markdown."""
-    parts = ["# Decoders compared", describe(results)]
+    parts = [f"# {title_of(results)}", describe(results)]
     for title, make in TABLES.items():
         parts += [f"## {title}", _markdown_table(*make(results))]
     parts.append(notes(results))

@@ -6,6 +6,11 @@ from ts_eval.comparing.checks import differs
 from ts_eval.comparing.method_spec import ENDPOINT
 from ts_eval.report.table import count_of, number, spread, times
 
+MARKS = {"same": "✓", "tie": "≈", "other": "✗"}
+"""What stands before a card's words on identity, by its verdict."""
+EVEN = 0.02
+"""How far a speed-up may be from 1 to count as none."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -15,8 +20,9 @@ class Card:
         figure: the large one: the speed-up over ar, of ar its tokens per second.
         beside: what the figure is, with its spread.
         identity: whether the texts are ar's.
-        verdict: "same", "tie", "other" or "none", by which the page colours ``identity``.
+        verdict: "same", "tie", "other" or "none", by which the page marks ``identity``.
         facts: further figures.
+        pace: "faster" or "slower" than ar, or "even", by which the page colours the card.
     """
 
     method: str
@@ -25,6 +31,7 @@ class Card:
     identity: str
     verdict: str
     facts: list[str]
+    pace: str = "even"
 
 
 def cards(results: dict) -> list[Card]:
@@ -41,8 +48,15 @@ def cards(results: dict) -> list[Card]:
             made.append(Card(name, speed, "the reference", f"{runs} of plain decoding", "none", facts))
             continue
         identity, verdict = identity_in_words(results, name)
-        made.append(Card(name, times(row["speedup"]), _beside(row), identity, verdict, [speed, *facts]))
+        beside, facts = _beside(row), [speed, *facts]
+        made.append(Card(name, times(row["speedup"]), beside, identity, verdict, facts, _pace(row["speedup"])))
     return sorted(made, key=lambda card: (card.method == "ar", -(results["methods"][card.method]["speedup"] or 0)))
+
+
+def _pace(speedup: float | None) -> str:
+    if speedup is None or abs(speedup - 1) < EVEN:
+        return "even"
+    return "faster" if speedup > 1 else "slower"
 
 
 def _beside(row: dict) -> str:

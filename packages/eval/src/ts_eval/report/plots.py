@@ -14,7 +14,6 @@ from matplotlib.ticker import MaxNLocator
 
 from ts_eval.commands.terminal import LONG_NAME
 from ts_eval.comparing.summary import along_length, along_rows
-from ts_eval.metrics import DISTINCT_ORDERS
 
 POINTS = 40
 MARKERS = "os^Dvp*X"
@@ -22,8 +21,8 @@ INK, GRID = "#010101", "#020202"
 WIDTH, HEIGHT, LINE = 5.4, 3.3, 0.2
 """Of a figure without its legend, and of a line of text, in inches: small, as the page scales figures to its own width
 and letters should be legible on a phone."""
-LEGEND_LETTERS, EQUAL_LETTERS = 66, 40
-"""Letters that stand side by side in a line of the legend, and in one entry for several methods."""
+LEGEND_LETTERS = 66
+"""Letters that stand side by side in a line of the legend."""
 
 PALETTE = {
     "light": ("#3b4252", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#0e7490", "#92400e", "#be123c"),
@@ -90,20 +89,33 @@ def _legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
 
 
-def _line(axes: Axes, results: dict, name: str, label: str) -> bool:
-    for place, (method, rows) in enumerate(_fine(results).items()):
-        known = [(row["tokens"], row[name]) for row in rows if row[name] is not None]
-        if known:
-            axes.plot(*zip(*known, strict=True), label=method, **_style(place, len(known)))
+def _line(axes: Axes, results: dict, name: str, label: str, most: float | None = None) -> bool:
+    """Draw a figure along the length; lines that lie above ``most`` times ar's largest value are named, not drawn."""
+    fine = _fine(results)
+    lines = {
+        place: (method, [(row["tokens"], row[name]) for row in rows if row[name] is not None])
+        for place, (method, rows) in enumerate(fine.items())
+    }
+    top = None if most is None else most * max(row[name] for row in fine["ar"])
+    for place, (method, known) in lines.items():
+        values = [value for _, value in known]
+        if not known:
+            continue
+        if top is not None and min(values) > top:
+            axes.plot([], label=f"{method} ({values[-1]:,.1f}, above the plot)", **_style(place, 1))
+        else:
+            axes.plot(
+                *zip(*known, strict=True), label=method, **_style(place, len(known)) | {"clip_on": top is not None}
+            )
     axes.set_xlabel("new tokens")
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, None if top is None else min(top, axes.get_ylim()[1]))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     return True
 
 
 def _latency(axes: Axes, results: dict) -> bool:
-    return _line(axes, results, "ms_per_token", "ms per token")
+    return _line(axes, results, "ms_per_token", "ms per token", most=2)
 
 
 def _speedup(axes: Axes, results: dict) -> bool:
@@ -122,25 +134,6 @@ def _by_depth(axes: Axes, results: dict) -> bool:
     axes.set_ylim(0, 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return drawn
-
-
-def _distinct(axes: Axes, results: dict) -> bool:
-    groups: dict[tuple, list[tuple[int, str]]] = {}
-    for place, (method, row) in enumerate(results["methods"].items()):
-        values = tuple(row["distinct"][str(n)] for n in DISTINCT_ORDERS)
-        if None not in values:
-            groups.setdefault(values, []).append((place, method))
-    width = 0.8 / max(len(groups), 1)
-    for number, (values, members) in enumerate(groups.items()):
-        label = ", ".join(method for _, method in members)
-        if len(label) > EQUAL_LETTERS:
-            label = f"{_broken(members[0][1])} and {len(members) - 1} with equal values"
-        places = [n + (number + 0.5) * width - 0.4 for n in DISTINCT_ORDERS]
-        axes.bar(places, values, width * 0.9, label=label, color=_series(members[0][0]))
-    axes.set_xticks(DISTINCT_ORDERS, [f"Distinct-{n}" for n in DISTINCT_ORDERS])
-    axes.set_ylabel("unique n-grams over all")
-    axes.set_ylim(0, 1.02)
-    return bool(groups)
 
 
 def _memory(axes: Axes, results: dict) -> bool:
@@ -168,11 +161,13 @@ def _memory(axes: Axes, results: dict) -> bool:
 
 PLOTS = (
     Plot(
-        "Latency along the length", "Median decode time per token up to that length; prefill is not counted.", _latency
+        "Latency along the length",
+        "Median decode time per token up to that length; prefill is not counted. The plot ends at twice ar's time: "
+        "slower methods are named with theirs.",
+        _latency,
     ),
     Plot("Speed-up along the length", "Median over pairs of ar's time per token over the method's.", _speedup),
     Plot("Acceptance by depth", "How often a step accepted a drafted token that deep in its tree.", _by_depth),
-    Plot("Distinct-n", "Over the tokens of the new text, means over generations.", _distinct),
     Plot(
         "Memory above the loaded model",
         "Plan: full cache, draft cache, tree and logits. Measured: the peak above what was held once all models were "

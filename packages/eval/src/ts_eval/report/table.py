@@ -65,13 +65,25 @@ def _batch_cells(row: dict) -> list[str]:
     return [number(row["throughput"], 1), times(row["throughput_speedup"]), number(row["texts_per_step"], 1)]
 
 
-def length_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: milliseconds per token up to each mark, with the speed-up there."""
+def speedups_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the speed-up up to each mark."""
+    marks = [mark["tokens"] for mark in results["methods"]["ar"]["along_length"]]
+    rows = [
+        [name, *(times(mark["speedup"]) for mark in row["along_length"])] for name, row in results["methods"].items()
+    ]
+    return ["speed-up up to", *(f"{mark:,}" for mark in marks)], rows
+
+
+def length_table(results: dict, speedups: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: milliseconds per token up to each mark and, unless another table has it, the speed-up there."""
     marks = [mark["tokens"] for mark in results["methods"]["ar"]["along_length"]]
     rows = [
         [
             name,
-            *(f"{number(mark['ms_per_token'])} {times(mark['speedup'])}" for mark in row["along_length"]),
+            *(
+                number(mark["ms_per_token"]) + (f" {times(mark['speedup'])}" if speedups else "")
+                for mark in row["along_length"]
+            ),
             number(row["prefill_seconds"]),
             gigabytes(row["peak_memory_bytes"]),
         ]
@@ -98,12 +110,23 @@ def acceptance_table(results: dict) -> tuple[list[str], list[list[str]]]:
     return ["method", "alpha", *(f"from {s}" for s in sources), *(f"depth {n}" for n in range(1, depths + 1))], rows
 
 
+def distinct_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the share of unique n-grams, over tokens for each n and their mean, and that mean over words."""
+    rows = [
+        [
+            name,
+            *(number(row["distinct"][order], 3) for order in DISTINCT),
+            number(row["distinct_words"]["mean"], 3),
+        ]
+        for name, row in results["methods"].items()
+    ]
+    return ["method", *DISTINCT_HEADER, "mean, words"], rows
+
+
 def text_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: diversity, repetition and likelihood of the texts, without measures that no row has."""
+    """Header and rows: repetition and likelihood of the texts, without measures that no row has."""
     header = [
         "method",
-        *DISTINCT_HEADER,
-        "mean, words",
         *(f"Self-BLEU-{n}" for n in BLEU_ORDERS),
         "longest repeat",
         "repeated",
@@ -115,8 +138,6 @@ def text_table(results: dict) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             name,
-            *(number(row["distinct"][order], 3) for order in DISTINCT),
-            number(row["distinct_words"]["mean"], 3),
             *(number(row["self_bleu"][str(n)], 3) for n in BLEU_ORDERS),
             number(row["longest_repeated_span"], 0),
             number(row["repeated_share"], 3),
@@ -144,6 +165,15 @@ def spread(values: Sequence[float] | None) -> str:
 def gigabytes(value: int | None) -> str:
     """Bytes in units of 10^9."""
     return NONE if value is None else number(value / 1e9, 2)
+
+
+def title_of(results: dict) -> str:
+    """Which model wrote behind which prompts, as a title."""
+    settings = results["settings"]
+    model = settings["model"].rstrip("/").rpartition("/")[2]
+    titles = list(dict.fromkeys(run["prompt"] for run in results["methods"]["ar"]["runs"]))
+    named = ", ".join(titles) if len(titles) <= 3 else f"{', '.join(titles[:2])} and {len(titles) - 2} more"
+    return f"{model}: {named}"
 
 
 def describe(results: dict) -> str:
