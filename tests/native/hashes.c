@@ -209,6 +209,47 @@ static void passes(int64_t length, int64_t new) {
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) free((void *)held[i]);
 }
 
+// Experts of a layer, one of them shared, for rows alone and together.
+static void experts(int scoring, int groups) {
+    enum { SIZE = 48, WIDTH = 40, SHARED = 56, COUNT = 12, USED = 3, ROWS = 130 };
+    Expert all[COUNT + 1];
+    for (int64_t i = 0; i <= COUNT; i++) {
+        const int64_t width = i < COUNT ? WIDTH : SHARED;
+        all[i] = (Expert){random_product(SIZE, width), random_product(SIZE, width), random_product(width, SIZE)};
+    }
+    seed = (uint64_t)(scoring * 10 + groups);
+    float *x = floats(ROWS * SIZE), *correction = floats(COUNT), *y = memory(ROWS * SIZE * 4),
+          *alone = memory(SIZE * 4);
+    const Experts e = {
+        .experts = all,
+        .count = COUNT,
+        .used = USED,
+        .router = random_product(SIZE, COUNT),
+        .shared_gate = random_product(SIZE, 1),
+        .correction = scoring == SIGMOID ? correction : NULL,
+        .groups = groups,
+        .groups_used = groups > 1 ? groups - 1 : 1,
+        .scoring = scoring,
+        .normalised = 1,
+        .activation = scoring == SIGMOID ? SILU : CLAMPED,
+        .shared = 1,
+        .scaling = 2,
+        .limit = 0.5f,
+        .alpha = 1.7f,
+    };
+    float *scratch = memory(expert_numbers(&e, ROWS) * 4);
+    run_block(&e, x, ROWS, y, scratch, 0, 1);
+    print("experts", groups, y, ROWS * SIZE * 4);
+    for (int64_t row = 0; row < ROWS; row += 43) {
+        run_block(&e, x + row * SIZE, 1, alone, scratch, 0, 1);
+        if (memcmp(alone, y + row * SIZE, SIZE * 4) != 0) exit(2);
+    }
+    for (int64_t i = 0; i <= COUNT; i++)
+        free((void *)all[i].gate.weight), free((void *)all[i].up.weight), free((void *)all[i].down.weight);
+    free((void *)e.router.weight), free((void *)e.shared_gate.weight);
+    free(x), free(correction), free(y), free(alone), free(scratch);
+}
+
 static void attention_of_bf16(int64_t length, int64_t new, int64_t dim) {
     enum { HEADS = 4, KV_HEADS = 2 };
     seed = (uint64_t)(length * 1000 + dim);
@@ -255,6 +296,7 @@ int main(int count, char **arguments) {
     quantised_products();
     packed_products();
     passes(0, 3), passes(40, 9), passes(600, 17);
+    experts(SOFTMAX, 1), experts(SIGMOID, 3);
     attention_of_bf16(300, 7, 24), attention_of_bf16(5, 1, 64), attention_of_bf16(70, 3, 9);
     tokens(5), tokens(1000);
     return 0;

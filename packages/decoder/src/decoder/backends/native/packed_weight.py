@@ -67,13 +67,17 @@ class NativeWeight:
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         """In panels of outputs and pairs of inputs, [panels, pairs, 2 x lanes, 2]."""
         whole = self._in_panels(weight, torch.bfloat16, weight.shape[1] % 2)
-        return whole.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+        # Pairs are moved as one number each: in half the time.
+        return whole.view(torch.int32).transpose(1, 2).contiguous().view(torch.bfloat16)
 
     def _in_panels(self, weight: torch.Tensor, dtype: torch.dtype, padding: int = 0) -> torch.Tensor:
         """[panels, 2 x lanes, inputs], with zeros for what is missing."""
         outputs, inputs = weight.shape
         width = native.library().panel_width()
         panels = -(-outputs // width)
+        whole_words = weight.storage_offset() % 2 == 0
+        if panels * width == outputs and not padding and weight.dtype == dtype and whole_words:
+            return weight.contiguous().view(panels, width, -1)
         whole = torch.zeros(panels * width, inputs + padding, dtype=dtype, device="cpu")
         whole[:outputs, :inputs] = weight
         return whole.view(panels, width, -1)
