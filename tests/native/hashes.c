@@ -177,6 +177,7 @@ static void passes(int64_t length, int64_t new) {
         .heads = HEADS,
         .kv_heads = KV_HEADS,
         .dim = DIM,
+        .turned = DIM,
         .eps = 1e-5f,
         .head_eps = 1e-6f,
     };
@@ -190,16 +191,27 @@ static void passes(int64_t length, int64_t new) {
     uint8_t *mask = memory(new *new);
     for (int64_t i = 0; i < new *new; i++) mask[i] = i / new == i % new || (i % new < i / new &&i % new % 2 == 0);
     const Text texts[2] = {
-        {keys, values, of_layer, slots * DIM, DIM, of_layer, slots * DIM, DIM, length, new, mask},
-        {prompt_keys, prompt_values, of_prompt, PROMPT * DIM, DIM, of_prompt, PROMPT * DIM, DIM, 0, PROMPT, NULL},
+        {keys, values, of_layer, slots * DIM, DIM, of_layer, slots * DIM, DIM, 0, length, new, mask},
+        {prompt_keys, prompt_values, of_prompt, PROMPT * DIM, DIM, of_prompt, PROMPT * DIM, DIM, 0, 0, PROMPT, NULL},
     };
     float *states = floats(rows * SIZE), *heads = memory(rows * all * DIM * 4),
           *attended = memory(rows * HEADS * DIM * 4);
     float *cosines = floats(rows * DIM), *sines = floats(rows * DIM);
     const int64_t before = SIZE + all * DIM, behind = 2 * SIZE + 3 * WIDTH;
     float *scratch = memory(together * (before > behind ? before : behind) * 4);
-    const Attention a = {texts, NULL, attended, all * DIM, HEADS, KV_HEADS, DIM, DIM, 0.3f, 0};
-    const Pass pass = {layers, 0, 2, rows, states, heads, 0, cosines, sines, scratch};
+    const Attention a = {texts, NULL, attended, all * DIM, HEADS, KV_HEADS, DIM, DIM, 0.3f, 0, NULL, 0, 0, 0};
+    const float *const of_kind[2] = {cosines, sines};
+    const Pass pass = {
+        .layers = layers,
+        .last = 2,
+        .rows = rows,
+        .states = states,
+        .heads = heads,
+        .cosines = &of_kind[0],
+        .sines = &of_kind[1],
+        .scratch = scratch,
+        .kinds = 1,
+    };
     if (run_layers(&pass, &a, 2, 2)) exit(2);
     print("states", length, states, rows * SIZE * 4);
     print("keys", length, keys, 2 * of_layer * 4);
@@ -256,8 +268,8 @@ static void attention_of_bf16(int64_t length, int64_t new, int64_t dim) {
     const int64_t slots = length + new;
     uint16_t *keys = bf16s(KV_HEADS * slots * dim), *values = bf16s(KV_HEADS * slots * dim);
     uint16_t *queries = bf16s(new *HEADS *dim), *out = memory(new *HEADS *dim * 2);
-    const Text text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, length, new, NULL};
-    const Attention a = {&text, queries, out, HEADS * dim, HEADS, KV_HEADS, dim, dim, 0.2f, 1};
+    const Text text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, 0, length, new, NULL};
+    const Attention a = {&text, queries, out, HEADS * dim, HEADS, KV_HEADS, dim, dim, 0.2f, 1, NULL, 0, 0, 0};
     if (attend(&a, 1, 1)) exit(2);
     print("attention", length, out, new *HEADS *dim * 2);
     free(keys), free(values), free(queries), free(out);
