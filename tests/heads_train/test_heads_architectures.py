@@ -4,12 +4,14 @@ import shutil
 
 import pytest
 import torch
-from tiny_books import ARCHITECTURES
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_books import ARCHITECTURES, short_run
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import decoder
 from decoder import DraftHeads
 from heads_train import HeadsModule
 from heads_train.backbone import FrozenStates, final_norm, norm_eps, norm_weight
+from heads_train.cli import main
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,19 @@ def test_heads_start_from_the_norm_of_models_that_keep_it_as_a_difference_or_nam
     for own_norm in (head.output_norm for head in heads.heads):
         torch.testing.assert_close(own_norm(hidden), norm(hidden))
     assert FrozenStates(model)(torch.arange(7)[None]).shape == (1, 7, 32)
+
+
+def test_heads_are_trained_on_a_model_with_recurrent_layers_and_draft_for_it(model, books, tmp_path):
+    folder, tokenizer = tmp_path / "qwen3_5", AutoTokenizer.from_pretrained(model)
+    layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], head_dim=8)
+    delta = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+    shape = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, max_position_embeddings=256)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, eos_token_id=0, bos_token_id=None, pad_token_id=None)
+    config = AutoConfig.for_model("qwen3_5_text", **layers, **delta, **shape, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert main(["fit", *short_run(folder, books, tmp_path), "--trainer.max_steps=2"]) == 0
+    dec = decoder.load(folder, heads=tmp_path / "out" / "last", dtype="float32")
+    given = dict(max_new_tokens=20, sampling=decoder.SamplingParams(seed=1), ignore_eos=True)
+    texts = [dec.generate([1, 2, 3], method=method, **given).token_ids for method in ("ar", "tokenswift")]
+    assert texts[0] == texts[1]
