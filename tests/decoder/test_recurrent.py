@@ -243,6 +243,47 @@ def test_a_nodes_state_has_the_bits_of_plain_decoding(name, decoders):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
+def read(target, ids, step):
+    """Logits of a text that is read so many tokens at a time."""
+    cache, found = FullCache(len(ids)), []
+    for start in range(0, len(ids), step):
+        own = ids[start : start + step]
+        found.append(target.reference.run(PassBatch([Chain(own, start, cache)], True)).logits)
+        cache.keep(range(len(own)))
+    return torch.cat(found)
+
+
+def test_products_of_a_recurrent_layer_are_computed_for_all_tokens_at_once(decoders, monkeypatch):
+    target, multiplied, own = decoders("qwen3_5_text").target, [], torch.nn.Linear.forward
+    mixer = target.mixers[0]
+    monkeypatch.setattr(
+        torch.nn.Linear, "forward", lambda layer, x: multiplied.append((layer, x.shape[1])) or own(layer, x)
+    )
+    with torch.inference_mode():
+        read(target, tokens(30, 1), 30)
+    assert [count for layer, count in multiplied if layer is mixer.in_proj_qkv] == [30]
+    assert [count for layer, count in multiplied if layer is mixer.out_proj] == [1, 29]
+
+
+def test_a_recurrent_layer_may_change_what_its_last_product_gives_for_some_tokens():
+    model = made("qwen3_5_text")
+    layer, target = model.model.layers[0].linear_attn, Decoder(model).target
+    own, ids = layer.forward, tokens(20, 2)
+    with torch.inference_mode():
+        plain = read(target, ids, 20)
+
+    def changed(hidden_states, **named):
+        output = own(hidden_states=hidden_states, **named)
+        return -output if hidden_states[0, 0, 0] > 0 else output
+
+    layer.forward = changed
+    target.refresh_weights()
+    with torch.inference_mode():
+        alone, together = read(target, ids, 1), read(target, ids, 20)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+    assert not torch.allclose(together, plain, atol=1e-3)
+
+
 def first(output):
     return output[0] if isinstance(output, tuple) else output
 
