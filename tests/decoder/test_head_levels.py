@@ -17,7 +17,7 @@ from .test_walk import HostReads
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(seed=3, min_p=0.01, repetition_penalty=1.3)
-KINDS = ["chained", "independent", "conditioned", "gated"]
+KINDS = ["chained", "independent", "medusa", "conditioned", "gated"]
 
 
 def start(seed):
@@ -40,7 +40,7 @@ def test_levels_for_many_branches_are_those_of_each_branch_alone(model, kind):
                 for row, place in enumerate(level.parents or [0]):
                     path, before = branches[place]
                     embedding = dec.target.embed(path[-1] if path else 7) if heads.conditioned else None
-                    before = hidden[0] if kind == "independent" else before
+                    before = before if heads.chained else hidden[0]
                     state, normalised = heads.advance(min(depth, 2), before, embedding)
                     # Heads that look at no tokens see the penalty window of the text alone.
                     context = sampler.draft_context(path if heads.conditioned else ())

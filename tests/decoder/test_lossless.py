@@ -170,7 +170,7 @@ def assert_equal_to_ar(decoders, draw, monkeypatch):
     assert len(expected.token_ids) == length
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent", "conditioned", "gated"])
+@pytest.mark.parametrize("kind", ["chained", "independent", "medusa", "conditioned", "gated"])
 @pytest.mark.parametrize("num_heads", [1, 2, 5])
 def test_any_gamma_and_kind(model, prompt, num_heads, kind):
     dec = Decoder(model, heads=random_heads(model, num_heads, kind))

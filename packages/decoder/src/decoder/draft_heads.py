@@ -24,7 +24,7 @@ from decoder.heads_files import (
 )
 from decoder.timings import stage
 
-KINDS = ("chained", "independent", "conditioned", "gated")
+KINDS = ("chained", "independent", "medusa", "conditioned", "gated")
 ARCHITECTURE = "tokenswift-heads"
 FORMAT_VERSION = 1
 DRAFT_TO_TARGET = "draft_to_target"
@@ -92,15 +92,36 @@ class DraftHead(nn.Module):
         return functional.silu(self.gate(features)) * self.up(features)
 
 
+class MedusaHead(nn.Module):
+    """A head of Medusa's own form (arXiv 2401.10774), which other engines run: a linear layer with SiLU and residual.
+
+    It reads the state behind the model's final norm, whose weight is here as a buffer, since it is not learned.
+    """
+
+    def __init__(self, hidden_size: int, norm_eps: float):
+        super().__init__()
+        self.input_norm = RMSNorm(hidden_size, norm_eps)
+        del self.input_norm.weight
+        self.input_norm.register_buffer("weight", torch.ones(hidden_size))
+        self.linear = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.output_norm = nn.Identity()
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, hidden: torch.Tensor, embedding: None) -> torch.Tensor:
+        features = self.input_norm(hidden)
+        return features + functional.silu(self.linear(features.to(self.linear.weight.dtype)))
+
+
 class DraftHeads(nn.Module):
     """gamma = ``num_heads`` heads that share the model's language-model head (paper, multi-token self-drafting).
 
-    There are four kinds. ``chained`` heads read each other, ``h_i = linear_i(input_norm_i(h_{i-1})) + h_{i-1}``.
-    ``independent`` heads (Medusa*) all read ``h_0``. ``conditioned`` heads are chained and also read the embedding of
-    the token drafted before, ``h_i = linear_i([input_norm_i(h_{i-1}); e(x_i)]) + h_{i-1}`` with e scaled to a root mean
-    square of one (compare Hydra, arXiv 2402.05109). ``gated`` heads are conditioned and have a gated unit each, which
-    is 5 d ``gate_width`` more parameters; 2 d is the usual width, and what None stands for. New heads are the identity:
-    what they add to the state is zero, and their norms are one.
+    There are five kinds. ``chained`` heads read each other, ``h_i = linear_i(input_norm_i(h_{i-1})) + h_{i-1}``.
+    ``independent`` heads (Medusa*) all read ``h_0``, and so do ``medusa`` ones, see `MedusaHead`. ``conditioned`` heads
+    are chained and also read the embedding of the token drafted before,
+    ``h_i = linear_i([input_norm_i(h_{i-1}); e(x_i)]) + h_{i-1}`` with e scaled to a root mean square of one (compare
+    Hydra, arXiv 2402.05109). ``gated`` heads are conditioned and have a gated unit each, which is 5 d ``gate_width``
+    more parameters; 2 d is the usual width, and what None stands for. New heads are the identity: what they add to the
+    state is zero, and their norms are one.
 
     ``shared`` heads are all the same one, which goes on from its own state as often as there are heads: it takes the
     place of num_heads, and learns from as many tokens again. Only conditioned and gated heads can be.
@@ -136,7 +157,9 @@ class DraftHeads(nn.Module):
             raise ValueError(f"shared is for conditioned and gated heads, and these are {kind}: leave it out")
         self.gate_width, self.shared = (gate_width or 2 * hidden_size) if kind == "gated" else None, shared
         made = [
-            DraftHead(hidden_size, norm_eps, self.conditioned, self.gate_width)
+            MedusaHead(hidden_size, norm_eps)
+            if kind == "medusa"
+            else DraftHead(hidden_size, norm_eps, self.conditioned, self.gate_width)
             for _ in range(1 if shared else num_heads)
         ]
         self.heads = nn.ModuleList(made * num_heads if shared else made)
@@ -166,6 +189,11 @@ class DraftHeads(nn.Module):
         """Whether each head needs the embedding of the token drafted before it."""
         return self.kind in ("conditioned", "gated")
 
+    @property
+    def chained(self) -> bool:
+        """Whether each head reads what the one before it has made."""
+        return self.kind not in ("independent", "medusa")
+
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, num_heads={self.num_heads}, hidden_size={self.hidden_size}"
 
@@ -185,7 +213,7 @@ class DraftHeads(nn.Module):
             raise ValueError("conditioned heads need the embeddings of the tokens before each head")
         outputs, state = [], hidden
         for i in range(self.num_heads if count is None else count):
-            before = state if self.kind != "independent" else hidden
+            before = state if self.chained else hidden
             state, output = self.advance(i, before, tokens[..., i, :] if self.conditioned else None)
             outputs.append(output)
         return outputs
@@ -207,14 +235,15 @@ class DraftHeads(nn.Module):
 
     @torch.no_grad()
     def init_from_norm(self, weight: torch.Tensor) -> None:
-        """Copy the model's final norm, ``weight`` [d], to the output norms.
+        """Copy the model's final norm, ``weight`` [d], to the output norms; in ``medusa`` heads to the input norms.
 
         Untrained heads then predict exactly what the model's own last hidden state predicts.
         Raises ValueError if the size differs.
         """
         self.check_fits(weight.shape[-1])
         for index in range(len(self.heads)):
-            self._head(index).output_norm.weight.copy_(weight)
+            head = self._head(index)
+            (head.input_norm if self.kind == "medusa" else head.output_norm).weight.copy_(weight)
 
     def check_fits(self, hidden_size: int, vocab_size: int | None = None) -> None:
         """Raise ValueError unless the heads are for a model of ``hidden_size``, with ``vocab_size`` tokens if given."""

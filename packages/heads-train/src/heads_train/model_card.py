@@ -68,7 +68,12 @@ def _history(heads: Heads, training: dict) -> str:
 def expected_tokens_per_step(kind: str, validation: dict[str, float]) -> str:
     """What heads of a kind would bring on the text of a validation, in one sentence."""
     greedy = [f"{validation[f'val_tokens_per_step_top{k}']:.2f}" for k in (1, 2, 3)]
-    methods = {"chained": "tokenswift-fused or auto", "independent": "medusa or auto", EAGLE3: "eagle3 or auto"}
+    methods = {
+        "chained": "tokenswift-fused or auto",
+        "independent": "medusa or auto",
+        "medusa": "medusa or auto",
+        EAGLE3: "eagle3 or auto",
+    }
     sentence = (
         f"expected tokens per step with {methods.get(kind, 'auto or tokenswift-fused')} on the validation text: greedy "
         f"{', '.join(greedy)} with 1, 2, 3 guesses per head; at temperature 1 "

@@ -45,8 +45,9 @@ class HeadsModule(L.LightningModule):
         model_name_or_path: folder or Hugging Face hub id of the model the heads are for.
         heads: folder or hub id of heads to start from; None starts untrained.
         num_heads: how many heads (gamma); of ``eagle3`` the levels of its training-time test.
-        kind: ``chained``, ``independent`` (Medusa*), ``conditioned`` (each head also reads the token before),
-            ``gated`` (conditioned, with a gated unit in each head) or ``eagle3`` (one decoder layer for all levels).
+        kind: ``chained``, ``independent`` (Medusa*), ``medusa`` (Medusa's own form, for vLLM), ``conditioned`` (each
+            head also reads the token before), ``gated`` (conditioned, with a gated unit in each head) or ``eagle3``
+            (one decoder layer for all levels).
         gate_width: numbers in the gated unit of a ``gated`` head; None is twice the hidden size.
         shared: one head takes the place of all of a conditioned or gated kind, going on from its own state; it is a
             third as large as three and learns from as many tokens again.

@@ -63,7 +63,7 @@ def looks_like_rms_norm(module: nn.Module) -> bool:
     return (
         type(module).__name__.endswith("RMSNorm")
         and isinstance(eps_of(module), float)
-        and isinstance(weight, torch.Tensor)
+        and isinstance(weight, nn.Parameter)
         and weight.ndim == 1
         and weight.dtype in TOLERANCE
     )

@@ -25,7 +25,7 @@ class Medusa:
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("independent", "chained", "conditioned", "gated")
+    heads_kinds: ClassVar[tuple[str, ...]] = ("medusa", "independent", "chained", "conditioned", "gated")
     needs_heads: ClassVar[bool] = True
     observed_queries = 0
 

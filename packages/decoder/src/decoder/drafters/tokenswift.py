@@ -90,7 +90,7 @@ class TokenSwift:
     The tree is fixed, as the paper has it; `TunedTokenSwift` chooses one in each step.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("gated", "conditioned", "chained", "independent")
+    heads_kinds: ClassVar[tuple[str, ...]] = ("gated", "conditioned", "chained", "independent", "medusa")
     needs_heads: ClassVar[bool] = True
     observed_queries = 1  # the importance of a pair is for the newest token
 

@@ -66,7 +66,7 @@ class NativeLevels:
             count=len(structures),
             size=heads.hidden_size,
             conditioned=heads.conditioned,
-            chained=heads.kind != "independent",
+            chained=heads.chained,
             vocabulary_is_bf16=vocabulary.dtype == torch.bfloat16,
             embeddings_are_bf16=embeddings.dtype == torch.bfloat16,
             embeddings=embeddings.data_ptr(),
