@@ -24,7 +24,7 @@ from decoder.heads_files import (
 )
 from decoder.timings import stage
 
-KINDS = ("chained", "independent", "medusa", "conditioned", "gated")
+KINDS = ("chained", "independent", "conditioned", "gated", "medusa")
 ARCHITECTURE = "tokenswift-heads"
 FORMAT_VERSION = 1
 DRAFT_TO_TARGET = "draft_to_target"
