@@ -59,10 +59,10 @@ def test_weights_and_heads_are_those_of_the_published_models(name):
 def test_short_weights_are_those_of_layers_and_head_alone():
     whole, short, bytes_of = (read_shape("llama-3.1-8b", dtype) for dtype in (dtype_around(), "int4", "int8"))
     layers, head = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336), 128256 * 4096
-    # Of 32 weights half a byte each and two bfloat16 numbers, or a byte each and a word.
-    saved = whole.value_bytes * (layers + head) - head * 36 // 32
+    # Of 32 weights half a byte each and two half precision numbers, or a byte each and one.
+    saved = whole.value_bytes * (layers + head) - head * 34 // 32
     assert whole.weight_bytes - short.weight_bytes == saved - layers * 20 // 32
-    assert whole.weight_bytes - bytes_of.weight_bytes == saved - layers * 36 // 32
+    assert whole.weight_bytes - bytes_of.weight_bytes == saved - layers * 34 // 32
     assert short.cache_bytes(100) == whole.cache_bytes(100)
     held = f"{whole.weight_bytes / 1e9 - (saved - layers * 20 // 32) / 1e9:.1f} GB"
     assert held in run("--model", "llama-3.1-8b", "--dtype", "int4", "--bandwidth", "40").stdout

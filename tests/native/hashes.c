@@ -106,8 +106,6 @@ static void quantised_products(void) {
 // ------------------------------------------------------------------------------------------------- packed products
 
 static int64_t words_of(int kind, int64_t inputs) {
-    if (kind == NIBBLES) return inputs / BLOCK_INPUTS * 5;
-    if (kind == BLOCKS) return inputs / BLOCK_INPUTS * 9;
     const int64_t each = kind == FLOATS ? 1 : kind == HALVES ? 2 : 4;
     return (inputs + each - 1) / each;
 }
@@ -122,21 +120,19 @@ static uint32_t word_of(int kind, int64_t inputs, int64_t output, int64_t word) 
         memcpy(&bits, &x, 4);
         return bits;
     }
-    if (kind == HALVES || (kind == NIBBLES && word % 5 == 0)) {
+    if (kind == HALVES) {
         const uint32_t low = random_bf16();
-        return low | (kind == HALVES && 2 * word + 1 >= inputs ? 0 : (uint32_t)random_bf16() << 16);
+        return low | (2 * word + 1 >= inputs ? 0 : (uint32_t)random_bf16() << 16);
     }
-    if (kind == BLOCKS && word % 9 == 0) return (0x78 + random_bits() % 8) << 23; // a power of two
     return random_bits() ^ random_bits() << 16;
 }
 
 static void packed_products(void) {
-    static const char *const names[] = {"float32", "bfloat16", "bytes", "codes", "blocks"};
+    static const char *const names[] = {"float32", "bfloat16", "bytes"};
     static const int64_t sizes[][2] = {{64, 75}, {129, 40}, {7, 3}, {320, 64}};
-    for (int kind = FLOATS; kind <= BLOCKS; kind++)
+    for (int kind = FLOATS; kind <= BYTES; kind++)
         for (int size = 0; size < 4; size++) {
             const int64_t inputs = sizes[size][0], outputs = sizes[size][1], width = panel_width();
-            if ((kind == NIBBLES || kind == BLOCKS) && inputs % BLOCK_INPUTS) continue;
             const int64_t panels = (outputs + width - 1) / width, words = words_of(kind, inputs);
             uint32_t *packed = memory(panels * width * words * 4);
             for (int64_t i = 0; i < panels * width * words; i++)

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from decoder.backends.reference.mixers import has_two_forms, mixers_of
 from decoder.cache.rounding import rounding_cache
 from decoder.constraints.base import Vocabulary
-from decoder.model.short_weights import INT4, short_dtype
 from decoder.sampling.filters import first_argmax
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import LogitsHook, Sampler
@@ -163,9 +162,8 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
 
     The logits behind the last 16 of ``token_ids`` (of 256 at most) are computed in one pass and token by token. What is
     returned is 16 times the standard deviation of their differences, of the token where it is largest; and no less than
-    four times the spacing of floating-point numbers at the largest logit: of bfloat16's where weights have four bits,
-    as their products are rounded to it. Logits that are infinite, or stand for that, are left out. (A shift of all
-    logits alike changes no choice.)
+    four times the spacing of floating-point numbers at the largest logit. Logits that are infinite, or stand for that,
+    are left out. (A shift of all logits alike changes no choice.)
     """
     ids = torch.tensor([list(token_ids[-_BEFORE - _MEASURED :])], device=model.device)
     count = min(_MEASURED, ids.shape[1])
@@ -189,7 +187,7 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
     mixers = mixers_of(list(model.modules()))
     # Where the two ways are two functions, their difference is not rounding.
     deviation = torch.zeros(()) if any(map(has_two_forms, mixers)) else (both[0] - both[1]).std(-1).amax()
-    rounded_to = torch.bfloat16 if short_dtype(model) == INT4 else at_once.dtype
+    rounded_to = at_once.dtype
     if mixers and rounded_to == torch.float64:
         rounded_to = torch.float32  # in which recurrent layers keep their states in any case
     spacing = torch.finfo(rounded_to).eps * both.abs().amax()

@@ -12,7 +12,6 @@ import torch
 from decoder.backends.base import Chain, PassBackend, PassBatch, PassOutput, Tree
 from decoder.backends.bitwise import has_experts
 from decoder.backends.forwards import replaced
-from decoder.backends.native.int4 import Int4Linear
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.cache.full import FullCache
 from decoder.sampling.filters import first_argmax
@@ -141,8 +140,8 @@ def _off(target: "Target", words: str, actual: torch.Tensor, expected: torch.Ten
 
 
 def _turns(target: "Target") -> bool:
-    """Whether a small difference turns roundings of inputs, to bfloat16 or eight bits, or the choice of experts."""
-    short = any(isinstance(module, Int4Linear | QuantisedLinear) for module in target.modules)
+    """Whether a small difference turns roundings of inputs to eight bits, or the choice of experts."""
+    short = any(isinstance(module, QuantisedLinear) for module in target.modules)
     return short or (target.dtype not in (torch.float32, torch.float64) and has_experts(target.model))
 
 

@@ -9,8 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decoder.backends.native import library as native
-from decoder.backends.native.int4 import GROUP, OUTPUTS, Int4Linear, fits_int4, int4_bytes
-from decoder.backends.native.mxint8 import fits_mxint8, mxint8_bytes, rounded_to_mxint8
+from decoder.backends.native.quantised import QuantisedLinear, QuantisedMatrix, QuantisedMatrixModule, weight_formats
+from decoder.backends.reference.mixers import mixers_of
+from decoder.model.gguf.formats import FORMATS, unpacked
+from decoder.model.rounding import BLOCK, rounded
 
 INT4, INT8 = "int4", "int8"
 SHORT = (INT4, INT8)
@@ -19,7 +21,10 @@ SHORT = (INT4, INT8)
 GGUF = "gguf"
 """The name of the dtype of a model whose weights are in the formats of the GGUF file that they were read from."""
 
+_FORMATS = {INT4: "Q4_1", INT8: "Q8_0"}
+_OUTPUTS = 16  # that lie interleaved
 _NAME = "_short_weights"  # of a model's attribute
+_NUMBERS = {format.name: number for number, format in FORMATS.items()}
 
 
 def short_dtype(model: nn.Module) -> str | None:
@@ -45,8 +50,8 @@ def dtype_around() -> str:
 def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
     """Round the weights of a model's linear layers, and make its other parameters ``around``.
 
-    "int4" makes `Int4Linear` ones of them, and rounds the language-model head to MXINT8. "int8" rounds layers and head
-    to MXINT8, which changes numbers and no module. Embeddings are the head's where they share its weights.
+    "int4" rounds them to Q4_1 and the language-model head to Q8_0, "int8" all of them to Q8_0. They become
+    `QuantisedLinear` ones; without the native library they stay what they are, with rounded weights.
 
     Raises:
         ValueError: weights are not on a CPU, or `short_layers` raises it.
@@ -54,15 +59,20 @@ def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
     found = short_layers(model, dtype)
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         raise ValueError(f"weights of dtype {dtype!r} are for a CPU: use device 'cpu' or another dtype")
-    for path in found[INT4]:
-        model.set_submodule(path, Int4Linear.of(model.get_submodule(path)))
-    for path in found[INT8]:
-        weight = model.get_submodule(path).get_parameter("weight")
-        weight.data = rounded_to_mxint8(weight, around)
+    for path, name in found.items():
+        layer = model.get_submodule(path)
+        assert isinstance(layer, nn.Linear)
+        blocks, kind = rounded(layer.weight, name), weight_formats().get(_NUMBERS[name])
+        if kind is None:
+            weight = unpacked(blocks.numpy(), FORMATS[_NUMBERS[name]], around)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            bias = None if layer.bias is None else layer.bias.detach()
+            model.set_submodule(path, QuantisedLinear(QuantisedMatrix(kind, blocks), bias, around))
     for module in model.modules():
-        parameters = () if isinstance(module, Int4Linear) else module.parameters(recurse=False)
-        for parameter in parameters:
-            parameter.data = parameter.data.to(around)
+        for name, parameter in module.named_parameters(recurse=False):
+            if not (name == "weight" and isinstance(module, QuantisedMatrixModule)):
+                parameter.data = parameter.data.to(around)
         # Buffers such as a rotary embedding's frequencies must not lose digits, which tell far positions apart.
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point():
@@ -71,8 +81,8 @@ def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
     mark_short(model, dtype)
 
 
-def short_layers(model: PreTrainedModel, dtype: str) -> dict[str, list[str]]:
-    """By "int4" and "int8", the paths of the layers that are held so. The model may be on the meta device.
+def short_layers(model: PreTrainedModel, dtype: str) -> dict[str, str]:
+    """The layers that are rounded, by their paths, and to which format. The model may be on the meta device.
 
     Raises:
         ValueError: the model has an adapter or is rounded already; or, for "int4", something else than a linear layer
@@ -80,43 +90,41 @@ def short_layers(model: PreTrainedModel, dtype: str) -> dict[str, list[str]]:
     """
     if held := short_dtype(model):
         raise ValueError(f"the model's weights are {held} already")
-    head, found = model.get_output_embeddings(), {INT4: [], INT8: _eight_bits(model, dtype)}
+    head, found = model.get_output_embeddings(), {}
     for path, module in model.named_modules():
         if "base_layer" in module._modules:
             raise ValueError(f"{path} has an adapter, which rounding would spoil: merge it into the model first")
-        if module is head or dtype == INT8 or isinstance(module, nn.Embedding):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim > 1 and not fits_int4(module):
-                shape = "x".join(map(str, parameter.shape))
-                raise ValueError(
-                    f"{path}.{name} ({type(module).__name__}, {shape}) cannot be held in four bits, which takes plain "
-                    f"Linear layers with multiples of {GROUP} inputs and {OUTPUTS} outputs: use another dtype"
-                )
-        if type(module) is nn.Linear:
-            found[INT4].append(path)
+        if module is head:
+            # Models with recurrent layers ask for the dtype of its weights.
+            if _fits(module, 1) and not mixers_of(list(model.modules())):
+                found[path] = _FORMATS[INT8]
+        elif _fits(module, _OUTPUTS):
+            found[path] = _FORMATS[dtype]
+        elif dtype == INT4 and not isinstance(module, nn.Embedding):
+            _refuse_matrices(path, module)
     return found
 
 
-def short_bytes(model: PreTrainedModel, dtype: str | None = None) -> dict[str, int]:
-    """By name, what passes read of the parameters that ``dtype`` shortens; of a model that has such weights, of those
-    that are held in more. It may be on the meta device."""
-    held = short_dtype(model)
-    if held == GGUF:
-        return {}  # its parameters are as many bytes as are read
-    layers = {INT8: _eight_bits(model, held)} if held else short_layers(model, dtype) if dtype in SHORT else {}
-    bytes_of = {INT4: int4_bytes, INT8: mxint8_bytes}
-    return {
-        f"{path}.weight": bytes_of[kind](model.get_parameter(f"{path}.weight").numel())
-        for kind, paths in layers.items()
-        for path in paths
-    }
+def _fits(module: nn.Module, outputs: int) -> bool:
+    """Whether a module is a linear layer with whole blocks of inputs and a multiple of so many ``outputs``."""
+    return type(module) is nn.Linear and not module.in_features % BLOCK and not module.out_features % outputs
 
 
-def _eight_bits(model: PreTrainedModel, dtype: str) -> list[str]:
-    """The paths of the layers that are rounded to MXINT8."""
-    head = model.get_output_embeddings()
-    layers = (
-        path for path, module in model.named_modules() if fits_mxint8(module) and (dtype == INT8 or module is head)
-    )
-    return list(layers)
+def _refuse_matrices(path: str, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.ndim > 1:
+            shape = "x".join(map(str, parameter.shape))
+            raise ValueError(
+                f"{path}.{name} ({type(module).__name__}, {shape}) cannot be held in four bits, which takes plain "
+                f"Linear layers with multiples of {BLOCK} inputs and {_OUTPUTS} outputs: use another dtype"
+            )
+
+
+def short_bytes(model: PreTrainedModel, dtype: str | None) -> dict[str, int]:
+    """By name, what the parameters take that ``dtype`` shortens, if it does. The model may be on the meta device."""
+    found = {}
+    for path, name in (short_layers(model, dtype) if dtype in SHORT else {}).items():
+        format = FORMATS[_NUMBERS[name]]
+        outputs, inputs = model.get_parameter(f"{path}.weight").shape
+        found[f"{path}.weight"] = -(-outputs // _OUTPUTS) * _OUTPUTS * inputs // format.elements * format.bytes
+    return found

@@ -64,6 +64,7 @@ class ModelShape:
         """
         config = model.config.get_text_config()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        head_name = next(name for name, one in model.named_modules() if one is model.get_output_embeddings())
         quantised = getattr(model.get_output_embeddings(), "shape", None)  # whose weights are bytes in another order
         value_bytes = (dtype or (model.dtype if quantised else head.dtype)).itemsize
 
@@ -71,15 +72,18 @@ class ModelShape:
             return weight.numel() if weight.is_floating_point() else weight.nbytes // value_bytes
 
         sizes = {name: one.numel() if dtype else one.nbytes // value_bytes for name, one in model.named_parameters()}
-        sizes |= {name: size // value_bytes for name, size in short_bytes(model, short).items()}
+        shorter = {name: size // value_bytes for name, size in short_bytes(model, short).items()}
+        # A head that is made shorter is no longer the embedding.
+        tied, head_values = head is embedding and not shorter, shorter.get(f"{head_name}.weight", values(head))
+        sizes |= shorter
         parameters = sum(sizes.values())
         heads = config.num_attention_heads
         # Of compressed keys and values: as a key and a value of half their size each.
         latent = (getattr(config, "kv_lora_rank", None) or 0) and config.kv_lora_rank + config.qk_rope_head_dim
         return cls(
             parameters=parameters,
-            read_parameters=parameters - (0 if head is embedding else values(embedding)),
-            lm_head_parameters=values(head),
+            read_parameters=parameters - (0 if tied else values(embedding)),
+            lm_head_parameters=head_values,
             layers=sum(kind.attends for kind in layer_kinds(config)),
             kv_heads=1 if latent else getattr(config, "num_key_value_heads", None) or heads,
             head_dim=latent // 2 or getattr(config, "head_dim", None) or config.hidden_size // heads,

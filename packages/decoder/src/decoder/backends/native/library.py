@@ -33,7 +33,7 @@ _PACKAGE = Path(__file__).parent  # where a package has the library that it brin
 _FORCED = "TOKENSWIFT_INSTRUCTIONS"
 
 
-FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED = range(6)  # kinds of weights, as library.h has them
+FLOATS, HALVES, BYTES, QUANTISED = range(4)  # kinds of weights, as library.h has them
 
 
 class NativeUnavailable(Exception):

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from decoder.backends.attention import not_known
 from decoder.backends.native import library as native
 from decoder.backends.native.families import LayerParts, family_of, parts_of
-from decoder.backends.native.int4 import Int4Linear
 from decoder.backends.native.mixers import knows
 from decoder.backends.native.packed_linear import Linear, packable
 from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear
@@ -133,6 +132,4 @@ def _reads(layer: nn.Module, dtype: torch.dtype) -> bool:
     """Whether the library multiplies a layer's weights by inputs of ``dtype``."""
     if not packable(layer):
         return False
-    if isinstance(layer, Int4Linear):
-        return dtype == (torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32)
     return dtype == (layer.dtype if isinstance(layer, QuantisedLinear) else layer.weight.dtype)

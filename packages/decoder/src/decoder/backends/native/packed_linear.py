@@ -12,14 +12,13 @@ from torch.nn import functional
 
 from decoder.backends.base import BackendFault
 from decoder.backends.memory import available_memory
-from decoder.backends.native.int4 import Int4Linear, NativeInt4Weight
 from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight
 from decoder.backends.norms import FusedNorm
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.work import Progress, Work, finish
 
-Linear = nn.Linear | Int4Linear | QuantisedLinear
+Linear = nn.Linear | QuantisedLinear
 
 TOKENS = 8  # of a text that take about as long as packing a product
 SHARE = 0.5  # the share of available memory that packed copies may take
@@ -59,13 +58,10 @@ class PackedLinears(Packed):
         self._fingerprint = fingerprint
         self._weight = None  # frees the old copy before the new one is made
         self.sizes = [layer.out_features for layer in layers]
-        short = [layer for layer in layers if isinstance(layer, Int4Linear)]
         given = [layer.weight for layer in layers], [layer.bias for layer in layers]
         exact = not any(isinstance(layer, DraftRows) for layer in layers)
         if quantised := [layer for layer in layers if isinstance(layer, QuantisedLinear)]:
             self._weight = QuantisedWeight(quantised)
-        elif short:
-            self._weight = NativeInt4Weight(short)
         else:
             self._weight = pack(*given, exact)
 
@@ -172,8 +168,8 @@ def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
 def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = ()) -> Work[dict[nn.Module, Callable]]:
     """Faster forwards for the linear layers and draft heads among ``modules``, with their weights as they are now.
 
-    The forwards hold a copy of the weights. Layers on a CPU in float32, bfloat16, four bits (`Int4Linear`) and formats
-    of GGUF files (`QuantisedLinear`, whose weights are not copied) get one, others none.
+    The forwards hold a copy of the weights. Layers on a CPU in float32, bfloat16 and quantised formats
+    (`QuantisedLinear`, whose weights are not copied) get one, others none.
 
     Args:
         groups: layers that read the same, to be one product each, see `joined`.
@@ -232,7 +228,7 @@ def packed_by(forward: Callable | None) -> Packed | None:
 
 def packable(module: nn.Module) -> bool:
     """Whether the library multiplies the weights of a linear layer."""
-    if type(module) in (Int4Linear, QuantisedLinear):
+    if type(module) is QuantisedLinear:
         return module.weight.device.type == "cpu"
     if type(module) not in (nn.Linear, DraftRows):
         return False

@@ -13,7 +13,6 @@ import torch
 
 from decoder.backends.native import library as native
 from decoder.backends.native.library import Product
-from decoder.backends.native.mxint8 import BLOCK, mxint8_holds, mxint8_steps
 
 _CHECKED_AT_ONCE = 2**24  # numbers, so that the check takes little memory
 
@@ -130,30 +129,6 @@ class ByteWeight(NativeWeight):
         return weight.abs().amax(1).float().clamp_min_(torch.finfo(torch.float32).tiny) / 127
 
 
-class MXInt8Weight(NativeWeight):
-    """The same, of weights in a byte each, times a power of two for each `BLOCK` inputs of an output.
-
-    The bits are those of `NativeWeight`: what the bytes stand for are bfloat16 numbers.
-    """
-
-    _kind = native.BLOCKS
-
-    def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
-        return torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
-
-    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """[panels, blocks x 9 words, outputs, 4 bytes], as library.h has them."""
-        blocks = self._in_panels(weight, torch.float32).unflatten(2, (-1, BLOCK))
-        steps = mxint8_steps(blocks)
-        bytes_of = (blocks / steps).round_().to(torch.int8)  # [panels, outputs, blocks, inputs]
-        panels, outputs, count, _ = bytes_of.shape
-        # Four inputs of half a panel's outputs stand side by side: two of all of them, then the other two.
-        fours = bytes_of.view(panels, 2, outputs // 2, count, -1, 2, 2).permute(0, 3, 4, 1, 5, 2, 6)
-        words = fours.reshape(panels, count, -1, outputs, 4)
-        shared = steps.squeeze(3).transpose(1, 2).contiguous().view(torch.int8).view(panels, count, 1, outputs, 4)
-        return torch.cat((shared, words), 2).flatten(1, 2).contiguous()
-
-
 def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], exact: bool = True) -> NativeWeight:
     """One product for several weights [out_i, in] of float32 or bfloat16, with biases [out_i] for all or none of them.
 
@@ -167,9 +142,7 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
         return ByteWeight(weight, bias)
     if not _bf16_holds(weight):
         return WideNativeWeight(weight, bias)
-    # The library's product of bytes takes one dtype of inputs, the narrowest that this processor multiplies.
-    bytes_too = weight.dtype == torch.bfloat16 or not native.multiplies(torch.bfloat16)
-    return MXInt8Weight(weight, bias) if bytes_too and mxint8_holds(weight) else NativeWeight(weight, bias)
+    return NativeWeight(weight, bias)
 
 
 def _bf16_holds(weight: torch.Tensor) -> bool:

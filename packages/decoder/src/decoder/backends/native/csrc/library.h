@@ -15,13 +15,6 @@
 // FLOATS    float32, input after input.
 // HALVES    bfloat16 in pairs of inputs, of which the lower half of a word is the first.
 // BYTES     fours of inputs, the lowest byte first, each 128 more than its weight, with a scale per output.
-// NIBBLES   blocks of BLOCK_INPUTS inputs. For each output a word with two bfloat16 numbers, the step in the lower half
-//           and the centre in the upper one, then four words of eight codes: the lower half has those of the even
-//           inputs, the upper half those of the odd ones, the first in the lowest bits. A weight is
-//           step * (code - 8) + centre. x is bfloat16 where `multiplies_bf16`.
-// BLOCKS    blocks of as many inputs. For each output a word with its step, a power of two in float32, then signed bytes,
-//           four inputs in half a panel of words: of two inputs those of all outputs, an output's two beside each other,
-//           and then the other two. A weight is step * byte, which bfloat16 holds. x is bfloat16 where `multiplies_bf16`.
 // QUANTISED weights of GGUF files, which `formats/formats.h` describes; `weight` points to a `Quantised`. x may always be
 //           bfloat16.
 typedef struct {
@@ -31,8 +24,7 @@ typedef struct {
     int32_t kind;
 } Product;
 
-enum { FLOATS, HALVES, BYTES, NIBBLES, BLOCKS, QUANTISED };
-enum { BLOCK_INPUTS = 32 };
+enum { FLOATS, HALVES, BYTES, QUANTISED };
 
 // Some outputs of a QUANTISED product: a format of `formats/` and its packed weights. All parts but the last have whole
 // panels, of `quantised_width` outputs.

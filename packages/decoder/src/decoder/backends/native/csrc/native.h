@@ -99,9 +99,6 @@ EACH_FUNCTION(FUNCTION)
 //
 // dot_pairs      sum + products of the pairs of a with those of b.
 // narrowed_both  two vectors to bfloat16, the first one's numbers in front.
-// bf16_of_codes  of words the lowest four bits of either half, less 8, as bfloat16 numbers; other bits do not matter.
-// twice          each number of the first or second half of a vector twice.
-// bf16_of_bytes  2 LANES signed bytes, the first half of them times `low`, the others times `high`, as bfloat16.
 // pairs_of       WIDE vectors of bfloat16 numbers, one of a beside one of b in each word; zeros behind those that there are.
 // dot_fours      sum + products of unsigned bytes with signed ones.
 

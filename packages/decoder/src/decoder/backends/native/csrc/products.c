@@ -10,9 +10,8 @@ enum { PANELS_HELD = 1 << 19 }; // bytes of weights that a core holds
 enum { AHEAD = 128 };           // vectors of weights that are fetched ahead
 enum { FEW_GROUPS = 4 };        // of rows, up to which a panel is read once for all of them
 
-// A word of weights has one number, two of bfloat16, or four bytes; codes and bytes may come in blocks, as native.h
-// has them. BF16_PAIRS and BYTE_FOURS are multiplied as they are, with inputs that stand in words like theirs.
-typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS, CODES, BYTE_BLOCKS } Kind;
+// A word of weights has one number, two of bfloat16, or four bytes. BF16_PAIRS and BYTE_FOURS are multiplied as they are, with inputs that stand in words like theirs.
+typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS } Kind;
 
 // How many words of weights ahead a tile fetches, for the even vectors of a step and for the odd ones.
 typedef struct {
@@ -34,11 +33,7 @@ ONCE void finish(int rows, int panels, const vec *sums, const Product *p, int64_
         }
 }
 
-enum { NIBBLE_WORDS = BLOCK_INPUTS / 8, BYTE_WORDS = BLOCK_INPUTS / 4 }; // of codes in a block, of bytes
-
 INLINE int64_t words_of_row(const Kind kind, int64_t inputs) {
-    if (kind == CODES) return inputs / BLOCK_INPUTS * (1 + NIBBLE_WORDS);
-    if (kind == BYTE_BLOCKS) return inputs / BLOCK_INPUTS * (1 + BYTE_WORDS);
     const int64_t each = kind == FLOAT_WEIGHTS ? 1 : kind == BF16_WEIGHTS || kind == BF16_PAIRS ? 2 : 4;
     return (inputs + each - 1) / each;
 }
@@ -53,9 +48,8 @@ INLINE vec byte_of(uvec words, int number) {
 enum { BEHIND_FOURS = 2 };
 
 // Rows of `inputs` numbers in such words; there are zeros behind the last input.
-static void to_fours(const void *given, int64_t rows, int64_t inputs, uint32_t *fours) {
+static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fours) {
     typedef int8_t bytes __attribute__((vector_size(LANES)));
-    const float *x = given;
     const int64_t words = words_of_row(BYTE_FOURS, inputs);
     for (int64_t r = 0; r < rows; r++, x += inputs, fours += words + BEHIND_FOURS) {
         vec most = {0};
@@ -78,24 +72,6 @@ static void to_fours(const void *given, int64_t rows, int64_t inputs, uint32_t *
     }
 }
 
-// Inputs for codes: blocks of pairs, each with the sum of its inputs behind it.
-enum { PAIRS_AND_SUM = BLOCK_INPUTS / 2 + 1 };
-
-static void to_pairs_and_sums(const void *given, int64_t rows, int64_t inputs, uint32_t *blocks) {
-    const uint16_t *x = given;
-    for (int64_t i = 0; i < rows * inputs; i += BLOCK_INPUTS, blocks += PAIRS_AND_SUM) {
-        vec total = {0};
-        memcpy(blocks, x + i, 2 * BLOCK_INPUTS);
-        for (int n = 0; n < BLOCK_INPUTS / 2; n += LANES) {
-            uvec pairs;
-            memcpy(&pairs, blocks + n, sizeof pairs);
-            total = dot_pairs(total, pairs, (uvec){0} + 0x3f803f80u); // ones
-        }
-        const float all = sum(total);
-        memcpy(blocks + PAIRS_AND_SUM - 1, &all, 4);
-    }
-}
-
 // The words of some panels from `weight` on, one vector for each LANES outputs, and fetch those that come later.
 INLINE void words_at(
     const uint32_t *weight, const int again, const int panels, int64_t words, const Ahead *ahead, uvec *both) {
@@ -105,50 +81,6 @@ INLINE void words_at(
         if (again) __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
         else __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 0);
         memcpy(&both[i], at, sizeof(uvec));
-    }
-}
-
-// `tile` where weights are codes, to its sums. Where the processor multiplies bfloat16, x is what `to_pairs_and_sums`
-// makes: the codes of a block are multiplied as bfloat16 numbers, and their sum by the step.
-INLINE void paired_tile_of_codes(const int rows, const int panels, const Product *p, const void *x, int64_t row,
-    int64_t panel, const Ahead *ahead, vec *sums) {
-    const int64_t blocks = p->inputs / BLOCK_INPUTS, words = words_of_row(CODES, p->inputs);
-    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
-    const uint32_t *pairs = (const uint32_t *)x + row * blocks * PAIRS_AND_SUM;
-    for (int64_t b = 0; b < blocks; b++, weight += (1 + NIBBLE_WORDS) * PANEL) {
-        uvec shared[8];
-        vec parts[MOST_ROWS * 2];
-        words_at(weight, 1, panels, words, ahead, shared);
-        UNROLL(28)
-        for (int i = 0; i < rows * panels * 2; i++) parts[i] = (vec){0};
-        for (int w = 0; w < NIBBLE_WORDS; w++) {
-            uvec both[8];
-            words_at(weight + (1 + w) * PANEL, 1, panels, words, ahead, both);
-            UNROLL(4)
-            for (int j = 0; j < 4; j++) {
-                uvec codes[8];
-                UNROLL(8)
-                for (int i = 0; i < panels * 2; i++) codes[i] = bf16_of_codes(both[i] >> 4 * j);
-                UNROLL(14)
-                for (int r = 0; r < rows; r++) {
-                    const uvec pair = (uvec){0} + pairs[(r * blocks + b) * PAIRS_AND_SUM + w * 4 + j];
-                    UNROLL(8)
-                    for (int i = 0; i < panels * 2; i++)
-                        parts[r * panels * 2 + i] = dot_pairs(parts[r * panels * 2 + i], codes[i], pair);
-                }
-            }
-        }
-        UNROLL(14)
-        for (int r = 0; r < rows; r++) {
-            float total;
-            memcpy(&total, pairs + (r * blocks + b) * PAIRS_AND_SUM + PAIRS_AND_SUM - 1, 4);
-            UNROLL(8)
-            for (int i = 0; i < panels * 2; i++) {
-                const vec step = (vec)(shared[i] << 16), centre = (vec)(shared[i] & 0xffff0000u);
-                vec *to = &sums[r * panels * 2 + i];
-                *to = fused(parts[r * panels * 2 + i], step, fused(splat(total), centre, *to));
-            }
-        }
     }
 }
 
@@ -175,71 +107,6 @@ INLINE void add_pairs(
         for (int i = 0; i < panels * 2; i++) {
             vec *to = &sums[r * panels * 2 + i];
             *to = dot_pairs(*to, weights[i], (uvec){0} + pair);
-        }
-    }
-}
-
-// `tile` where weights are codes, which are restored.
-INLINE void single_tile_of_codes(
-    const int rows, const int panels, const Product *p, const float *x, int64_t panel, const Ahead *ahead, vec *sums) {
-    const int64_t words = words_of_row(CODES, p->inputs);
-    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
-    for (int64_t k = 0; k < p->inputs; weight += (1 + NIBBLE_WORDS) * PANEL) {
-        uvec shared[8], both[8];
-        words_at(weight, 1, panels, words, ahead, shared);
-        for (int w = 0; w < NIBBLE_WORDS; w++) {
-            words_at(weight + (1 + w) * PANEL, 1, panels, words, ahead, both);
-            UNROLL(8)
-            for (int n = 0; n < 8; n++, k++) {
-                vec weights[8];
-                UNROLL(8)
-                for (int i = 0; i < panels * 2; i++) {
-                    const ivec code = (ivec)(both[i] >> (4 * (n >> 1) + 16 * (n & 1)) & 15) - 8;
-                    weights[i] = fused(
-                        __builtin_convertvector(code, vec), (vec)(shared[i] << 16), (vec)(shared[i] & 0xffff0000u));
-                }
-                add_products(rows, panels, x + k, p->inputs, weights, sums);
-            }
-        }
-    }
-}
-
-// `tile` where weights are bytes in blocks, to its sums: with the weights restored, those of bfloat16 bit for bit.
-INLINE void tile_of_blocks(const int again, const int rows, const int panels, const Product *p, const void *x,
-    int64_t row, int64_t panel, const Ahead *ahead, vec *sums) {
-    const int64_t inputs = p->inputs, words = words_of_row(BYTE_BLOCKS, inputs);
-    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
-    const float *wide = (const float *)x + row * inputs;
-    const uint16_t *narrow = (const uint16_t *)x + row * inputs;
-    for (int64_t k = 0; k < inputs;) {
-        uvec steps[8], two[8];
-        words_at(weight, again, panels, words, ahead, steps);
-        weight += PANEL;
-        for (int w = 0; w < BYTE_WORDS; w++, weight += PANEL) {
-            words_at(weight, again, panels, words, ahead, two);
-            UNROLL(2)
-            for (int j = 0; j < 2; j++, k += 2) {
-                vec even[8], odd[8];
-                UNROLL(8)
-                for (int i = 0; i < panels * 2; i++) {
-                    const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES + j * LANES / 2;
-                    if (BF16_PAIRS_MULTIPLY) {
-                        two[i] = bf16_of_bytes(at, twice((vec)steps[i], 0), twice((vec)steps[i], 1));
-                        continue;
-                    }
-                    halves bytes;
-                    memcpy(&bytes, at, sizeof bytes);
-                    const uvec pair = __builtin_convertvector(bytes, uvec);
-                    even[i] = __builtin_convertvector((ivec)(pair << 24) >> 24, vec) * (vec)steps[i];
-                    odd[i] = __builtin_convertvector((ivec)(pair << 16) >> 24, vec) * (vec)steps[i];
-                }
-                if (!BF16_PAIRS_MULTIPLY) {
-                    add_products(rows, panels, wide + k, inputs, even, sums);
-                    add_products(rows, panels, wide + k + 1, inputs, odd, sums);
-                    continue;
-                }
-                add_pairs(rows, panels, narrow + k, inputs, two, sums);
-            }
         }
     }
 }
@@ -347,10 +214,7 @@ INLINE void tile(const Kind kind, const int again, const int rows, const int pan
     const float *wide = (const float *)x + row * p->inputs;
     UNROLL(28)
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
-    if (kind == CODES && BF16_PAIRS_MULTIPLY) paired_tile_of_codes(rows, panels, p, x, row, panel, ahead, sums);
-    else if (kind == CODES) single_tile_of_codes(rows, panels, p, wide, panel, ahead, sums);
-    else if (kind == BYTE_BLOCKS) tile_of_blocks(again, rows, panels, p, x, row, panel, ahead, sums);
-    else if (kind == BYTE_FOURS) tile_of_fours(rows, panels, p, x, row, panel, ahead, sums);
+    if (kind == BYTE_FOURS) tile_of_fours(rows, panels, p, x, row, panel, ahead, sums);
     else if (kind == BF16_PAIRS)
         paired_tile(again, rows, panels, p, (const uint16_t *)x + row * p->inputs, panel, ahead, sums);
     else single_tile(kind, again, rows, panels, p, wide, panel, ahead, sums);
@@ -407,8 +271,6 @@ READ_ONCE(BF16_WEIGHTS)
 READ_ONCE(BF16_PAIRS)
 READ_AGAIN(BYTE_WEIGHTS)
 READ_AGAIN(BYTE_FOURS)
-READ_AGAIN(CODES)
-READ_ONCE(BYTE_BLOCKS)
 
 static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], const Product *p, const void *x,
     int64_t rows, const Out *out, int64_t first, int64_t last) {
@@ -431,10 +293,14 @@ static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], cons
 
 enum { IN_OTHER_WORDS = 1 << 18 }; // words of inputs on a thread's stack
 
-// `panels_of` with BYTE_FOURS or CODES, whose inputs come in other words: `convert` makes them for some rows at a time.
-static void panels_of_converted(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], const Product *p, const char *x,
-    int64_t row_bytes, int64_t row_words, void (*convert)(const void *, int64_t, int64_t, uint32_t *), int64_t rows,
-    const Out *out, int64_t first, int64_t last) {
+// Inputs in other words are made for some rows at a time.
+static void some_panels_of_bytes(
+    const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    if (!BYTES_MULTIPLY) {
+        panels_of(BYTE_WEIGHTS, BYTE_WEIGHTS_tiles, p, x, rows, out, first, last);
+        return;
+    }
+    const int64_t row_words = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
     const int64_t room = IN_OTHER_WORDS / row_words, fit = room > 1 ? room : 1;
     const int64_t most = FEW_GROUPS * MOST_ROWS < fit ? FEW_GROUPS * MOST_ROWS : fit;
     const int64_t together = rows < most ? rows : most;
@@ -443,34 +309,16 @@ static void panels_of_converted(const Kind kind, const Tiles (*tiles)[MOST_ROWS 
         const int64_t count = rows - row < together ? rows - row : together, at = row * p->outputs;
         const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
             out->y_is_bf16, out->add_is_bf16};
-        convert(x + row * row_bytes, count, p->inputs, words);
-        panels_of(kind, tiles, p, words, count, &here, first, last);
+        to_fours(x + row * p->inputs, count, p->inputs, words);
+        panels_of(BYTE_FOURS, BYTE_FOURS_tiles, p, words, count, &here, first, last);
     }
-}
-
-static void some_panels_of_bytes(
-    const Product *p, const void *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    const int64_t words = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
-    if (BYTES_MULTIPLY)
-        panels_of_converted(BYTE_FOURS, BYTE_FOURS_tiles, p, x, p->inputs * 4, words, to_fours, rows, out, first, last);
-    else panels_of(BYTE_WEIGHTS, BYTE_WEIGHTS_tiles, p, x, rows, out, first, last);
-}
-
-static void some_panels_of_codes(
-    const Product *p, const void *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    const int64_t words = p->inputs / BLOCK_INPUTS * PAIRS_AND_SUM;
-    if (BF16_PAIRS_MULTIPLY)
-        panels_of_converted(CODES, CODES_tiles, p, x, p->inputs * 2, words, to_pairs_and_sums, rows, out, first, last);
-    else panels_of(CODES, CODES_tiles, p, x, rows, out, first, last);
 }
 
 void share_panels(
     const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
     if (p->kind == QUANTISED) quantised_panels(p, x, x_is_bf16, rows, out, first, last);
     else if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, FLOAT_WEIGHTS_tiles, p, x, rows, out, first, last);
-    else if (p->kind == BLOCKS) panels_of(BYTE_BLOCKS, BYTE_BLOCKS_tiles, p, x, rows, out, first, last);
     else if (p->kind == BYTES) some_panels_of_bytes(p, x, rows, out, first, last);
-    else if (p->kind == NIBBLES) some_panels_of_codes(p, x, rows, out, first, last);
     else if (BF16_PAIRS_MULTIPLY && x_is_bf16) panels_of(BF16_PAIRS, BF16_PAIRS_tiles, p, x, rows, out, first, last);
     else panels_of(BF16_WEIGHTS, BF16_WEIGHTS_tiles, p, x, rows, out, first, last);
 }

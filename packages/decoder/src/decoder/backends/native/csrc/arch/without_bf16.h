@@ -12,18 +12,6 @@ INLINE vec dot_pairs(vec sum, uvec a, uvec b) {
 
 INLINE void narrowed_both(vec first, vec second, uint16_t *to) { (void)first, (void)second, (void)to; }
 
-INLINE uvec bf16_of_codes(uvec words) { return words; }
-
-INLINE vec twice(vec x, int half) {
-    (void)half;
-    return x;
-}
-
-INLINE uvec bf16_of_bytes(const void *from, vec low, vec high) {
-    (void)from, (void)low;
-    return (uvec)high;
-}
-
 INLINE void pairs_of(const uint16_t *a, const uint16_t *b, int64_t count_a, int64_t count_b, uvec *pairs) {
     (void)a, (void)b, (void)count_a, (void)count_b, (void)pairs;
 }

@@ -95,27 +95,6 @@ INLINE void narrowed_both(vec first, vec second, uint16_t *to) {
     memcpy(to, &both, sizeof both);
 }
 
-// The numbers -8 to 7, twice, since a code that is looked up has a bit of the next one above it.
-INLINE uvec bf16_of_codes(uvec words) {
-    const __m256i once = _mm256_setr_epi16((int16_t)0xc100, (int16_t)0xc0e0, (int16_t)0xc0c0, (int16_t)0xc0a0,
-        (int16_t)0xc080, (int16_t)0xc040, (int16_t)0xc000, (int16_t)0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-        0x40c0, 0x40e0);
-    return (uvec)_mm512_permutexvar_epi16((__m512i)words, _mm512_inserti64x4(_mm512_castsi256_si512(once), once, 1));
-}
-
-INLINE vec twice(vec x, int half) {
-    const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-    return (vec)_mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8 * half)), (__m512)x);
-}
-
-INLINE uvec bf16_of_bytes(const void *from, vec low, vec high) {
-    __m128i first, second;
-    memcpy(&first, from, sizeof first), memcpy(&second, (const char *)from + sizeof first, sizeof second);
-    const vec a = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)) * low;
-    const vec b = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second)) * high;
-    return (uvec)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-}
-
 INLINE void paired(__m512i a, __m512i b, uvec *out) {
     uvec low, high;
     for (uint32_t lane = 0; lane < LANES; lane++) {
