@@ -156,9 +156,6 @@ def clocked(monkeypatch, node_seconds):
     table = [0.0, *(1.0 + node_seconds * node for node in range(64))]
     monkeypatch.setattr(VerifyCosts, "_measure", finding(table))
     monkeypatch.setattr(LevelPolicy, "overhead", lambda policy, levels: 0.0)
-    # By such a clock all rests would pay.
-    monkeypatch.setattr(LevelPolicy, "rest_pays", False)
-    monkeypatch.setattr(LevelPolicy, "tries_rest", False)
 
 
 def drafted_levels(heads, state, sampler, count, own_level=False):

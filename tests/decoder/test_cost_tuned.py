@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.arguments import check_arguments
 from decoder.drafters.auto import Auto
 from decoder.drafters.eagle3_levels import Eagle3Levels
 from decoder.drafters.levels import HeadLevels
-from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target
-from decoder.request import GenerationRequest
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, clocked, finding, random_heads
@@ -155,7 +152,7 @@ def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling)
             return clock[0]
 
         monkeypatch.setattr("time.perf_counter", tick)
-        dec.verify_costs._tables.clear()
+        dec.verify_costs._tables.clear(), dec.verify_costs._seconds.clear()
         out = dec.generate(prompt, 60, method, sampling, options)
         assert out.token_ids == plain
         drafted.add((out.stats.nodes, len(filled)))
@@ -378,7 +375,6 @@ def test_the_time_that_costs_are_measured_in_counts_for_no_number_of_levels(mode
 def test_costs_measured_in_a_slow_moment_are_made_up_for(model, monkeypatch):
     """Steps then seem to take less than their verification, and the policy knows by how much."""
     monkeypatch.setattr(VerifyCosts, "at", lambda costs, cache, texts=1: [0.0, *(9.0 + 0.1 * n for n in range(64))])
-    monkeypatch.setattr(LevelPolicy, "rest_pays", False)  # it would: nothing is nine seconds long
     dec = Decoder(model, heads=random_heads(model))
     dec.generate([1, 2, 3], 250, "auto", SamplingParams(seed=1))
     [state] = dec._tuning_states.values()
@@ -439,8 +435,6 @@ def tokenswift_clocked(monkeypatch, pass_seconds):
         return draft(*args)
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    for name in ("rest_pays", "tries_rest"):
-        monkeypatch.setattr(LevelPolicy, name, False)
     monkeypatch.setattr(VerifyCosts, "_measure", finding(table))
     monkeypatch.setattr(Target, "forward", timed_forward)
     monkeypatch.setattr(Target, "draft", timed_draft)
@@ -482,195 +476,15 @@ def test_tokenswift_makes_its_draft_pass_only_where_it_pays(model, monkeypatch, 
         assert 0 < passes <= 8
 
 
-def test_a_text_rests_where_looking_for_drafts_takes_longer_than_they_save(model, prompt, monkeypatch):
-    """The tokens of a rest are drafted from afterwards, and a text that repeats itself does not rest."""
-    looked, match = [], SuffixIndex.match
-    monkeypatch.setattr(SuffixIndex, "match", lambda index: looked.append(len(index.text)) or match(index))
-    dec = Decoder(model)
-    for pays, sampling in ((True, SamplingParams(seed=1, temperature=2.0)), (False, SamplingParams(temperature=0.0))):
-        monkeypatch.setattr(LevelPolicy, "rest_pays", pays)
-        looked.clear()
-        out = dec.generate(prompt, 400, "auto", sampling)
-        assert out.token_ids == dec.generate(prompt, 400, "ar", sampling).token_ids
-        if pays:
-            # Four steps and then up to 256 of rest; the index has taken in all tokens whenever it is asked.
-            assert 8 <= len(looked) <= 60 and looked == sorted(looked) and looked[-1] > 100
-        else:
-            assert len(looked) > 0.8 * out.stats.steps and out.stats.steps < 240
-    # It does not rest behind a step that brought many tokens.
-    monkeypatch.setattr(LevelPolicy, "rest_pays", True)
-    looping = dec.generate([1, 2, 3] * 60, 400, "auto", SamplingParams(temperature=0.01, seed=1))
-    assert looping.stats.steps < 40
-
-
-@pytest.mark.parametrize("true", [0.05, 0.15])
-def test_what_nodes_cost_in_steps_corrects_what_was_measured(model, monkeypatch, true):
-    now, forward, factors, nodes = [0.0], Target.forward, [], []
-    plan = CostTuned._plan_rest
-
-    def timed_forward(target, trees, *args, **named):
-        now[0] += 1.0 + true * (len(trees[0]) - 1)
-        return forward(target, trees, *args, **named)
-
-    def planned(drafter, *given):
-        plan(drafter, *given)
-        factors.append(drafter._slope.factor)
-        nodes.append(len(drafter._tree))
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(VerifyCosts, "_measure", finding([0.0, *(1.0 + 0.05 * n for n in range(64))]))
-    monkeypatch.setattr(Target, "forward", timed_forward)
-    monkeypatch.setattr(CostTuned, "_plan_rest", planned)
-    dec, sampling = Decoder(model), SamplingParams(temperature=0.3, seed=1)
-    out = dec.generate([1, 2, 3] * 30, 300, "suffix", sampling)
-    assert out.token_ids == dec.generate([1, 2, 3] * 30, 300, "ar", sampling).token_ids
-    assert factors[0] == 1.0 and factors[-1] == pytest.approx(true / 0.05, rel=0.25)
-    assert len(set(nodes)) > 3
-
-
-class Rests:
-    """A text that is hard to draft, a clock on which a pass takes 1, and looking for drafts what ``looking`` says.
-
-    From step ``cheap`` on a step that looks takes less than one that does not.
-    """
-
-    sampling = SamplingParams(seed=1, temperature=2.0)
-
-    def __init__(self, monkeypatch, model):
-        self.looking, self.pace, self.cheap = 0.3, 1.0, 10**9
-        self.cold = 0.0  # by how much longer the first half of a rest's steps take
-        self.resting, self.compared = [], []  # by step, and what the policy was told
-        self.dec = Decoder(model)
-        now, forward, match, commit = [0.0], Target.forward, SuffixIndex.match, CostTuned.commit
-        observe = LevelPolicy.observe_rest
-
-        def timed_forward(target, *args, **named):
-            now[0] += self.pace
-            if len(self.resting) and self.drafter._resting and len(self.drafter._rested) < 8:
-                now[0] += self.cold
-            return forward(target, *args, **named)
-
-        def timed_match(index):
-            now[0] += self.looking * self.pace
-            return match(index)
-
-        def seen(drafter, *args):
-            commit(drafter, *args)
-            self.resting.append(drafter._resting)
-            self.looking = 0.3 if len(self.resting) < self.cheap else -0.15
-            self.drafter = drafter
-
-        monkeypatch.setattr("time.perf_counter", lambda: now[0])
-        monkeypatch.setattr(VerifyCosts, "_measure", finding([0.0, *(0.7 + 0.3 * n for n in range(1, 65))]))
-        monkeypatch.setattr(Target, "forward", timed_forward)
-        monkeypatch.setattr(SuffixIndex, "match", timed_match)
-        monkeypatch.setattr(CostTuned, "commit", seen)
-        monkeypatch.setattr(
-            LevelPolicy, "observe_rest", lambda policy, share: self.compared.append(share) or observe(policy, share)
-        )
-
-    def text(self, prompt, tokens):
-        """The steps of a text, whether each was one of a rest."""
-        self.resting.clear()
-        self.dec.generate(prompt, tokens, "suffix", self.sampling)
-        return list(self.resting)
-
-
-def test_rests_follow_from_the_time_that_looking_takes(model, prompt, monkeypatch):
-    rests = Rests(monkeypatch, model)
-    steps = rests.text(prompt, 900)
-    assert not any(steps[:23]) and any(steps[23:33])  # the first trial
-    assert sum(steps[200:]) > 0.8 * len(steps[200:]) and rests.compared[0] == pytest.approx(1 / 1.3, abs=0.1)
-    rests.cheap = 900
-    steps = rests.text(prompt, 2700)
-    # One rest more of full length, some short ones, and then trials alone, one in 384 steps.
-    assert sum(steps[300:900]) > 500 and not all(steps[900:1200])
-    assert sum(steps[1300:]) <= 1400 / 384 * 16 + 16
-    assert rests.compared[-1] == pytest.approx(1 / 0.85, abs=0.1)
-    assert rests.drafter._next_rest == 16
-
-
-def test_the_first_steps_of_a_rest_do_not_count(model, prompt, monkeypatch):
-    """They find other weights in the processor's caches."""
-    rests = Rests(monkeypatch, model)
-    rests.cold = 1.0
-    rests.text(prompt, 60)
-    assert rests.compared[0] == pytest.approx(1 / 1.3, abs=0.1)
-
-
-@pytest.mark.parametrize("tokens, rests", [(4, True), (5, False)])
-def test_a_text_rests_unless_a_step_has_brought_many_tokens(model, prompt, monkeypatch, tokens, rests):
-    monkeypatch.setattr(LevelPolicy, "rest_pays", True)
-    seen = Rests(monkeypatch, model)
-    seen.text(prompt, 60)
-    seen.drafter.context = replace(seen.drafter.context, running=lambda: 1)  # the engine is gone
-    seen.drafter._rest, seen.drafter._looked, seen.drafter._rested = 0, 100, []
-    seen.drafter._plan_rest(tokens, 1.0, 0.3)
-    assert (seen.drafter._rest > 0) == rests
-
-
-def test_a_rest_is_compared_with_the_steps_behind_it_alone(model, prompt, monkeypatch):
-    """Not with steps of the next text, where its own has ended: the machine is slower by then."""
-    rests = Rests(monkeypatch, model)
-    length = 22
-    while not rests.text(prompt, length := length + 1)[-1]:
-        rests.dec = Decoder(model)
-    rests.dec = Decoder(model)
-    steps = rests.text(prompt, length + 17)
-    assert sum(steps) == 16 and not any(steps[-2:]) and not rests.compared
-    rests.pace = 3.0
-    rests.text(prompt, 20)
-    assert not rests.compared
-
-
-@pytest.mark.parametrize("rested", [1, 30])
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_a_rest_ends_where_others_join_and_is_not_compared(model, prompt, monkeypatch, rested, tokens):
-    """Even where they leave with the step in which it ends, and where it had hardly begun."""
-    rests = Rests(monkeypatch, model)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._SHORTEST_REST", 1000)
-    engine = rests.dec.engine()
-
-    def begun(text, tokens):
-        given = rests.dec, text, tokens, "suffix", rests.sampling, None, None, True, False, None
-        sequence = rests.dec.sequence(engine, check_arguments(given[0], GenerationRequest(*given[1:])))
-        engine.add(sequence)
-        return sequence
-
-    first = begun(prompt, 300)
-    while not first.drafter or len(first.drafter._rested) < rested:
-        engine.step()
-    assert first.drafter._rest > 900
-    second = begun(prompt[:30], tokens)
-    engine.step()  # the last step of its rest
-    while not second.done:
-        engine.step()
-        assert not first.drafter._resting
-    while not first.done:
-        engine.step()
-    assert first.error is None and not rests.compared
-
-
 @pytest.mark.parametrize("method", ["auto", "tokenswift", "medusa", "eagle3", "suffix"])
 @pytest.mark.parametrize("budget", [24, 4096])
-def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget):
-    """In turn with steps of drafts, whose sources have taken in all tokens, those of rests as well."""
+def test_behind_each_step_sources_have_taken_in_all_tokens(dec, prompt, monkeypatch, method, budget):
     clocked(monkeypatch, 0.0)
-    monkeypatch.setattr(LevelPolicy, "rest_pays", True)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._SHORTEST_REST", 7)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LONGEST_REST", 7)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._LOOKS", 5)
-    monkeypatch.setattr("decoder.drafters.tuning.cost_tuned._MANY", 100)
     monkeypatch.setattr("decoder.drafters.tokenswift._TURN", 8)
-    rested, current, commit = [], [], CostTuned.commit
+    current, commit = [], CostTuned.commit
 
     def checked(drafter, cache, verification, path, tokens):
         commit(drafter, cache, verification, path, tokens)
-        rested.append(drafter._resting)
-        if drafter._resting and drafter._rest:
-            assert drafter._unseen
-            return
-        assert not drafter._unseen
         grams, partial = getattr(drafter, "grams", None), getattr(drafter, "draft_pass", None)
         if grams is not None and cache.length > budget:
             # Brought up to date behind steps that asked for it, for a draft pass in the next one.
@@ -688,8 +502,7 @@ def test_texts_are_the_same_with_rests(dec, prompt, monkeypatch, method, budget)
     monkeypatch.setattr(CostTuned, "commit", checked)
     sampling, options = SamplingParams(seed=2, temperature=0.8), TokenSwiftOptions(budget=budget, sink=4)
     out = dec.generate(prompt, 200, method, sampling, options)
-    assert 0.3 < sum(rested) / len(rested) < 0.9
     assert out.token_ids == dec.generate(prompt, 200, "ar", sampling).token_ids
-    assert out.stats.accepted > 0 and out.stats.steps > 100
+    assert out.stats.accepted > 0 and out.stats.steps > 20
     if method == "tokenswift" and budget < 200:
         assert any(current) and not all(current)

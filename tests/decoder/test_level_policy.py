@@ -94,25 +94,6 @@ def test_what_a_machine_gains_or_loses_in_speed_counts_for_the_numbers_that_are_
         assert [policy.overhead(levels) - 0.1 * levels for levels in (0, 1)] == pytest.approx([rest] * 2, abs=0.15)
 
 
-def test_a_machine_on_which_steps_with_levels_alone_become_slower_speaks_against_them():
-    """As where memory becomes faster, from which plain steps gain most. Some steps in 48 tell."""
-    policy, luck = LevelPolicy(1), random.Random(5)
-
-    def taken(count, slower):
-        steps = []
-        for _ in range(count):
-            steps.append(policy.levels)
-            expected = likely(policy.levels, (0.6,), luck)
-            policy.observe(expected, COSTS[1 + 3 * policy.levels], 0.3 * policy.levels, slower * (policy.levels > 0))
-        return sum(steps)
-
-    assert taken(1000, 0.0) > 850
-    taken(300, 1.5)
-    assert taken(500, 1.5) < 75
-    taken(500, 0.0)
-    assert taken(500, 0.0) > 425
-
-
 def test_disturbed_steps_prove_nothing():
     policy, luck = LevelPolicy(1), random.Random(3)
     taken, _ = run(policy, 3000, (0.6,), 0.3, luck, slower=lambda step: 100.0 if step % 100 == 50 else 1.0)
@@ -222,48 +203,3 @@ def test_plain_steps_are_run_where_a_costly_first_level_does_not_pay(second, bes
         policy.observe(expected, 1.0, (0.0 if not levels else 1.1 + 0.02 * levels) * luck.uniform(0.9, 1.1))
     assert policy.best == best
     assert policy.rate(best) > policy.rate(1)
-
-
-@pytest.mark.parametrize("brings", [0.1, 0.9], ids=["levels do not pay", "levels pay"])
-def test_a_rest_is_tried_now_and_then_and_sooner_where_it_may_pay(brings):
-    policy, tried = LevelPolicy(most=1), []
-
-    def steps(count):
-        tried.clear()
-        for _ in range(count):
-            expected = [Expected(1.0, 1.0), Expected(1.0 + brings, 1.1)][: 1 + policy.levels]
-            policy.observe(expected, 1.0, 0.2 * policy.levels)
-            if policy.tries_rest:
-                tried.append(policy.steps)
-        return tried
-
-    # Until one is compared it is due, but for steps around those that try other numbers of levels.
-    assert steps(100) == [*range(24, 40), *range(72, 88)] and not policy.rest_pays
-    for _ in range(3):
-        policy.observe_rest(1.5)
-    assert 100 + 1536 <= steps(1600)[0] < 100 + 1536 + 48
-    for _ in range(20):
-        policy.observe_rest(1.2)
-    begin = policy.steps
-    assert 384 <= steps(500)[0] - begin < 384 + 48
-    for _ in range(20):
-        policy.observe_rest(1.05)
-    begin = policy.steps
-    assert 48 <= steps(100)[0] - begin < 2 * 48 and not policy.rest_pays
-
-
-def test_one_comparison_alone_does_not_put_off_the_next_trial_for_long():
-    """It may have been disturbed."""
-    policy = LevelPolicy(most=1)
-    for seen in range(4):
-        policy.observe_rest(2.0)
-        policy.observe([Expected(1.0, 1.0)], 1.0, 0.0)
-        assert policy._rest_due - policy.steps == (383 if seen < 2 else 1535)
-
-
-def test_rests_are_taken_where_they_pay_until_they_clearly_do_not():
-    policy = LevelPolicy(most=1)
-    for share, pays in ((1.1, False), (1.01, False), (0.99, True), (1.05, True), (1.07, False), (1.01, False)):
-        for _ in range(30):
-            policy.observe_rest(share)
-        assert policy.rest_pays == pays

@@ -39,7 +39,6 @@ class Eagle3Levels(HeadLevels):
     The prompt is that of ``context``; `read_features` is given the features of all its tokens but the last.
     """
 
-    follows_all = True
     drafts_ahead = False
     heads: Eagle3DraftModel
 

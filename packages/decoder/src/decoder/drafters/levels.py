@@ -89,8 +89,6 @@ class Levels(ABC):
     """
 
     source: ClassVar[str]
-    follows_all: ClassVar[bool]
-    """Whether every step must be followed; else it is enough to follow the last one before levels are drafted."""
     drafts_ahead: ClassVar[bool]
     """Whether levels can be drafted behind a walk whose end only the device knows."""
     stops_early: ClassVar[bool] = False
@@ -144,7 +142,6 @@ class HeadLevels(Levels):
     """
 
     source = "heads"
-    follows_all = False
     drafts_ahead = True
 
     def __init__(self, target: Target, heads: Heads, coupled: bool, width: int, beam: int = 1):

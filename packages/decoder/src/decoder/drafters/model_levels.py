@@ -38,7 +38,6 @@ class DraftModelLevels(Levels):
     """
 
     source = "draft model"
-    follows_all = False
     drafts_ahead = False
     stops_early = True
 

@@ -155,11 +155,9 @@ class TunedTokenSwift(CostTuned):
         yield from super().start(cache, queries) or ()
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
-        keep = False
-        if self._rest <= 1:  # the last step of a rest brings it up to date for the next one
-            # It is brought up to date in a step, for the next one, and not at all while draft passes do not pay.
-            keep = self.draft_pass.shorter(cache.length + self.max_nodes) and self._own_level_pays()
-            self._own_level = keep and self._current and self.draft_pass.shorter(cache.length)
+        # It is brought up to date in a step, for the next one, and not at all while draft passes do not pay.
+        keep = self.draft_pass.shorter(cache.length + self.max_nodes) and self._own_level_pays()
+        self._own_level = keep and self._current and self.draft_pass.shorter(cache.length)
         self.observed_queries = int(keep)
         return super().wants_levels(cache, sampler, depth)
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from statistics import fmean, median
 from typing import ClassVar
 
 import torch
@@ -14,10 +13,8 @@ from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import HeadLevels, Level, Levels, LevelsWanted, State
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree, Kind
-from decoder.drafters.tuning.cost_slope import CostSlope
 from decoder.drafters.tuning.level_policy import Average, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
-from decoder.sampling.constraint_path import keep_within
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
@@ -29,11 +26,6 @@ _WIDTH = 6  # candidates per branch of a level of heads
 _BEAM = 4  # branches of a level that the next one goes on from
 _TURN, _TURNS = 32, 32  # steps of a turn, and turns of which each source of levels gets one to be tried
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
-_SHORTEST_REST, _LONGEST_REST = 16, 256  # steps
-_LONGER = 4  # how many times as long each rest of a text in a row is as the one before
-_SETTLED = 8  # steps of a rest, the last ones, whose time counts: the first ones find other weights in the caches
-_LOOKS = 4  # steps behind a rest that are compared with it, less the first, which finds other weights in caches
-_MANY = 5  # tokens of one step after which the next ones may bring as many: no time to rest
 
 
 class CostTuned:
@@ -47,10 +39,6 @@ class CostTuned:
 
     Where there are both, one of them drafts in a step. Each has a turn to be tried now and then; between these it is
     the one that gave more tokens per second. Behind each pass of a draft model it is asked whether another one pays.
-
-    Where that pays, a text rests for some steps: it looks for no drafts, and takes in new tokens when it is over. The
-    last steps of a rest are compared with the first ones behind it, since a shared machine may be a third slower from
-    one second to the next.
     """
 
     needs_heads: ClassVar[bool] = False
@@ -73,17 +61,9 @@ class CostTuned:
         self._pass_seconds: Average = context.tuning_state.setdefault("draft model's pass", Average())
         self._own_level = False  # whether the first level is what the state itself predicts, as for `HeadLevels.ask`
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
-        self._slope: CostSlope = context.tuning_state.setdefault("slope", CostSlope())
-        self._before: tuple[float, float] | None = None  # measured cost and seconds of the step before, if it looked
         self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
         self._asked = 0  # levels, of which fewer may have come
         self._chain = 1.0  # how likely the chain that a draft model has drafted is right so far
-        self._unseen: list[int] = []  # tokens that sources of drafts have not taken in yet
-        self._rest, self._resting = 0, False  # steps of rest that follow, and whether this is one
-        self._next_rest = _SHORTEST_REST
-        self._rested: list[float] = []  # the seconds of each step of this rest
-        self._looks: list[tuple[float, float]] = []  # tokens expected and seconds of the steps behind it
-        self._looked = 0  # steps since the last rest, or since many tokens came
         # Of this step:
         self._chosen: list[int] = []  # the candidates that are nodes of the tree
         self._expected: list[Expected] = []  # what it would be without levels, with one, and so on
@@ -94,8 +74,7 @@ class CostTuned:
         return self.context.costs.begin(cache)
 
     def long_work(self, cache: FullCache) -> Work[None] | None:
-        # Steps of rest need no costs.
-        return None if self._rest else self.context.costs.missing(cache)
+        return self.context.costs.missing(cache)
 
     def read_features(self, features: torch.Tensor) -> None:
         for source in self._sources:
@@ -107,11 +86,8 @@ class CostTuned:
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
-        if self._begin_step():
-            return None
         texts = self.context.running()
-        self._measured = self.context.costs.at(cache, texts)
-        self._costs = costs = self._slope.applied(self._measured) if texts == 1 else self._measured
+        self._costs = costs = self.context.costs.at(cache, texts)
         self._start = time.perf_counter()  # what measuring costs takes is no part of a step
         if self._ahead is None:
             self._choose_source(texts)
@@ -194,11 +170,6 @@ class CostTuned:
         self._drafting += seconds
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        if self._resting:
-            tree = TokenTree(sampler.context[-1])
-            if sampler.constraint is not None:
-                keep_within(tree, sampler.constraint, depth, WIDEST)
-            return tree
         start = time.perf_counter()
         levels, self._ahead = self._ahead or [], None
         size, expected = self._best(0)
@@ -286,19 +257,9 @@ class CostTuned:
         return DeferredRead(numbers, lambda read: self._take_levels(heads.read(read), 0.0))
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        self._unseen += tokens
         for source in self._sources:
-            if not self._rest or source.follows_all:
-                source.follow(verification, path, tokens)
-        if self._resting:
-            self._rested.append(time.perf_counter() - self._start)
-        if self._rest:
-            return
-        new, self._unseen = self._unseen, []
-        self._take_in(cache, verification, path, new)
-        if self._resting:
-            self._looked = 0
-            return
+            source.follow(verification, path, tokens)
+        self._take_in(cache, verification, path, tokens)
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
         cost, rest = self._costs[len(self._tree)], 0.0
@@ -312,58 +273,9 @@ class CostTuned:
             # Costs that were measured in a slow moment are too high; a step takes more than nothing all the same.
             least = -0.9 * self._costs[1]
             self._policy.observe(self._expected, cost, max(least, drafting), max(least, rest))
-        self._plan_rest(len(tokens), cost + rest, drafting)
 
     def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        """Take in the text's newest ``tokens``, those of rests before this step among them."""
-
-    def _plan_rest(self, tokens: int, seconds: float, drafting: float) -> None:
-        """Learn from a step that has brought so many ``tokens`` in these times; decide whether to rest behind it."""
-        if self.context.running() > 1 or self.context.target.draws_whole_trees:
-            self._rested, self._before = [], None
-            return  # the time of other texts, or of a device, tells nothing of this one's
-        cost = self._measured[len(self._tree)]
-        if self._before is not None:
-            self._slope.observe(cost - self._before[0], seconds - self._before[1], self._measured[1])
-        self._before = cost, seconds
-        self._looked += 1
-        if tokens >= _MANY:
-            self._looked, self._next_rest = 0, _SHORTEST_REST
-        self._compare_rest(self._expected[-1].tokens, seconds + drafting)
-        if not self._policy.rest_pays:
-            self._next_rest = _SHORTEST_REST
-            if self._policy.tries_rest and self._typical and tokens < _MANY and not self._comparing:
-                self._rest = _SHORTEST_REST
-        elif self._looked >= _LOOKS:
-            self._rest, self._next_rest = self._next_rest, min(_LONGER * self._next_rest, _LONGEST_REST)
-        if self._rest:
-            self._rested, self._looks, self._before = [], [], None
-
-    @property
-    def _comparing(self) -> bool:
-        """Whether the last rest, which no other text cut short, is still to be compared with what comes behind it."""
-        return len(self._rested) >= _SHORTEST_REST
-
-    def _compare_rest(self, tokens: float, seconds: float) -> None:
-        """Compare the last rest with the first steps behind it, of which one was expected to bring so many tokens."""
-        if not self._comparing:
-            return
-        self._looks.append((tokens, seconds))
-        if len(self._looks) == _LOOKS:
-            of_tokens, of_seconds = zip(*self._looks[1:], strict=True)
-            rest = self.context.target.ranks.agree(median(self._rested[-_SETTLED:]))
-            if self._policy.observe_rest(fmean(of_tokens) * rest / median(of_seconds)):
-                self._next_rest = _SHORTEST_REST  # drafts may pay again: that is soon asked once more
-            self._rested, self._looks = [], []
-
-    def _begin_step(self) -> bool:
-        """Begin a step; returns whether it is one of a rest, which ends uncompared where other texts have joined."""
-        if self.context.running() > 1:
-            self._rest, self._rested = min(self._rest, 1), []
-        self._resting = self._rest > 0
-        self._rest = max(0, self._rest - 1)
-        self._start = time.perf_counter()
-        return self._resting
+        """Take in the text's newest ``tokens``."""
 
     def finish(self, statistics: Statistics) -> None:
         pass
