@@ -476,6 +476,31 @@ def test_tokenswift_makes_its_draft_pass_only_where_it_pays(model, monkeypatch, 
         assert 0 < passes <= 8
 
 
+@pytest.mark.parametrize("true", [0.05, 0.15])
+def test_what_nodes_cost_in_steps_corrects_what_was_measured(model, monkeypatch, true):
+    now, forward, factors, nodes = [0.0], Target.forward, [], []
+    learn = CostTuned._learn_slope
+
+    def timed_forward(target, trees, *args, **named):
+        now[0] += 1.0 + true * (len(trees[0]) - 1)
+        return forward(target, trees, *args, **named)
+
+    def learnt(drafter, *given):
+        learn(drafter, *given)
+        factors.append(drafter._slope.factor)
+        nodes.append(len(drafter._tree))
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(VerifyCosts, "_measure", finding([0.0, *(1.0 + 0.05 * n for n in range(64))]))
+    monkeypatch.setattr(Target, "forward", timed_forward)
+    monkeypatch.setattr(CostTuned, "_learn_slope", learnt)
+    dec, sampling = Decoder(model), SamplingParams(temperature=0.3, seed=1)
+    out = dec.generate([1, 2, 3] * 30, 300, "suffix", sampling)
+    assert out.token_ids == dec.generate([1, 2, 3] * 30, 300, "ar", sampling).token_ids
+    assert factors[0] == 1.0 and factors[-1] == pytest.approx(true / 0.05, rel=0.25)
+    assert len(set(nodes)) > 3
+
+
 @pytest.mark.parametrize("method", ["auto", "tokenswift", "medusa", "eagle3", "suffix"])
 @pytest.mark.parametrize("budget", [24, 4096])
 def test_behind_each_step_sources_have_taken_in_all_tokens(dec, prompt, monkeypatch, method, budget):

@@ -13,6 +13,7 @@ from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import HeadLevels, Level, Levels, LevelsWanted, State
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree, Kind
+from decoder.drafters.tuning.cost_slope import CostSlope
 from decoder.drafters.tuning.level_policy import Average, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -61,6 +62,8 @@ class CostTuned:
         self._pass_seconds: Average = context.tuning_state.setdefault("draft model's pass", Average())
         self._own_level = False  # whether the first level is what the state itself predicts, as for `HeadLevels.ask`
         self._estimate: AcceptanceEstimate = context.tuning_state.setdefault("acceptance", AcceptanceEstimate())
+        self._slope: CostSlope = context.tuning_state.setdefault("slope", CostSlope())
+        self._before: tuple[float, float] | None = None  # measured cost and seconds of the step before
         self._ahead: list[Level] | None = None  # of the next step, as soon as they are drafted
         self._asked = 0  # levels, of which fewer may have come
         self._chain = 1.0  # how likely the chain that a draft model has drafted is right so far
@@ -87,7 +90,8 @@ class CostTuned:
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
         texts = self.context.running()
-        self._costs = costs = self.context.costs.at(cache, texts)
+        self._measured = self.context.costs.at(cache, texts)
+        self._costs = costs = self._slope.applied(self._measured) if texts == 1 else self._measured
         self._start = time.perf_counter()  # what measuring costs takes is no part of a step
         if self._ahead is None:
             self._choose_source(texts)
@@ -273,6 +277,17 @@ class CostTuned:
             # Costs that were measured in a slow moment are too high; a step takes more than nothing all the same.
             least = -0.9 * self._costs[1]
             self._policy.observe(self._expected, cost, max(least, drafting), max(least, rest))
+        self._learn_slope(cost + rest)
+
+    def _learn_slope(self, seconds: float) -> None:
+        """Compare this step, which took so many seconds beside its drafts, with the one before."""
+        if self.context.running() > 1 or self.context.target.draws_whole_trees:
+            self._before = None  # the time of other texts, or of a device, tells nothing of this one's
+            return
+        cost = self._measured[len(self._tree)]
+        if self._before is not None:
+            self._slope.observe(cost - self._before[0], seconds - self._before[1], self._measured[1])
+        self._before = cost, seconds
 
     def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """Take in the text's newest ``tokens``."""
