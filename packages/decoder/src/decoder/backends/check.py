@@ -131,12 +131,20 @@ def _off(target: "Target", words: str, actual: torch.Tensor, expected: torch.Ten
     usual = theirs.abs() < torch.finfo(expected.dtype).max / 2
     errors = ((mine - theirs) * usual).nan_to_num(torch.inf).norm(dim=1) / (theirs * usual).norm(dim=1)
     # In half precision the numbers of an odd token may be any.
-    most = 1.0 if target.dtype in (torch.float32, torch.float64) else 0.75
-    allowed = _ALLOWED_IN_PASSES.get(target.dtype, 0.2)
+    dtype = _coarsest(target)
+    most = 1.0 if dtype in (torch.float32, torch.float64) else 0.75
+    allowed = _ALLOWED_IN_PASSES.get(dtype, 0.2)
     if _turns(target):
         most, allowed = 0.5, max(2 * allowed, _ALLOWED_QUANTISED)
     error = float(errors.sort()[0][int(most * (len(errors) - 1))])
     return None if error <= allowed else f"the {words} are off by {error:.2g} of their norm"
+
+
+def _coarsest(target: "Target") -> torch.dtype:
+    """The dtype of the language-model head, or of the embeddings, which layers go on in, if that rounds more."""
+    embeddings = target.model.get_input_embeddings()
+    own = getattr(embeddings, "dtype", embeddings.weight.dtype)
+    return max(target.dtype, own, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _turns(target: "Target") -> bool:
