@@ -11,14 +11,13 @@ import pytest
 import torch
 
 import decoder
-from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder import Decoder, SamplingParams
 from decoder.backends.attention import Scores
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.backend import NATIVE
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, pack
-from decoder.backends.native.whole_model import WholeModel
 from decoder.backends.reference.attention import Masked, masked_softmax
 from decoder.cache.full import FullCache
 from decoder.cache.layout import LayerKind, Layout
@@ -537,26 +536,6 @@ def test_what_a_hook_has_kept_of_the_embeddings_stays_as_it_was(prompt):
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: kept.append((output, output.clone())))
     Decoder(model).generate(prompt, 10, "ar", SAMPLING)
     assert len(kept) > 10 and all(torch.equal(*pair) for pair in kept)
-
-
-@needs_native
-def test_a_pass_in_one_call_has_the_bits_of_its_layers_in_turn(prompt, monkeypatch):
-    """Of one text and of several, with the queries of a partial cache and the features of an EAGLE-3 draft model."""
-    runs, found = [], []
-    run = WholeModel._run_layers
-    monkeypatch.setattr(WholeModel, "_run_layers", lambda self, *given: runs.append(1) or run(self, *given))
-    for in_one_call in (True, False):
-        if not in_one_call:
-            monkeypatch.setattr(WholeModel, "writes", lambda *given: False)
-        model = tiny_llama(torch.float32)
-        dec = Decoder(model, heads=all_heads(model, "gated"))
-        asked = dict(sampling=SAMPLING, options=TokenSwiftOptions(budget=24, sink=4), return_logprobs=True)
-        outs = [dec.generate(prompt, 40, method, **asked) for method in ("ar", "tokenswift", "magicdec", "eagle3")]
-        outs += dec.generate_batch([prompt, prompt[:9], [1]], 30, "tokenswift", **asked)
-        found.append([(out.token_ids, out.logprobs) for out in outs])
-        assert bool(runs) == in_one_call
-        runs.clear()
-    assert found[0] == found[1] and found[0][0] == found[0][1] == found[0][2] == found[0][3]
 
 
 @needs_native
