@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import decoder
 from decoder.drafters.tuning.verify_costs import WIDEST
-from decoder.model.short_weights import dtype_around
+from decoder.model.quantising import dtype_around
 from ts_eval.cli import main
 from ts_eval.planning import command as planning
 from ts_eval.planning import floors, plan

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import decoder
-from decoder.model.short_weights import dtype_name
+from decoder.model.quantising import dtype_name
 from ts_eval.cli import main
 from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL, MethodSpec
 from ts_eval.measuring import measurement, random_weights

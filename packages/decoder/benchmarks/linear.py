@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from decoder.backends.native import packed_linear
 from decoder.backends.native.packed_weight import pack
-from decoder.model.short_weights import SHORT, dtype_around, make_short
+from decoder.model.quantising import QUANTISED_DTYPES, dtype_around, quantise
 
 ROWS = (1, 2, 3, 4, 6, 8, 9, 16, 32, 64)
 
@@ -54,9 +54,9 @@ def main() -> None:
     names = [name for name, module in model.named_modules() if module in layers]
     around = getattr(torch, dtype_around())
     short = {}
-    for dtype in reversed(SHORT):
+    for dtype in reversed(QUANTISED_DTYPES):
         other = copy.deepcopy(model)
-        make_short(other, dtype, around)
+        quantise(other, dtype, around)
         found = packed_products(other, pack)
         short[dtype] = {layer: found[other.get_submodule(name)] for layer, name in zip(layers, names, strict=True)}
     products: dict[str, Product] = {

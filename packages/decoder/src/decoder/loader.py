@@ -23,12 +23,12 @@ from decoder.model.loading import (
     read_quantised,
     read_tokenizer,
 )
-from decoder.model.short_weights import SHORT, make_short, short_layers
+from decoder.model.quantising import QUANTISED_DTYPES, quantise, quantised_layers
 from decoder.model.vocabularies import refuse_other_tokens
 from decoder.parallel.ranks import ALONE, Ranks, join, linked
 from decoder.parallel.sharding import digest_of, refuse_unshareable, refuse_without_accelerate, sharding
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *SHORT)
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *QUANTISED_DTYPES)
 """The names of dtypes that `load` takes."""
 
 
@@ -55,7 +55,7 @@ def load(
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
             checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32; matrices
             of a quantised GGUF file stay in its own formats on a CPU for which there is the native library. "int4"
-            and "int8" round the weights of the model's linear layers (`model.short_weights`), on a CPU: the text is
+            and "int8" round the weights of the model's linear layers (`model.quantising`), on a CPU: the text is
             that of the model with these weights. All else, and the draft model, is then bfloat16 if the native
             library multiplies it here and bitwise decoding holds, otherwise float32.
         bitwise: see `Decoder`.
@@ -78,8 +78,8 @@ def load(
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
-    short = dtype if dtype in SHORT else None
-    if short and (device.type != "cpu" or tensor_parallel):
+    rounded = dtype if dtype in QUANTISED_DTYPES else None
+    if rounded and (device.type != "cpu" or tensor_parallel):
         raise ValueError(f"dtype {dtype!r} is for one process on a CPU: use device 'cpu', or another dtype")
     ranks = join(device) if tensor_parallel else ALONE
     refuse_without_accelerate(ranks)
@@ -90,14 +90,14 @@ def load(
     with linked():
         # Refuse what can be refused before gigabytes of weights are read.
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
-        config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, short, ranks))
+        config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, rounded, ranks))
         chosen, narrow = dtype == "auto" and device.type == "cpu", False
         kept = chosen and ranks.size == 1 and keeps_formats(model, **model_kwargs)
-        if short or chosen:
+        if rounded or chosen:
             # The model's own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
-            # Beside short weights, and those of a GGUF file, any model's other numbers may be rounded to bfloat16.
+            # Beside rounded weights, and those of a GGUF file, any model's other numbers may be rounded to bfloat16.
             own = (
-                bool(short)
+                bool(rounded)
                 or kept
                 or (getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model))
             )
@@ -111,16 +111,16 @@ def load(
                 refuse_other_tokens(tokenizer, read_tokenizer(draft_model, **_for_hub(of_draft)))
         # The checkpoint's own dtype takes the least memory until its weights are rounded. Those of a GGUF file may have
         # four bits already, which another rounding before would change.
-        read_as = ("float32" if is_gguf(model) else "auto") if short else dtype
+        read_as = ("float32" if is_gguf(model) else "auto") if rounded else dtype
         if kept:
             target = read_quantised(model, getattr(torch, dtype))
         else:
             target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
-        if short:
-            make_short(target, short, getattr(torch, around))
+        if rounded:
+            quantise(target, rounded, getattr(torch, around))
         small = None
         if draft_model is not None:
-            small = read_model(draft_model, device, dtype=around if short else dtype, **of_draft)
+            small = read_model(draft_model, device, dtype=around if rounded else dtype, **of_draft)
         more = bitwise, prefix_cache_bytes, sanitize_control_tokens
         made = Decoder(target, tokenizer, own_heads, small, *more)
         if narrow and not made.bitwise:
@@ -139,7 +139,7 @@ def _checked(
     heads: HeadsLike | Mapping[str, HeadsLike] | None,
     draft_model: str | os.PathLike | None,
     model_kwargs: Mapping[str, Any],
-    short: str | None,
+    rounded: str | None,
     ranks: Ranks,
 ) -> tuple[PreTrainedConfig, dict[str, str]]:
     """Check what can be checked without reading weights; the configuration, and what tells checkpoints from others."""
@@ -148,8 +148,8 @@ def _checked(
         raise ValueError("a GGUF file cannot be shared among processes: give a model folder or hub id")
     config = read_config(model, **from_hub)
     # Code of a model's own is fetched and run only once, with the weights.
-    if short and not getattr(config, "auto_map", None):
-        short_layers(empty_model(config, model), short)
+    if rounded and not getattr(config, "auto_map", None):
+        quantised_layers(empty_model(config, model), rounded)
     if draft_model is not None:
         read_config(draft_model, **{name: value for name, value in from_hub.items() if name != "revision"})
     if ranks.size == 1:

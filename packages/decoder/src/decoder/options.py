@@ -46,8 +46,8 @@ class TokenSwiftOptions:
         budget: slots of the partial cache (|B|); None takes the prompt length, at least 64 and at most 4,096.
         sink: attention-sink positions that always stay in the partial cache (|S|).
         cache: the draft pass's memory: ``dynamic`` (rebuilt by importance), ``static`` (chosen once) or ``full``.
-        draft_cache: ``magicdec``'s memory: ``streaming`` (sinks and newest pairs) or ``snapkv`` (pairs of the prompt
-            that its end attends to, and newest pairs).
+        draft_cache: ``magicdec``'s memory: ``streaming`` (sinks and newest entries) or ``snapkv`` (those of the prompt
+            that its end attends to, and newest entries).
         draft_budget: slots of the small model's cache in ``triforce``; None takes the partial cache's.
         coupled: rank draft candidates by log q + the noise of their position instead of log q.
         verification: ``exact``: one draw per node from that node's own context, so the text is AR's. ``independent``:

@@ -34,7 +34,7 @@ from decoder.model import loading
 from decoder.model.architectures import layer_kinds, refuse_unsupported
 from decoder.model.gguf import is_gguf, open_checked
 from decoder.model.loading import check_source, empty_model, out_of_memory, read_config, read_model, read_tokenizer
-from decoder.model.short_weights import SHORT, dtype_around, dtype_name, make_short, short_bytes
+from decoder.model.quantising import QUANTISED_DTYPES, dtype_around, dtype_name, quantise, quantised_bytes
 from decoder.model.target import Target
 from decoder.parallel.ranks import ending_in_words, is_first_to_tell, join, linked
 from decoder.parallel.sharding import refuse_unshareable, shared_parameters
@@ -51,7 +51,7 @@ __all__ = [
     "DTYPES",
     "EAGLE3",
     "LAYOUTS",
-    "SHORT",
+    "QUANTISED_DTYPES",
     "CacheForm",
     "Cluster",
     "CostTuned",
@@ -94,13 +94,14 @@ __all__ = [
     "layer_kinds",
     "linked",
     "loading",
-    "make_short",
     "named",
     "native",
     "open_checked",
     "out_of_memory",
     "parse_json",
     "parse_yaml",
+    "quantise",
+    "quantised_bytes",
     "rank_paths",
     "read_config",
     "read_json",
@@ -111,7 +112,6 @@ __all__ = [
     "rounding_cache",
     "save_draft_model",
     "shared_parameters",
-    "short_bytes",
     "shown",
     "stream_on",
     "text_ids",

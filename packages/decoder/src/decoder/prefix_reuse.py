@@ -21,7 +21,7 @@ _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which ar
 
 @dataclass(eq=False)
 class _Kept:
-    """The beginning of an earlier text: tokens int32 [n], and what `FullCache.copying` gave, pairs of ``dtype``."""
+    """The beginning of an earlier text: tokens int32 [n], and what `FullCache.copying` gave, entries of ``dtype``."""
 
     tokens: torch.Tensor
     form: CacheForm
@@ -97,13 +97,13 @@ def prefix_reuse(target: Target, max_bytes: int) -> "PrefixReuse | None":
 class PrefixReuse:
     """Keeps copies of the caches of texts that have ended; the one that was used least recently leaves first.
 
-    Pairs are functions of the model and the tokens before them, so they may be taken over as long as the model is the
+    Entries are functions of the model and the tokens before them, so they may be taken over as long as the model is the
     same. Whether it is shows in two ways: by its parameters (which tensors they are, and how often PyTorch has seen
-    them written to), and by the last pair that is taken over, which is computed again and compared. Where the model has
+    them written to), and by the last entry that is taken over, which is computed again and compared. Where it has
     changed, all is forgotten, and what a text that runs then has computed is not kept: it may be of both models.
 
-    With `Target.bitwise`, and in float64 as far as roundings matter, a text is the one without reuse. Elsewhere pairs
-    that were decoded differ by rounding from pairs that were prefilled, as they do between two methods.
+    With `Target.bitwise`, and in float64 as far as roundings matter, a text is the one without reuse. Elsewhere entries
+    that were decoded differ by rounding from entries that were prefilled, as they do between two methods.
 
     Args:
         target: the model.
@@ -131,7 +131,7 @@ class PrefixReuse:
         self._begun_with[cache] = self._model_state
 
     def taking_over(self, prompt: Sequence[int], cache: FullCache, computed: int) -> "Work[Reused | None]":
-        """Fill an empty cache with the pairs of as many of the prompt's first tokens as are kept, if any.
+        """Fill an empty cache with the entries of as many of the prompt's first tokens as are kept, if any.
 
         Args:
             prompt: the tokens to be prefilled.
@@ -143,7 +143,7 @@ class PrefixReuse:
             return None
 
         def usable(one: _Kept) -> int:
-            # The last token that is shared is prefilled, too: its pair is compared.
+            # The last token that is shared is prefilled, too: its entry is compared.
             return one.copies.goes_back_to(min(one.shared(tokens) - 1, len(prompt) - max(1, computed)))
 
         best = max(alike, key=usable)
@@ -152,14 +152,14 @@ class PrefixReuse:
             return None
         self._kept.use(best)
         yield from self.target.beginning_with(cache, best.copies, count, best.dtype)
-        return Reused(count, cache.pair_at(count, best.copies))
+        return Reused(count, cache.entry_at(count, best.copies))
 
     def confirm(self, reused: "Reused", cache: FullCache) -> bool:
-        """Whether the prefilled rest shows that the model is still the one of the pairs that were taken over.
+        """Whether the prefilled rest shows that the model is still the one of the entries that were taken over.
 
         If it is not, all texts are forgotten, and the cache is empty again.
         """
-        pairs = zip(cache.pair_at(reused.count), reused.pair, strict=True)
+        pairs = zip(cache.entry_at(reused.count), reused.pair, strict=True)
         if self.target.ranks.all(all(self._same(*pair, cache.form) for pair in pairs)):
             return True
         self.clear()
@@ -174,13 +174,13 @@ class PrefixReuse:
         return new.dtype == old.dtype and torch.allclose(new, old, tolerance, tolerance * float(old.abs().amax()))
 
     def keeping(self, text: Sequence[int], cache: FullCache) -> Work[None]:
-        """Keep a copy of the pairs of a text that has ended; ``cache`` holds those of its first tokens."""
+        """Keep a copy of the entries of a text that has ended; ``cache`` holds those of its first tokens."""
         self._check_model()
         if self._begun_with.get(cache) is not self._model_state:
             return
-        pair_bytes = cache.form.token_bytes(self.target.attention_shape, len(cache.layout.full))
+        entry_bytes = cache.form.token_bytes(self.target.attention_shape, len(cache.layout.full))
         beside = sum(state.pairs.nbytes for state in cache.states.values())
-        room = max(0, self.max_bytes - beside) // (pair_bytes + torch.int32.itemsize)
+        room = max(0, self.max_bytes - beside) // (entry_bytes + torch.int32.itemsize)
         count = cache.goes_back_to(min(cache.length, room))
         if count < _SHORTEST or under_autocast():
             return
@@ -193,7 +193,7 @@ class PrefixReuse:
                 return
             if shared == len(one.tokens):
                 self._kept.remove(one)
-        needed = tokens.nbytes + count * pair_bytes + beside
+        needed = tokens.nbytes + count * entry_bytes + beside
         self._kept.make_room(needed, self.max_bytes)
         state = self._model_state
         copies = yield from cache.copying(count)
@@ -215,7 +215,7 @@ class PrefixReuse:
 
 @dataclass(frozen=True)
 class Reused:
-    """What a cache took over: ``count`` tokens, and the pair behind them as `FullCache.pair_at` gives it."""
+    """What a cache took over: ``count`` tokens, and the entry behind them as `FullCache.entry_at` gives it."""
 
     count: int
     pair: list[torch.Tensor]

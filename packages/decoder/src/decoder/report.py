@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from decoder.backends.choose import Finding
-from decoder.model.short_weights import dtype_name
+from decoder.model.quantising import dtype_name
 from decoder.model.target import Target
 
 _DISTRIBUTIONS = ("tokenswift-decoder", "torch", "transformers", "triton", "safetensors")

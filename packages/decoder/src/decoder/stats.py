@@ -22,7 +22,7 @@ class Statistics:
         shared_seconds: decode_seconds with the time of each step divided among the texts decoded in it; the sum over
             the texts of a batch is the time that the batch took.
         cache_rebuilds: selections of the partial cache.
-        reused_tokens: tokens of the prompt whose pairs were taken over from an earlier text.
+        reused_tokens: tokens of the prompt whose entries were taken over from an earlier text.
     """
 
     steps: int = 0

@@ -30,7 +30,7 @@ class AttentionShape(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def pair_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Of a token's key and value in all KV heads."""
         return self.kv_heads * (self.dim + self.value_dim) * self.dtype.itemsize
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class LayeredCache(Cache, ABC):
-    """Keys and values [layers, batch, KV heads, slots, head size]; a pass writes its pairs behind those that stand.
+    """Keys and values [layers, batch, KV heads, slots, head size]; a pass writes its entries behind those that stand.
 
     All layers that attend to the whole text share a buffer, so that what a step commits moves in one operation and not
     in one per layer. Layers of other kinds have a state for each kind.
 
-    Where passes have fixed shapes (on CUDA), ``kv_length`` holds the number of pairs that stand, int64 [1] in device
+    Where passes have fixed shapes (on CUDA), ``kv_length`` holds the number of entries that stand, int64 [1] in device
     memory: a recorded pass reads there where to write and how far to look, and is handed whole buffers. Elsewhere it
     is None, and passes are handed views of what is filled.
 
@@ -38,7 +38,7 @@ class LayeredCache(Cache, ABC):
         states: by kind, what other layers than those that attend to the whole text keep.
 
     Args:
-        capacity: slots, pairs per layer and KV head.
+        capacity: slots, entries per layer and KV head.
     """
 
     purpose: ClassVar[str] = "text"
@@ -113,7 +113,7 @@ class LayeredCache(Cache, ABC):
             self.kv_length.fill_(self.get_seq_length())
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Write a layer's new pairs [B, G, T, D]; returns what to attend to, the new pairs last.
+        """Write a layer's new entries [B, G, T, D]; returns what to attend to, the new entries last.
 
         That is [B, G, kv_length + T, D], or with fixed shapes the layer's whole buffers. Of a layer that does not
         attend to the whole text it is what its new tokens may see.
@@ -132,14 +132,14 @@ class LayeredCache(Cache, ABC):
         return self.seen_by(count, layer_idx)
 
     def make_ready(self, count: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See that there are buffers for pairs like these [B, G, any, D], with room for ``count`` more."""
+        """See that there are buffers for entries like these [B, G, any, D], with room for ``count`` more."""
         self._make_room(count)
         self._allocate(key, value)
 
     def slots_for(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a layer's new pairs go, for which room is made: [B, G, T, D], with fixed shapes whole buffers."""
+        """Where a layer's new entries go, for which room is made: [B, G, T, D], with fixed shapes whole buffers."""
         count = key_states.shape[2]
         self.make_ready(count, key_states, value_states)
         if self.kv_length is not None:
@@ -162,11 +162,11 @@ class LayeredCache(Cache, ABC):
         return key[:, :, :end], value[:, :, :end]
 
     def at(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [layers, B, G, n, D] of the pairs in the slots ``index``, int64 [n] on the model's device."""
+        """Keys and values [layers, B, G, n, D] of the entries in slots ``index``, int64 [n] on the model's device."""
         return self.keys.index_select(3, index), self.values.index_select(3, index)
 
     def allocate_as(self, other: "LayeredCache") -> None:
-        """Make the buffers, unless they are there, for pairs like those of ``other``."""
+        """Make the buffers, unless they are there, for entries like those of ``other``."""
         if not len(self.keys) and len(other.keys):
             self.prepare(other.layout, other.lender)
             self._allocate(other.keys[0], other.values[0])
@@ -177,7 +177,7 @@ class LayeredCache(Cache, ABC):
             self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def enlarge(self, capacity: int, filled: int) -> None:
-        """Move the first ``filled`` pairs to buffers of ``capacity`` slots."""
+        """Move the first ``filled`` entries to buffers of ``capacity`` slots."""
         self.capacity = capacity
         # Recorded passes know the old buffers. Of old and new ones no more are held at a time than need be.
         self.passes.clear()
@@ -208,7 +208,7 @@ class LayeredCache(Cache, ABC):
 
     @abstractmethod
     def _make_room(self, count: int) -> None:
-        """See that ``count`` more pairs find room behind those that stand, or raise ValueError."""
+        """See that ``count`` more entries find room behind those that stand, or raise ValueError."""
 
     @property
     def nbytes(self) -> int:

@@ -5,9 +5,9 @@ from decoder.cache.full import FullCache
 
 
 class DraftCache(LayeredCache):
-    """At most ``budget`` pairs of committed tokens per KV head, and ``room`` slots behind them for drafted tokens.
+    """At most ``budget`` entries of committed tokens per KV head, and ``room`` slots behind them for drafted tokens.
 
-    Subclasses choose the committed pairs. A draft pass writes the pairs of its tokens behind them, and the next draft
+    Subclasses choose the committed entries. A draft pass writes those of its tokens behind them, and the next draft
     pass writes over these, except for the first ones, as many as `hold` has set. Keys carry their own rotary positions,
     so attention does not depend on the order of the slots.
 

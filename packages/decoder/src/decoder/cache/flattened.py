@@ -9,7 +9,7 @@ from decoder.cache.base import LayeredCache
 
 
 class FlattenedCaches(Cache):
-    """Hands each text's new pairs to that text's own cache; the tokens of all texts stand behind each other in a pass.
+    """Hands each text's new entries to that text's own cache; tokens of all texts stand behind each other in a pass.
 
     What attention gets in place of a layer's keys and values are tuples, one entry per text: nothing is padded to the
     longest and no cache is copied. A model that looks at keys between cache and attention cannot run like this, which
@@ -25,7 +25,7 @@ class FlattenedCaches(Cache):
         self.caches, self.counts = caches, list(counts)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Write a layer's new pairs [1, G, sum of counts, D]; what each text attends to, as `LayeredCache.update`."""
+        """Write a layer's new entries [1, G, sum of counts, D]; what each text attends to, as `LayeredCache.update`."""
         parts = list(
             zip(*(states.split_with_sizes(self.counts, 2) for states in (key_states, value_states)), strict=True)
         )

@@ -1,4 +1,4 @@
-"""How a full KV cache keeps its pairs: in the model's dtype or quantised, on the model's device or in host memory."""
+"""How a full KV cache keeps its entries: in the model's dtype or quantised, on the model's device or in host memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class CacheForm:
 
     Args:
         kv_dtype: "int8" or "fp8" (e4m3); None keeps numbers as they are.
-        offload: whether pairs are kept in host memory.
+        offload: whether entries are kept in host memory.
     """
 
     kv_dtype: str | None = None
@@ -46,7 +46,7 @@ class CacheForm:
 
     @property
     def plain(self) -> bool:
-        """Whether passes can look at the pairs where they are kept."""
+        """Whether passes can look at the entries where they are kept."""
         return self.kv_dtype is None and not self.offload
 
     @property
@@ -94,7 +94,7 @@ class CacheForm:
         return layers * shape.kv_heads * sum(self.vector_bytes(size, shape.dtype.itemsize) for size in sizes)
 
     def working_layers(self, device: torch.device) -> int:
-        """How many layers' pairs stand on the device in the model's dtype as well, so that passes can look at them."""
+        """How many layers' entries stand on the device in the model's dtype, too, so that passes can look at them."""
         if self.plain:
             return 0
         return 2 if self.offload and device.type == "cuda" else 1

@@ -43,20 +43,20 @@ class Copies(NamedTuple):
 class FullCache(LayeredCache):
     """Keys and values of all committed tokens.
 
-    A forward pass writes the pairs of its T tokens behind the committed ones (transformers calls
+    A forward pass writes the entries of its T tokens behind the committed ones (transformers calls
     `LayeredCache.update`). `keep` then commits those of the accepted nodes, and the next pass writes over the rest.
     Nothing is ever concatenated.
 
     Args:
         capacity: how many positions it holds: those of prompt, output and the widest tree.
         growable: whether a full buffer is replaced by one half as long again, for texts whose length is open. A text
-            of any length then copies each pair twice on average. Otherwise more positions are an error.
+            of any length then copies each entry twice on average. Otherwise more positions are an error.
         takes_back: whether tokens are committed that may have to be taken back, as those of a draft model are: then the
             states of recurrent layers are kept behind each pass.
 
     Attributes:
         length: how many tokens are committed.
-        form: how pairs are kept.
+        form: how entries are kept.
     """
 
     form = CacheForm()
@@ -127,7 +127,7 @@ class FullCache(LayeredCache):
             found += [one[places, :, :, :count] for one in (held.keys, held.values) if places]
         return found
 
-    def pair_at(self, position: int, copies: Copies | None = None) -> list[torch.Tensor]:
+    def entry_at(self, position: int, copies: Copies | None = None) -> list[torch.Tensor]:
         """Keys and values [layers, B, G, 1, D] of a token by kind of layer, its own or those in ``copies``."""
         one = slice(position, position + 1)
         parts = self.parts if copies is None else copies.parts
@@ -168,7 +168,7 @@ class FullCache(LayeredCache):
         self.length = count
 
     def keep(self, path: Sequence[int]) -> None:
-        """Commit the nodes ``path`` (ascending) of the last pass: their pairs move up behind the committed ones."""
+        """Commit the nodes ``path`` (ascending) of the last pass: their entries move up behind the committed ones."""
         # The first nodes of the path may be where they belong already, and need not move.
         still = next((index for index, node in enumerate(path) if node != index), len(path))
         if still < len(path) and len(self.keys):
@@ -197,7 +197,7 @@ class FullCache(LayeredCache):
             recurrent.mark()
 
     def _move(self, slots: Sequence[int], start: int) -> None:
-        """Copy the pairs in ``slots`` to the slots from ``start`` on."""
+        """Copy the entries in ``slots`` to the slots from ``start`` on."""
         index = upload(slots, self.parts[0].device)
         for part in self.parts:
             part[:, :, :, start : start + len(slots)] = part.index_select(3, index)

@@ -62,7 +62,7 @@ class Layout:
 
     Args:
         kinds: by layer its kind; layers that attend to something may be recurrent as well.
-        keeping: the layers that keep pairs of a text, ascending. The others that attend use what an earlier one keeps.
+        keeping: the layers that keep entries of a text, ascending. Others that attend use what an earlier one keeps.
         mixers: how many recurrent layers there are.
 
     Attributes:
@@ -96,7 +96,7 @@ class Layout:
 
     @cached_property
     def full(self) -> tuple[int, ...]:
-        """The layers that keep the pairs of the whole text."""
+        """The layers that keep the entries of the whole text."""
         return self.members.get(FULL, ())
 
     @cached_property

@@ -1,4 +1,4 @@
-"""TokenSwift's partial KV cache: attention sinks and the most important pairs of the full one (paper section 3.4)."""
+"""TokenSwift's partial KV cache: attention sinks and the most important entries of the full one (paper section 3.4)."""
 
 from collections.abc import Mapping
 
@@ -11,21 +11,21 @@ _PIECE = 4096  # keys of one product
 
 
 class PartialCache(DraftCache):
-    """At most ``budget`` pairs per KV head, chosen by importance.
+    """At most ``budget`` entries per KV head, chosen by importance.
 
-    The first ``sink`` positions stay. The other slots hold the most important pairs in decreasing order; accepted
+    The first ``sink`` positions stay. The other slots hold the most important entries in decreasing order; accepted
     tokens replace them from the end towards the sink, and when they would pass it the selection is made anew. As long
     as the whole text fits, the cache simply holds all of it.
 
     Args:
         budget: slots for committed tokens, |B| in the paper.
         sink: how many of them are for sink positions, |S|.
-        dynamic: whether to select again when accepted tokens have replaced all pairs but the sink's. If False,
+        dynamic: whether to select again when accepted tokens have replaced all entries but the sink's. If False,
             replacement starts again from the end instead.
         room: slots for drafted tokens; a single draft pass needs one.
 
     Attributes:
-        rebuilds: how often pairs were selected.
+        rebuilds: how often entries were selected.
     """
 
     def __init__(self, budget: int, sink: int, dynamic: bool = True, room: int = 1):
@@ -61,7 +61,7 @@ class PartialCache(DraftCache):
         self._held = 0
 
     def rebuild(self, full: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
-        """Select anew: the sink, then the pairs of highest importance in decreasing order.
+        """Select anew: the sink, then the entries of highest importance in decreasing order.
 
         The importance of key i for a KV head is q . K_i, summed over the query heads q of its group. Since the product
         is linear, the queries are summed first: one product with the keys suffices, and no key is replicated.
@@ -83,7 +83,7 @@ class PartialCache(DraftCache):
         self.rebuilds += 1
 
     def _copy(self, full: FullCache, slot: int, count: int) -> None:
-        """Copy the newest ``count`` pairs of ``full`` to the slots from ``slot`` on."""
+        """Copy the newest ``count`` entries of ``full`` to the slots from ``slot`` on."""
         self.allocate_as(full)
         if not len(self.keys):
             return  # no layer attends to the whole text
@@ -93,7 +93,7 @@ class PartialCache(DraftCache):
 
 
 def ranked(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """What queries [..., Dq] are multiplied with to rank pairs: keys [..., D], or all that is kept where it is both."""
+    """What queries [..., Dq] are multiplied with to rank entries: keys [..., D], or all that is kept if it is both."""
     return key if key.shape[-1] == query.shape[-1] else torch.cat((key, value), -1)
 
 

@@ -1,4 +1,4 @@
-"""A full KV cache whose pairs are kept quantised, in host memory, or both; passes are handed one layer at a time."""
+"""A full KV cache whose entries are kept quantised, in host memory, or both; passes are handed one layer at a time."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,15 +16,15 @@ from decoder.work import Work
 class StoredCache(FullCache):
     """A `FullCache` for a `CacheForm` that passes cannot look at.
 
-    While a layer runs, its pairs stand in a working buffer, in the model's dtype and on its device. It is filled when
-    the layer hands over its new pairs, which are rounded by the form before anything attends to them. All layers share
+    While a layer runs, its entries stand in a working buffer, in the model's dtype and on its device. It is filled when
+    the layer hands over its new entries, which the form rounds before anything attends to them. All layers share
     the buffer. An offloaded cache on CUDA has two and fills one while the layer before runs over the other.
 
     Passes over it are not recorded, since the size of what they copy changes.
 
     Args:
         capacity, growable: as for `FullCache`.
-        form: how pairs are kept.
+        form: how entries are kept.
     """
 
     recordable = False
@@ -117,7 +117,7 @@ class StoredCache(FullCache):
             torch.cuda.current_stream(self.keys.device).synchronize()
 
     def _fill_ahead(self, place: int) -> None:
-        """See that a layer's working buffer holds its committed pairs, and begin to fill the next layer's."""
+        """See that a layer's working buffer holds its committed entries, and begin to fill the next layer's."""
         if self._copies is None:
             self._fill(place)
             return
@@ -139,7 +139,7 @@ class StoredCache(FullCache):
             self._filled[place] = self._copies.record_event()
 
     def _fill(self, place: int) -> None:
-        """Copy a layer's committed pairs to its working buffer."""
+        """Copy a layer's committed entries to its working buffer."""
         committed = slice(self.length)
         for which, (kept, working) in enumerate(zip(self._kept, self._of_layer[place], strict=True)):
             parts = [part[place][:, :, committed] for part in kept]
@@ -161,7 +161,7 @@ class StoredCache(FullCache):
             self._make_working(key, value)
 
     def _room(self, part: torch.Tensor) -> torch.Tensor:
-        """Slots in all layers for what is kept of pairs, like ``part`` [B, G, any number, ...]."""
+        """Slots in all layers for what is kept of entries, like ``part`` [B, G, any number, ...]."""
         batch, groups, _, size = part.shape
         shape = len(self.layout.full), batch, groups, self.capacity, size
         if not self.form.offload:

@@ -1,4 +1,4 @@
-"""StreamingLLM's KV cache (arXiv 2309.17453), sinks and a window of the newest pairs, and SnapKV's selection for it."""
+"""StreamingLLM's KV cache (arXiv 2309.17453), sinks and a window of the newest entries; SnapKV's selection for it."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ _NEIGHBOURS = 7  # width of the maximum that smooths attention weights (SnapKV)
 class RecentCache(DraftCache):
     """The first ``sink`` positions and the newest ``budget - sink`` ones, which go round in a ring.
 
-    Keys keep their original rotary positions, as in the partial cache, so a pair is copied once and never touched.
+    Keys keep their original rotary positions, as in the partial cache, so an entry is copied once and never touched.
 
     Args:
         budget: slots for committed tokens.
@@ -25,7 +25,7 @@ class RecentCache(DraftCache):
         room: slots for drafted tokens.
 
     Attributes:
-        seen: how many tokens of the text were added so far, whether their pairs are still here or not.
+        seen: how many tokens of the text were added so far, whether their entries are still here or not.
     """
 
     def __init__(self, budget: int, sink: int, room: int):
@@ -39,11 +39,11 @@ class RecentCache(DraftCache):
         self._commit(full, start=self.seen, count=full.length - self.seen)
 
     def select(self, full: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        """Replace the sink by the pairs that the end of the prompt attends to most (SnapKV, arXiv 2404.14469).
+        """Replace the sink by the entries that the end of the prompt attends to most (SnapKV, arXiv 2404.14469).
 
         It is called once, after the prompt was appended, and does nothing if the cache holds the whole prompt. Each KV
-        head selects among the pairs outside the window. The score of a pair is the attention that it gets from the
-        given queries of the head's group, summed, and then the maximum over 7 neighbours, so that the pairs around an
+        head selects among the entries outside the window. The score of an entry is the attention that it gets from the
+        given queries of the head's group, summed, and then the maximum over 7 neighbours, so that the entries around an
         important one are selected with it.
 
         Args:
@@ -73,7 +73,7 @@ class RecentCache(DraftCache):
         self._commit(self, start=self._filled, count=count)
 
     def _commit(self, source: LayeredCache, start: int, count: int) -> None:
-        """Copy the pairs of the text's next ``count`` tokens, which are in ``source`` from slot ``start`` on."""
+        """Copy the entries of the text's next ``count`` tokens, which are in ``source`` from slot ``start`` on."""
         end = self.seen + count
         window = self.budget - self.sink
         first = max(self.seen, end - window)

@@ -16,7 +16,7 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 class WindowCopy(NamedTuple):
-    """Pairs of some layers of a kind: keys and values [layers, B, G, n, D] of the tokens from position ``first`` on."""
+    """Entries of some layers of a kind: keys and values [layers, B, G, n, D] of tokens from position ``first`` on."""
 
     kind: LayerKind
     first: int
@@ -38,7 +38,7 @@ class WindowCopy(NamedTuple):
 
 
 class WindowState:
-    """Pairs of the layers of one kind, in the order of the text, in buffers [layers, B, G, slots, D].
+    """Entries of the layers of one kind, in the order of the text, in buffers [layers, B, G, slots, D].
 
     A pass writes behind what stands. Where the buffers are full, what no later token sees is given up, and the rest
     moves to their beginning, so that they stay as large however long the text becomes.
@@ -51,7 +51,7 @@ class WindowState:
 
     Attributes:
         length: how many tokens are committed.
-        first: the position of the pair in the first slot.
+        first: the position of the entry in the first slot.
         rounding: see above.
     """
 
@@ -65,7 +65,7 @@ class WindowState:
         return self.keys.nbytes + self.values.nbytes
 
     def make_room(self, count: int) -> None:
-        """See that ``count`` pairs find room behind the committed ones."""
+        """See that ``count`` entries find room behind the committed ones."""
         if not len(self.keys) or self.length - self.first + count <= self.keys.shape[3]:
             return
         first = self.kind.first_seen(max(self.first, self.length - _BACK))
@@ -75,7 +75,7 @@ class WindowState:
         self.keys, self.values = (self._moved(one, kept, slots) for one in (self.keys, self.values))
 
     def make_ready(self, count: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """`make_room`, in buffers for pairs like these [B, G, any, D]."""
+        """`make_room`, in buffers for entries like these [B, G, any, D]."""
         if not len(self.keys):
             slots = window_slots(self.kind, count, self._most)
             self.keys, self.values = (
@@ -97,7 +97,7 @@ class WindowState:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, place: int, held: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's new pairs [B, G, T, D], behind ``held`` ones that are not committed.
+        """Write a layer's new entries [B, G, T, D], behind ``held`` ones that are not committed.
 
         Returns:
             What the new tokens attend to, in the order of the text, themselves last: [B, G, n, D].

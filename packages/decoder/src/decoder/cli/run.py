@@ -27,7 +27,7 @@ from decoder.decoder import Decoder
 from decoder.drafters import METHODS
 from decoder.loader import device_named
 from decoder.model.loading import out_of_memory, read_config, read_tokenizer
-from decoder.model.short_weights import dtype_name
+from decoder.model.quantising import dtype_name
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import Chunk
 from decoder.parallel.ranks import ALONE, ending_in_words, join, linked

@@ -104,7 +104,7 @@ class Drafter(Protocol):
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         """A tree of candidates for what follows the text.
 
-        Its root is the text's newest token, ``sampler.context[-1]``, whose pairs are not in ``cache`` yet. The engine
+        Its root is the text's newest token, ``sampler.context[-1]``, whose entries are not in ``cache`` yet. The engine
         removes nodes deeper than ``depth``, and no draft pass may read positions beyond that depth, either.
         """
 

@@ -16,14 +16,14 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 
 OBSERVATION_WINDOW = 32
-"""How many queries at the end of the prompt SnapKV ranks pairs by (arXiv 2404.14469)."""
+"""How many queries at the end of the prompt SnapKV ranks entries by (arXiv 2404.14469)."""
 
 
 class MagicDec:
     """Drafts a chain as deep as ``options.tree`` in as many autoregressive steps of the target itself.
 
-    Each draft step reads all weights but few pairs, so it pays where the full cache is larger than the model. The draft
-    cache is StreamingLLM's, or SnapKV's with the newest pairs beside it, as ``options.draft_cache`` says.
+    Each draft step reads all weights but few entries, so it pays where the full cache is larger than the model. The
+    draft cache is StreamingLLM's, or SnapKV's with the newest entries beside it, as ``options.draft_cache`` says.
     """
 
     heads_kinds: ClassVar[tuple[str, ...]] = ()

@@ -54,7 +54,7 @@ class DraftModelLevels(Levels):
         if self.small.has_two_forms:
             self.cache.prompt_tokens = len(context.prompt)
         self._prompt, self._running = context.prompt, context.running
-        self._read = 0  # tokens of the text whose pairs are in the cache
+        self._read = 0  # tokens of the text whose entries are in the cache
         self._drafted: list[int] = []  # those behind them
         self._token_ids: torch.Tensor | None = None
         if self._shared < self.target.vocab_size:

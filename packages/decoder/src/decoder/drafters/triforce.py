@@ -32,7 +32,7 @@ class TriForce:
 
     heads_kinds: ClassVar[tuple[str, ...]] = ()
     needs_heads: ClassVar[bool] = False
-    observed_queries = 1  # the importance of a pair is for the newest token
+    observed_queries = 1  # the importance of an entry is for the newest token
 
     def __init__(self, context: DrafterContext) -> None:
         if context.draft_model is None:
@@ -50,7 +50,7 @@ class TriForce:
         budget, sink = context.budget, self.options.sink
         self.partial = PartialCache(budget, sink, dynamic=self.options.cache != "static", room=self.count)
         self.recent = RecentCache(context.draft_budget, sink, room=max(_CHUNK, self.count))
-        self.read: list[int] = []  # drafted tokens whose pairs are in `recent`, behind those of the text
+        self.read: list[int] = []  # drafted tokens whose entries are in `recent`, behind those of the text
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
         if cache.length:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from decoder.cli.transcript import fingerprint
 from decoder.decoder import Decoder
 from decoder.jobs.lines import Line
-from decoder.model.short_weights import dtype_name
+from decoder.model.quantising import dtype_name
 from decoder.serve.answers import Answer
 from decoder.serve.errors import ApiError
 from decoder.serve.requests import parse

@@ -184,13 +184,13 @@ class Target:
     @property
     def kv_bytes(self) -> int:
         """Bytes of a token's keys and values in the layers that keep those of the whole text."""
-        return len(self.layout.full) * self.attention_shape.pair_bytes
+        return len(self.layout.full) * self.attention_shape.entry_bytes
 
     def beside_bytes(self, tokens: int) -> int:
         """Bytes of what the other layers keep of a text of so many tokens."""
         chunk = self.prefill_chunk(False)
         windows = sum(
-            len(layers) * self.attention_shapes[kind].pair_bytes * window_slots(kind, min(chunk, tokens), tokens)
+            len(layers) * self.attention_shapes[kind].entry_bytes * window_slots(kind, min(chunk, tokens), tokens)
             for kind, layers in self.layout.beside.items()
             if kind != RECURRENT
         )
@@ -292,7 +292,7 @@ class Target:
         return bool(self.feature_layers)
 
     def beginning_with(self, cache: FullCache, copies: Copies, count: int, dtype: torch.dtype) -> Work[None]:
-        """`FullCache.beginning_with` with pairs of ``dtype``, for a cache that no pass has prepared yet."""
+        """`FullCache.beginning_with` with entries of ``dtype``, for a cache that no pass has prepared yet."""
         self.backend.prepare(cache, count)
         yield from cache.beginning_with(copies, count, self.attention_shape._replace(dtype=dtype), self.device)
 
@@ -359,7 +359,7 @@ class Target:
 
         Args:
             trees: a tree per text.
-            caches: the full cache of each text. The nodes' pairs are written to it, and `FullCache.keep` commits some.
+            caches: the full cache of each text. Nodes' entries are written to it, and `FullCache.keep` commits some.
             observe: whether to return the queries of all nodes as well.
         """
         texts = [Tree(*text) for text in zip(trees, caches, strict=True)]
@@ -379,7 +379,7 @@ class Target:
         Args:
             tokens: token ids, or a tensor of them, int64 [T] on the model's device, which the host need not have read.
             position: the position of the first one.
-            cache: the cache to attend to and to write the tokens' pairs to.
+            cache: the cache to attend to and to write the tokens' entries to.
         """
         return self.backend.run(PassBatch([Chain(tokens, position, cache)], False)).hidden
 

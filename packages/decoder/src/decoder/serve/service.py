@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from decoder.arguments import Arguments, check_arguments, usable_methods
 from decoder.constraints import Grammar, Vocabulary
 from decoder.decoder import Decoder
-from decoder.model.short_weights import dtype_name
+from decoder.model.quantising import dtype_name
 from decoder.new_sequence import vocabulary_of
 from decoder.request import GenerationRequest
 from decoder.serve.body import field_of, parse_body

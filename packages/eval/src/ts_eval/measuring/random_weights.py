@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import decoder
 from decoder.heads import EAGLE3, Heads
-from decoder.parts import SHORT, Eagle3Config, available_memory, device_named, make_short, refuse_unsupported
+from decoder.parts import QUANTISED_DTYPES, Eagle3Config, available_memory, device_named, quantise, refuse_unsupported
 from ts_eval.comparing.decoders import DEFAULT_KINDS, Sources
 from ts_eval.comparing.memory import short_of_memory
 from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL, MethodSpec
@@ -69,11 +69,11 @@ class RandomSources(Sources):
         shape = read_shape(self.model, dtype)
         kinds = list(dict.fromkeys(self.heads.values()))
         heads_size = shape.heads_bytes(3) * sum(_PARAMETERS_OF_HEADS.get(kind.split()[1], 1) for kind in kinds)
-        if dtype in SHORT and where.type != "cpu":
+        if dtype in QUANTISED_DTYPES and where.type != "cpu":
             raise ValueError(f"dtype {dtype!r} is for a CPU: use device 'cpu', or another dtype")
         needed = max(shape.weight_bytes, read_shape(self.model).weight_bytes) + heads_size
         free = available_memory(where)
-        name = dtype if dtype in SHORT else str(held).removeprefix("torch.")
+        name = dtype if dtype in QUANTISED_DTYPES else str(held).removeprefix("torch.")
         sentence = f"random weights of {self.model} take {needed / 1e9:,.1f} GB in {name}"
         if needed > free:
             raise MemoryError(f"{sentence} and {free / 1e9:,.1f} GB are free on {where}: take a smaller model or dtype")
@@ -82,8 +82,8 @@ class RandomSources(Sources):
                 torch.manual_seed(self.seed)
                 with torch.device(where):
                     model = AutoModelForCausalLM.from_config(config, dtype=held_dtype(config, "auto")).eval()
-                if dtype in SHORT:
-                    make_short(model, dtype, held)
+                if dtype in QUANTISED_DTYPES:
+                    quantise(model, dtype, held)
                 elif model.dtype != held:
                     model.to(held)
                 loaded: dict[str | None, decoder.Decoder] = {None: decoder.Decoder(model, bitwise=wanted)}

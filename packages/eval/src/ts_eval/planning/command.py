@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 import decoder
 from decoder.options import PAPER_TREE
-from decoder.parts import SHORT, CacheForm, dtype_around
+from decoder.parts import QUANTISED_DTYPES, CacheForm, dtype_around
 from ts_eval.commands.terminal import Columns
 from ts_eval.comparing.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
 from ts_eval.planning.floors import GPUS
@@ -69,12 +69,12 @@ def plan_from(
         model = str(data / REFERENCE_MODEL)
         draft_model = draft_model or (str(data / DRAFT_MODEL) if (data / DRAFT_MODEL).is_dir() else None)
     on_gpus = bool(gpu) or (bandwidth is None and not measure)
-    if dtype in SHORT and (on_gpus or tensor_parallel_size > 1):
+    if dtype in QUANTISED_DTYPES and (on_gpus or tensor_parallel_size > 1):
         raise ValueError(
             f"dtype {dtype!r} is for one process on a CPU: give its --bandwidth or measure it with --measure, and "
             "leave out --gpu and --tensor-parallel-size"
         )
-    device = torch.device("cpu" if dtype in SHORT else "cuda")
+    device = torch.device("cpu" if dtype in QUANTISED_DTYPES else "cuda")
     shape = read_shape(model, dtype, tensor_parallel_size)
     made = plan(
         shape,
@@ -82,7 +82,9 @@ def plan_from(
         max_new_tokens,
         options,
         heads=num_heads,
-        draft_model=read_shape(draft_model, dtype_around() if dtype in SHORT else dtype) if draft_model else None,
+        draft_model=read_shape(draft_model, dtype_around() if dtype in QUANTISED_DTYPES else dtype)
+        if draft_model
+        else None,
         bandwidths=_bandwidths(gpu or (GPUS if on_gpus else ()), bandwidth, measure, device),
         acceptances=acceptance or ACCEPTANCES,
         device=device,
@@ -170,7 +172,7 @@ def table(made: dict) -> list[RenderableType]:
         "logits": "logits",
         "total": "total",
     }
-    fits = _fits if made["dtype"] not in SHORT else lambda total: NONE
+    fits = _fits if made["dtype"] not in QUANTISED_DTYPES else lambda total: NONE
     held = [
         [name, str(row["nodes"]), *(decimal(row["bytes"][part]) for part in names), fits(row["bytes"]["total"])]
         for name, row in methods.items()

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from decoder.parts import (
     DTYPES,
-    SHORT,
+    QUANTISED_DTYPES,
     CacheForm,
     dtype_around,
     empty_model,
@@ -16,9 +16,9 @@ from decoder.parts import (
     layer_kinds,
     loading,
     parse_json,
+    quantised_bytes,
     refuse_unshareable,
     shared_parameters,
-    short_bytes,
     window_slots,
 )
 from ts_eval.comparing.checkpoints import named, refuse_missing
@@ -57,10 +57,10 @@ class ModelShape:
     windows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model, dtype: torch.dtype | None = None, short: str | None = None) -> "ModelShape":
+    def of(cls, model, dtype: torch.dtype | None = None, rounded: str | None = None) -> "ModelShape":
         """Of a loaded model, or of one on the meta device.
 
-        ``dtype`` is what it shall be held in if that is another, and ``short`` that of its linear layers' weights.
+        ``dtype`` is what it shall be held in if that is another, and ``rounded`` that of its linear layers' weights.
         """
         config = model.config.get_text_config()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -72,7 +72,7 @@ class ModelShape:
             return weight.numel() if weight.is_floating_point() else weight.nbytes // value_bytes
 
         sizes = {name: one.numel() if dtype else one.nbytes // value_bytes for name, one in model.named_parameters()}
-        shorter = {name: size // value_bytes for name, size in short_bytes(model, short).items()}
+        shorter = {name: size // value_bytes for name, size in quantised_bytes(model, rounded).items()}
         # A head that is made shorter is no longer the embedding.
         tied, head_values = head is embedding and not shorter, shorter.get(f"{head_name}.weight", values(head))
         sizes |= shorter
@@ -161,7 +161,9 @@ def read_shape(model: str, dtype: str = "auto", processes: int = 1) -> ModelShap
     if processes > 1:
         refuse_unshareable(config, processes)
     empty = empty_model(config, model)
-    return ModelShape.of(empty, held_dtype(config, dtype), dtype if dtype in SHORT else None).shared(processes)
+    return ModelShape.of(empty, held_dtype(config, dtype), dtype if dtype in QUANTISED_DTYPES else None).shared(
+        processes
+    )
 
 
 def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
@@ -173,7 +175,7 @@ def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
-    return getattr(torch, dtype_around() if dtype in SHORT else dtype)
+    return getattr(torch, dtype_around() if dtype in QUANTISED_DTYPES else dtype)
 
 
 def read_config(model: str) -> PreTrainedConfig:

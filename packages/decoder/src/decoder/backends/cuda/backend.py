@@ -135,7 +135,7 @@ class CudaBackend:
         (text,), device = batch.texts, self._target.device
         cache, count = text.cache, len(text.tokens)
         rule = self._bitwise if cache.purpose == "text" else FREE
-        # Padding is the first token again. No other token sees it, and its pairs are never committed.
+        # Padding is the first token again. No other token sees it, and its entries are never committed.
         padding = rule.padding(count)
         if rule.width is None and isinstance(text, Tree):
             padding = padded_width(count) - count

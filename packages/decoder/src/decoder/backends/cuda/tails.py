@@ -27,7 +27,7 @@ def tail_slots(length: int, depths: Sequence[int], mask: torch.Tensor | None, ro
     the text; -1 stands for keys that it does not see. Rows behind those of the tokens are padding, which sees itself.
 
     Args:
-        length: L, cached tokens; the new tokens' pairs stand in the slots from there on.
+        length: L, cached tokens; the new tokens' entries stand in the slots from there on.
         depths: how deep each new token stands below the first, [T]; at most DEPTH, unless there is no mask.
         mask: which new token sees which, bool [T, T]; None is plain causal.
         rows: how many rows the pass has, at least T.

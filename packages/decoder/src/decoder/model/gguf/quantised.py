@@ -21,7 +21,7 @@ from decoder.backends.native.quantised_experts import PARTS, QuantisedExperts
 from decoder.model.gguf.file import ELSE, FETCH, GgufFile
 from decoder.model.gguf.sources import Source
 from decoder.model.gguf.weights import check_shapes, parameter, sources
-from decoder.model.short_weights import GGUF, mark_short
+from decoder.model.quantising import GGUF, note_weights
 
 _KEPT = (nn.Linear, nn.Embedding, Gemma3TextScaledWordEmbedding)
 
@@ -62,7 +62,7 @@ def quantised_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
     _tie(model, config, dtype)
     _fill(model, plain)
     model.generation_config = GenerationConfig.from_model_config(config)
-    mark_short(model, GGUF)
+    note_weights(model, GGUF)
     return model.eval()
 
 

@@ -15,7 +15,7 @@ from decoder.model.gguf.formats import FORMATS, unpacked
 from decoder.model.rounding import BLOCK, rounded
 
 INT4, INT8 = "int4", "int8"
-SHORT = (INT4, INT8)
+QUANTISED_DTYPES = (INT4, INT8)
 """The names of these dtypes."""
 
 GGUF = "gguf"
@@ -23,23 +23,23 @@ GGUF = "gguf"
 
 _FORMATS = {INT4: "Q4_1", INT8: "Q8_0"}
 _OUTPUTS = 16  # that lie interleaved
-_NAME = "_short_weights"  # of a model's attribute
+_NAME = "_weights_format"  # of a model's attribute
 _NUMBERS = {format.name: number for number, format in FORMATS.items()}
 
 
-def short_dtype(model: nn.Module) -> str | None:
-    """Which of `SHORT` a model's weights are, or `GGUF`, if one of them."""
+def weights_name(model: nn.Module) -> str | None:
+    """Which of `QUANTISED_DTYPES` a model's weights are, or `GGUF`, if one of them."""
     return getattr(model, _NAME, None)
 
 
-def mark_short(model: nn.Module, dtype: str) -> None:
+def note_weights(model: nn.Module, dtype: str) -> None:
     """Note of which such dtype a model's weights are."""
     setattr(model, _NAME, dtype)
 
 
 def dtype_name(model: PreTrainedModel) -> str:
     """The dtype of a model by the name that `decoder.load` takes."""
-    return short_dtype(model) or str(model.dtype).removeprefix("torch.")
+    return weights_name(model) or str(model.dtype).removeprefix("torch.")
 
 
 def dtype_around() -> str:
@@ -47,16 +47,16 @@ def dtype_around() -> str:
     return "bfloat16" if native.multiplies(torch.bfloat16) else "float32"
 
 
-def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
+def quantise(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
     """Round the weights of a model's linear layers, and make its other parameters ``around``.
 
     "int4" rounds them to Q4_1 and the language-model head to Q8_0, "int8" all of them to Q8_0. They become
     `QuantisedLinear` ones; without the native library they stay what they are, with rounded weights.
 
     Raises:
-        ValueError: weights are not on a CPU, or `short_layers` raises it.
+        ValueError: weights are not on a CPU, or `quantised_layers` raises it.
     """
-    found = short_layers(model, dtype)
+    found = quantised_layers(model, dtype)
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         raise ValueError(f"weights of dtype {dtype!r} are for a CPU: use device 'cpu' or another dtype")
     for path, name in found.items():
@@ -78,17 +78,17 @@ def make_short(model: PreTrainedModel, dtype: str, around: torch.dtype) -> None:
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, around))
     model.config.dtype = around
-    mark_short(model, dtype)
+    note_weights(model, dtype)
 
 
-def short_layers(model: PreTrainedModel, dtype: str) -> dict[str, str]:
+def quantised_layers(model: PreTrainedModel, dtype: str) -> dict[str, str]:
     """The layers that are rounded, by their paths, and to which format. The model may be on the meta device.
 
     Raises:
         ValueError: the model has an adapter or is rounded already; or, for "int4", something else than a linear layer
             holds a matrix, or one that is no multiple of 32 inputs and 16 outputs.
     """
-    if held := short_dtype(model):
+    if held := weights_name(model):
         raise ValueError(f"the model's weights are {held} already")
     head, found = model.get_output_embeddings(), {}
     for path, module in model.named_modules():
@@ -120,10 +120,10 @@ def _refuse_matrices(path: str, module: nn.Module) -> None:
             )
 
 
-def short_bytes(model: PreTrainedModel, dtype: str | None) -> dict[str, int]:
+def quantised_bytes(model: PreTrainedModel, dtype: str | None) -> dict[str, int]:
     """By name, what the parameters take that ``dtype`` shortens, if it does. The model may be on the meta device."""
     found = {}
-    for path, name in (short_layers(model, dtype) if dtype in SHORT else {}).items():
+    for path, name in (quantised_layers(model, dtype) if dtype in QUANTISED_DTYPES else {}).items():
         format = FORMATS[_NUMBERS[name]]
         outputs, inputs = model.get_parameter(f"{path}.weight").shape
         found[f"{path}.weight"] = -(-outputs // _OUTPUTS) * _OUTPUTS * inputs // format.elements * format.bytes

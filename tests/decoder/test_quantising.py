@@ -9,8 +9,8 @@ import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.backends.native import library as native
 from decoder.backends.native.quantised import QuantisedLinear, QuantisedMatrix
+from decoder.model.quantising import INT4, INT8, QUANTISED_DTYPES, dtype_name, quantise
 from decoder.model.rounding import rounded
-from decoder.model.short_weights import INT4, INT8, SHORT, dtype_name, make_short
 
 from .conftest import VOCAB, all_heads, random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
@@ -28,7 +28,7 @@ AROUND = [torch.float32, torch.bfloat16]
 
 def short(dtype, around, seed=0, **overrides):
     model = tiny_llama(torch.float32, seed, **SHAPE | overrides)
-    make_short(model, dtype, around)
+    quantise(model, dtype, around)
     return model
 
 
@@ -81,7 +81,7 @@ def test_plain_decoding_is_what_transformers_generates_with_the_same_layers_but_
 
 
 @pytest.mark.parametrize("around", AROUND, ids=str)
-@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 def test_no_rounding_moves_a_position(dtype, around):
     """The rotary embedding's frequencies keep their digits, without which far positions run together."""
     model = short(dtype, around)
@@ -90,11 +90,11 @@ def test_no_rounding_moves_a_position(dtype, around):
     assert torch.equal(model.model.rotary_emb.inv_freq, expected)
 
 
-@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_layers_and_head_are_rounded_and_nothing_else(dtype, tied):
     plain, model = (tiny_llama(torch.bfloat16, **SHAPE, tie_word_embeddings=tied) for _ in range(2))
-    make_short(model, dtype, torch.float32)
+    quantise(model, dtype, torch.float32)
     assert dtype_name(model) == dtype and dtype_name(plain) == "bfloat16" and model.dtype == torch.float32
     layers = {path: module for path, module in model.named_modules() if isinstance(module, QuantisedLinear)}
     assert len(layers) == 15 and not any(isinstance(module, nn.Linear) for module in model.modules())
@@ -110,10 +110,10 @@ def test_layers_and_head_are_rounded_and_nothing_else(dtype, tied):
             assert torch.equal(parameter, plain.get_parameter(name).float()), name
 
 
-@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 def test_without_the_library_the_same_numbers_are_weights_of_ordinary_layers(dtype, monkeypatch, prompt):
     quantised = short(dtype, torch.float32)
-    monkeypatch.setattr("decoder.model.short_weights.weight_formats", dict)
+    monkeypatch.setattr("decoder.model.quantising.weight_formats", dict)
     model = short(dtype, torch.float32)
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -123,7 +123,7 @@ def test_without_the_library_the_same_numbers_are_weights_of_ordinary_layers(dty
     assert 0 < (one - other).norm() < 0.05 * other.norm()  # of rounded inputs
 
 
-@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 def test_a_model_that_is_cast_or_given_other_weights(prompt, dtype):
     model, given = short(dtype, torch.float32), dict(sampling=SAMPLINGS[0], ignore_eos=True)
     dec = Decoder(model)
@@ -135,7 +135,7 @@ def test_a_model_that_is_cast_or_given_other_weights(prompt, dtype):
     assert after != before and after == Decoder(model).generate(prompt, 20, "ar", **given).token_ids
 
 
-@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 def test_loading(tmp_path, dtype):
     model = tiny_llama(torch.bfloat16, **SHAPE)
     model.save_pretrained(tmp_path / "model")
@@ -146,7 +146,7 @@ def test_loading(tmp_path, dtype):
     assert f"in {dtype}" in dec.report() and dec.bitwise
     around = torch.bfloat16 if native.multiplies(torch.bfloat16) else torch.float32
     assert dec.model.dtype == dec.draft_model.dtype == around and type(dec.draft_model) is LlamaForCausalLM
-    make_short(model, dtype, dec.model.dtype)
+    quantise(model, dtype, dec.model.dtype)
     for name, one in model.state_dict().items():
         assert torch.equal(one, dec.model.state_dict()[name]), name
     with pytest.raises(ValueError, match="one process on a CPU"):
@@ -154,20 +154,20 @@ def test_loading(tmp_path, dtype):
     with pytest.raises(ValueError, match=r"use one of .*int4, int8"):
         decoder.load(tmp_path / "model", dtype="int5")
     with pytest.raises(ValueError, match=f"{dtype} already"):
-        make_short(dec.model, INT8, torch.float32)
+        quantise(dec.model, INT8, torch.float32)
 
 
 def test_what_four_bits_cannot_hold_is_named_and_left_as_it_was(tmp_path):
     narrow = tiny_llama(torch.float32, intermediate_size=48)
     refused = r"model\.layers\.0\.mlp\.down_proj\.weight \(Linear, 32x48\) cannot be held in four bits"
     with pytest.raises(ValueError, match=refused):
-        make_short(narrow, INT4, torch.float32)
+        quantise(narrow, INT4, torch.float32)
     assert all(one.dtype == torch.float32 for one in narrow.parameters())
-    make_short(narrow, INT8, torch.float32)  # which leaves such a layer as it is
+    quantise(narrow, INT8, torch.float32)  # which leaves such a layer as it is
     assert {type(one.mlp.down_proj) for one in narrow.model.layers} == {nn.Linear}
     older = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64))
     with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.c_attn\.weight \(Conv1D, 32x96\) cannot be held"):
-        make_short(older, INT4, torch.float32)
+        quantise(older, INT4, torch.float32)
     # It is refused before weights are read.
     tiny_llama(torch.float32, intermediate_size=48).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
@@ -180,7 +180,7 @@ def test_a_model_with_an_adapter_is_refused():
     model = tiny_llama(torch.float32, **SHAPE)
     peft.get_peft_model(model, peft.LoraConfig(r=32, target_modules=["q_proj"], init_lora_weights=False))
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj has an adapter.*merge it"):
-        make_short(model, INT4, torch.float32)
+        quantise(model, INT4, torch.float32)
 
 
 def test_an_audit_allows_for_inputs_that_are_rounded(prompt):
