@@ -74,6 +74,7 @@ def plan_from(
             f"dtype {dtype!r} is for one process on a CPU: give its --bandwidth or measure it with --measure, and "
             "leave out --gpu and --tensor-parallel-size"
         )
+    of_draft = dtype_around() if dtype in QUANTISED_DTYPES else dtype
     device = torch.device("cpu" if dtype in QUANTISED_DTYPES else "cuda")
     shape = read_shape(model, dtype, tensor_parallel_size)
     made = plan(
