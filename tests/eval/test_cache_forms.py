@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import decoder
 from decoder.cache.form import CacheForm
 from decoder.cache.stored import full_cache
-from decoder.model.short_weights import dtype_around
+from decoder.model.quantising import dtype_around
 from ts_eval.cli import main
 from ts_eval.planning import command as planning
 from ts_eval.planning import plan

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from decoder.cli.transcript import fingerprint
 from decoder.decoder import Decoder
 from decoder.jobs.on_ray import Cluster, Do, Identity
-from decoder.model.short_weights import dtype_name
+from decoder.model.quantising import dtype_name
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
 

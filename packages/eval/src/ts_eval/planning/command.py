@@ -83,9 +83,7 @@ def plan_from(
         max_new_tokens,
         options,
         heads=num_heads,
-        draft_model=read_shape(draft_model, dtype_around() if dtype in QUANTISED_DTYPES else dtype)
-        if draft_model
-        else None,
+        draft_model=read_shape(draft_model, of_draft) if draft_model else None,
         bandwidths=_bandwidths(gpu or (GPUS if on_gpus else ()), bandwidth, measure, device),
         acceptances=acceptance or ACCEPTANCES,
         device=device,
