@@ -83,6 +83,21 @@ KINDS = {
         OF_EXPERTS | OF_DELTA | {"rope.dimension_sections": [1, 1, 0, 0]},
     ),
     "qwen3next": ("qwen3_next", EXPERTS | DELTA | dict(shared_expert_intermediate_size=48), OF_EXPERTS | OF_DELTA),
+    "glm4moe": (
+        "glm4_moe",
+        dict(EXPERTS, head_dim=16, n_routed_experts=4, n_shared_experts=2, routed_scaling_factor=1.5, use_qk_norm=True)
+        | dict(first_k_dense_replace=1),
+        {
+            **OF_EXPERTS,
+            "attention.key_length": 16,
+            "rope.dimension_count": 8,
+            "expert_shared_count": 2,
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 1.5,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_parameters=YARN),
@@ -106,6 +121,8 @@ KINDS = {
 
 def gguf_name(names, name):
     """llama.cpp's name of a parameter, by the package gguf's own table."""
+    if name.endswith("e_score_correction_bias"):
+        name = name.replace("correction_bias", "correction.bias")
     stem, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):
         stem, leaf = name, "weight"
@@ -209,7 +226,13 @@ def written(path, model, architecture, keys, more=None, kind=gguf.GGMLQuantizati
     writer.add_layer_norm_eps(1e-5)
     writer.add_rope_freq_base(50000.0)
     for key, value in keys.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            bool: writer.add_bool,
+            list: writer.add_array,
+        }
         add[type(value)](f"{architecture}.{key}", value)
     tokens = vocabulary()
     writer.add_tokenizer_model("gpt2")
@@ -248,6 +271,9 @@ def random_model(model_type, more):
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer += 0.1 * torch.randn(buffer.shape)
     return model
 
 
@@ -312,7 +338,8 @@ def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_th
 
 
 @pytest.mark.parametrize(
-    ("architecture", "name"), [("gpt-oss", "MXFP4"), ("qwen3moe", "Q8_0"), ("mixtral", "MXFP4"), ("qwen35moe", "Q8_0")]
+    ("architecture", "name"),
+    [("gpt-oss", "MXFP4"), ("qwen3moe", "Q8_0"), ("mixtral", "MXFP4"), ("qwen35moe", "Q8_0"), ("glm4moe", "Q8_0")],
 )
 def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architecture, name):
     """And their texts are those of plain decoding to the last bit, whatever is verified."""
@@ -323,7 +350,8 @@ def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architec
     written(path, model, "llama" if architecture == "mixtral" else architecture, keys, kind=kind)
     dec, unpacked = decoder.load(path), decoder.load(path, dtype="float32").model
     experts = [module for module in dec.model.modules() if isinstance(module, QuantisedExperts)]
-    assert len(experts) == model.config.num_hidden_layers and name in repr(experts[0])
+    given = [name for name in model.state_dict() if name.endswith(".experts.down_proj")]
+    assert len(experts) == len(given) and name in repr(experts[0])
     x, weights = torch.randn(9, 64), torch.rand(9, 2)
     ids = torch.stack((torch.arange(9) % 4, (torch.arange(9) + 1) % 4), 1)
     with torch.inference_mode():
@@ -334,9 +362,9 @@ def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architec
         return  # whose other layers are not
     assert dec.bitwise and dec.target.backend.whole is not None, dec.report()
     prompt = list(range(5, 45)) * 2
-    given = dict(max_new_tokens=40, sampling=decoder.SamplingParams(seed=2), ignore_eos=True, return_logprobs=True)
-    plain = dec.generate(prompt, method="ar", **given)
-    out = dec.generate(prompt, method="prompt-lookup", **given)
+    options = dict(max_new_tokens=40, sampling=decoder.SamplingParams(seed=2), ignore_eos=True, return_logprobs=True)
+    plain = dec.generate(prompt, method="ar", **options)
+    out = dec.generate(prompt, method="prompt-lookup", **options)
     assert (out.token_ids, out.logprobs) == (plain.token_ids, plain.logprobs)
 
 

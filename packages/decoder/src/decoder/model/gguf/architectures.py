@@ -24,6 +24,7 @@ _ATTENTION = {
 }
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SIGMOID = 2  # of llama.cpp's functions that make weights of logits
 # Stacks of experts are parameters themselves, not weights of modules.
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -142,6 +143,25 @@ def _gpt_oss(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    if (function := value_of(file, "expert_gating_func", int, _SIGMOID)) != _SIGMOID:
+        key = f"{file.architecture}.expert_gating_func"
+        raise ValueError(f"{file.path} chooses experts by a function that is not read ({key} {function}): {ELSE}")
+    return {
+        "n_routed_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+        "moe_intermediate_size": needed_size(file, "expert_feed_forward_length"),
+        "n_shared_experts": needed_size(file, "expert_shared_count"),
+        "first_k_dense_replace": value_of(file, "leading_dense_block_count", int, 0),
+        "routed_scaling_factor": value_of(file, "expert_weights_scale", float, 1.0),
+        "norm_topk_prob": value_of(file, "expert_weights_norm", bool, False),
+        "n_group": size_of(file, "expert_group_count") or 1,
+        "topk_group": size_of(file, "expert_group_used_count") or 1,
+        "attention_bias": _has(file, "attn_q.bias"),
+        "use_qk_norm": _has(file, "attn_q_norm.weight"),
+    }
+
+
 def _lfm2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return {
         "conv_L_cache": needed_size(file, "shortconv.l_cache"),
@@ -230,6 +250,22 @@ ARCHITECTURES = {
     "qwen35": Architecture("qwen3_5_text", _HYBRID | _GATED | _DELTA_RULE, _delta_rule, change=sources.qwen3_5),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", _HYBRID | _EXPERTS | _SHARED_EXPERT | _DELTA_RULE, _delta_rule, change=sources.qwen3_5
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        _ATTENTION
+        | _HEAD_NORMS
+        | _GATED
+        | _EXPERTS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        _glm4_moe,
+        change=sources.glm4_moe,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",

@@ -153,6 +153,10 @@ def _fill(model: PreTrainedModel, plain: dict[str, torch.Tensor]) -> None:
     """Put the parameters that are plain numbers in their places."""
     for name, weight in plain.items():
         path, _, leaf = name.rpartition(".")
-        model.get_submodule(path).register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
+        module = model.get_submodule(path)
+        if leaf in module._buffers:
+            module._buffers[leaf] = weight
+        else:
+            module.register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
     if "model.embed_tokens.weight" in plain and model.config.tie_word_embeddings:
         model.tie_weights()

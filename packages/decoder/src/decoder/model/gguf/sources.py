@@ -25,6 +25,7 @@ class Source(NamedTuple):
         number: what makes the model's numbers of the file's, in float32.
         transposed: whether rows are columns.
         axis: where the model has an axis of one that the file has not.
+        wide: whether it is float32 in models of any dtype.
     """
 
     tensors: tuple[str, ...]
@@ -33,6 +34,7 @@ class Source(NamedTuple):
     number: Callable[[torch.Tensor], torch.Tensor] | None = None
     transposed: bool = False
     axis: int | None = None
+    wide: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """That of the parameter, of those of its tensors."""
@@ -81,6 +83,10 @@ def gpt_oss(config: PreTrainedConfig, name: str) -> dict:
     """Gates and what they gate stand in turn, and experts' rows are columns."""
     changed: dict = {"transposed": name.endswith("_exps.weight")}
     return changed | ({"rows": _in_turn} if name.startswith(("ffn_gate_exps", "ffn_up_exps")) else {})
+
+
+def glm4_moe(config: PreTrainedConfig, name: str) -> dict:
+    return {"wide": name == "exp_probs_b.bias"}
 
 
 def lfm2(config: PreTrainedConfig, name: str) -> dict:

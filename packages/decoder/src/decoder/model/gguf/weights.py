@@ -66,7 +66,8 @@ def check_shapes(file: GgufFile, model: PreTrainedModel) -> None:
 
 
 def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tensor:
-    """One parameter of a model."""
+    """One parameter or buffer of a model."""
+    dtype = torch.float32 if source.wide else dtype
     parts = []
     for name in source.tensors:
         tensor = file.tensors[name]
