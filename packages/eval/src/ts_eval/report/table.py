@@ -15,6 +15,7 @@ NONE = "-"
 DISTINCT = ("1", "2", "3", "4", "mean")
 DISTINCT_HEADER = ("Dist-1", "Dist-2", "Dist-3", "Dist-4", "mean")
 INTERVAL_HEADER = "95% CI"
+TITLE_LETTERS = 60  # of the prompts in a title, more or less
 BATCH_HEADER = ("batch tok/s", "batch x", "texts/step")
 
 
@@ -172,7 +173,10 @@ def title_of(results: dict) -> str:
     settings = results["settings"]
     model = settings["model"].rstrip("/").rpartition("/")[2]
     titles = list(dict.fromkeys(run["prompt"] for run in results["methods"]["ar"]["runs"]))
-    named = ", ".join(titles) if len(titles) <= 3 else f"{', '.join(titles[:2])} and {len(titles) - 2} more"
+    named = ", ".join(titles)
+    if len(named) > TITLE_LETTERS:
+        named = textwrap.shorten(titles[0], TITLE_LETTERS, placeholder=" ...")
+        named += f" and {len(titles) - 1} more" if len(titles) > 1 else ""
     return f"{model}: {named}"
 
 
