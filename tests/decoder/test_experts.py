@@ -28,6 +28,7 @@ FAMILIES = {
         ),
     ),
 }  # fmt: skip
+MOST = ("qwen3_moe", {**EXPERTS, **MANY, "num_local_experts": 512, "num_experts": 512, "num_experts_per_tok": 10})
 
 pytestmark = pytest.mark.usefixtures("with_native")
 
@@ -42,9 +43,9 @@ def blocks(model):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["32", "16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "512 experts"])
 def test_a_block_gives_what_transformers_gives_whatever_rows_are_beside(name, dtype, tolerance):
-    model_type, overrides = FAMILIES[name]
+    model_type, overrides = FAMILIES.get(name, MOST)
     model = tiny(model_type, dtype, **overrides)
     found = list(blocks(model))
     assert found
