@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import decoder
 from decoder.cli.journal import whole_lines
 from decoder.drafters import Autoregressive
+from decoder.jobs.on_ray import Cluster
 from decoder.sampling.sampler import NoiseRows
 from decoder.sequence import Sequence
 from ts_eval import compare as experiment
@@ -806,6 +807,36 @@ def test_processes_share_the_prompts(data, tmp_path, monkeypatch, start):
     one = compare(data, tmp_path / "one", *arguments)
     assert one.exit_code == 0
     assert tokens(load(tmp_path / "two")) == tokens(load(tmp_path / "one"))
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """The blocks that a Ray cluster would be given, which two processes, both this one, do in turn."""
+    given = []
+
+    def in_turn(self, ready, items, block):
+        processes = [ready(), ready()]
+        for number, start in enumerate(range(0, len(items), block)):
+            given.append(items[start : start + block])
+            do, identity = processes[number % 2]
+            yield from ((item, result, identity) for item, result in zip(given[-1], do(given[-1]), strict=True))
+
+    monkeypatch.setattr(Cluster, "map", in_turn)
+    return given
+
+
+def test_a_cluster_shares_the_prompts(data, tmp_path, blocks):
+    arguments = ("--num-prompts", "2", "--runs", "2", "--device", "cpu", "--check-lossless")
+    shared = compare(data, tmp_path / "ray", *arguments, "--ray", "auto")
+    assert shared.exit_code == 0, shared.output
+    assert blocks == [[0], [1], [2], [3]]
+    one = compare(data, tmp_path / "one", *arguments)
+    assert one.exit_code == 0 and tokens(load(tmp_path / "ray")) == tokens(load(tmp_path / "one"))
+    # What is there is not generated again.
+    assert compare(data, tmp_path / "ray", *arguments, "--runs", "2", "--ray", "auto").exit_code == 0
+    assert len(blocks) == 4
+    refused = compare(data, tmp_path / "no", *arguments, "--ray", "auto", "--processes", "2")
+    assert refused.exit_code == 2 and "--ray shares the prompts by itself" in refused.stderr
 
 
 def test_a_launchers_processes_share_the_prompts(data, tmp_path, monkeypatch):

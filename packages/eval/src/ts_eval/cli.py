@@ -28,6 +28,7 @@ from ts_eval.commands.options import (
     options_of,
     output_options,
     prompts_options,
+    ray_options,
     sampling_of,
     sampling_options,
     sanitize_option,
@@ -90,6 +91,7 @@ def main():
     "--processes", type=int, default=1, show_default=True, help="Share the prompts and runs over N processes."
 )
 @click.option("--tensor-parallel", is_flag=True, help="Under torchrun: its processes share the model.")
+@ray_options
 @books_option
 @click.pass_obj
 def compare(typed, methods, check_lossless, **arguments):
@@ -151,6 +153,7 @@ def compare(typed, methods, check_lossless, **arguments):
 @bitwise_option
 @sampling_options
 @output_options(defaults.EXACTNESS_OUTPUT, "Folder of texts and table; resumes there.")
+@ray_options
 @books_option
 @click.pass_obj
 def exactness(typed, methods, **arguments):

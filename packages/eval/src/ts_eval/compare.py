@@ -17,6 +17,7 @@ from decoder.parts import ending_in_words, linked, whole_lines
 from ts_eval import defaults, metrics
 from ts_eval.commands.run_file import write_run_file
 from ts_eval.comparing.checks import audits, differing, divergence_margin, tie_tolerance
+from ts_eval.comparing.on_cluster import cluster_of, generate_on
 from ts_eval.comparing.processes import working_beside
 from ts_eval.comparing.results import SCHEMA_VERSION, GenerationLog, write_json
 from ts_eval.comparing.rounds import IN_PROGRESS, Rounds
@@ -79,6 +80,8 @@ class Experiment:
         rank: which of the ``processes`` this one is, when a launcher such as torchrun has started them all; None
             starts the others itself. Only rank 0 writes results.
         tensor_parallel: whether the processes that torchrun has started share the model, and not the prompts.
+        ray: address of a Ray cluster whose processes share the prompts and runs; ``auto`` starts Ray on this machine.
+        ray_actors, ray_cpus, ray_gpus: how many processes, and of each the processors and threads, and GPUs.
         arguments: the command line, for the record.
 
     Raises (from `run`):
@@ -115,6 +118,10 @@ class Experiment:
     processes: int = 1
     rank: int | None = None
     tensor_parallel: bool = False
+    ray: str | None = None
+    ray_actors: int = 1
+    ray_cpus: int = 1
+    ray_gpus: float = 0
     arguments: Sequence[str] | None = None
 
     def run(self, say: Say = _silent) -> dict | None:
@@ -123,9 +130,10 @@ class Experiment:
             with in_step(self) as (own, rank), linked(), ending_in_words():
                 results = own._run(say)
             return None if rank else results
-        threads = torch.get_num_threads()
+        threads, cluster = torch.get_num_threads(), cluster_of(self)
         if self.rank is None:
-            torch.set_num_threads(max(1, threads // max(1, self.processes)))
+            # The threads are a part of what all processes must have alike.
+            torch.set_num_threads(cluster.cpus if cluster else max(1, threads // max(1, self.processes)))
         try:
             return self._run(say)
         finally:
@@ -180,6 +188,9 @@ class Experiment:
             if not self.rank:
                 write_run_file(self)
             _drop_parts(log, of_others_only=True)
+            if (cluster := cluster_of(self)) is not None:
+                generate_on(cluster, self, setup, log)
+                return
             Rounds(setup, log, self.processes, self.rank or 0).run(say)
             while not self.rank and any(log.get(*job) is None for job in jobs):
                 check_others()

@@ -22,6 +22,7 @@ from ts_eval.comparing import draws, llama_cpp
 from ts_eval.comparing.decoders import Sources
 from ts_eval.comparing.intervals import weighted_median
 from ts_eval.comparing.method_spec import MethodSpec, plain_row, row_names
+from ts_eval.comparing.on_cluster import cluster_of, generate_on
 from ts_eval.comparing.prompts import Prompt
 from ts_eval.comparing.results import GenerationLog, write_json, write_text
 from ts_eval.comparing.rounds import Rounds
@@ -72,6 +73,10 @@ class Exactness:
     sampling: dict | None = None
     output: str | Path = defaults.EXACTNESS_OUTPUT
     data_dir: str | Path | None = None
+    ray: str | None = None
+    ray_actors: int = 1
+    ray_cpus: int = 1
+    ray_gpus: float = 0
     overwrite: bool = False
     arguments: Sequence[str] | None = None
 
@@ -130,16 +135,21 @@ class Exactness:
 
     def _experiment(self, part: str, methods: Sequence[str], sampling: dict, **changed) -> Experiment:
         same = ("model", "heads", "draft_model", "prompts", "prompt_tokens", "num_prompts", "max_new_tokens", "seed",
-                "device", "dtype", "bitwise", "data_dir", "overwrite", "arguments")  # fmt: skip
+                "device", "dtype", "bitwise", "data_dir", "overwrite", "arguments", "ray", "ray_actors", "ray_cpus",
+                "ray_gpus")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields |= {"runs": 1, "sampling": sampling, "output": Path(self.output) / part} | changed
         return Experiment(tuple(methods), **fields)
 
     def _generate(
-        self, experiment: Experiment, say: Say, change: Callable[[Setup], Setup] = lambda setup: setup
+        self, experiment: Experiment, say: Say, change: Callable[[Setup], Setup] | None = None
     ) -> tuple[Setup, GenerationLog]:
         """The generations of an experiment, those that are there taken over."""
-        setup = change(set_up(experiment))
+        cluster = cluster_of(experiment)
+        if cluster is not None:
+            # The threads are a part of what all processes must have alike.
+            torch.set_num_threads(cluster.cpus)
+        setup = set_up(experiment) if change is None else change(set_up(experiment))
         with (
             GenerationLog(Path(experiment.output), setup.settings, setup.environment, overwrite=self.overwrite) as log,
             keeping(Path(self.output)),
@@ -148,7 +158,10 @@ class Exactness:
                 say(f"{kept} finished generations taken over from {log.path}.")
             log.begin()
             with _frozen():
-                Rounds(setup, log).run(say)
+                if cluster is None:
+                    Rounds(setup, log).run(say)
+                else:
+                    generate_on(cluster, experiment, setup, log, change)
         return setup, log
 
     def _about(self, spec: MethodSpec, setup: Setup) -> dict:

@@ -230,6 +230,14 @@ cache_options = together(
 )
 
 
+ray_options = together(
+    click.option("--ray", metavar="ADDRESS", help="Share the prompts over a Ray cluster; auto starts Ray here."),
+    click.option("--ray-actors", type=int, default=1, show_default=True, help="Its processes with the model."),
+    click.option("--ray-cpus", type=int, default=1, show_default=True, help="Processors and threads of each."),
+    click.option("--ray-gpus", type=float, default=0.0, show_default=True, help="GPUs of each."),
+)
+
+
 def prompts_options(help: str):
     """The options for several prompts; ``help`` says what may be given for them."""
     return together(

@@ -240,6 +240,10 @@ class GenerationLog:
         """The finished generation of a method's row on a prompt (by index) in a run, None while there is none."""
         return self._records.get((method, prompt, run))
 
+    def records(self) -> list[dict]:
+        """All finished generations."""
+        return list(self._records.values())
+
     def begin(self) -> None:
         """Write the header, if it is not there: from now on the folder belongs to these settings.
 

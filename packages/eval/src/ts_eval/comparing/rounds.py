@@ -5,7 +5,7 @@ import hashlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -43,27 +43,38 @@ class Rounds:
         log: what is finished, and where more goes.
         processes, rank: how many processes share the batches, and which of them this one is; all rows of a batch are
             one process's.
+        batches: the numbers of those that are taken; None takes all.
     """
 
-    def __init__(self, setup: Setup, log: GenerationLog, processes: int = 1, rank: int = 0):
+    def __init__(
+        self,
+        setup: Setup,
+        log: GenerationLog,
+        processes: int = 1,
+        rank: int = 0,
+        batches: Collection[int] | None = None,
+    ):
         self.setup, self.log, self.rank = setup, log, rank
         self._loaded: int | None = None
         self._turns: list[Turn] = []
         for turn in setup.turns():
             left = tuple(pair for pair in turn.pairs if log.get(turn.spec.text, *pair) is None)
-            if left and turn.batch % processes == rank:
+            if left and turn.batch % processes == rank and (batches is None or turn.batch in batches):
                 self._turns.append(replace(turn, pairs=left))
         self._kept = {(turn.spec.text, pair): self._progress(turn, pair) for turn in self._turns for pair in turn.pairs}
 
-    def run(self, say: Say) -> None:
-        """Generate what is missing and log it; a generation that was cut goes on where it was."""
+    def run(self, say: Say, warm_up: bool = True) -> None:
+        """Generate what is missing and log it; a generation that was cut goes on where it was.
+
+        Each row makes a few tokens for nothing before, unless it has been done (``warm_up``).
+        """
         cut = sum(bool(kept.token_ids) for kept in self._kept.values())
         if cut:
             say(f"{cut} cut generation{'s' if cut > 1 else ''} will be continued.")
         first_turns: dict[str, Turn] = {}
         for turn in self._turns:
             first_turns.setdefault(turn.spec.text, turn)
-        for turn in first_turns.values():
+        for turn in first_turns.values() if warm_up else ():
             self._warm_up(turn)
         gc.collect()
         self._loaded = held_bytes(self.setup.model.device)
