@@ -35,13 +35,25 @@ class LayerKind(NamedTuple):
         """The first position that a token at this one sees."""
         if self.name == "window":
             return max(0, position - self.size + 1)
-        return position // self.size * self.size if self.name == "chunk" else 0
+        if self.name == "chunk":
+            return position // self.size * self.size
+        return self._whole(0)
 
     def sees(self, queries: Any, keys: torch.Tensor) -> torch.Tensor:
         """Which tokens, at the positions ``queries``, see which at the positions ``keys`` that are not behind them."""
         if self.name == "window":
             return keys > queries - self.size
-        return keys // self.size == queries // self.size if self.name == "chunk" else keys <= queries
+        if self.name == "chunk":
+            return keys // self.size == queries // self.size
+        return self._whole(keys <= queries)
+
+    def _whole(self, seen: Any) -> Any:
+        """What tokens that attend to the whole text see; NotImplementedError for a kind that nobody has described."""
+        if self.name != "full":
+            raise NotImplementedError(
+                f"what layers of kind {self.name} see is not defined: LayerKind.sees and first_seen"
+            )
+        return seen
 
 
 FULL = LayerKind("full")

@@ -14,20 +14,21 @@ from decoder.drafters.triforce import TriForce
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.options import METHOD_NAMES, TokenSwiftOptions
 
-_DRAFTERS: tuple[type[Drafter], ...] = (
-    Autoregressive,
-    TokenSwift,
-    Medusa,
-    Eagle3,
-    DraftModel,
-    TriForce,
-    MagicDec,
-    PromptLookup,
-    Suffix,
-    Fused,
-    Auto,
-)
-METHODS: dict[str, type[Drafter]] = dict(zip(METHOD_NAMES, _DRAFTERS, strict=True))
+METHODS: dict[str, type[Drafter]] = {
+    "ar": Autoregressive,
+    "tokenswift": TokenSwift,
+    "medusa": Medusa,
+    "eagle3": Eagle3,
+    "draft-model": DraftModel,
+    "triforce": TriForce,
+    "magicdec": MagicDec,
+    "prompt-lookup": PromptLookup,
+    "suffix": Suffix,
+    "tokenswift-fused": Fused,
+    "auto": Auto,
+}
+if tuple(METHODS) != METHOD_NAMES:
+    raise ImportError("decoder.options.METHOD_NAMES, which commands list, has other methods than METHODS")
 
 TUNED: dict[str, type[Drafter]] = {
     "tokenswift": TunedTokenSwift,

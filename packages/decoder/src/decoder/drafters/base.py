@@ -73,7 +73,8 @@ class DrafterContext:
 class Drafter(Protocol):
     """Where drafts come from: it proposes a tree of candidates for each step, and is told which were accepted.
 
-    A new method is a class with these members in a file of its own, and a line in `decoder.drafters.METHODS`.
+    A new method is a class with these members in a file of its own, a line in
+    `decoder.drafters.METHODS`, and its name in `decoder.options.METHOD_NAMES`.
     """
 
     heads_kinds: ClassVar[tuple[str, ...]]

@@ -1,6 +1,8 @@
 """Penalty and filters: pure functions on logits, the same for every method, on one row or many."""
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +54,37 @@ def filter_eta(logits: torch.Tensor, epsilon: float) -> torch.Tensor:
     return logits.masked_fill(drop, -torch.inf)
 
 
+class Filter(NamedTuple):
+    """A filter of `SamplingParams`.
+
+    Attributes:
+        field: the parameter.
+        off: its value that switches the filter off.
+        apply: logits [..., V] and the value to logits.
+        sums: whether it sums over the vocabulary, so that bits may follow from how many rows there are; such filters
+            run row by row where bits have to be those of one row.
+    """
+
+    field: str
+    off: float
+    apply: Callable[[torch.Tensor, Any], torch.Tensor]
+    sums: bool
+
+
+FILTERS = (
+    Filter("top_k", 0, filter_top_k, sums=False),
+    Filter("top_p", 1.0, filter_top_p, sums=True),
+    Filter("min_p", 0.0, filter_min_p, sums=False),
+    Filter("eta_cutoff", 0.0, filter_eta, sums=True),
+)
+"""In the order in which they act, each on what the one before has left."""
+
+
+def active(params: SamplingParams) -> list[Filter]:
+    """The filters that these parameters switch on; none where decoding is greedy."""
+    return [] if params.greedy else [own for own in FILTERS if getattr(params, own.field) != own.off]
+
+
 def penalise_output(logits: torch.Tensor, counts: torch.Tensor, frequency: float, presence: float) -> torch.Tensor:
     """Frequency and presence penalty, as OpenAI and vLLM define them; ``counts`` [..., V] are those in the output."""
     # A product of integers and a number is of single precision otherwise.
@@ -75,18 +108,10 @@ def process_logits(
         logits = penalise(logits, in_window, params.repetition_penalty)
     if counts is not None and params.counts_output:
         logits = penalise_output(logits, counts, params.frequency_penalty, params.presence_penalty)
-    if params.greedy:
-        return logits
-    if params.temperature != 1:
+    if not params.greedy and params.temperature != 1:
         logits = logits / params.temperature
-    if params.top_k:
-        logits = filter_top_k(logits, params.top_k)
-    if params.top_p < 1:
-        logits = filter_top_p(logits, params.top_p)
-    if params.min_p:
-        logits = filter_min_p(logits, params.min_p)
-    if params.eta_cutoff:
-        logits = filter_eta(logits, params.eta_cutoff)
+    for own in active(params):
+        logits = own.apply(logits, getattr(params, own.field))
     return logits
 
 

@@ -14,7 +14,7 @@ from decoder.constraints.base import Vocabulary
 from decoder.sampling.conditions import Conditions, Restriction
 from decoder.sampling.constraint_path import ConstraintPath
 from decoder.sampling.draft_context import DraftContext
-from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
+from decoder.sampling.filters import active, first_argmax, highest, highest_of, process_logits
 from decoder.sampling.native_choice import NativeChoice, no_choice
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.params import SamplingParams
@@ -433,8 +433,8 @@ class TreeDraws:
         self._drawn: list[Drawn] = []
 
     def _filtered(self, logits: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
-        params, process = self.sampler.params, self.sampler.processed
-        if not self._apart or params.greedy or (params.top_p == 1 and not params.eta_cutoff):
+        process = self.sampler.processed
+        if not self._apart or not any(own.sums for own in active(self.sampler.params)):
             return process(logits, Conditions(in_window))
         windows = [None] * len(logits) if in_window is None else in_window.split(1)
         rows = zip(logits.split(1), windows, strict=True)

@@ -18,7 +18,7 @@ from torch import nn
 
 from decoder.backends import bitwise_check
 from decoder.backends.base import FREE, AttentionShape, Forwards, PassBatch, PassOutput, PassRule, Tree
-from decoder.backends.bitwise import rounds_to_tf32
+from decoder.backends.bitwise import has_experts, rounds_to_tf32
 from decoder.backends.cuda import attention_check, rows_check, split_kv
 from decoder.backends.cuda.attention_kinds import ByPosition, Measured
 from decoder.backends.cuda.cublas import full_reductions
@@ -184,6 +184,8 @@ class CudaBackend:
         target = self._target
         if not demanded:
             return None, "on CUDA only where it is asked for, since nobody has measured there what it costs"
+        if has_experts(target.model):
+            return None, "a mixture of experts gives each of them another number of rows in every pass"
         shape = target.attention_shape_now
         if shape.dtype == torch.float32 and rounds_to_tf32():
             return None, "float32 products are rounded to TF32 (torch.backends.cuda.matmul.fp32_precision)"
