@@ -289,6 +289,9 @@ def test_the_figures_say_the_step_they_are_of_and_outlast_a_cut(flags, tmp_path,
     assert main(["fit", *flags, *cut]) == 2
     assert main(["fit", *flags]) == 0
     assert shown.startswith("expected tokens per step with ") and shown in capsys.readouterr().out
+    assert main(["fit", *flags]) == 0
+    again = capsys.readouterr().out
+    assert "all 8 steps were made before" in again and shown in again
     for run in ("whole", "out"):
         last, best = (
             json.loads((tmp_path / run / name / "config.json").read_text())["training"] for name in ("last", "best")

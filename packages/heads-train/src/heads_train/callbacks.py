@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from heads_train.data import BooksDataModule
 from heads_train.divergence import DIVERGED, TrainingDiverged
-from heads_train.model_card import expected_tokens_per_step, loss_name, write_model_card
+from heads_train.model_card import loss_name, write_model_card
 from heads_train.module import HeadsModule
 
 VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
@@ -66,10 +66,6 @@ class ExportHeads(L.Callback):
         self._save(trainer, module, "last")
         if self.best_loss == float("inf"):
             self._save(trainer, module, "best")
-        if trainer.is_global_zero:
-            print(f"\nheads in {self.output / 'best'}; figures and settings in its README.md", flush=True)
-            if module.val_metrics:
-                print(expected_tokens_per_step(module.heads.kind, module.val_metrics), flush=True)
 
     def _save(self, trainer: L.Trainer, module: HeadsModule, name: str) -> None:
         heads = module.whole_heads()
@@ -188,7 +184,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class RunSummary(L.Callback):
-    """Says before the first step what is trained, on what, and for how long."""
+    """Says before the first step what is trained, on what, and for how long.
+
+    Attributes:
+        trained: whether there was a step left to make.
+    """
+
+    trained = False
+
+    def on_train_start(self, trainer: L.Trainer, module: HeadsModule) -> None:
+        self.trained = True
 
     def on_fit_start(self, trainer: L.Trainer, module: HeadsModule) -> None:
         if not trainer.is_global_zero:

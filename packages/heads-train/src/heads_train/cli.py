@@ -31,6 +31,7 @@ from heads_train.callbacks import (
 from heads_train.data import BooksDataModule
 from heads_train.divergence import TrainingDiverged
 from heads_train.export import export
+from heads_train.model_card import expected_tokens_per_step
 from heads_train.module import HeadsModule
 from heads_train.precision import chosen_precision
 from heads_train.push import push
@@ -167,6 +168,16 @@ class HeadsCLI(LightningCLI):
                 saved = (self.output / "checkpoints" / "last.ckpt").is_file()
                 error.add_note(GOES_ON if saved else NO_CHECKPOINT)
             raise
+
+    def after_fit(self) -> None:
+        if not self.trainer.is_global_zero:
+            return
+        told = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunSummary))
+        if not told.trained:
+            print(f"all {self.trainer.max_steps} steps were made before; more --trainer.max_steps go on")
+        print(f"\nheads in {self.output / 'best'}; figures and settings in its README.md", flush=True)
+        if self.model.val_metrics:
+            print(expected_tokens_per_step(self.model.heads.kind, self.model.val_metrics), flush=True)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
