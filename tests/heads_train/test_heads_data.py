@@ -49,7 +49,7 @@ def test_first_chunk_of_each_book_or_as_many_as_asked(chunks_of, model, tmp_path
     first = chunks_of(tmp_path)
     assert first.tolist() == [ids[0][:8], ids[2][:8]]
     said = capsys.readouterr().out
-    assert "1 of the 3 texts" in said and "are shorter than 8 tokens and left out" in said
+    assert "1 of 3 texts" in said and "left out: shorter than 8 tokens" in said
     assert "train: 2 chunks of 8 tokens, train.jsonl" in said
     assert chunks_of(tmp_path, chunks_per_book=2).tolist() == [ids[0][:8], ids[0][8:16], ids[2][:8], ids[2][8:16]]
     assert len(chunks_of(tmp_path, chunks_per_book=None)) == 3 + 2
@@ -275,8 +275,8 @@ def test_ranks_share_an_epoch_without_overlap():
             '{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"),
             "line 2 of .* text .byte 11 is",
         ),
-        ("train.txt", "the sea", "none of the 1 texts .* has 8 tokens, the longest has 2; lower"),
-        ("train.txt", "", r"the 1 texts in the train split of .* \(train.txt\) are empty: give text"),
+        ("train.txt", "the sea", "no text in .* has 8 tokens, the longest has 2; lower"),
+        ("train.txt", "", r"all text in the train split of .* \(train.txt\) is empty: give some"),
         ("only.txt", words(20), "a single chunk of 8 tokens, .* --data.chunks_per_book is 1, null takes all"),
     ],
 )

@@ -71,15 +71,15 @@ def _tokenised(
                 left = None if left is None else left - count
                 yield np.array(ids[: count * chunk_tokens], dtype=np.uint32).reshape(count, chunk_tokens)
             progress.update(len(batch))
-    counted = f"{books} texts in the {source.split} split of {source.name} ({source.described()})"
+    split = f"the {source.split} split of {source.name} ({source.described()})"
     if not longest:
-        raise ValueError(f"the {counted} are empty: give text")
+        raise ValueError(f"all text in {split} is empty: give some")
     if not chunks:
         raise ValueError(
-            f"none of the {counted} has {chunk_tokens} tokens, the longest has {longest}; lower --data.chunk_tokens"
+            f"no text in {split} has {chunk_tokens} tokens, the longest has {longest}; lower --data.chunk_tokens"
         )
     if short:
-        print(f"{short} of the {counted} are shorter than {chunk_tokens} tokens and left out", flush=True)
+        print(f"{short} of {books} texts in {split} left out: shorter than {chunk_tokens} tokens", flush=True)
 
 
 def _token_ids(tokenizer, texts: list, needed: int | None) -> list:
