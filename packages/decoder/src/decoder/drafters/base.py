@@ -74,16 +74,17 @@ class Drafter(Protocol):
     """Where drafts come from: it proposes a tree of candidates for each step, and is told which were accepted.
 
     A new method is a class with these members in a file of its own, a line in
-    `decoder.drafters.METHODS`, and its name in `decoder.options.METHOD_NAMES`.
+    `decoder.drafters.METHODS`, and its name in `decoder.options.METHOD_NAMES`. It may inherit members that do nothing
+    from this one.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]]
+    heads_kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of draft heads that it can run with, the preferred one first; empty if it uses none."""
 
-    needs_heads: ClassVar[bool]
+    needs_heads: ClassVar[bool] = False
     """Whether it cannot run without heads."""
 
-    observed_queries: int
+    observed_queries: int = 0
     """How many of the prompt's last queries `start` needs. If any, `commit` also finds those of the verification."""
 
     max_nodes: int
@@ -101,6 +102,7 @@ class Drafter(Protocol):
         ``queries`` are, by layer, the queries [1, H, T, D] of the last T committed tokens, with T up to
         `observed_queries`; the mapping is empty if no token is committed.
         """
+        return None
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
         """A tree of candidates for what follows the text.
@@ -111,12 +113,14 @@ class Drafter(Protocol):
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """Called after each step: ``path`` (root first) is now in ``cache``, and ``tokens`` were added to the text."""
+        return
 
     def finish(self, statistics: Statistics) -> None:
         """Called once, when the text ends or is preempted, which may be before `start`.
 
         Add to the statistics what only the drafter has counted. A preempted text goes on with a new drafter.
         """
+        return
 
 
 class DeferredRead(NamedTuple):

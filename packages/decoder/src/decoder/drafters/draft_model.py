@@ -1,32 +1,24 @@
 """Drafting with a small model of the same vocabulary, which most people mean by speculative decoding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
-import torch
-
-from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
-from decoder.drafters.base import DrafterContext
+from decoder.drafters.base import Drafter, DrafterContext
 from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree, rank_paths
-from decoder.stats import Statistics
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts a chain of the small model's best tokens, as deep as ``options.tree``, and beside it what the tree allows.
 
     With coupling (arXiv 2408.07978) the small model's tokens are chosen with the noise of the target's own. The
     candidates of a depth stand behind the best one of the depth before, since each pass of the small model reads one
     token: of the tree (2, 3) those are 2 and 3 candidates, and not 2 and 6.
     """
-
-    heads_kinds: ClassVar[tuple[str, ...]] = ()
-    needs_heads: ClassVar[bool] = False
-    observed_queries = 0
 
     def __init__(self, context: DrafterContext) -> None:
         _refuse_missing(context)
@@ -39,9 +31,6 @@ class DraftModel:
 
     def prompt_reader(self) -> Callable[[int], None]:
         return self.levels.read_prompt
-
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> None:
-        pass
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         count, state = min(self.depth, depth), self.levels.state_behind(sampler)
@@ -57,12 +46,6 @@ class DraftModel:
         candidates, self._candidates = self._candidates, []
         tree.add_ranked(candidates, self.paths, self.levels.source)
         return tree
-
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
-        pass
-
-    def finish(self, statistics: Statistics) -> None:
-        pass
 
 
 class TunedDraftModel(CostTuned):

@@ -9,17 +9,16 @@ from decoder.backends.transfers import download
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
-from decoder.drafters.base import DrafterContext
+from decoder.drafters.base import Drafter, DrafterContext
 from decoder.sampling.filters import first_argmax
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
-from decoder.stats import Statistics
 
 OBSERVATION_WINDOW = 32
 """How many queries at the end of the prompt SnapKV ranks entries by (arXiv 2404.14469)."""
 
 
-class MagicDec:
+class MagicDec(Drafter):
     """Drafts a chain as deep as ``options.tree`` in as many autoregressive steps of the target itself.
 
     Each draft step reads all weights but few entries, so it pays where the full cache is larger than the model. The
@@ -56,6 +55,3 @@ class MagicDec:
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.recent.append(cache)
-
-    def finish(self, statistics: Statistics) -> None:
-        pass

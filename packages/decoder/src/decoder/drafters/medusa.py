@@ -1,23 +1,20 @@
 """Medusa* of the paper's Table 3: heads on the verification's own hidden state, same tree, no draft pass."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
-from decoder.drafters.base import DeferredRead, DrafterContext
+from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree, rank_paths
-from decoder.stats import Statistics
-from decoder.work import Work
 
 
-class Medusa:
+class Medusa(Drafter):
     """Drafts from the hidden state of the last accepted node, which the verification has computed anyway.
 
     That node is at the position before the newest token, whose own hidden state is not known yet; it is the root of
@@ -27,7 +24,6 @@ class Medusa:
 
     heads_kinds: ClassVar[tuple[str, ...]] = ("medusa", "independent", "chained", "conditioned", "gated")
     needs_heads: ClassVar[bool] = True
-    observed_queries = 0
 
     def __init__(self, context: DrafterContext, levels: int | None = None) -> None:
         """``levels`` is how many the heads can fill; None is one each."""
@@ -37,9 +33,6 @@ class Medusa:
         self.heads = make_levels(context, width=max(map(max, paths), default=0) + 1)
         self.max_nodes = 1 + len(paths)
         self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
-
-    def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None] | None:
-        return None
 
     def read_features(self, features: torch.Tensor) -> None:
         self.heads.read_features(features)
@@ -70,9 +63,6 @@ class Medusa:
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.heads.follow(verification, path, tokens)
-
-    def finish(self, statistics: Statistics) -> None:
-        pass
 
 
 class TunedMedusa(CostTuned):

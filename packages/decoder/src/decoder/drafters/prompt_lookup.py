@@ -1,30 +1,24 @@
 """Prompt lookup (A. Saxena, 2023): draft what followed the last occurrence of the text's end."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
-from decoder.drafters.base import DrafterContext
+from decoder.drafters.base import Drafter, DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
-from decoder.stats import Statistics
 from decoder.work import Work
 
 LONGEST_SUFFIX = 3
 CHAIN = 10  # tokens, transformers' default for prompt_lookup_num_tokens
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts a chain of tokens from prompt and output alone, without a pass over any weights."""
-
-    heads_kinds: ClassVar[tuple[str, ...]] = ()
-    needs_heads: ClassVar[bool] = False
-    observed_queries = 0
 
     def __init__(self, context: DrafterContext) -> None:
         self.count = min(CHAIN, context.max_new_tokens)
@@ -42,6 +36,3 @@ class PromptLookup:
 
     def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         self.index.extend(tokens)
-
-    def finish(self, statistics: Statistics) -> None:
-        pass

@@ -10,7 +10,7 @@ import torch
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
-from decoder.drafters.base import DrafterContext
+from decoder.drafters.base import Drafter, DrafterContext
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.taking_in import taking_in
@@ -84,7 +84,7 @@ class _DraftPass:
         return 0 if self.partial is None else self.partial.rebuilds
 
 
-class TokenSwift:
+class TokenSwift(Drafter):
     """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens.
 
     The tree is fixed, as the paper has it; `TunedTokenSwift` chooses one in each step.

@@ -12,7 +12,7 @@ from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
-from decoder.drafters.base import DrafterContext
+from decoder.drafters.base import Drafter, DrafterContext
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
@@ -21,7 +21,7 @@ from decoder.work import Progress, Work
 _CHUNK = 64  # tokens of the text that the small model reads in a pass
 
 
-class TriForce:
+class TriForce(Drafter):
     """Drafts a chain as deep as ``options.tree``, chosen by the target over its partial cache.
 
     That chain is drafted in turn, in rounds. In each round a small model with a StreamingLLM cache guesses the tokens

@@ -8,7 +8,7 @@ import torch
 
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
-from decoder.drafters.base import DeferredRead, DrafterContext
+from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
 from decoder.drafters.eagle3_levels import make_levels
 from decoder.drafters.levels import HeadLevels, Level, Levels, LevelsWanted, State
 from decoder.drafters.model_levels import DraftModelLevels
@@ -18,7 +18,6 @@ from decoder.drafters.tuning.level_policy import Average, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
-from decoder.stats import Statistics
 from decoder.work import Work
 
 _DEEPEST = 8  # levels of conditioned heads at most
@@ -29,7 +28,7 @@ _TURN, _TURNS = 32, 32  # steps of a turn, and turns of which each source of lev
 _FAR = 4.0  # in score: what trails the best candidate by more is hardly ever right
 
 
-class CostTuned:
+class CostTuned(Drafter):
     """Verifies, of all candidates of a step, as many of the likeliest as make its tokens per second highest.
 
     The text does not depend on the drafts, so what counts is how long each part of it takes: a token that is hard to
@@ -42,10 +41,8 @@ class CostTuned:
     the one that gave more tokens per second. Behind each pass of a draft model it is asked whether another one pays.
     """
 
-    needs_heads: ClassVar[bool] = False
     takes_draft_model: ClassVar[bool] = False
     """Whether it drafts with a draft model where there is one."""
-    observed_queries = 0
     max_nodes = WIDEST
     keeps_within: ClassVar[bool] = True
     """Its trees keep within the text's constraint, and have the tokens that it forces where these pay."""
@@ -291,9 +288,6 @@ class CostTuned:
 
     def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
         """Take in the text's newest ``tokens``."""
-
-    def finish(self, statistics: Statistics) -> None:
-        pass
 
 
 def _or_deepest(levels: int | None) -> int:
