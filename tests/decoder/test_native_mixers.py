@@ -97,7 +97,7 @@ class Wandering:
                 finish(self.target.beginning_with(self.cache, copies, count, self.target.dtype))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 50))])
 def test_bits_are_plain_decodings_however_a_text_is_read(target, seed):
     with torch.inference_mode(), target.patched():
         one = Wandering(target, seed)
@@ -106,6 +106,27 @@ def test_bits_are_plain_decodings_however_a_text_is_read(target, seed):
             one.draw.choice(steps)()
         one.chain()
         assert one.cache.nbytes > 0
+
+
+def test_the_number_of_threads_changes_no_bit(target):
+    def read():
+        cache, tree = FullCache(100), TokenTree(3)
+        for parent in (0, 0, 1, 2, 3, 3, 5):
+            tree.add(parent, 5 + len(tree), "test")
+        chain = target.backend.run(PassBatch([Chain(list(range(40)), 0, cache)], True)).logits.clone()
+        cache.keep(range(40))
+        return chain, *(target.backend.run(PassBatch([Tree(tree, cache)], True)).logits.clone() for _ in range(2))
+
+    threads = torch.get_num_threads()
+    found = []
+    with torch.inference_mode(), target.patched():
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            try:
+                found.append(read())
+            finally:
+                torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
 
 
 def test_states_of_a_chain_are_kept_whole_or_not_at_all(target):
