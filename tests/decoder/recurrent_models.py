@@ -1,6 +1,9 @@
 """Tiny random models with recurrent layers, compressed keys and experts, whose states matter to the text."""
 
+import pytest
 import torch
+
+from decoder.backends.native import library as native
 
 from .test_families import EXPERTS, ROUTED, SHAPE, tiny
 
@@ -158,6 +161,8 @@ NATIVE = {
 
 def made(name, **overrides):
     """One of `ALL` or `NATIVE`, as `test_families.tiny` makes it."""
+    if name in NATIVE and not native.multiplies(NATIVE[name][2]):
+        pytest.skip("the library does not multiply this dtype here")
     name, more, dtype = NATIVE.get(name, (name, {}, torch.float64))
     model_type, own = ALL[name]
     return tiny(model_type, dtype, **{**own, **more, **overrides})
