@@ -2,9 +2,11 @@
 
 import json
 import random
+import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from decoder import __main__ as command
 from decoder.jobs.answering import Answering, settled
 from decoder.jobs.job import Job
 from decoder.jobs.lines import Requests
+from decoder.jobs.on_ray import Cluster
 
 from ..forked import forked
 from .conftest import tiny_llama
+from .ranks import free_port
 from .serving import TEMPLATE, served
 from .test_using_it import byte_tokenizer
 
@@ -266,6 +270,60 @@ def test_a_job_that_is_killed_for_good_goes_on(saved, tmp_path, kills):
         process.join()
     assert killed >= kills // 2
     assert rows_of(cut) == rows_of(whole)
+
+
+class InProcess:
+    """What of Ray's module is used, with an actor for each block, all in this process."""
+
+    def __init__(self):
+        self.data, self.exceptions = self, SimpleNamespace(RayError=ZeroDivisionError)
+        self.DataContext = SimpleNamespace(get_current=lambda: SimpleNamespace())
+
+    def init(self, **given): ...
+    def shutdown(self): ...
+
+    def ActorPoolStrategy(self, size):
+        return size
+
+    def from_items(self, items, override_num_blocks):
+        self.items = items
+        return self
+
+    def map_batches(self, actor, *, fn_constructor_args, batch_size, **resources):
+        self.actor, self.given, self.size = actor, fn_constructor_args, batch_size
+        return self
+
+    def iter_rows(self):
+        for start in range(0, len(self.items), self.size):
+            block = [one["item"] for one in self.items[start : start + self.size]]
+            out = self.actor(*self.given)({"item": block})
+            yield from (dict(zip(out, row, strict=True)) for row in zip(*out.values(), strict=True))
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    module = InProcess()
+    monkeypatch.setitem(sys.modules, "ray", module)
+    monkeypatch.setitem(sys.modules, "ray.data", module)
+
+
+def test_an_address_without_ray_is_told(ray):
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(OSError, match=f"there is no Ray cluster at {address} .*: start one, or use --ray auto"):
+        list(Cluster(address).map(None, [1], 1))
+
+
+def test_a_worker_unlike_the_first_is_told_with_its_node_and_what_is_done_is_kept(ray):
+    versions = iter(("1", "1", "2"))
+
+    def ready():
+        return (lambda items: [2 * item for item in items]), {"model": "m", "version": next(versions)}
+
+    done = []
+    with pytest.raises(ValueError, match=f"the worker on {socket.gethostname()} has another version than the first"):
+        for item, result, _ in Cluster("auto").map(ready, [1, 2, 3, 4, 5], 2):
+            done.append((item, result))
+    assert done == [(1, 2), (2, 4), (3, 6), (4, 8)]
 
 
 @pytest.mark.slow

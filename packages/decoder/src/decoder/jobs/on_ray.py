@@ -16,6 +16,8 @@ import torch
 Do = Callable[[list[Any]], list[Any]]
 """Does the items of a block: the result of each."""
 
+_SECONDS_TO_CONNECT = 10
+
 Identity = dict[str, Any]
 """What must be the same in all actors, by name."""
 
@@ -106,8 +108,9 @@ def _connected(address: str) -> Iterator[Any]:
         logging.getLogger(logger).setLevel(logging.ERROR)
     given: dict[str, Any] = {"include_dashboard": False} if address == "auto" else {"address": address}
     try:
+        _reach(address)
         ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **given)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         words = " ".join(str(error).split())[:200]
         raise OSError(f"there is no Ray cluster at {address} ({words}): start one, or use --ray auto") from error
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -115,6 +118,13 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise OSError where nobody listens at an address HOST:PORT, for which Ray itself would wait for minutes."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
 
 
 class _Actor:
