@@ -4,8 +4,8 @@
     python -m decoder.backends.native.compiling --compiler aarch64-linux-gnu-gcc --sets neon,generic library.so
 
 The files of `csrc/` are compiled once for each instruction set that the library is to have, and it takes the fastest
-one that the processor has. Of OpenMP it has the calls alone: PyTorch has loaded a library with them, whose threads both
-then share. This module imports nothing but Python's own, so that it can run where a package is built.
+one that the processor has. It needs threads of POSIX and no OpenMP. This module imports nothing but Python's own, so
+that it can run where a package is built.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "csrc"
-FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
+FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-pthread", "-Wno-psabi")
 COMPILERS = ("gcc", "cc")
 _SECONDS = 600  # in which a file must be compiled; a busy machine may take long
-_OF_LIBRARY = ("library.c", "formats/formats.c")
+_OF_LIBRARY = ("library.c", "pool.c", "formats/formats.c")
 _OF_SET = (
     *("products.c", "attention.c", "mixers.c", "experts.c", "layers.c"),
     *("tokens.c", "levels.c", "quantised.c", "set.c"),
@@ -103,9 +103,7 @@ def fault_of_compiling(compiler: str, made: Path, sets: Sequence[str], flags: Se
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             fault = _first(pool.map(_fault, each))
         given = [str(file) for file in sorted(objects.glob("*.o"))]
-        # gcc's calls are in each library of OpenMP that PyTorch may have loaded, clang's in its own alone.
-        openmp = ["-fopenmp"] if "clang" in _said(compiler, "--version") else []
-        return fault or _fault([compiler, *openmp, *flags, "-shared", "-o", str(made), *given, "-lm"])
+        return fault or _fault([compiler, *flags, "-shared", "-pthread", "-o", str(made), *given, "-lm"])
 
 
 def compiled_for_shipping(folder: Path, compiler: str | None = None) -> tuple[Path, str] | str:

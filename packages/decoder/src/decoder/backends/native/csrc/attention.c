@@ -526,6 +526,8 @@ int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
         w->first_unit = plan->units, w->first_token = tokens;
         w->units = a->kv_heads * w->tiles * (w->by_split ? w->splits : 1);
         plan->units += w->units, tokens += t->count;
+        w->first_merge = plan->merges;
+        if (w->by_split) plan->merges += a->kv_heads * t->count;
         if (w->by_split) partial += w->splits * w->rows;
     }
     if (!partial) return 0;
@@ -543,67 +545,77 @@ int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
     return 0;
 }
 
-void share_attention(const Attention *a, const Plan *plan) {
+// A unit of a text's work: some tokens of a KV head, over their keys or over a split of them.
+static void attend_unit(const Attention *a, const Plan *plan, int64_t unit) {
     const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
     float queries[FEW * MOST_DIM] __attribute__((aligned(64)));
     float own[FEW * MOST_DIM], others[FEW * MOST_DIM];
     State own_states[FEW], other_states[FEW];
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t unit = 0; unit < plan->units; unit++) {
-        int64_t n = 0;
-        while (n + 1 < plan->count && plan->work[n + 1].first_unit <= unit) n++;
-        const Work *w = &plan->work[n];
-        const int64_t place = unit - w->first_unit, splits = w->by_split ? w->splits : 1;
-        const int64_t split = place % splits, tile = place / splits % w->tiles;
-        Rows rows = {a, &a->texts[n], place / splits / w->tiles, tile * w->tile, w->tile, w->first_token};
-        if (rows.first_token + rows.tokens > rows.text->count) rows.tokens = rows.text->count - rows.first_token;
-        const int64_t all = rows.tokens * per_token;
-        gather_queries(&rows, queries);
-        if (w->by_split) {
-            // Partial results stand by split, KV head and token.
-            const int64_t at =
-                split * w->rows + rows.kv_head * rows.text->count * per_token + rows.first_token * per_token;
-            for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
-            attend_split(&rows, queries, (w->first_split + split) * SPLIT, w->states + at, w->sums + at * dim);
-            continue;
-        }
-        const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
-        const int64_t begin = first_of_rows(&rows) / SPLIT * SPLIT;
-        for (int64_t start = begin; start < end; start += SPLIT) {
-            State *to = start > begin ? other_states : own_states;
-            for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
-            attend_split(&rows, queries, start, to, start > begin ? others : own);
-            if (start > begin)
-                for (int64_t r = 0; r < all; r++)
-                    merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
-        }
-        write_outputs(&rows, own_states, own);
+    int64_t n = 0;
+    while (n + 1 < plan->count && plan->work[n + 1].first_unit <= unit) n++;
+    const Work *w = &plan->work[n];
+    const int64_t place = unit - w->first_unit, splits = w->by_split ? w->splits : 1;
+    const int64_t split = place % splits, tile = place / splits % w->tiles;
+    Rows rows = {a, &a->texts[n], place / splits / w->tiles, tile * w->tile, w->tile, w->first_token};
+    if (rows.first_token + rows.tokens > rows.text->count) rows.tokens = rows.text->count - rows.first_token;
+    const int64_t all = rows.tokens * per_token;
+    gather_queries(&rows, queries);
+    if (w->by_split) {
+        // Partial results stand by split, KV head and token.
+        const int64_t at = split * w->rows + (rows.kv_head * rows.text->count + rows.first_token) * per_token;
+        for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
+        attend_split(&rows, queries, (w->first_split + split) * SPLIT, w->states + at, w->sums + at * dim);
+        return;
     }
-    for (int64_t n = 0; n < plan->count; n++) {
-        const Work *w = &plan->work[n];
-        if (!w->by_split) continue;
-#pragma omp for schedule(static) nowait
-        for (int64_t place = 0; place < a->kv_heads * a->texts[n].count; place++) {
-            const int64_t kv_head = place / a->texts[n].count, token = place % a->texts[n].count;
-            const int64_t at = (kv_head * a->texts[n].count + token) * per_token;
-            for (int64_t split = 1; split < w->splits; split++)
-                for (int64_t r = at; r < at + per_token; r++) {
-                    const int64_t other = split * w->rows + r;
-                    merge(&w->states[r], w->sums + r * dim, w->states[other], w->sums + other * dim, dim);
-                }
-            const Rows rows = {a, &a->texts[n], kv_head, token, 1, w->first_token};
-            write_outputs(&rows, w->states + at, w->sums + at * dim);
-        }
+    const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
+    const int64_t begin = first_of_rows(&rows) / SPLIT * SPLIT;
+    for (int64_t start = begin; start < end; start += SPLIT) {
+        State *to = start > begin ? other_states : own_states;
+        for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
+        attend_split(&rows, queries, start, to, start > begin ? others : own);
+        if (start > begin)
+            for (int64_t r = 0; r < all; r++)
+                merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);
     }
+    write_outputs(&rows, own_states, own);
+}
+
+// Merge what a token of a KV head saw in splits.
+static void merge_splits(const Attention *a, const Plan *plan, int64_t number) {
+    int64_t n = 0;
+    while (n + 1 < plan->count && plan->work[n + 1].first_merge <= number) n++;
+    const Work *w = &plan->work[n];
+    const int64_t place = number - w->first_merge, count = a->texts[n].count, dim = a->value_dim;
+    const int64_t per_token = a->heads / a->kv_heads, at = place * per_token;
+    for (int64_t split = 1; split < w->splits; split++)
+        for (int64_t r = at; r < at + per_token; r++) {
+            const int64_t other = split * w->rows + r;
+            merge(&w->states[r], w->sums + r * dim, w->states[other], w->sums + other * dim, dim);
+        }
+    const Rows rows = {a, &a->texts[n], place / count, place % count, 1, w->first_token};
+    write_outputs(&rows, w->states + at, w->sums + at * dim);
+}
+
+void share_attention(const Attention *a, const Plan *plan, Worker *w) {
+    EACH_PIECE(unit, plan->units, w) attend_unit(a, plan, unit);
+    EACH_PIECE(number, plan->merges, w) merge_splits(a, plan, number);
+}
+
+typedef struct {
+    const Attention *a;
+    Plan plan;
+} Attending;
+
+static void share_attending(const void *argument, Worker *w) {
+    const Attending *attending = argument;
+    share_attention(attending->a, &attending->plan, w);
 }
 
 // Returns 0, or 1 where there was no memory.
 int attend(const Attention *a, int64_t count, int threads) {
-    Plan plan;
-    if (make_plan(a, count, threads, &plan)) return 1;
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    share_attention(a, &plan);
-    drop_plan(&plan);
+    Attending attending = {.a = a};
+    if (make_plan(a, count, threads, &attending.plan)) return 1;
+    pool_run(share_attending, &attending, threads);
+    drop_plan(&attending.plan);
     return 0;
 }

@@ -14,7 +14,7 @@ typedef struct {
 // How the work on a text is cut: into tiles of tokens for each KV head, and where these are few, into splits, too.
 typedef struct {
     int64_t tile, tiles, first_split, splits, units, rows; // tokens of a tile; rows: of partial results per split
-    int64_t first_unit, first_token;
+    int64_t first_unit, first_token, first_merge;
     int by_split;
     State *states;
     float *sums;
@@ -23,17 +23,17 @@ typedef struct {
 // How the work on all texts is cut, and the memory for partial results.
 typedef struct {
     Work *work;
-    int64_t count, units;
+    int64_t count, units, merges;
     State *states;
     float *sums;
 } Plan;
 
 // Returns 0, or 1 where there was no memory.
-INNER int make_plan(const Attention *a, int64_t count, int threads, Plan *plan);
+PRIVATE int make_plan(const Attention *a, int64_t count, int threads, Plan *plan);
 
-INNER void drop_plan(Plan *plan);
+PRIVATE void drop_plan(Plan *plan);
 
-// Attention as one of the threads that share it; all of them have finished only behind the next barrier.
-INNER void share_attention(const Attention *a, const Plan *plan);
+// Attention in two stages.
+PRIVATE void share_attention(const Attention *a, const Plan *plan, Worker *w);
 
 #endif

@@ -9,6 +9,7 @@
 typedef struct {
     float *scores, *weights;               // [rows, count], [rows, used]
     int32_t *ids, *places, *starts, *rows; // [rows, used] twice; [count + 1] and [rows x used], by expert
+    int32_t *groups;                       // those that have rows, behind them -1
     float *x;                              // [rows x used, size], by expert
     float *gate, *up, *gated, *out;        // by expert, and behind them those of the shared one
     int64_t numbers;
@@ -16,15 +17,20 @@ typedef struct {
 
 static int64_t shared_width(const Experts *e) { return e->shared ? e->experts[e->count].gate.outputs : 0; }
 
+// Experts that rows may go to, with the shared one.
+static int64_t groups_at_most(const Experts *e, int64_t rows) {
+    return (rows * e->used < e->count ? rows * e->used : e->count) + !!e->shared;
+}
+
 static Room room_at(const Experts *e, int64_t rows, float *scratch) {
     const int64_t pairs = rows * e->used, size = e->experts->gate.inputs, width = e->experts->gate.outputs;
     const int64_t gated = pairs * width + rows * shared_width(e);
-    const int64_t sizes[] = {rows * e->count, pairs, pairs, pairs, e->count + 1, pairs, pairs * size, gated, gated,
-        gated, (pairs + (e->shared ? rows : 0)) * e->experts->down.outputs};
+    const int64_t sizes[] = {rows * e->count, pairs, pairs, pairs, e->count + 1, pairs, groups_at_most(e, rows),
+        pairs * size, gated, gated, gated, (pairs + (e->shared ? rows : 0)) * e->experts->down.outputs};
     float *at[sizeof sizes / sizeof *sizes], *next = scratch;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) at[i] = next, next += sizes[i];
-    return (Room){at[0], at[1], (int32_t *)at[2], (int32_t *)at[3], (int32_t *)at[4], (int32_t *)at[5], at[6], at[7],
-        at[8], at[9], at[10], next - scratch};
+    return (Room){at[0], at[1], (int32_t *)at[2], (int32_t *)at[3], (int32_t *)at[4], (int32_t *)at[5],
+        (int32_t *)at[6], at[7], at[8], at[9], at[10], at[11], next - scratch};
 }
 
 int64_t expert_numbers(const Experts *e, int64_t rows) { return room_at(e, rows < CHUNK ? rows : CHUNK, NULL).numbers; }
@@ -92,19 +98,16 @@ static void choose_experts(const Experts *e, const float *logits, int32_t *ids, 
     for (int64_t j = 0; j < used; j++) weights[j] = weights[j] / total * e->scaling;
 }
 
-// As one of the threads that share it; all of them have finished only behind the next barrier.
-static void share_routing(
-    const Experts *e, const void *x, int64_t rows, const Room *room, int is_bf16, int thread, int all) {
+static void share_routing(const Experts *e, const void *x, int64_t rows, const Room *room, int is_bf16, Worker *w) {
     const Out to = {room->scores, NULL, 0, 0};
-    share(&e->router, x, is_bf16, rows, &to, thread, all);
-#pragma omp barrier
-    for (int64_t r = thread; r < rows; r += all)
-        choose_experts(e, room->scores + r * e->count, room->ids + r * e->used, room->weights + r * e->used);
+    share(&e->router, x, is_bf16, rows, &to, w);
+    EACH_PIECE(r, rows, w)
+    choose_experts(e, room->scores + r * e->count, room->ids + r * e->used, room->weights + r * e->used);
 }
 
 // --------------------------------------------------------------------------------------------------------- products
 
-// Which pairs of a row and one of its experts belong to each expert.
+// Which pairs of a row and one of its experts belong to each expert, and which experts have any.
 static void sort_by_expert(const Experts *e, int64_t rows, const Room *room) {
     const int64_t pairs = rows * e->used;
     int32_t *starts = room->starts;
@@ -117,6 +120,11 @@ static void sort_by_expert(const Experts *e, int64_t rows, const Room *room) {
     }
     for (int64_t i = e->count; i > 0; i--) starts[i] = starts[i - 1];
     starts[0] = 0;
+    int32_t *group = room->groups, *const end = group + groups_at_most(e, rows);
+    if (e->shared) *group++ = (int32_t)e->count; // it has the most rows
+    for (int64_t i = 0; i < e->count; i++)
+        if (starts[i] < starts[i + 1]) *group++ = (int32_t)i;
+    while (group < end) *group++ = -1;
 }
 
 // The rows of one expert: [first, first + rows) of those that are sorted; of the shared one all rows behind them.
@@ -134,20 +142,6 @@ static Group group_of(const Experts *e, const void *x, int64_t rows, const Room 
     return (Group){expert, row_of(room->x, first * expert->gate.inputs, is_bf16), count, first, first * width};
 }
 
-// About how long a panel takes with so many rows: reading its weights, and computing.
-static int64_t cost_of(const Group *g) { return g->rows ? g->rows + 8 : 0; }
-
-static int64_t panels_in(const Product *p) { return (p->outputs + width_of(p) - 1) / width_of(p); }
-
-// Of a group whose panels begin behind `before` of `total`, those that are one thread's.
-static Columns panels_for(const Group *g, int64_t panels, int64_t before, int64_t total, int thread, int all) {
-    const int64_t cost = cost_of(g), first = total * thread / all - before, last = total * (thread + 1) / all - before;
-    Columns own = {first > 0 ? (first + cost - 1) / cost : 0, last > 0 ? (last + cost - 1) / cost : 0};
-    if (own.first > panels) own.first = panels;
-    if (own.last > panels) own.last = panels;
-    return own;
-}
-
 INLINE vec activated(const Experts *e, vec gate, vec up) {
     if (e->activation == SILU) return silu(gate) * up;
     if (e->activation == GELU) return gelu(gate) * up;
@@ -161,8 +155,8 @@ static void gate_panels(const Experts *e, const Group *g, const Room *room, int 
     const int64_t width = gate->outputs, first = panels.first * width_of(gate), end = panels.last * width_of(gate);
     const int64_t last = end < width ? end : width;
     const Out to_gate = {room->gate + g->at, NULL, 0, 0}, to_up = {room->up + g->at, NULL, 0, 0};
-    share_panels(gate, g->x, is_bf16, g->rows, &to_gate, panels.first, panels.last);
-    share_panels(up, g->x, is_bf16, g->rows, &to_up, panels.first, panels.last);
+    multiply_panels(gate, g->x, is_bf16, g->rows, &to_gate, panels.first, panels.last);
+    multiply_panels(up, g->x, is_bf16, g->rows, &to_up, panels.first, panels.last);
     for (int64_t r = 0; r < g->rows; r++)
         for (int64_t i = first; i < last; i += LANES) {
             const int64_t at = g->at + r * width + i;
@@ -174,25 +168,22 @@ static void gate_panels(const Experts *e, const Group *g, const Room *room, int 
 static void down_panels(const Group *g, const Room *room, int is_bf16, Columns panels) {
     const Product *down = &g->expert->down;
     const Out to = {room->out + g->first * down->outputs, NULL, 0, 0};
-    share_panels(down, row_of(room->gated, g->at, is_bf16), is_bf16, g->rows, &to, panels.first, panels.last);
+    multiply_panels(down, row_of(room->gated, g->at, is_bf16), is_bf16, g->rows, &to, panels.first, panels.last);
 }
 
-// A thread's share of the panels of all experts, of gates and what they gate or of what is behind them.
+// The panels of all experts, of gates and what they gate or of what is behind them.
 static void share_groups(
-    const Experts *e, const void *x, int64_t rows, const Room *room, int is_bf16, int is_down, int thread, int all) {
-    const int64_t groups = e->count + !!e->shared;
-    int64_t total = 0, before = 0;
-    for (int64_t n = 0; n < groups; n++) {
-        const Group g = group_of(e, x, rows, room, is_bf16, n);
-        total += cost_of(&g) * panels_in(is_down ? &g.expert->down : &g.expert->gate);
-    }
-    for (int64_t n = 0; n < groups; n++) {
-        const Group g = group_of(e, x, rows, room, is_bf16, n);
-        if (!g.rows) continue;
-        const int64_t panels = panels_in(is_down ? &g.expert->down : &g.expert->gate);
-        const Columns own = panels_for(&g, panels, before, total, thread, all);
-        before += cost_of(&g) * panels;
-        if (own.first >= own.last) continue;
+    const Experts *e, const void *x, int64_t rows, const Room *room, int is_bf16, int is_down, Worker *w) {
+    const Product *first = is_down ? &e->experts->down : &e->experts->gate;
+    const int64_t groups = groups_at_most(e, rows), each = (rows * e->used + e->count - 1) / e->count;
+    // The shared one may be of another width: as many pieces, larger or smaller.
+    const int64_t pieces = pieces_of(first, each, panels_in(first), is_down ? 1 : 2, w->threads);
+    EACH_PIECE(piece, groups * pieces, w) {
+        const int32_t number = room->groups[piece / pieces];
+        if (number < 0) continue;
+        const Group g = group_of(e, x, rows, room, is_bf16, number);
+        const int64_t panels = panels_in(is_down ? &g.expert->down : &g.expert->gate), at = piece % pieces;
+        const Columns own = {panels * at / pieces, panels * (at + 1) / pieces};
         if (is_down) down_panels(&g, room, is_bf16, own);
         else gate_panels(e, &g, room, is_bf16, own);
     }
@@ -218,75 +209,95 @@ static void add_up(
 }
 
 // What the experts that rows have chosen, and the shared one, give of at most CHUNK rows.
-static void share_chosen(const Experts *e, const void *x, const void *add, int64_t rows, void *y, const Room *room,
-    int is_bf16, int thread, int all) {
-    const int64_t size = e->experts->gate.inputs, vectors = (e->experts->down.outputs + LANES - 1) / LANES;
-    if (!thread) sort_by_expert(e, rows, room);
+static void share_chosen(
+    const Experts *e, const void *x, const void *add, int64_t rows, void *y, const Room *room, int is_bf16, Worker *w) {
+    const int64_t size = e->experts->gate.inputs, outputs = e->experts->down.outputs;
+    EACH_PIECE(once, 1, w) sort_by_expert(e, rows, room);
     // Logits are not needed any more.
     const Out to_part = {room->scores, NULL, 0, 0};
-    if (e->shared_gate.inputs) share(&e->shared_gate, x, is_bf16, rows, &to_part, thread, all);
-#pragma omp barrier
-    for (int64_t p = thread; p < rows * e->used; p += all)
-        memcpy(row_of(room->x, p * size, is_bf16), row_of(x, room->rows[p] * size, is_bf16), size * (is_bf16 ? 2 : 4));
-#pragma omp barrier
-    share_groups(e, x, rows, room, is_bf16, 0, thread, all);
-#pragma omp barrier
-    share_groups(e, x, rows, room, is_bf16, 1, thread, all);
-#pragma omp barrier
-    Columns own = {vectors * thread / all * LANES, vectors * (thread + 1) / all * LANES};
-    if (own.last > e->experts->down.outputs) own.last = e->experts->down.outputs;
-    add_up(e, add, rows, room, y, is_bf16, own);
-#pragma omp barrier
+    if (e->shared_gate.inputs) share(&e->shared_gate, x, is_bf16, rows, &to_part, w);
+    EACH_PIECE(p, rows * e->used, w)
+    memcpy(row_of(room->x, p * size, is_bf16), row_of(x, room->rows[p] * size, is_bf16), size * (is_bf16 ? 2 : 4));
+    share_groups(e, x, rows, room, is_bf16, 0, w);
+    share_groups(e, x, rows, room, is_bf16, 1, w);
+    const int64_t vectors = (outputs + LANES - 1) / LANES, pieces = w->threads < vectors ? w->threads : vectors;
+    EACH_PIECE(piece, pieces, w) {
+        Columns own = {vectors * piece / pieces * LANES, vectors * (piece + 1) / pieces * LANES};
+        if (own.last > outputs) own.last = outputs;
+        add_up(e, add, rows, room, y, is_bf16, own);
+    }
 }
 
-void share_experts(const Experts *e, const void *x, const float *add, int64_t rows, void *y, float *scratch,
-    int is_bf16, int thread, int all) {
+void share_experts(
+    const Experts *e, const void *x, const float *add, int64_t rows, void *y, float *scratch, int is_bf16, Worker *w) {
     const Room room = room_at(e, rows, scratch);
-    share_routing(e, x, rows, &room, is_bf16, thread, all);
-#pragma omp barrier
-    share_chosen(e, x, add, rows, y, &room, is_bf16, thread, all);
+    share_routing(e, x, rows, &room, is_bf16, w);
+    share_chosen(e, x, add, rows, y, &room, is_bf16, w);
+}
+
+// The experts that rows have chosen, with their weights, or will choose, where `ids` is NULL.
+typedef struct {
+    const Experts *e;
+    const void *x;
+    int64_t rows;
+    const int64_t *ids;
+    const float *weights;
+    void *y;
+    float *scratch;
+    int is_bf16;
+} Block;
+
+static void share_block(const void *argument, Worker *w) {
+    const Block *b = argument;
+    const Experts *e = b->e;
+    const int64_t size = e->experts->gate.inputs, outputs = e->experts->down.outputs, used = e->used;
+    for (int64_t first = 0; first < b->rows; first += CHUNK) {
+        const int64_t count = b->rows - first < CHUNK ? b->rows - first : CHUNK;
+        const Room room = room_at(e, count, b->scratch);
+        const void *x = row_of(b->x, first * size, b->is_bf16);
+        if (!b->ids) share_routing(e, x, count, &room, b->is_bf16, w);
+        else EACH_PIECE(once, 1, w)
+        for (int64_t p = 0; p < count * used; p++)
+            room.ids[p] = (int32_t)b->ids[first * used + p], room.weights[p] = b->weights[first * used + p];
+        share_chosen(e, x, NULL, count, row_of(b->y, first * outputs, b->is_bf16), &room, b->is_bf16, w);
+    }
 }
 
 void run_experts(const Experts *e, const void *x, int64_t rows, const int64_t *ids, const float *weights, void *y,
     float *scratch, int is_bf16, int threads) {
-    const int64_t size = e->experts->gate.inputs, outputs = e->experts->down.outputs, used = e->used;
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
-        for (int64_t first = 0; first < rows; first += CHUNK) {
-            const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-            const Room room = room_at(e, count, scratch);
-            for (int64_t p = 0; !thread && p < count * used; p++)
-                room.ids[p] = (int32_t)ids[first * used + p], room.weights[p] = weights[first * used + p];
-            share_chosen(e, row_of(x, first * size, is_bf16), NULL, count, row_of(y, first * outputs, is_bf16), &room,
-                is_bf16, thread, all);
-        }
-    }
+    const Block block = {e, x, rows, ids, weights, y, scratch, is_bf16};
+    pool_run(share_block, &block, threads);
 }
 
 void run_block(const Experts *e, const void *x, int64_t rows, void *y, float *scratch, int is_bf16, int threads) {
-    const int64_t size = e->experts->gate.inputs, outputs = e->experts->down.outputs;
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    for (int64_t first = 0; first < rows; first += CHUNK)
-        share_experts(e, row_of(x, first * size, is_bf16), NULL, rows - first < CHUNK ? rows - first : CHUNK,
-            row_of(y, first * outputs, is_bf16), scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
+    const Block block = {e, x, rows, NULL, NULL, y, scratch, is_bf16};
+    pool_run(share_block, &block, threads);
+}
+
+// As `route` has them.
+typedef struct {
+    const Experts *e;
+    const void *x;
+    int64_t rows;
+    float *logits, *weights;
+    int64_t *ids;
+    int is_bf16;
+} Routing;
+
+static void share_route(const void *argument, Worker *w) {
+    const Routing *all = argument;
+    const Experts *e = all->e;
+    const Out to = {all->logits, NULL, 0, 0};
+    share(&e->router, all->x, all->is_bf16, all->rows, &to, w);
+    EACH_PIECE(r, all->rows, w) {
+        int32_t own[MOST_EXPERTS];
+        choose_experts(e, all->logits + r * e->count, own, all->weights + r * e->used);
+        for (int64_t j = 0; j < e->used; j++) all->ids[r * e->used + j] = own[j];
+    }
 }
 
 void route(const Experts *e, const void *x, int64_t rows, float *logits, int64_t *ids, float *weights, int is_bf16,
     int threads) {
-    const Out to = {logits, NULL, 0, 0};
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
-        share(&e->router, x, is_bf16, rows, &to, thread, all);
-#pragma omp barrier
-        for (int64_t r = thread; r < rows; r += all) {
-            int32_t own[MOST_EXPERTS];
-            choose_experts(e, logits + r * e->count, own, weights + r * e->used);
-            for (int64_t j = 0; j < e->used; j++) ids[r * e->used + j] = own[j];
-        }
-    }
+    const Routing all = {e, x, rows, logits, weights, ids, is_bf16};
+    pool_run(share_route, &all, threads);
 }

@@ -35,51 +35,86 @@ ONCE void turn(
     }
 }
 
-// Rows [rows, size] to queries, keys, values and gates [rows, heads + 2 kv_heads + .., dim], as one of the threads that
-// share them. Angles are [rows, turned]; `scratch` has room for CHUNK rows of the layer's input and of these.
-static void share_before_attention(const Layer *l, const void *x, int64_t rows, const float *cosines,
-    const float *sines, void *out, float *scratch, int is_bf16, int thread, int all) {
-    float *normed = scratch, *heads = scratch + CHUNK * l->size;
-    const int64_t width = l->qkv.outputs;
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-        for (int64_t r = thread; r < count; r += all)
-            norm(row_of(x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
-                row_of(normed, r * l->size, is_bf16), is_bf16);
-#pragma omp barrier
+// Write the keys and values of a new token, which stand behind its queries, to its text's cache.
+static void write_pairs(const Attention *a, int64_t row) {
+    const int size = a->is_bf16 ? 2 : 4;
+    const Text *t = a->texts;
+    int64_t token = row;
+    while (token >= t->count) token -= t++->count;
+    const int64_t slot = t->length - t->first + token;
+    const char *pairs = (const char *)a->queries + (row * a->query_token + a->heads * a->dim) * size;
+    for (int64_t g = 0; g < a->kv_heads; g++) {
+        const int64_t key = g * t->key_head + slot * t->key_slot, value = g * t->value_head + slot * t->value_slot;
+        memcpy((char *)t->keys + key * size, pairs + g * a->dim * size, a->dim * size);
+        memcpy((char *)t->values + value * size, pairs + (a->kv_heads + g) * a->dim * size, a->dim * size);
+    }
+}
+
+// A layer with rows [rows, size], or what stands before attention in it or behind: `attended` is what attention gave
+// [rows, heads x dim]. Angles are [rows, turned]. `texts` are those whose caches get keys and values; NULL for none.
+typedef struct {
+    const Layer *l;
+    const void *x, *attended;
+    const Attention *texts;
+    int64_t rows;
+    const float *cosines, *sines;
+    void *out;
+    float *scratch;
+    int is_bf16;
+} Rows;
+
+// Queries, keys, values and gates [rows, heads + 2 kv_heads + .., dim]. `scratch` has room for CHUNK rows of the layer's
+// input and of these.
+static void share_before_attention(const void *argument, Worker *w) {
+    const Rows *all = argument;
+    const Layer *l = all->l;
+    const int64_t width = l->qkv.outputs, turned = l->turned;
+    const int is_bf16 = all->is_bf16;
+    float *normed = all->scratch, *heads = normed + CHUNK * l->size;
+    for (int64_t first = 0; first < all->rows; first += CHUNK) {
+        const int64_t count = all->rows - first < CHUNK ? all->rows - first : CHUNK;
+        EACH_PIECE(r, count, w)
+        norm(row_of(all->x, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
+            row_of(normed, r * l->size, is_bf16), is_bf16);
         const Out to = {heads, NULL, 0, 0};
-        share(&l->qkv, normed, is_bf16, count, &to, thread, all);
-#pragma omp barrier
-        for (int64_t r = thread; r < count; r += all)
-            turn(l, heads + r * width, cosines + (first + r) * l->turned, sines + (first + r) * l->turned, out,
+        share(&l->qkv, normed, is_bf16, count, &to, w);
+        EACH_PIECE(r, count, w) {
+            turn(l, heads + r * width, all->cosines + (first + r) * turned, all->sines + (first + r) * turned, all->out,
                 (first + r) * width, is_bf16);
+            if (all->texts) write_pairs(all->texts, first + r);
+        }
     }
 }
 
 void before_attention(const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out,
     float *scratch, int is_bf16, int threads) {
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    share_before_attention(
-        l, x, rows, cosines, sines, out, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
+    const Rows all = {l, x, NULL, NULL, rows, cosines, sines, out, scratch, is_bf16};
+    pool_run(share_before_attention, &all, threads);
 }
 
-// Multiply what attention gave [rows, heads x dim] by the gates behind the values of [rows, heads + .., dim].
-static void share_gates(
-    const Layer *l, const void *heads, int64_t rows, void *attended, int is_bf16, int thread, int all) {
-    const int64_t size = l->heads * l->dim, width = l->qkv.outputs, gates = width - size;
-    for (int64_t r = thread; r < rows; r += all)
-        for (int64_t i = 0; i < size; i += LANES) {
-            const vec x = load(attended, r * size + i, is_bf16, size - i);
-            const vec by = load(heads, r * width + gates + i, is_bf16, size - i);
-            store(attended, r * size + i, is_bf16, gated_by(x, by), size - i);
-        }
+// What attention gave [rows, heads x dim] times the gates behind the values of [rows, heads + .., dim].
+typedef struct {
+    const Layer *l;
+    const void *heads;
+    int64_t rows;
+    void *attended;
+    int is_bf16;
+} Gates;
+
+static void share_gates(const void *argument, Worker *w) {
+    const Gates *g = argument;
+    const int64_t size = g->l->heads * g->l->dim, width = g->l->qkv.outputs, gates = width - size;
+    EACH_PIECE(r, g->rows, w)
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vec x = load(g->attended, r * size + i, g->is_bf16, size - i);
+        const vec by = load(g->heads, r * width + gates + i, g->is_bf16, size - i);
+        store(g->attended, r * size + i, g->is_bf16, gated_by(x, by), size - i);
+    }
 }
 
 void gate_attended(const Layer *l, const void *heads, int64_t rows, void *attended, int is_bf16, int threads) {
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    share_gates(l, heads, rows, attended, is_bf16, omp_get_thread_num(), omp_get_num_threads());
+    const Gates gates = {l, heads, rows, attended, is_bf16};
+    pool_run(share_gates, &gates, threads);
 }
 
 // x and the norm of `own`, which is written over.
@@ -92,81 +127,75 @@ static void add_normed(
     }
 }
 
-// What attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output, as one of the threads
-// that share them. `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs
-// of gate and up. The output may take the input's place.
-static void share_behind_attention(const Layer *l, const void *attended, const void *x, int64_t rows, void *y,
-    float *scratch, int is_bf16, int thread, int all) {
-    const int64_t width = l->down.inputs;
-    float *hidden = scratch, *normed = hidden + CHUNK * l->size, *gate_up = normed + CHUNK * l->size;
-    float *gated = gate_up + CHUNK * 2 * width;
+// Gate and up [rows, 2 x width] to what is gated [rows, width].
+typedef struct {
+    const float *gate_up;
+    void *gated;
+    int64_t width;
+    int gelu, is_bf16;
+} Gating;
+
+static void gate_columns(const void *argument, int64_t first_row, int64_t last_row, Columns columns) {
+    const Gating *g = argument;
+    const int64_t width = g->width;
+    for (int64_t r = first_row; r < last_row; r++)
+        for (int64_t i = columns.first; i < columns.last; i += LANES) {
+            const int64_t left = columns.last - i;
+            const vec gate = load(g->gate_up, r * 2 * width + i, 0, left);
+            const vec up = load(g->gate_up, r * 2 * width + width + i, 0, left);
+            store(g->gated, r * width + i, g->is_bf16, (g->gelu ? gelu(gate) : silu(gate)) * up, left);
+        }
+}
+
+// The layer's output, which may take the input's place, of at most CHUNK rows.
+static void share_chunk_behind_attention(const Rows *chunk, Worker *w) {
+    const Layer *l = chunk->l;
+    const int64_t size = l->size, width = l->down.inputs, rows = chunk->rows;
+    const int is_bf16 = chunk->is_bf16;
+    float *hidden = chunk->scratch, *normed = hidden + CHUNK * size, *gate_up = normed + CHUNK * size;
     // What is normalised before it is added, where gate and up, and what was normed for them, have stood or will stand.
     float *of_attention = gate_up, *of_mlp = normed;
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-        const void *from = row_of(x, first * l->size, is_bf16);
-        const Out to_hidden = {hidden, from, 0, is_bf16}, to_norm = {of_attention, NULL, 0, 0};
-        share(&l->o, row_of(attended, first * l->o.inputs, is_bf16), is_bf16, count,
-            l->norm_behind_attention ? &to_norm : &to_hidden, thread, all);
-#pragma omp barrier
-        for (int64_t r = thread; r < count; r += all) {
-            if (l->norm_behind_attention)
-                add_normed(of_attention + r * l->size, l->norm_behind_attention, l->eps, l->size,
-                    row_of(from, r * l->size, is_bf16), is_bf16, hidden + r * l->size, 0);
-            norm(hidden + r * l->size, 0, l->norm_between, l->eps, l->size, row_of(normed, r * l->size, is_bf16),
-                is_bf16);
-        }
-#pragma omp barrier
-        if (l->experts) {
-            share_experts(
-                l->experts, normed, hidden, count, row_of(y, first * l->size, is_bf16), gate_up, is_bf16, thread, all);
-            continue;
-        }
-        const Out to_gate_up = {gate_up, NULL, 0, 0};
-        const Columns mine = share_halves(&l->gate_up, normed, is_bf16, count, &to_gate_up, thread, all);
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t i = mine.first; i < mine.last; i += LANES) {
-                const int64_t left = mine.last - i;
-                const vec gate = load(gate_up, r * 2 * width + i, 0, left);
-                const vec up = load(gate_up, r * 2 * width + width + i, 0, left);
-                store(gated, r * width + i, is_bf16, (l->gelu ? gelu(gate) : silu(gate)) * up, left);
-            }
-#pragma omp barrier
-        const Out to_own = {of_mlp, NULL, 0, 0}, to_y = {row_of(y, first * l->size, is_bf16), hidden, is_bf16, 0};
-        share(&l->down, gated, is_bf16, count, l->norm_behind_mlp ? &to_own : &to_y, thread, all);
-#pragma omp barrier
-        if (!l->norm_behind_mlp) continue;
-        for (int64_t r = thread; r < count; r += all)
-            add_normed(of_mlp + r * l->size, l->norm_behind_mlp, l->eps, l->size, hidden + r * l->size, 0,
-                row_of(y, (first + r) * l->size, is_bf16), is_bf16);
-#pragma omp barrier
+    const Gating gating = {gate_up, gate_up + CHUNK * 2 * width, width, l->gelu, is_bf16};
+    const Behind gate = {gate_columns, &gating};
+    const Out to_hidden = {hidden, chunk->x, 0, is_bf16}, to_norm = {of_attention, NULL, 0, 0};
+    share(&l->o, chunk->attended, is_bf16, rows, l->norm_behind_attention ? &to_norm : &to_hidden, w);
+    EACH_PIECE(r, rows, w) {
+        if (l->norm_behind_attention)
+            add_normed(of_attention + r * size, l->norm_behind_attention, l->eps, size,
+                row_of(chunk->x, r * size, is_bf16), is_bf16, hidden + r * size, 0);
+        norm(hidden + r * size, 0, l->norm_between, l->eps, size, row_of(normed, r * size, is_bf16), is_bf16);
+    }
+    if (l->experts) {
+        share_experts(l->experts, normed, hidden, rows, chunk->out, gate_up, is_bf16, w);
+        return;
+    }
+    const Out to_gate_up = {gate_up, NULL, 0, 0};
+    share_halves(&l->gate_up, normed, is_bf16, rows, &to_gate_up, &gate, w);
+    const Out to_own = {of_mlp, NULL, 0, 0}, to_out = {chunk->out, hidden, is_bf16, 0};
+    share(&l->down, gating.gated, is_bf16, rows, l->norm_behind_mlp ? &to_own : &to_out, w);
+    if (!l->norm_behind_mlp) return;
+    EACH_PIECE(r, rows, w)
+    add_normed(of_mlp + r * size, l->norm_behind_mlp, l->eps, size, hidden + r * size, 0,
+        row_of(chunk->out, r * size, is_bf16), is_bf16);
+}
+
+// `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs of gate and up.
+static void share_behind_attention(const void *argument, Worker *w) {
+    const Rows *all = argument;
+    const int64_t size = all->l->size;
+    for (int64_t first = 0; first < all->rows; first += CHUNK) {
+        Rows chunk = *all;
+        chunk.rows = all->rows - first < CHUNK ? all->rows - first : CHUNK;
+        chunk.x = row_of(all->x, first * size, all->is_bf16), chunk.out = row_of(all->out, first * size, all->is_bf16);
+        chunk.attended = row_of(all->attended, first * all->l->o.inputs, all->is_bf16);
+        share_chunk_behind_attention(&chunk, w);
     }
 }
 
 void behind_attention(const Layer *l, const void *attended, const void *x, int64_t rows, void *y, float *scratch,
     int is_bf16, int threads) {
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    share_behind_attention(l, attended, x, rows, y, scratch, is_bf16, omp_get_thread_num(), omp_get_num_threads());
-}
-
-// Write the keys and values of the new tokens, which stand behind their queries, to the texts' caches.
-static void write_pairs(const Attention *a, int64_t count, int thread, int threads) {
-    const int size = a->is_bf16 ? 2 : 4;
-    for (int64_t n = 0, row = 0; n < count; n++) {
-        const Text *t = &a->texts[n];
-        for (int64_t token = 0; token < t->count; token++, row++) {
-            if (row % threads != thread) continue;
-            const int64_t slot = t->length - t->first + token;
-            const char *pairs = (const char *)a->queries + (row * a->query_token + a->heads * a->dim) * size;
-            for (int64_t g = 0; g < a->kv_heads; g++) {
-                const int64_t key = g * t->key_head + slot * t->key_slot;
-                const int64_t value = g * t->value_head + slot * t->value_slot;
-                memcpy((char *)t->keys + key * size, pairs + g * a->dim * size, a->dim * size);
-                memcpy((char *)t->values + value * size, pairs + (a->kv_heads + g) * a->dim * size, a->dim * size);
-            }
-        }
-    }
+    const Rows all = {l, x, attended, NULL, rows, NULL, NULL, y, scratch, is_bf16};
+    pool_run(share_behind_attention, &all, threads);
 }
 
 // By kind of layer how the work of attention is cut, or NULL where there was no memory.
@@ -181,29 +210,36 @@ static Plan *make_plans(const Pass *p, const Attention *a, int64_t count, int th
     return plans;
 }
 
+// A pass, by layer attention over its texts, by kind how that is cut, and by text what mixers go on from.
+typedef struct {
+    const Pass *p;
+    Attention *attention;
+    const Plan *plans;
+    const Course *courses;
+    int64_t count;
+} Passing;
+
 // What stands in a layer before its last product reads it, by attention.
-static void share_attending(const Layer *l, const Pass *p, const Attention *a, Attention *own, Text *texts,
-    const Plan *plans, int64_t count, void *heads, int thread, int all) {
-    const int is_bf16 = a->is_bf16;
-    share_before_attention(
-        l, p->states, p->rows, p->cosines[l->kind], p->sines[l->kind], heads, p->scratch, is_bf16, thread, all);
-#pragma omp single
-    {
-        *own = a[l->kind];
-        own->texts = texts, own->queries = heads, own->sinks = l->sinks;
-        for (int64_t n = 0; n < count; n++) {
-            texts[n] = a[l->kind].texts[n];
-            texts[n].keys = row_of(texts[n].keys, l->place * texts[n].key_layer, is_bf16);
-            texts[n].values = row_of(texts[n].values, l->place * texts[n].value_layer, is_bf16);
-        }
+static void share_attending(const Layer *l, const Pass *p, const Attention *a, const Plan *plan, Worker *w) {
+    const Rows before = {l, p->states, NULL, a, p->rows, p->cosines[l->kind], p->sines[l->kind], (void *)a->queries,
+        p->scratch, a->is_bf16};
+    share_before_attention(&before, w);
+    share_attention(a, plan, w);
+    const Gates gates = {l, a->queries, p->rows, a->out, a->is_bf16};
+    if (l->gated) share_gates(&gates, w);
+}
+
+static void share_layers(const void *argument, Worker *w) {
+    const Passing *all = argument;
+    const Pass *p = all->p;
+    for (int64_t number = p->first; number < p->last; number++) {
+        const Layer *l = p->layers[number];
+        const Attention *a = &all->attention[number - p->first];
+        if (l->mixer) share_mixer(l, p, all->courses, all->count, a->out, a->is_bf16, w);
+        else share_attending(l, p, a, &all->plans[l->kind], w);
+        const Rows behind = {l, p->states, a->out, NULL, p->rows, NULL, NULL, p->states, p->scratch, a->is_bf16};
+        share_behind_attention(&behind, w);
     }
-    write_pairs(own, count, thread, all);
-#pragma omp barrier
-    share_attention(own, &plans[l->kind]);
-#pragma omp barrier
-    if (!l->gated) return;
-    share_gates(l, heads, p->rows, own->out, is_bf16, thread, all);
-#pragma omp barrier
 }
 
 // The first layer of a pass that has a mixer, NULL if none has.
@@ -213,27 +249,32 @@ static const Mixer *first_mixer(const Pass *p) {
     return NULL;
 }
 
+// Attention in layer `i` of a pass, whose texts are described in `a`, to `own` and `texts`.
+static void attention_of_layer(
+    const Pass *p, int64_t i, const Attention *a, int64_t count, Attention *own, Text *texts) {
+    const Layer *l = p->layers[p->first + i];
+    *own = a[l->mixer ? 0 : l->kind];
+    own->texts = texts, own->queries = row_of(p->heads, i * p->heads_layer, a->is_bf16), own->sinks = l->sinks;
+    for (int64_t n = 0; !l->mixer && n < count; n++) {
+        texts[n] = a[l->kind].texts[n];
+        texts[n].keys = row_of(texts[n].keys, l->place * texts[n].key_layer, a->is_bf16);
+        texts[n].values = row_of(texts[n].values, l->place * texts[n].value_layer, a->is_bf16);
+    }
+}
+
 // `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
 int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
+    const int64_t layers = p->last - p->first;
     const Mixer *mixer = first_mixer(p);
-    Text *texts = malloc(count * sizeof(Text));
+    Text *texts = malloc(layers * count * sizeof(Text));
+    Attention *attention = malloc(layers * sizeof(Attention));
     Plan *plans = make_plans(p, a, count, threads);
     Course *courses = mixer ? make_courses(mixer, p->memories, count, threads) : NULL;
-    const int fails = !texts || !plans || (mixer && !courses);
-    Attention own;
-    (void)threads;
-#pragma omp parallel num_threads(threads) if (!fails)
-    {
-        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
-        for (int64_t number = p->first; number < p->last && !fails; number++) {
-            const Layer *l = p->layers[number];
-            void *heads = row_of(p->heads, (number - p->first) * p->heads_layer, a->is_bf16);
-            if (l->mixer) share_mixer(l, p, courses, count, a->out, a->is_bf16, thread, all);
-            else share_attending(l, p, a, &own, texts, plans, count, heads, thread, all);
-            share_behind_attention(l, a->out, p->states, p->rows, p->states, p->scratch, a->is_bf16, thread, all);
-        }
-    }
+    const int fails = !texts || !attention || !plans || (mixer && !courses);
+    for (int64_t i = 0; !fails && i < layers; i++) attention_of_layer(p, i, a, count, &attention[i], texts + i * count);
+    const Passing all = {p, attention, plans, courses, count};
+    if (!fails) pool_run(share_layers, &all, threads);
     for (int64_t kind = 0; plans && kind < p->kinds; kind++) drop_plan(&plans[kind]);
-    free(plans), free(texts), drop_courses(courses, count);
+    free(plans), free(attention), free(texts), drop_courses(courses, count);
     return fails;
 }

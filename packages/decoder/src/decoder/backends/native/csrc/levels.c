@@ -25,7 +25,7 @@ typedef struct {
 typedef struct {
     const Drafter *d;
     const Drafts *texts;
-    int64_t count, rows, most_width;
+    int64_t count, rows, most_width, number;
     Branch *branches, *next;
     float *states, *next_states, *features, *read, *gated, *normed, *logits, *scores;
     int64_t *tokens;
@@ -76,8 +76,9 @@ static int64_t go_on(Level *l, int64_t text, int64_t first, int64_t branches, in
     return most;
 }
 
-// Choose the branches of the next level, behind level `number`.
-static void turn_over(Level *l, int64_t number) {
+// Choose the branches of the next level.
+static void turn_over(Level *l) {
+    const int64_t number = l->number;
     int64_t rows = 0, made = 0;
     if (number || !l->texts[0].given) {
         float *const old = l->states;
@@ -119,50 +120,48 @@ static void read_branch(const Level *l, const Head *head, int64_t row) {
         d->embedding_eps, d->size, l->features + row * inputs + d->size, 0);
 }
 
-// Fill level `number` of all branches, as one of the threads that share it.
-static void fill_level(Level *l, int64_t number, int thread, int threads) {
+// State and change of a branch to its next state, gate and up to what is gated.
+static void change_branch(const Level *l, const Head *head, int64_t row) {
+    const int64_t size = l->d->size, width = head->down.inputs;
+    const float *change = l->read + row * head->readers.outputs, *gate = change + size, *up = gate + width;
+    const float *state = state_of(l, row);
+    for (int64_t i = 0; i < size; i += LANES)
+        store(l->next_states, row * size + i, 0, load(state, i, 0, size - i) + load(change, i, 0, size - i), size - i);
+    for (int64_t i = 0; i < width; i += LANES)
+        store(l->gated, row * width + i, 0, silu(load(gate, i, 0, width - i)) * load(up, i, 0, width - i), width - i);
+}
+
+static void rank_branch(const Level *l, int64_t row) {
     const Drafter *d = l->d;
-    const int64_t at = number - l->texts[0].given, size = d->size, v = d->vocabulary.outputs;
+    const Branch *b = &l->branches[row];
+    const Drafts *t = &l->texts[b->text];
+    const int64_t v = d->vocabulary.outputs;
+    float *logits = l->logits + row * v;
+    if (d->logit_scale != 1)
+        for (int64_t i = 0; i < v; i++) logits[i] *= d->logit_scale;
+    best_drafts(&t->choosing, t->position + l->number, logits, d->ids, v, b->tokens, b->depth, t->width,
+        l->scores + row * l->most_width, l->tokens + row * l->most_width);
+}
+
+// Fill a level of all branches.
+static void share_level(const void *argument, Worker *w) {
+    const Level *l = argument;
+    const Drafter *d = l->d;
+    const int64_t at = l->number - l->texts[0].given, size = d->size, rows = l->rows;
     const Head *head = &d->heads[at < d->count ? at : d->count - 1];
-    const int64_t read = head->readers.outputs, width = head->down.inputs;
-    for (int64_t row = thread; row < l->rows; row += threads) read_branch(l, head, row);
-#pragma omp barrier
+    const int is_bf16 = d->vocabulary_is_bf16;
+    EACH_PIECE(row, rows, w) read_branch(l, head, row);
     const Out to_read = {l->read, NULL, 0, 0};
-    share(&head->readers, l->features, 0, l->rows, &to_read, thread, threads);
-#pragma omp barrier
-    for (int64_t row = thread; row < l->rows; row += threads) {
-        const float *change = l->read + row * read, *gate = change + size, *up = gate + width,
-                    *state = state_of(l, row);
-        for (int64_t i = 0; i < size; i += LANES)
-            store(l->next_states, row * size + i, 0, load(state, i, 0, size - i) + load(change, i, 0, size - i),
-                size - i);
-        for (int64_t i = 0; i < width; i += LANES)
-            store(
-                l->gated, row * width + i, 0, silu(load(gate, i, 0, width - i)) * load(up, i, 0, width - i), width - i);
-    }
-#pragma omp barrier
-    if (width) {
-        const Out to_state = {l->next_states, l->next_states, 0, 0};
-        share(&head->down, l->gated, 0, l->rows, &to_state, thread, threads);
-#pragma omp barrier
-    }
-    for (int64_t row = thread; row < l->rows; row += threads)
-        norm(l->next_states + row * size, 0, head->norm_out, head->eps, size,
-            row_of(l->normed, row * size, d->vocabulary_is_bf16), d->vocabulary_is_bf16);
-#pragma omp barrier
+    share(&head->readers, l->features, 0, rows, &to_read, w);
+    EACH_PIECE(row, rows, w) change_branch(l, head, row);
+    const Out to_state = {l->next_states, l->next_states, 0, 0};
+    if (head->down.inputs) share(&head->down, l->gated, 0, rows, &to_state, w);
+    EACH_PIECE(row, rows, w)
+    norm(l->next_states + row * size, 0, head->norm_out, head->eps, size, row_of(l->normed, row * size, is_bf16),
+        is_bf16);
     const Out to_logits = {l->logits, NULL, 0, 0};
-    share(&d->vocabulary, l->normed, d->vocabulary_is_bf16, l->rows, &to_logits, thread, threads);
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t row = 0; row < l->rows; row++) {
-        const Branch *b = &l->branches[row];
-        const Drafts *t = &l->texts[b->text];
-        float *logits = l->logits + row * v;
-        if (d->logit_scale != 1)
-            for (int64_t i = 0; i < v; i++) logits[i] *= d->logit_scale;
-        best_drafts(&t->choosing, t->position + number, logits, d->ids, v, b->tokens, b->depth, t->width,
-            l->scores + row * l->most_width, l->tokens + row * l->most_width);
-    }
+    share(&d->vocabulary, l->normed, is_bf16, rows, &to_logits, w);
+    EACH_PIECE(row, rows, w) rank_branch(l, row);
 }
 
 // Numbers of memory that `draft_levels` needs for so many branches at a time.
@@ -201,16 +200,9 @@ int draft_levels(const Drafter *d, const Drafts *texts, int64_t count, float *ro
         for (int64_t i = 0; i < d->size; i += LANES)
             store(l.states, text * d->size + i, 0, load(t->state, i, t->state_is_bf16, d->size - i), d->size - i);
     }
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), all = omp_get_num_threads();
-        for (int64_t number = 0; number < levels && l.rows; number++) {
-            if (number || !texts[0].given) fill_level(&l, number, thread, all);
-#pragma omp barrier // all have seen that there are rows
-#pragma omp single
-            turn_over(&l, number);
-        }
+    for (; l.number < levels && l.rows; l.number++) {
+        if (l.number || !texts[0].given) pool_run(share_level, &l, threads);
+        turn_over(&l);
     }
     free(branches), free(l.tokens), free(l.out);
     return 0;

@@ -2,6 +2,7 @@
 
 #include "library.h"
 #include "formats/formats.h"
+#include "pool.h"
 
 #include <string.h>
 
@@ -89,18 +90,42 @@ const Format *weight_format(int number) { return number < FORMATS ? &weight_form
 
 int quantised_width(void) { return SIDE; }
 
+typedef struct {
+    int format;
+    const uint8_t *from;
+    int64_t outputs, inputs;
+    uint8_t *to;
+} Packing;
+
+static void share_packing(const void *argument, Worker *w) {
+    const Packing *p = argument;
+    EACH_PIECE(panel, (p->outputs + SIDE - 1) / SIDE, w)
+    pack_panel(p->format, p->from, p->outputs, p->inputs, panel, p->to);
+}
+
 // Weights [outputs, inputs] as a file has them to panels; `to` is zero.
 void pack_weights(int format, const uint8_t *from, int64_t outputs, int64_t inputs, uint8_t *to, int threads) {
-    (void)threads;
-    const int64_t panels = (outputs + SIDE - 1) / SIDE;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t panel = 0; panel < panels; panel++) pack_panel(format, from, outputs, inputs, panel, to);
+    const Packing p = {format, from, outputs, inputs, to};
+    pool_run(share_packing, &p, threads);
+}
+
+typedef struct {
+    int format;
+    const uint8_t *packed;
+    int64_t inputs;
+    const int64_t *rows;
+    int64_t count;
+    float *to;
+} Unpacking;
+
+static void share_unpacking(const void *argument, Worker *w) {
+    const Unpacking *u = argument;
+    EACH_PIECE(r, u->count, w) unpack_row(u->format, u->packed, u->inputs, u->rows[r], u->to + r * u->inputs);
 }
 
 // Rows of packed weights, by their numbers, to `to` [count, inputs].
 void unpack_rows(
     int format, const uint8_t *packed, int64_t inputs, const int64_t *rows, int64_t count, float *to, int threads) {
-    (void)threads;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t r = 0; r < count; r++) unpack_row(format, packed, inputs, rows[r], to + r * inputs);
+    const Unpacking u = {format, packed, inputs, rows, count, to};
+    pool_run(share_unpacking, &u, threads);
 }

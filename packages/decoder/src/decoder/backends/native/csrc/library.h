@@ -8,6 +8,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// What the library's files call of each other, and nobody else.
+#define PRIVATE __attribute__((visibility("hidden")))
+
 // --------------------------------------------------------------------------------------------------------- products
 
 // x W^T, and b if there is one. Weights are packed in panels of `panel_width` outputs, in words of 32 bits:

@@ -323,49 +323,48 @@ INLINE Mixing mixing_of(const Layer *l, const Pass *p, const Course *courses, in
 }
 
 // What products make of the new tokens of all texts.
-static void share_products(const Layer *l, const Pass *p, int is_bf16, int thread, int all) {
+static void share_products(const Layer *l, const Pass *p, int is_bf16, Worker *w) {
     const Mixer *m = l->mixer;
     float *const inputs = p->mixed, *const gates = inputs + p->rows * l->qkv.outputs;
     for (int64_t first = 0; first < p->rows; first += CHUNK) {
         const int64_t count = p->rows - first < CHUNK ? p->rows - first : CHUNK;
-        for (int64_t r = thread; r < count; r += all)
-            norm(row_of(p->states, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
-                row_of(p->scratch, r * l->size, is_bf16), is_bf16);
-#pragma omp barrier
+        EACH_PIECE(r, count, w)
+        norm(row_of(p->states, (first + r) * l->size, is_bf16), is_bf16, l->norm_in, l->eps, l->size,
+            row_of(p->scratch, r * l->size, is_bf16), is_bf16);
         const Out to_inputs = {inputs + first * l->qkv.outputs, NULL, 0, 0};
         const Out to_gates = {gates + first * m->gates.outputs, NULL, 0, 0};
-        share(&l->qkv, p->scratch, is_bf16, count, &to_inputs, thread, all);
-        if (m->gates.outputs) share(&m->gates, p->scratch, is_bf16, count, &to_gates, thread, all);
-#pragma omp barrier
+        share(&l->qkv, p->scratch, is_bf16, count, &to_inputs, w);
+        if (m->gates.outputs) share(&m->gates, p->scratch, is_bf16, count, &to_gates, w);
     }
 }
 
+// One of the units that stand before the states of a text: heads of queries and keys, heads of values, and gates.
+static void mix_unit(const Mixing *x, int64_t unit) {
+    const Mixer *m = x->m;
+    const int64_t head = unit - m->keys, *from = m->from + 2 * m->keys + head;
+    if (unit < m->keys) mix_keys(x, unit);
+    else if (head == m->values) mix_gates(x);
+    else mix(x, from[0], m->keys ? -1 : from[4 * m->values], 2 * m->keys * m->key_dim + head * m->dim, m->dim);
+}
+
 void share_mixer(
-    const Layer *l, const Pass *p, const Course *courses, int64_t count, void *out, int is_bf16, int thread, int all) {
+    const Layer *l, const Pass *p, const Course *courses, int64_t count, void *out, int is_bf16, Worker *w) {
     const Mixer *m = l->mixer;
-    const int64_t units = m->keys + m->values + (m->keys > 0), panels = panels_of_head(m);
-    share_products(l, p, is_bf16, thread, all);
-    for (int64_t unit = thread; unit < units * count; unit += all) {
+    const int64_t units = m->keys + m->values + (m->keys > 0), panels = panels_of_head(m), each = m->values * panels;
+    share_products(l, p, is_bf16, w);
+    EACH_PIECE(unit, units * count, w) {
         const Mixing x = mixing_of(l, p, courses, unit / units);
-        const int64_t own = unit % units, head = own - m->keys;
-        const int64_t *from = m->from + 2 * m->keys + head;
-        if (own < m->keys) mix_keys(&x, own);
-        else if (head == m->values) mix_gates(&x);
-        else mix(&x, from[0], m->keys ? -1 : from[4 * m->values], 2 * m->keys * m->key_dim + head * m->dim, m->dim);
+        mix_unit(&x, unit % units);
     }
-#pragma omp barrier
-    for (int64_t unit = thread; unit < m->values * panels * count; unit += all) {
-        const Mixing x = mixing_of(l, p, courses, unit / (m->values * panels));
-        const int64_t place = unit % (m->values * panels);
-        run_panel(&x, place / panels, place % panels, x.c->states + thread * x.c->places * panel_of(m));
+    EACH_PIECE(unit, each * count, w) {
+        const Mixing x = mixing_of(l, p, courses, unit / each);
+        float *const own = x.c->states + w->number * x.c->places * panel_of(m);
+        run_panel(&x, unit % each / panels, unit % panels, own);
     }
-#pragma omp barrier
-    for (int64_t n = 0; n < count; n++) {
+    EACH_PIECE(row, p->rows, w) {
+        int64_t n = 0;
+        while (n + 1 < count && courses[n + 1].row <= row) n++;
         const Mixing x = mixing_of(l, p, courses, n);
-        for (int64_t token = 0; token < x.t->count; token++) {
-            const int64_t row = x.c->row + token;
-            if (row % all == thread) finish(&x, token, row_of(out, row * m->values * m->dim, is_bf16), is_bf16);
-        }
+        finish(&x, row - x.c->row, row_of(out, row * m->values * m->dim, is_bf16), is_bf16);
     }
-#pragma omp barrier
 }

@@ -18,12 +18,12 @@ typedef struct {
 } Course;
 
 // Returns NULL where there was no memory. The mixers of a model have states of one shape.
-INNER Course *make_courses(const Mixer *m, const Memory *texts, int64_t count, int threads);
+PRIVATE Course *make_courses(const Mixer *m, const Memory *texts, int64_t count, int threads);
 
-INNER void drop_courses(Course *courses, int64_t count);
+PRIVATE void drop_courses(Course *courses, int64_t count);
 
-// The part of a layer before its last product, which reads `out` [rows, values x dim], as one of the threads that share it.
-INNER void share_mixer(
-    const Layer *l, const Pass *p, const Course *courses, int64_t count, void *out, int is_bf16, int thread, int all);
+// The part of a layer before its last product, which reads `out` [rows, values x dim], in stages.
+PRIVATE void share_mixer(
+    const Layer *l, const Pass *p, const Course *courses, int64_t count, void *out, int is_bf16, Worker *w);
 
 #endif

@@ -9,6 +9,7 @@
 #define NATIVE_H
 
 #include "library.h"
+#include "pool.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -22,10 +23,6 @@
 #define linear IN_SET(linear)
 #define before_attention IN_SET(before_attention)
 #define behind_attention IN_SET(behind_attention)
-#define expert_numbers IN_SET(expert_numbers)
-#define run_experts IN_SET(run_experts)
-#define run_block IN_SET(run_block)
-#define route IN_SET(route)
 #define gate_attended IN_SET(gate_attended)
 #define mixer_sizes IN_SET(mixer_sizes)
 #define attend IN_SET(attend)
@@ -36,10 +33,13 @@
 #define draft_levels IN_SET(draft_levels)
 #define share IN_SET(share)
 #define share_halves IN_SET(share_halves)
-#define share_panels IN_SET(share_panels)
+#define multiply_panels IN_SET(multiply_panels)
+#define panels_in IN_SET(panels_in)
+#define pieces_of IN_SET(pieces_of)
 #define width_of IN_SET(width_of)
 #define share_experts IN_SET(share_experts)
 #define quantised_panels IN_SET(quantised_panels)
+#define round_inputs IN_SET(round_inputs)
 #define norm IN_SET(norm)
 #define make_plan IN_SET(make_plan)
 #define drop_plan IN_SET(drop_plan)
@@ -53,8 +53,6 @@
 #define INLINE static inline __attribute__((always_inline))
 // Functions of their own, so that compilers need not find registers for many at once.
 #define ONCE static __attribute__((noinline))
-// What the files call of each other, and nobody else.
-#define INNER __attribute__((visibility("hidden")))
 
 #define PRAGMA(x) _Pragma(#x)
 #if defined(__clang__)
@@ -63,16 +61,7 @@
 #define UNROLL(times) PRAGMA(GCC unroll times)
 #endif
 
-// OpenMP's own header is not always there where its library is.
-#if defined(_OPENMP)
-int omp_get_thread_num(void);
-int omp_get_num_threads(void);
-#else
-INLINE int omp_get_thread_num(void) { return 0; }
-INLINE int omp_get_num_threads(void) { return 1; }
-#endif
-
-#define FUNCTION(result, name, parameters, arguments) INNER result name parameters;
+#define FUNCTION(result, name, parameters, arguments) PRIVATE result name parameters;
 EACH_FUNCTION(FUNCTION)
 
 // ---------------------------------------------------------------------------------------------------------- numbers
@@ -176,32 +165,36 @@ typedef struct {
     int32_t y_is_bf16, add_is_bf16;
 } Out;
 
-// A thread's share of a product. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED weights.
-INNER void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
-
-// Panels [first, last) of a product, of `width_of` outputs each.
-INNER void share_panels(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last);
-
-INNER int64_t width_of(const Product *p);
-
-// Panels [first, last), of `quantised_width` outputs, of a QUANTISED product.
-INNER void quantised_panels(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last);
+// A product in one stage or several. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED weights.
+PRIVATE void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, Worker *w);
 
 // Some columns of a matrix: [first, last).
 typedef struct {
     int64_t first, last;
 } Columns;
 
-// A thread's share of a product whose outputs are two halves, gate and up. Returns the columns of a half, some of them
-// for each thread, in which this thread may read both. Where no panel belongs to both halves it has computed these
-// columns itself, and waits for no other thread.
-INNER Columns share_halves(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads);
+// What is done with rows [first_row, last_row) behind some columns of a product.
+typedef struct {
+    void (*run)(const void *argument, int64_t first_row, int64_t last_row, Columns columns);
+    const void *argument;
+} Behind;
+
+// A product whose outputs are two halves, gate and up. `behind` is called for columns of a half, once for each row and
+// column, when both halves have them.
+PRIVATE void share_halves(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, const Behind *behind, Worker *w);
+
+// A product's outputs stand in panels, of `width_of` outputs each. Those of [first, last) are a piece, or a part of one.
+PRIVATE int64_t width_of(const Product *p);
+PRIVATE int64_t panels_in(const Product *p);
+PRIVATE void multiply_panels(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last);
+
+// Into how many pieces `units` of so many panels are cut for some rows, if they can be as many for each thread.
+PRIVATE int64_t pieces_of(const Product *p, int64_t rows, int64_t units, int panels, int threads);
 
 // x / sqrt(mean(x^2) + eps) * weight.
-INNER void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16);
+PRIVATE void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16);
 
 enum { PANEL = 2 * LANES };     // outputs of a product that stand beside each other
 enum { CHUNK = 8 * MOST_ROWS }; // rows that go through a layer together, so that they stay in a core's cache
@@ -211,7 +204,7 @@ enum { CHUNK = 8 * MOST_ROWS }; // rows that go through a layer together, so tha
 // The `width` best of `vocab` drafts at a position, the best first, with their scores; of those that are not among
 // them, -INFINITY. `ids` are the tokens that the logits are of, NULL where they are all. Tokens `drafted` before are
 // penalised as those of the text are. The logits are written over.
-INNER void best_drafts(const Choosing *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
+PRIVATE void best_drafts(const Choosing *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
     const int64_t *drafted, int64_t depth, int64_t width, float *scores, int64_t *tokens);
 
 #endif

@@ -272,6 +272,7 @@ READ_ONCE(BF16_PAIRS)
 READ_AGAIN(BYTE_WEIGHTS)
 READ_AGAIN(BYTE_FOURS)
 
+// Panels [first, last) with inputs as the kind of weights takes them.
 static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], const Product *p, const void *x,
     int64_t rows, const Out *out, int64_t first, int64_t last) {
     const int64_t panel = words_of_row(kind, p->inputs) * PANEL, fit = PANELS_HELD / (panel * 4);
@@ -291,65 +292,127 @@ static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], cons
     }
 }
 
-enum { IN_OTHER_WORDS = 1 << 18 }; // words of inputs on a thread's stack
+// ------------------------------------------------------------------------------------------- inputs in other words
 
-// Inputs in other words are made for some rows at a time.
-static void some_panels_of_bytes(
-    const Product *p, const float *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    if (!BYTES_MULTIPLY) {
-        panels_of(BYTE_WEIGHTS, BYTE_WEIGHTS_tiles, p, x, rows, out, first, last);
-        return;
-    }
-    const int64_t row_words = words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS;
-    const int64_t room = IN_OTHER_WORDS / row_words, fit = room > 1 ? room : 1;
-    const int64_t most = FEW_GROUPS * MOST_ROWS < fit ? FEW_GROUPS * MOST_ROWS : fit;
-    const int64_t together = rows < most ? rows : most;
-    uint32_t words[(together + !together) * row_words];
-    for (int64_t row = 0; row < rows; row += together) {
-        const int64_t count = rows - row < together ? rows - row : together, at = row * p->outputs;
-        const Out here = {row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
-            out->y_is_bf16, out->add_is_bf16};
-        to_fours(x + row * p->inputs, count, p->inputs, words);
-        panels_of(BYTE_FOURS, BYTE_FOURS_tiles, p, words, count, &here, first, last);
-    }
+enum { IN_OTHER_WORDS = 1 << 18 }; // words of inputs on a thread's stack, about
+
+int64_t width_of(const Product *p) { return p->kind == QUANTISED ? SIDE : PANEL; }
+
+int64_t panels_in(const Product *p) { return (p->outputs + width_of(p) - 1) / width_of(p); }
+
+// Words of a row of inputs where products read others than those of x, 0 where they read x.
+static int64_t other_words(const Product *p) {
+    if (p->kind == QUANTISED) return p->inputs / PART * (int64_t)(sizeof(Input) / 4);
+    return p->kind == BYTES && BYTES_MULTIPLY ? words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS : 0;
 }
 
-void share_panels(
+// How many rows are multiplied before the next ones are made into other words.
+static int64_t rows_at_once(const Product *p, int64_t rows) {
+    const int64_t words = other_words(p), room = words ? IN_OTHER_WORDS / words : rows, fit = room > 1 ? room : 1;
+    const int64_t most = words && p->kind != QUANTISED && FEW_GROUPS * MOST_ROWS < fit ? FEW_GROUPS * MOST_ROWS : fit;
+    return rows < most ? rows : most;
+}
+
+static void to_other_words(const Product *p, const void *x, int x_is_bf16, int64_t rows, uint32_t *words) {
+    if (p->kind == QUANTISED) round_inputs(x, x_is_bf16, rows * p->inputs, (Input *)words);
+    else to_fours(x, rows, p->inputs, words);
+}
+
+// Panels [first, last) of a product; x is in other words if there are any for it.
+static void some_panels(
     const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    if (p->kind == QUANTISED) quantised_panels(p, x, x_is_bf16, rows, out, first, last);
+    if (p->kind == QUANTISED) quantised_panels(p, x, rows, out, first, last);
     else if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, FLOAT_WEIGHTS_tiles, p, x, rows, out, first, last);
-    else if (p->kind == BYTES) some_panels_of_bytes(p, x, rows, out, first, last);
+    else if (p->kind == BYTES && BYTES_MULTIPLY) panels_of(BYTE_FOURS, BYTE_FOURS_tiles, p, x, rows, out, first, last);
+    else if (p->kind == BYTES) panels_of(BYTE_WEIGHTS, BYTE_WEIGHTS_tiles, p, x, rows, out, first, last);
     else if (BF16_PAIRS_MULTIPLY && x_is_bf16) panels_of(BF16_PAIRS, BF16_PAIRS_tiles, p, x, rows, out, first, last);
     else panels_of(BF16_WEIGHTS, BF16_WEIGHTS_tiles, p, x, rows, out, first, last);
 }
 
-int64_t width_of(const Product *p) { return p->kind == QUANTISED ? SIDE : PANEL; }
-
-void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
-    const int64_t width = width_of(p), panels = (p->outputs + width - 1) / width;
-    share_panels(p, x, x_is_bf16, rows, out, panels * thread / threads, panels * (thread + 1) / threads);
+static Out out_from(const Product *p, const Out *out, int64_t row) {
+    const int64_t at = row * p->outputs;
+    return (Out){row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
+        out->y_is_bf16, out->add_is_bf16};
 }
 
-Columns share_halves(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int thread, int threads) {
-    const int64_t width = width_of(p), half = p->outputs / 2, panels = half / width;
-    if (half % width) { // a panel belongs to both halves
-        share(p, x, x_is_bf16, rows, out, thread, threads);
-#pragma omp barrier
-        const int64_t vectors = (half + LANES - 1) / LANES, last = vectors * (thread + 1) / threads * LANES;
-        return (Columns){vectors * thread / threads * LANES, last < half ? last : half};
+void multiply_panels(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    const int64_t together = rows_at_once(p, rows), each = other_words(p);
+    uint32_t words[together * each + 1];
+    for (int64_t row = 0; row < rows; row += together) {
+        const int64_t count = rows - row < together ? rows - row : together;
+        const Out here = out_from(p, out, row);
+        const void *from = row_of(x, row * p->inputs, x_is_bf16);
+        if (each) to_other_words(p, from, x_is_bf16, count, words);
+        some_panels(p, each ? words : from, x_is_bf16, count, &here, first, last);
     }
-    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    share_panels(p, x, x_is_bf16, rows, out, first, last);
-    share_panels(p, x, x_is_bf16, rows, out, panels + first, panels + last);
-    return (Columns){first * width, last * width};
+}
+
+// ------------------------------------------------------------------------------------------------- products in pieces
+
+enum { WEIGHTS_OF_PIECE = 1 << 16 }; // of a few rows; with many rows fewer, down to a panel's
+
+int64_t pieces_of(const Product *p, int64_t rows, int64_t units, int panels, int threads) {
+    if (threads == 1) return units > 0;
+    const int64_t fit = WEIGHTS_OF_PIECE / (panels * p->inputs * width_of(p) * (1 + rows / 8) + 1);
+    const int64_t each = fit > 1 ? fit : 1, pieces = (units + each - 1) / each;
+    const int64_t even = (pieces + threads - 1) / threads * threads;
+    return even < units ? even : units;
+}
+
+// A product whose outputs are one part or two, and what is done `behind` the panels of a piece, if anything is.
+static void share_parts(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int parts,
+    const Behind *behind, Worker *w) {
+    const int64_t together = rows_at_once(p, rows), each = other_words(p), units = panels_in(p) / parts;
+    uint32_t words[together * each + 1];
+    for (int64_t row = 0; row < rows; row += together) {
+        const int64_t count = rows - row < together ? rows - row : together;
+        const int64_t pieces = pieces_of(p, count, units, parts, w->threads);
+        const Out here = out_from(p, out, row);
+        const void *from = row_of(x, row * p->inputs, x_is_bf16);
+        int64_t made = 0;
+        EACH_PIECE(piece, pieces, w) {
+            if (each && !made++) to_other_words(p, from, x_is_bf16, count, words);
+            const int64_t first = units * piece / pieces, last = units * (piece + 1) / pieces;
+            for (int part = 0; part < parts; part++)
+                some_panels(p, each ? words : from, x_is_bf16, count, &here, part * units + first, part * units + last);
+            if (behind)
+                behind->run(behind->argument, row, row + count, (Columns){first * width_of(p), last * width_of(p)});
+        }
+    }
+}
+
+void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, Worker *w) {
+    share_parts(p, x, x_is_bf16, rows, out, 1, NULL, w);
+}
+
+void share_halves(
+    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, const Behind *behind, Worker *w) {
+    const int64_t half = p->outputs / 2;
+    if (half % width_of(p) == 0) {
+        share_parts(p, x, x_is_bf16, rows, out, 2, behind, w);
+        return;
+    }
+    share(p, x, x_is_bf16, rows, out, w); // a panel belongs to both halves
+    EACH_PIECE(row, rows, w) behind->run(behind->argument, row, row + 1, (Columns){0, half});
+}
+
+typedef struct {
+    const Product *p;
+    const void *x;
+    int64_t rows;
+    int is_bf16;
+    Out out;
+} Linear;
+
+static void share_linear(const void *argument, Worker *w) {
+    const Linear *l = argument;
+    share(l->p, l->x, l->is_bf16, l->rows, &l->out, w);
 }
 
 void linear(const Product *p, const void *x, int64_t rows, int is_bf16, void *y, int threads) {
-    const Out out = {y, NULL, is_bf16, 0};
-    (void)threads;
-#pragma omp parallel num_threads(threads)
-    share(p, x, is_bf16, rows, &out, omp_get_thread_num(), omp_get_num_threads());
+    const Linear l = {p, x, rows, is_bf16, {y, NULL, is_bf16, 0}};
+    pool_run(share_linear, &l, threads);
 }
 
 void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {

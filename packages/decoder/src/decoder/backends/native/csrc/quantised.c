@@ -84,24 +84,17 @@ static void multiply(
     }
 }
 
-enum { INPUTS_HELD = 1 << 14 }; // parts of inputs on a thread's stack, 1 MB
 enum { PANELS_HELD = 1 << 18 }; // weights, about, that a core holds while one group of rows follows another
 
-void quantised_panels(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    const int64_t parts = p->inputs / PART, fit = INPUTS_HELD / parts, most = fit > 1 ? fit : 1;
-    const int64_t together = rows < most ? rows : most, held = PANELS_HELD / (p->inputs * SIDE);
-    Input inputs[(together + !together) * parts];
-    for (int64_t begin = 0; begin < rows; begin += together) {
-        const int64_t count = rows - begin < together ? rows - begin : together;
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t i = 0; i < parts; i++)
-                round_part(row_of(x, (begin + r) * p->inputs, x_is_bf16), i * PART, x_is_bf16, &inputs[r * parts + i]);
-        const int64_t groups = (count + ROWS_HELD - 1) / ROWS_HELD, each = (count + groups - 1) / groups;
-        const int64_t step = groups == 1 ? last - first : held > 1 ? held : 1;
-        for (int64_t panel = first; panel < last; panel += step)
-            for (int64_t row = 0; row < count; row += each)
-                multiply(p, inputs + row * parts, begin + row, (int)(count - row < each ? count - row : each), out,
-                    panel, panel + step < last ? panel + step : last);
-    }
+void round_inputs(const void *x, int x_is_bf16, int64_t count, Input *inputs) {
+    for (int64_t i = 0; i < count; i += PART) round_part(x, i, x_is_bf16, &inputs[i / PART]);
+}
+
+void quantised_panels(const Product *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    const int64_t groups = (rows + ROWS_HELD - 1) / ROWS_HELD, each = groups ? (rows + groups - 1) / groups : 1;
+    const int64_t held = PANELS_HELD / (p->inputs * SIDE), step = groups == 1 ? last - first : held > 1 ? held : 1;
+    for (int64_t panel = first; panel < last; panel += step)
+        for (int64_t row = 0; row < rows; row += each)
+            multiply(p, x + row * (p->inputs / PART), row, (int)(rows - row < each ? rows - row : each), out, panel,
+                panel + step < last ? panel + step : last);
 }

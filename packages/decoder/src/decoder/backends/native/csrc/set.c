@@ -6,4 +6,4 @@
 #define STRING(x) STRING_(x)
 #define FIELD(result, name, parameters, arguments) name,
 
-INNER const InstructionSet IN_SET(set) = {STRING(SET), BF16_PAIRS_MULTIPLY, PANEL, CHUNK, EACH_FUNCTION(FIELD)};
+PRIVATE const InstructionSet IN_SET(set) = {STRING(SET), BF16_PAIRS_MULTIPLY, PANEL, CHUNK, EACH_FUNCTION(FIELD)};

@@ -89,15 +89,16 @@ EACH_FORMAT(LAYOUT_OF)
 // `sums` [rows, SIDE].
 typedef void (*Tile)(const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums);
 
-#define PRIVATE __attribute__((visibility("hidden")))
-
 extern PRIVATE const Format weight_formats[FORMATS];
 
 extern PRIVATE const Layout *const layouts[FORMATS];
 
-// The tiles of an instruction set.
+// An instruction set's tiles, `count` numbers as inputs, and panels [first, last), of SIDE outputs, of a product.
 #if defined(IN_SET)
 extern PRIVATE const Tile tile_table[FORMATS];
+PRIVATE void round_inputs(const void *x, int x_is_bf16, int64_t count, Input *inputs);
+PRIVATE void quantised_panels(
+    const Product *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last);
 #endif
 
 // A scale or a minimum.
