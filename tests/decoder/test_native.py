@@ -1,10 +1,8 @@
 """The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
 
-import ctypes
 import multiprocessing
-import re
-import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -348,25 +346,6 @@ def test_a_library_that_the_package_brings_needs_no_compiler(package, monkeypatc
     assert not list(recwarn)
 
 
-@needs_native
-def test_it_is_linked_with_the_openmp_that_is_loaded(package, monkeypatch):
-    """Where PyTorch has loaded one for itself alone."""
-    folder, data = package
-    file, opened, real = folder / native.compiling.shipped_name(data), [], ctypes.CDLL
-    file.write_bytes(data)
-
-    def of_a_process_without(name, mode=ctypes.DEFAULT_MODE):
-        opened.append((name, mode))
-        if len(opened) == 1:
-            raise OSError(f"{name}: undefined symbol: GOMP_barrier")
-        return real(name, mode)
-
-    monkeypatch.setattr(ctypes, "CDLL", of_a_process_without)
-    native.library()
-    assert opened[0] == opened[2] == (str(file), ctypes.DEFAULT_MODE)
-    assert re.search("/lib[a-z]*omp", opened[1][0]) and opened[1][1] == ctypes.RTLD_GLOBAL
-
-
 def of_another_machine(data):
     return data[:18] + (b"\xf3\0" if data[18] != 0xF3 else b"\xb7\0") + data[20:]
 
@@ -473,20 +452,50 @@ def test_what_a_token_does_not_see_may_be_no_number(dtype):
 
 
 @needs_native
-def test_a_forked_process_takes_one_thread_and_does_not_wait_for_others():
+def test_a_forked_process_shares_work_among_threads_of_its_own():
+    """And so does a process that it forks; threads that come and go keep their bits."""
     threads = torch.get_num_threads()
     rows, key, value = case(700, 9, torch.float32)
+
+    def child(generations):
+        if not generations:
+            return
+        one = multiprocessing.get_context("fork").Process(target=check, args=(generations - 1,))
+        one.start()
+        one.join(60)
+        assert one.exitcode == 0
+
+    def check(generations):
+        assert torch.equal(attend(rows, key, value, 700), whole)
+        child(generations)
+
     try:
-        torch.set_num_threads(2)
+        torch.set_num_threads(3)
         whole = attend(rows, key, value, 700)
-        child = multiprocessing.get_context("fork").Process(
-            target=lambda: sys.exit(not torch.equal(attend(rows, key, value, 700), whole))
-        )
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
+        child(2)
+        assert torch.equal(attend(rows, key, value, 700), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_native
+def test_several_threads_may_call_at_once():
+    """One of them has the pool, the others run alone; ctypes lets go of the interpreter's lock meanwhile."""
+    threads, cases = torch.get_num_threads(), [case(700 + 90 * n, 9, torch.float32) for n in range(4)]
+
+    def found(number, times):
+        return [attend(*cases[number], 700 + 90 * number) for _ in range(times)]
+
+    try:
+        torch.set_num_threads(1)
+        alone = [found(number, 1)[0] for number in range(4)]
+        torch.set_num_threads(3)
+        with ThreadPoolExecutor(4) as callers:
+            each = list(callers.map(found, range(4), [50] * 4, timeout=60))
+    finally:
+        torch.set_num_threads(threads)
+    for whole, all_of_it in zip(alone, each, strict=True):
+        assert all(torch.equal(one, whole) for one in all_of_it)
 
 
 @needs_native

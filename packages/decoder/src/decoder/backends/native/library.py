@@ -11,7 +11,6 @@ the fastest one.
 import ctypes
 import os
 import platform
-import re
 import shutil
 import stat
 import sys
@@ -452,21 +451,8 @@ def available() -> bool:
 
 
 def threads() -> int:
-    """How many threads a call takes: PyTorch's number, but one in a forked process.
-
-    OpenMP's threads, which PyTorch's operators share, do not come along, and a call for several would wait for ever.
-    """
-    return 1 if _forked else torch.get_num_threads()
-
-
-def _after_fork() -> None:
-    global _forked
-    _forked = True
-
-
-_forked = False
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    """How many threads a call takes at most: PyTorch's number."""
+    return torch.get_num_threads()
 
 
 def address(array: ctypes.Array) -> int:
@@ -583,7 +569,7 @@ def _opened(file: Path) -> ctypes.CDLL:
     Raises:
         NativeUnavailable: it was made for other structures, or for another processor.
     """
-    library = _linked(file)
+    library = ctypes.CDLL(str(file))
     library.structures.restype, library.instructions.restype = POINTER(Structure), c_char_p
     theirs, own = library.structures(), {one.__name__: ctypes.sizeof(one) for one in _STRUCTURES}
     sizes = {entry.name.decode(): entry.bytes for entry in takewhile(lambda entry: entry.name, theirs)}
@@ -598,16 +584,3 @@ def _opened(file: Path) -> ctypes.CDLL:
         getattr(library, name).restype = c_int64
     library.weight_format.restype = POINTER(Format)
     return library
-
-
-def _linked(file: Path) -> ctypes.CDLL:
-    """The library in a file, linked with the OpenMP that PyTorch has loaded."""
-    try:
-        return ctypes.CDLL(str(file))
-    except OSError as error:
-        if "undefined symbol" not in str(error):
-            raise
-    # PyTorch has loaded it for itself alone.
-    loaded = re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", Path("/proc/self/maps").read_text())
-    ctypes.CDLL(loaded[0] if loaded else "libgomp.so.1", ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(file))
