@@ -25,7 +25,7 @@ def test_the_sources_are_formatted():
     if shutil.which("clang-format") is None:
         pytest.skip("needs clang-format")
     program = next(parent for parent in compiling.FOLDER.parents if (parent / ".clang-format").exists())
-    files = [*compiling.files(), program / "tests/native/hashes.c"]
+    files = [*compiling.files(), *(program / "tests/native").glob("*.c")]
     done = subprocess.run(["clang-format", "--dry-run", "-Werror", *map(str, files)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

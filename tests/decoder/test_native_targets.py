@@ -1,6 +1,7 @@
 """The native library for several targets: the same bits where they are promised, and no fault that sanitizers find.
 
-`tests/native/hashes.c` prints a hash of what each function makes of fixed inputs. Programs for aarch64 run in qemu.
+`tests/native/hashes.c` prints a hash of what each function makes of fixed inputs, on some threads; `callers.c` calls the
+library from several at once. Programs for aarch64 run in qemu.
 """
 
 import platform
@@ -17,20 +18,24 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with what this machine computes"),
 ]
-PROGRAM = Path(__file__).parents[1] / "native" / "hashes.c"
-SANITIZERS = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+PROGRAMS = Path(__file__).parents[1] / "native"
+PROGRAM = PROGRAMS / "hashes.c"
+SANITIZERS = {
+    "memory": ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    "threads": ("-g", "-O1", "-fsanitize=thread"),
+}
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 NAMES = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "unpacked"}
 
 
-def built(folder, compiler, sets, flags=(), linking=()):
+def built(folder, compiler, sets, flags=()):
     """The program with the library's files for these instruction sets."""
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
     for command in compiling.commands(compiler, sets, (*flags, *WARNINGS), folder):
         subprocess.run(command, check=True)
     made, objects = folder / "hashes", map(str, folder.glob("*.o"))
-    given = [*compiling.FLAGS, *flags, *linking, *WARNINGS, "-I", str(compiling.FOLDER)]
+    given = [*compiling.FLAGS, *flags, *WARNINGS, "-I", str(compiling.FOLDER)]
     subprocess.run([compiler, *given, "-o", str(made), str(PROGRAM), *objects, "-lm"], check=True)
     return made
 
@@ -49,14 +54,13 @@ def sets_here():
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """What the generic set prints here."""
-    return printed(built(tmp_path_factory.mktemp("generic"), "gcc", ["generic"]), "generic")
+    return printed(built(tmp_path_factory.mktemp("generic"), "gcc", ["generic"]), "generic", 1)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_instruction_sets_have_the_bits_that_they_promise(compiler, expected, tmp_path):
-    linking = () if compiler == "gcc" else ("-fno-openmp",)  # clang's own library is rarely installed
-    program = built(tmp_path, compiler, sets_here(), linking, linking)
-    lines = {name: printed(program, name) for name in sets_here()}
+    program = built(tmp_path, compiler, sets_here())
+    lines = {name: printed(program, name, 3) for name in sets_here()}
     assert lines["avx2"] == expected
     for found in lines.values():
         same = [line for line in found if line.split()[0] in NAMES]
@@ -73,11 +77,22 @@ def test_a_packages_library_for_aarch64_has_the_bits_of_this_machine(expected, t
     given = [*compiling.FLAGS, *WARNINGS, "-I", str(compiling.FOLDER), "-o", str(program), str(PROGRAM), str(library)]
     subprocess.run([compiler, *given, "-Wl,-rpath,$ORIGIN", "-lm"], check=True)
     for instructions in compiling.OF_MACHINE[machine]:
-        assert printed("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", program, instructions) == expected
+        assert printed("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", program, instructions, 3) == expected
 
 
+@pytest.mark.parametrize("kind", SANITIZERS)
 @pytest.mark.parametrize("instructions", sets_here())
-def test_sanitizers_find_nothing(instructions, expected, tmp_path):
-    program = built(tmp_path, "gcc", [instructions], SANITIZERS)
-    lines = printed(program, instructions)
+def test_sanitizers_find_nothing(instructions, kind, expected, tmp_path):
+    program = built(tmp_path, "gcc", [instructions], SANITIZERS[kind])
+    lines = printed(program, instructions, 3)
     assert len(lines) == len(expected) and (lines == expected or instructions.startswith("avx512"))
+
+
+@pytest.mark.parametrize("kind", [None, "threads"])
+def test_several_threads_and_forked_processes_call_at_once_and_the_library_is_let_go(kind, tmp_path):
+    """The sanitizer has its own opinion of processes that are forked from one of several threads."""
+    flags, library, program = SANITIZERS.get(kind, ()), tmp_path / "native.so", tmp_path / "callers"
+    assert compiling.fault_of_compiling("gcc", library, ["avx2"], flags) is None
+    given = [*compiling.FLAGS, *flags, *WARNINGS, "-I", str(compiling.FOLDER), "-o", str(program)]
+    subprocess.run(["gcc", *given, str(PROGRAMS / "callers.c"), "-ldl"], check=True)
+    printed(program, library, *["nofork"] * (kind is not None))

@@ -12,6 +12,19 @@
 #include <stdlib.h>
 #include <time.h>
 
+// As glibc has had them from the beginning, so that a library that is compiled on a new system loads on an old one.
+#if defined(__GLIBC__) && defined(__x86_64__)
+#define OLD "GLIBC_2.2.5"
+#elif defined(__GLIBC__) && defined(__aarch64__)
+#define OLD "GLIBC_2.17"
+#endif
+#if defined(OLD)
+#define AS_OLD(name) __asm__(".symver " #name ", " #name "@" OLD);
+AS_OLD(pthread_create)
+AS_OLD(pthread_join)
+AS_OLD(pthread_sigmask)
+#endif
+
 enum { MOST_THREADS = 128 };
 static int SPIN = 100000, TURN = 0; // nanoseconds
 
