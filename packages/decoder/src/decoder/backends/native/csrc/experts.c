@@ -256,9 +256,10 @@ static void share_block(const void *argument, Worker *w) {
         const Room room = room_at(e, count, b->scratch);
         const void *x = row_of(b->x, first * size, b->is_bf16);
         if (!b->ids) share_routing(e, x, count, &room, b->is_bf16, w);
-        else EACH_PIECE(once, 1, w)
-        for (int64_t p = 0; p < count * used; p++)
-            room.ids[p] = (int32_t)b->ids[first * used + p], room.weights[p] = b->weights[first * used + p];
+        EACH_PIECE(once, b->ids != NULL, w) {
+            for (int64_t p = 0; p < count * used; p++)
+                room.ids[p] = (int32_t)b->ids[first * used + p], room.weights[p] = b->weights[first * used + p];
+        }
         share_chosen(e, x, NULL, count, row_of(b->y, first * outputs, b->is_bf16), &room, b->is_bf16, w);
     }
 }

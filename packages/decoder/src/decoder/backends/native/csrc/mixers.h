@@ -7,8 +7,7 @@
 
 // How the tokens of a text follow each other in a pass: those that are run again, and then the new ones.
 typedef struct {
-    int32_t
-        *above; // [tokens, width - 1], which tokens the convolution of each sees; -1 is the last one before the state
+    int32_t *above; // [tokens, width - 1], which tokens its convolution sees; -1 is the last one before the state
     int32_t *from;  // the parent of each, -1 for those behind the state
     int32_t *place; // by token, behind that of the state: where its own state stands
     int32_t *last;  // by token, behind that of the state: its last child, -1 where there is none
