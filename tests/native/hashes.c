@@ -1,4 +1,5 @@
-// Prints a hash of what each function of the native library makes of fixed inputs, for the instruction set that is named.
+// Prints a hash of what each function of the native library makes of fixed inputs, for the instruction set that is named
+// and a number of threads.
 //
 // Sets with vectors of the same size print the same lines on any processor; lines of quantised products are the same for
 // all sets. `tests/decoder/test_native_targets.py` builds it for several targets and compares what they print.
@@ -24,6 +25,7 @@ EACH_FUNCTION(DECLARED)
 enum { MOST = 1 << 22 };
 
 static uint64_t seed = 1;
+static int threads;
 
 static uint32_t random_bits(void) {
     seed = seed * 6364136223846793005u + 1442695040888963407u;
@@ -84,10 +86,10 @@ static void quantised_products(void) {
         const int64_t panels = (OUTPUTS + quantised_width() - 1) / quantised_width(), blocks = INPUTS / f->inputs;
         uint8_t *from = random_blocks(f, OUTPUTS * blocks), *packed = memory(panels * blocks * f->packed_bytes);
         memset(packed, 0, panels * blocks * f->packed_bytes);
-        pack_weights(number, from, OUTPUTS, INPUTS, packed, 1);
+        pack_weights(number, from, OUTPUTS, INPUTS, packed, threads);
         const int64_t rows[3] = {74, 0, 16};
         float *unpacked = memory(3 * INPUTS * 4);
-        unpack_rows(number, packed, INPUTS, rows, 3, unpacked, 1);
+        unpack_rows(number, packed, INPUTS, rows, 3, unpacked, threads);
         print("unpacked", number, unpacked, 3 * INPUTS * 4);
         Quantised all = {1, {{number, OUTPUTS, packed}}};
         float *bias = floats(OUTPUTS);
@@ -95,7 +97,7 @@ static void quantised_products(void) {
         for (int64_t count = 1; count <= 37; count = count * 3 / 2 + 1) {
             float *x = floats(count * INPUTS), *y = memory(count * OUTPUTS * 4);
             x[0] = 50, x[1] = 0;
-            linear(&p, x, count, 0, y, 1);
+            linear(&p, x, count, 0, y, threads);
             print(f->name, count, y, count * OUTPUTS * 4);
             free(x), free(y);
         }
@@ -142,7 +144,7 @@ static void packed_products(void) {
             const Product p = {inputs, outputs, packed, bias, kind == BYTES ? scales : NULL, kind};
             for (int64_t rows = 1; rows <= 61; rows = rows * 3 / 2 + 1) {
                 float *x = floats(rows * inputs), *y = memory(rows * outputs * 4);
-                linear(&p, x, rows, 0, y, 1);
+                linear(&p, x, rows, 0, y, threads);
                 print(names[kind], rows, y, rows * outputs * 4);
                 free(x), free(y);
             }
@@ -208,7 +210,7 @@ static void passes(int64_t length, int64_t new) {
         .scratch = scratch,
         .kinds = 1,
     };
-    if (run_layers(&pass, &a, 2, 2)) exit(2);
+    if (run_layers(&pass, &a, 2, threads)) exit(2);
     print("states", length, states, rows * SIZE * 4);
     print("keys", length, keys, 2 * of_layer * 4);
     const void *const held[] = {layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight, norm_in,
@@ -246,10 +248,10 @@ static void experts(int scoring, int groups) {
         .alpha = 1.7f,
     };
     float *scratch = memory(expert_numbers(&e, ROWS) * 4);
-    run_block(&e, x, ROWS, y, scratch, 0, 1);
+    run_block(&e, x, ROWS, y, scratch, 0, threads);
     print("experts", groups, y, ROWS * SIZE * 4);
     for (int64_t row = 0; row < ROWS; row += 43) {
-        run_block(&e, x + row * SIZE, 1, alone, scratch, 0, 1);
+        run_block(&e, x + row * SIZE, 1, alone, scratch, 0, threads);
         if (memcmp(alone, y + row * SIZE, SIZE * 4) != 0) exit(2);
     }
     for (int64_t i = 0; i <= COUNT; i++)
@@ -266,7 +268,7 @@ static void attention_of_bf16(int64_t length, int64_t new, int64_t dim) {
     uint16_t *queries = bf16s(new *HEADS *dim), *out = memory(new *HEADS *dim * 2);
     const Text text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, 0, length, new, NULL};
     const Attention a = {&text, queries, out, HEADS * dim, HEADS, KV_HEADS, dim, dim, 0.2f, 1, NULL, 0, 0, 0};
-    if (attend(&a, 1, 1)) exit(2);
+    if (attend(&a, 1, threads)) exit(2);
     print("attention", length, out, new *HEADS *dim * 2);
     free(keys), free(values), free(queries), free(out);
 }
@@ -297,10 +299,12 @@ static void tokens(int64_t vocab) {
 }
 
 int main(int count, char **arguments) {
-    if (count != 2 || use_instructions(arguments[1])) {
-        fprintf(stderr, "name an instruction set that this processor has and that was compiled\n");
+    if (count != 3 || use_instructions(arguments[1])) {
+        fprintf(
+            stderr, "name an instruction set that this processor has and that was compiled, and how many threads\n");
         return 1;
     }
+    threads = atoi(arguments[2]);
     quantised_products();
     packed_products();
     passes(0, 3), passes(40, 9), passes(600, 17);
