@@ -1,7 +1,7 @@
 """The native library for several targets: the same bits where they are promised, and no fault that sanitizers find.
 
-`tests/native/hashes.c` prints a hash of what each function makes of fixed inputs, on some threads; `callers.c` calls the
-library from several at once. Programs for aarch64 run in qemu.
+`tests/native/hashes.c` prints a hash of what each function makes of fixed inputs, on some threads; `callers.c` calls
+the library from several at once. Programs for aarch64 run in qemu.
 """
 
 import platform

@@ -1,7 +1,7 @@
 // Threads that share the work of a call, as pool.h describes.
 //
 // They spin for a while where they wait, and then sleep: beside other work a thread that only waits takes the processor
-// from the one that it waits for.
+// from the one that it waits for. And they yield between pieces, before the system puts them aside within one.
 
 #include "pool.h"
 
@@ -9,7 +9,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <time.h>
 
 // As glibc has had them from the beginning, so that a library that is compiled on a new system loads on an old one.
@@ -26,12 +25,8 @@ AS_OLD(pthread_sigmask)
 #endif
 
 enum { MOST_THREADS = 128 };
-static int SPIN = 100000, TURN = 0; // nanoseconds
-
-__attribute__((constructor)) static void tuned(void) {
-    if (getenv("POOL_SPIN")) SPIN = atoi(getenv("POOL_SPIN")) * 1000;
-    if (getenv("POOL_TURN")) TURN = atoi(getenv("POOL_TURN")) * 1000;
-}
+enum { SPIN = 50000 };   // nanoseconds, in which one waits before it sleeps
+enum { TURN = 2000000 }; // and after which it lets others run: shorter than a system's, which would end within a piece
 
 // Where threads sleep until something has changed.
 typedef struct {
@@ -43,8 +38,8 @@ static struct {
     _Atomic int busy;        // whether a call has the pool
     _Atomic uint64_t ticket; // the number of the stage that is open, and in the lower half its next piece
     _Atomic int64_t done;    // pieces of it
-    _Atomic uint32_t call;   // by number,
-    _Atomic uint32_t inside; // how many helpers are in it, twice, and one if others may come in
+    _Atomic uint32_t call;   // how many there have been
+    _Atomic uint32_t inside; // how many helpers are in one, twice, and one more if others may come in
     _Atomic int stops;
     void (*share)(const void *argument, Worker *w);
     const void *argument;
@@ -101,6 +96,16 @@ static void open_next(uint32_t stage) {
     wake(&pool.waiting);
 }
 
+// Between two pieces a thread holds nobody, so here it makes room for other work of the processor, if there is any. The
+// caller's comes back where it was; helpers leave the call first, whose end would wait for them, and come in again.
+static void let_others_run(Worker *w) {
+    const int64_t time = now();
+    if (time - w->since < TURN) return;
+    w->since = time;
+    if (w->is_caller) sched_yield();
+    else w->leaves = 1;
+}
+
 int64_t next_piece(Worker *w, int64_t pieces) {
     if (w->alone) {
         if (w->next < pieces) return w->next++;
@@ -110,13 +115,7 @@ int64_t next_piece(Worker *w, int64_t pieces) {
     if (w->holds && ++pool.done == pieces) open_next(w->stage);
     w->holds = 0;
     uint64_t ticket = pool.ticket;
-    if (TURN && stage_of(ticket) == w->stage) {
-        const int64_t time = now();
-        if (time - w->since > TURN) {
-            if (w->is_caller) sched_yield(), w->since = now();
-            else w->leaves = 1;
-        }
-    }
+    if (stage_of(ticket) == w->stage) let_others_run(w);
     while (stage_of(ticket) == w->stage && !w->leaves) {
         if ((int64_t)(uint32_t)ticket < pieces) {
             if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;

@@ -27,10 +27,11 @@
 // One of the threads of a call.
 typedef struct {
     int number, threads; // its own, and of the call at most, by which to cut stages and memory
+    // The pool's own: whether it holds a piece, whether it leaves the call; of one that is alone its next piece; when it
+    // last let others run, in nanoseconds.
     int alone, is_caller, holds, leaves;
     uint32_t stage;
-    int64_t next; // piece, of one that is alone
-    int64_t since;
+    int64_t next, since;
 } Worker;
 
 // Run `share` in up to `threads` threads, of which the caller's is one. Several threads may call at once: while one call
