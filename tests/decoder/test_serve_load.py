@@ -23,7 +23,7 @@ import pytest
 import decoder
 from decoder import SamplingParams
 
-from .serving import within
+from .serving import calling_decoder, within
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +39,8 @@ def dec():
 class Command:
     """The command in a process of its own."""
 
-    def __init__(self, key_file, *flags):
-        arguments = ["--model", DATA / "reference-model", "--heads", DATA / "heads-gated", "--port", "0"]
+    def __init__(self, key_file, *flags, model=DATA / "reference-model", heads=DATA / "heads-gated"):
+        arguments = ["--model", model, *(["--heads", heads] if heads else []), "--port", "0"]
         arguments += ["--api-key-file", key_file, *flags]
         command = [sys.executable, "-m", "decoder", "serve", *map(str, arguments)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -76,8 +76,8 @@ def start(tmp_path):
     (tmp_path / "key").write_text("secret\n")
     started = []
 
-    def start(*flags):
-        started.append(Command(tmp_path / "key", *flags))
+    def start(*flags, **loaded):
+        started.append(Command(tmp_path / "key", *flags, **loaded))
         return started[-1]
 
     yield start
@@ -90,12 +90,13 @@ def prompt(index):
     return " ".join(random.Random(index).choices(WORDS, k=3 + 7 * (index % 9)))
 
 
-def dropped(server, index):
+def dropped(server, index, path="/v1/completions", asked=None):
     """Ask by a socket of its own, and leave half way."""
-    body = dict(prompt=prompt(index), max_tokens=2000, ignore_eos=True, seed=index, stream=index % 2 == 0)
+    asked = dict(prompt=prompt(index)) if asked is None else asked
+    body = dict(max_tokens=2000, ignore_eos=True, seed=index, stream=index % 2 == 0) | asked
     data = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
         raw.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         time.sleep(1 + 0.1 * index)
     return "left"
@@ -160,6 +161,85 @@ def test_memory_is_flat_over_five_hundred_requests(start, kept):
     print("\nMiB after each 50 requests:", " ".join(f"{size:.0f}" for size in sizes))
     # The first hundred fill what is kept: tuning states, the allocator's pools, connections. A leak of the cache of
     # every tenth of the other requests would be 7 MiB.
+    assert max(sizes[2:]) < sizes[1] + 24
+    assert server.idle() and server.end() == 0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "weather", "parameters": SCHEMA}
+FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+
+
+def shaped(index):
+    """The path and the body of a request for an answer in a shape or with calls, each of another kind."""
+    chat = [{"role": "user", "content": prompt(index)}]
+    common = dict(seed=index, ignore_eos=index % 5 == 0, temperature=(0.0, 0.7, 1.0)[index % 3])
+    tools = dict(tools=[{"type": "function", "function": FUNCTION}], tool_choice=("required", "auto")[index % 2])
+    flat_format = {"type": "json_schema", "schema": SCHEMA}
+    flat = dict(tools=[{"type": "function", **FUNCTION}], tool_choice="required")
+    kinds = [
+        ("/v1/completions", dict(prompt=prompt(index), guided_json=SCHEMA, max_tokens=60)),
+        ("/v1/completions", dict(prompt=prompt(index), regex="(ab|c){3,40}", max_tokens=60)),
+        ("/v1/chat/completions", dict(messages=chat, response_format=FORMAT, max_tokens=60)),
+        ("/v1/chat/completions", dict(messages=chat, max_tokens=80, **tools)),
+        ("/v1/responses", dict(input=chat, text={"format": flat_format}, max_output_tokens=60)),
+        ("/v1/responses", dict(input=prompt(index), max_output_tokens=80, **flat)),
+    ]
+    path, body = kinds[index % len(kinds)]
+    return path, {**common, **body}
+
+
+def said(answer):
+    """The texts and calls of an answer, without names and times; of a stream, of its last event."""
+    body = answer.json()
+    if "output" in body:
+        return [(item.get("arguments"), [part["text"] for part in item.get("content", [])]) for item in body["output"]]
+    texts = []
+    for choice in body["choices"]:
+        message = choice.get("message", {})
+        calls = [call["function"]["arguments"] for call in message.get("tool_calls") or []]
+        texts.append((choice.get("text"), message.get("content"), calls))
+    return texts
+
+
+def test_fifty_clients_with_shapes_and_tools_of_which_twenty_leave(start, tmp_path):
+    """Texts are those of plain decoding alone; nothing goes on for who has left; memory stays over 500 more."""
+    dec = calling_decoder()
+    dec.model.save_pretrained(tmp_path / "model")
+    dec.tokenizer.save_pretrained(tmp_path / "model")
+    flags = "--max-batch", "8", "--max-queue", "100", "--prefix-cache-bytes", "0"
+    server = start(*flags, model=tmp_path / "model", heads=None)
+
+    def ask(index, **more):
+        path, body = shaped(index)
+        return server.http.post(path, json={**body, **more})
+
+    with ThreadPoolExecutor(50) as pool:
+        gone = []
+        for index in range(30, 50):
+            path, body = shaped(index)
+            length = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 4000}
+            body = {name: value for name, value in body.items() if not name.startswith("max_")} | length
+            body["ignore_eos"], body["stream"] = True, index % 2 == 0
+            gone.append(pool.submit(dropped, server, index % 10, path, body))
+        answers = list(pool.map(ask, range(30)))
+        assert [one.result() for one in gone] == ["left"] * 20
+    assert [answer.status_code for answer in answers] == [200] * 30
+    assert within(30, server.idle), "a text of a client that has left goes on"
+    for index, answer in enumerate(answers):
+        assert said(answer) == said(ask(index, method="ar")), index
+    sizes = []
+    with ThreadPoolExecutor(8) as pool:
+        for first in range(0, 500, 50):
+            found = pool.map(lambda index: ask(index, stream=index % 4 == 0).status_code, range(first, first + 50))
+            assert list(found) == [200] * 50
+            sizes.append(server.memory() / 2**20)
+    print("\nMiB after each 50 requests:", " ".join(f"{size:.0f}" for size in sizes))
     assert max(sizes[2:]) < sizes[1] + 24
     assert server.idle() and server.end() == 0
 

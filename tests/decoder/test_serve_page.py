@@ -84,6 +84,9 @@ def test_in_a_browser(dec, tmp_path):
             )
             page.screenshot(path=tmp_path / f"settings-{width}.png")
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            page.get_by_role("button", name="Light or dark").click()
+            assert page.evaluate("document.documentElement.dataset.theme") != scheme
+            page.screenshot(path=tmp_path / f"other-{width}.png")
             # The request that was refused is an error on the console, and the only one.
             assert all("400" in fault for fault in faults), faults
             page.close()

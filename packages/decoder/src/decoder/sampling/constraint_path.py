@@ -1,6 +1,7 @@
 """Where a text, and drafts behind it, stand in the text's constraint."""
 
 from collections.abc import Iterable, Sequence
+from weakref import ref
 
 import torch
 
@@ -13,13 +14,21 @@ _LONGEST_CHAIN = 64  # forced tokens that are looked for behind one place
 class ConstraintNode:
     """A place in a constraint: the end of a text, or of a path of tokens behind it."""
 
-    __slots__ = ("chain", "children", "depth", "mask", "parent", "token")
+    __slots__ = ("__weakref__", "_parent", "chain", "children", "depth", "mask", "token")
 
     def __init__(self, parent: "ConstraintNode | None", token: int, depth: int):
-        self.parent, self.token, self.depth = parent, token, depth
+        # Weakly, so that masks, of a byte for each token, go at once with the places behind which nothing follows any
+        # more, and do not wait for the collector of cycles.
+        self._parent = None if parent is None else ref(parent)
+        self.token, self.depth = token, depth
         self.children: dict[int, ConstraintNode | None] = {}  # None for tokens that may not follow
         self.mask: torch.Tensor | None = None
         self.chain: Sequence[int] | None = None
+
+    @property
+    def parent(self) -> "ConstraintNode | None":
+        """The place before; None once the text has gone on from there."""
+        return None if self._parent is None else self._parent()
 
 
 class ConstraintPath:
@@ -52,7 +61,6 @@ class ConstraintPath:
         if token not in self._ends:
             self._move(node)
             self._state.settle()
-            node.parent = None
         self.end = node
 
     def child(self, node: ConstraintNode, token: int) -> ConstraintNode | None:
