@@ -66,8 +66,9 @@ class ConstraintPath:
     def child(self, node: ConstraintNode, token: int) -> ConstraintNode | None:
         """The place behind a token; None where it may not follow."""
         if token not in node.children:
-            allowed = self._allows(node, token)
-            node.children[token] = ConstraintNode(node, token, node.depth + 1) if allowed else None
+            found = ConstraintNode(node, token, node.depth + 1) if self._allows(node, token) else None
+            # To find that out may have found the place already, with those behind it.
+            node.children.setdefault(token, found)
         return node.children[token]
 
     def find(self, tokens: Iterable[int]) -> ConstraintNode | None:
