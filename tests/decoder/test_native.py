@@ -15,7 +15,7 @@ from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.backend import NATIVE
 from decoder.backends.native.native_attention import NewTokens
-from decoder.backends.native.packed_weight import ByteWeight, NativeWeight, WideNativeWeight, pack
+from decoder.backends.native.packed_weight import Fp32Weight, Int8Weight, NativeWeight, pack
 from decoder.backends.reference.attention import Masked, masked_softmax
 from decoder.cache.full import FullCache
 from decoder.cache.layout import LayerKind, Layout
@@ -157,7 +157,7 @@ def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dt
     torch.manual_seed(0)
     weight = torch.randn(outputs, inputs).to(torch.bfloat16 if short else torch.float32).to(dtype)
     bias, x = torch.randn(outputs).to(dtype), torch.randn(113, inputs).to(dtype)
-    kind = NativeWeight if short or dtype == torch.bfloat16 else WideNativeWeight
+    kind = NativeWeight if short or dtype == torch.bfloat16 else Fp32Weight
     assert type(pack([weight], [bias])) is kind
     product = kind(weight, bias)
     found = product(x.to(product.dtype))
@@ -174,7 +174,7 @@ def test_products_for_drafts_have_weights_of_a_byte(inputs, outputs, dtype):
     weight, bias, x = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype), torch.randn(130, inputs)
     weight[0] = 0
     product = pack([weight], [bias], exact=False)
-    assert type(product) is ByteWeight and product.dtype == torch.float32
+    assert type(product) is Int8Weight and product.dtype == torch.float32
     scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
     held = (weight.float() / scale).round() * scale
     assert float((held - weight.float()).abs().max()) <= 0.51 * float(scale.max())

@@ -15,7 +15,7 @@ from decoder.backends.base import BackendFault
 from decoder.backends.forwards import replaced
 from decoder.backends.native import packed_linear as linear
 from decoder.backends.native.packed_linear import packed_layers
-from decoder.backends.native.packed_weight import NativeWeight, WideNativeWeight, pack
+from decoder.backends.native.packed_weight import Fp32Weight, NativeWeight, pack
 from decoder.cache import partial as partial_cache
 from decoder.cache.full import FullCache
 from decoder.cache.layout import Layout
@@ -140,7 +140,7 @@ def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(with_native,
     x = torch.randn(1, rows, 12, dtype=dtype)
     expected = module(x)
     packed = packed_layers([module])
-    assert packed[module].__self__.kind is (NativeWeight if dtype == torch.bfloat16 else WideNativeWeight)
+    assert packed[module].__self__.kind is (NativeWeight if dtype == torch.bfloat16 else Fp32Weight)
     with torch.inference_mode(), replaced(packed):
         actual = module(x)
         alone = [module(x[:, row : row + 1]) for row in range(rows)]

@@ -93,7 +93,7 @@ static void quantised_products(void) {
         print("unpacked", number, unpacked, 3 * INPUTS * 4);
         Quantised all = {1, {{number, OUTPUTS, packed}}};
         float *bias = floats(OUTPUTS);
-        const Product p = {INPUTS, OUTPUTS, &all, bias, NULL, QUANTISED};
+        const PackedWeight p = {INPUTS, OUTPUTS, &all, bias, NULL, QUANTISED};
         for (int64_t count = 1; count <= 37; count = count * 3 / 2 + 1) {
             float *x = floats(count * INPUTS), *y = memory(count * OUTPUTS * 4);
             x[0] = 50, x[1] = 0;
@@ -108,7 +108,7 @@ static void quantised_products(void) {
 // ------------------------------------------------------------------------------------------------- packed products
 
 static int64_t words_of(int kind, int64_t inputs) {
-    const int64_t each = kind == FLOATS ? 1 : kind == HALVES ? 2 : 4;
+    const int64_t each = kind == FP32 ? 1 : kind == BF16 ? 2 : 4;
     return (inputs + each - 1) / each;
 }
 
@@ -116,13 +116,13 @@ static int64_t words_of(int kind, int64_t inputs) {
 static uint32_t word_of(int kind, int64_t inputs, int64_t output, int64_t word) {
     seed = (uint64_t)(output * 1000003 + word) * 0x9E3779B97F4A7C15u + (uint64_t)kind;
     random_bits();
-    if (kind == FLOATS) {
+    if (kind == FP32) {
         const float x = random_float();
         uint32_t bits;
         memcpy(&bits, &x, 4);
         return bits;
     }
-    if (kind == HALVES) {
+    if (kind == BF16) {
         const uint32_t low = random_bf16();
         return low | (2 * word + 1 >= inputs ? 0 : (uint32_t)random_bf16() << 16);
     }
@@ -132,7 +132,7 @@ static uint32_t word_of(int kind, int64_t inputs, int64_t output, int64_t word) 
 static void packed_products(void) {
     static const char *const names[] = {"float32", "bfloat16", "bytes"};
     static const int64_t sizes[][2] = {{64, 75}, {129, 40}, {7, 3}, {320, 64}};
-    for (int kind = FLOATS; kind <= BYTES; kind++)
+    for (int kind = FP32; kind <= INT8; kind++)
         for (int size = 0; size < 4; size++) {
             const int64_t inputs = sizes[size][0], outputs = sizes[size][1], width = panel_width();
             const int64_t panels = (outputs + width - 1) / width, words = words_of(kind, inputs);
@@ -141,7 +141,7 @@ static void packed_products(void) {
                 packed[i] = word_of(kind, inputs, i / width / words * width + i % width, i / width % words);
             seed = (uint64_t)(kind * 10 + size);
             float *scales = floats(outputs), *bias = floats(outputs);
-            const Product p = {inputs, outputs, packed, bias, kind == BYTES ? scales : NULL, kind};
+            const PackedWeight p = {inputs, outputs, packed, bias, kind == INT8 ? scales : NULL, kind};
             for (int64_t rows = 1; rows <= 61; rows = rows * 3 / 2 + 1) {
                 float *x = floats(rows * inputs), *y = memory(rows * outputs * 4);
                 linear(&p, x, rows, 0, y, threads);
@@ -154,12 +154,12 @@ static void packed_products(void) {
 
 // ---------------------------------------------------------------------------------------------------- whole layers
 
-static Product random_product(int64_t inputs, int64_t outputs) {
-    const int64_t width = panel_width(), panels = (outputs + width - 1) / width, words = words_of(HALVES, inputs);
+static PackedWeight random_product(int64_t inputs, int64_t outputs) {
+    const int64_t width = panel_width(), panels = (outputs + width - 1) / width, words = words_of(BF16, inputs);
     uint32_t *packed = memory(panels * width * words * 4);
     for (int64_t i = 0; i < panels * width * words; i++)
-        packed[i] = word_of(HALVES, inputs, i / width / words * width + i % width, i / width % words);
-    return (Product){inputs, outputs, packed, NULL, NULL, HALVES};
+        packed[i] = word_of(BF16, inputs, i / width / words * width + i % width, i / width % words);
+    return (PackedWeight){inputs, outputs, packed, NULL, NULL, BF16};
 }
 
 // A pass over two texts: a tree behind `length` tokens, and a prompt.
@@ -175,20 +175,20 @@ static void passes(int64_t length, int64_t new) {
         .heads = HEADS,
         .kv_heads = KV_HEADS,
         .dim = DIM,
-        .turned = DIM,
+        .rotary_dim = DIM,
         .eps = 1e-5f,
         .head_eps = 1e-6f,
     };
     seed = (uint64_t)(length * 100 + new);
-    float *norm_in = floats(SIZE), *norm_between = floats(SIZE), *head_norm = floats((HEADS + KV_HEADS) * DIM);
-    layer.norm_in = norm_in, layer.norm_between = norm_between, layer.head_norm = head_norm;
+    float *norm_in = floats(SIZE), *norm_before_mlp = floats(SIZE), *head_norm = floats((HEADS + KV_HEADS) * DIM);
+    layer.norm_in = norm_in, layer.norm_before_mlp = norm_before_mlp, layer.head_norm = head_norm;
     const Layer *layers[2] = {&layer, &layer};
     const int64_t slots = length + new, of_layer = KV_HEADS *slots *DIM, of_prompt = KV_HEADS *PROMPT *DIM;
     float *keys = floats(2 * of_layer), *values = floats(2 * of_layer);
     float *prompt_keys = floats(2 * of_prompt), *prompt_values = floats(2 * of_prompt);
     uint8_t *mask = memory(new *new);
     for (int64_t i = 0; i < new *new; i++) mask[i] = i / new == i % new || (i % new < i / new &&i % new % 2 == 0);
-    const Text texts[2] = {
+    const SequenceKV texts[2] = {
         {keys, values, of_layer, slots * DIM, DIM, of_layer, slots * DIM, DIM, 0, length, new, mask},
         {prompt_keys, prompt_values, of_prompt, PROMPT * DIM, DIM, of_prompt, PROMPT * DIM, DIM, 0, 0, PROMPT, NULL},
     };
@@ -214,7 +214,7 @@ static void passes(int64_t length, int64_t new) {
     print("states", length, states, rows * SIZE * 4);
     print("keys", length, keys, 2 * of_layer * 4);
     const void *const held[] = {layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight, norm_in,
-        norm_between, head_norm, keys, values, prompt_keys, prompt_values, mask, states, heads, attended, cosines,
+        norm_before_mlp, head_norm, keys, values, prompt_keys, prompt_values, mask, states, heads, attended, cosines,
         sines, scratch};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) free((void *)held[i]);
 }
@@ -266,7 +266,7 @@ static void attention_of_bf16(int64_t length, int64_t new, int64_t dim) {
     const int64_t slots = length + new;
     uint16_t *keys = bf16s(KV_HEADS * slots * dim), *values = bf16s(KV_HEADS * slots * dim);
     uint16_t *queries = bf16s(new *HEADS *dim), *out = memory(new *HEADS *dim * 2);
-    const Text text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, 0, length, new, NULL};
+    const SequenceKV text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, 0, length, new, NULL};
     const Attention a = {&text, queries, out, HEADS * dim, HEADS, KV_HEADS, dim, dim, 0.2f, 1, NULL, 0, 0, 0};
     if (attend(&a, 1, threads)) exit(2);
     print("attention", length, out, new *HEADS *dim * 2);
@@ -282,17 +282,17 @@ static void tokens(int64_t vocab) {
     for (int64_t i = 0; i < vocab; i++) penalised[i] = random_bits() % 9 == 0;
     int64_t ids[64];
     double scores[64];
-    for (int noisy = 0; noisy < 2; noisy++) {
-        const Choosing c = {penalised, 1.1, 0.8, log(0.01), 7, noisy};
-        const int64_t found = contenders(&c, 11, logits, 0, vocab, ids, scores, 64);
-        print("contenders", found, ids, found > 0 ? found * 8 : 0);
+    for (int do_sample = 0; do_sample < 2; do_sample++) {
+        const Sampling c = {penalised, 1.1, 0.8, log(0.01), 7, do_sample};
+        const int64_t found = sample_candidates(&c, 11, logits, 0, vocab, ids, scores, 64);
+        print("sample_candidates", found, ids, found > 0 ? found * 8 : 0);
         float best[8];
         int64_t drafts[8];
         float *written = memory(vocab * 4);
         memcpy(written, logits, vocab * 4);
         rank_drafts(&c, 11, written, vocab, 8, best, drafts);
-        print("drafts", noisy, drafts, sizeof drafts);
-        print("scores", noisy, best, sizeof best);
+        print("drafts", do_sample, drafts, sizeof drafts);
+        print("scores", do_sample, best, sizeof best);
         free(written);
     }
     free(logits), free(penalised);

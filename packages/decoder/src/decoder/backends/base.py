@@ -184,13 +184,13 @@ class PassBackend(Protocol):
         name: as the report has it.
         covers: what it does for this model, in words.
         called: the forwards of modules that drafters call outside of passes: final norm, head, those of draft heads.
-        rehearsals: how often a pass of one shape is run until it runs as it always will.
+        warm_up_runs: how often a pass of one shape is run until it runs as it always will.
         flattens: whether several texts are run in one pass, or each has a pass of its own; None until that is tried.
         fault: what has failed while it ran; None if nothing has.
     """
 
     name: str
-    rehearsals: int
+    warm_up_runs: int
     flattens: bool | None
     called: Forwards
 

@@ -100,7 +100,7 @@ def _fault_in_a_tree(target: "Target", backend: PassBackend, expected: Expected,
     cache = FullCache(first + backend.width(len(below)))
     backend.run(PassBatch([Chain(tree.tokens[:first], 0, cache)], False))
     cache.keep(range(first))
-    for _ in range(backend.rehearsals):
+    for _ in range(backend.warm_up_runs):
         output = backend.run(PassBatch([Tree(below, cache)], True, len(below)))
         fault = _fault(target, output, expected.output.part(slice(first, nodes)), f"a tree of {len(below)} nodes")
         if fault is not None:

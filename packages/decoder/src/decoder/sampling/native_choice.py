@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Choosing
+from decoder.backends.native.library import Sampling
 from decoder.sampling.noise import gumbel
 from decoder.sampling.params import SamplingParams
 
@@ -38,18 +38,18 @@ class NativeChoice:
         self._params = params
         self._own = self.choosing(not params.greedy)
         self._ids, self._scores = (c_int64 * _ROOM)(), (c_double * _ROOM)()
-        self._contenders = native.library().contenders
+        self._sample_candidates = native.library().sample_candidates
 
-    def choosing(self, noisy: bool, penalised: torch.Tensor | None = None) -> Choosing:
+    def choosing(self, do_sample: bool, penalised: torch.Tensor | None = None) -> Sampling:
         """What the library must know, for tokens with noise or without; ``penalised`` as in `highest`."""
         params = self._params
-        return Choosing(
+        return Sampling(
             None if penalised is None else penalised.data_ptr(),
             params.repetition_penalty,
             1.0 if params.greedy else params.temperature,
             math.log(params.min_p) if params.min_p else -math.inf,
             params.seed % 2**64,
-            noisy,
+            do_sample,
         )
 
     def highest(self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None) -> tuple[int, float] | None:
@@ -66,7 +66,7 @@ class NativeChoice:
             return None
         self._own.penalised = None if penalised is None else penalised.data_ptr()
         is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
-        count = self._contenders(
+        count = self._sample_candidates(
             byref(self._own), position, logits.data_ptr(), is_bf16, vocab_size, self._ids, self._scores, _ROOM
         )
         if count < 1:
@@ -80,16 +80,16 @@ class NativeChoice:
         return self._ids[best], sums[best]
 
     def best_drafts(
-        self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None, noisy: bool, width: int
+        self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None, do_sample: bool, width: int
     ) -> list[tuple[int, float]]:
         """The best candidates for a position by a draft's logits [V], with their scores in single precision.
 
         Args:
-            noisy: whether scores hold the noise of the position.
+            do_sample: whether scores hold the noise of the position.
             width: how many; there may be fewer, whose others have a score of -inf.
         """
         row = torch.empty(len(logits), dtype=torch.float32).copy_(logits)  # which is written over
-        choosing, scores, tokens = self.choosing(noisy, penalised), (c_float * width)(), (c_int64 * width)()
+        choosing, scores, tokens = self.choosing(do_sample, penalised), (c_float * width)(), (c_int64 * width)()
         native.library().rank_drafts(
             byref(choosing), position, row.data_ptr(), len(row), width, byref(scores), byref(tokens)
         )

@@ -365,10 +365,10 @@ class Sampler:
         Where the native library ranks them, scores are rounded, and a tie in single precision can turn their order.
         """
         if self.native is not None and token_ids is None:
-            noisy = coupled and not self.params.greedy
+            do_sample = coupled and not self.params.greedy
             if (allowed := context.allowed()) is not None:
                 logits = logits.masked_fill(~allowed[: len(logits)], -torch.inf)
-            return self.native.best_drafts(logits, context.position, context.in_window(), noisy, width)
+            return self.native.best_drafts(logits, context.position, context.in_window(), do_sample, width)
         scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
         tokens = indices if token_ids is None else token_ids[indices]
         numbers = torch.cat((scores, tokens.double())).tolist()

@@ -56,7 +56,7 @@ class CudaBackend:
     """
 
     name = CUDA
-    rehearsals = 4  # one is run, one recorded, and two are replayed
+    warm_up_runs = 4  # one is run, one recorded, and two are replayed
     flattens: bool | None = None
 
     def __init__(self, target: "Target", recorder: Recorder | None = None):

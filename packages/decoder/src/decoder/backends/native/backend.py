@@ -53,7 +53,7 @@ class NativeBackend:
     """
 
     name = NATIVE
-    rehearsals = 1
+    warm_up_runs = 1
     flattens: bool | None = None
     fault: str | None = None
 

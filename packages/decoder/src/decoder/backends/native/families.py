@@ -9,11 +9,11 @@ from decoder.backends.native.experts import block_of
 from decoder.backends.native.mixers import MIXERS, MixerParts
 from decoder.backends.native.packed_linear import Linear
 
-_PRE_NORM = {"input_layernorm": "norm_in", "post_attention_layernorm": "norm_between"}
+_PRE_NORM = {"input_layernorm": "norm_in", "post_attention_layernorm": "norm_before_mlp"}
 # As in Gemma, which normalises what it adds, too.
 _BOTH_NORMS = {
     "input_layernorm": "norm_in",
-    "pre_feedforward_layernorm": "norm_between",
+    "pre_feedforward_layernorm": "norm_before_mlp",
     "post_attention_layernorm": "norm_behind_attention",
     "post_feedforward_layernorm": "norm_behind_mlp",
 }
@@ -57,13 +57,13 @@ FAMILIES = {
     "qwen3_5_moe": Family("Qwen3_5Moe", mixer="linear_attn", gated=True),
     "bamba": Family(
         "Bamba",
-        {"input_layernorm": "norm_in", "pre_ff_layernorm": "norm_between"},
+        {"input_layernorm": "norm_in", "pre_ff_layernorm": "norm_before_mlp"},
         mixer="mamba",
         mlp="feed_forward",
     ),
     "lfm2": Family(
         "Lfm2",
-        {"operator_norm": "norm_in", "ffn_norm": "norm_between"},
+        {"operator_norm": "norm_in", "ffn_norm": "norm_before_mlp"},
         mixer="conv",
         mlp="feed_forward",
         mlp_parts=("w1", "w3", "w2"),

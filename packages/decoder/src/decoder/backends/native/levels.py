@@ -9,7 +9,7 @@ from torch import nn
 
 from decoder.backends.base import Forwards
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Drafter, Drafts, Head, Product
+from decoder.backends.native.library import Drafter, Drafts, Head, PackedWeight
 from decoder.backends.native.packed_linear import PackedHead, product_of
 from decoder.backends.native.packed_weight import NativeWeight
 from decoder.draft_heads import DraftHead, DraftHeads
@@ -91,11 +91,11 @@ class NativeLevels:
         for text, one, first in zip(texts, wanted, own, strict=True):
             sampler, levels = one.sampler, _heads(one)
             penalised = sampler.window.penalised
-            noisy = levels.coupled and not sampler.params.greedy
+            do_sample = levels.coupled and not sampler.params.greedy
             state = one.state if one.state.dtype in _DTYPES else one.state.float()
             out = (c_double * self._numbers(one))(*(first or ()))
             held.append((penalised, state := state.contiguous(), out))
-            text.choosing = sampler.native_drafts.choosing(noisy, penalised)
+            text.choosing = sampler.native_drafts.choosing(do_sample, penalised)
             text.position, text.newest = len(sampler.context), sampler.context[-1]
             text.state, text.state_is_bf16 = state.data_ptr(), state.dtype == torch.bfloat16
             text.given, text.levels, text.width, text.beam = first is not None, one.count, levels.width, levels.beam
@@ -129,9 +129,9 @@ def _copy(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty(weight.shape, dtype=torch.float32, device="cpu").copy_(weight.detach())
 
 
-def _product(weight: NativeWeight | None) -> Product:
+def _product(weight: NativeWeight | None) -> PackedWeight:
     """What the library reads; without inputs where there is no such product."""
-    return Product() if weight is None else weight.product
+    return PackedWeight() if weight is None else weight.product
 
 
 def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:

@@ -32,15 +32,15 @@ _PACKAGE = Path(__file__).parent  # where a package has the library that it brin
 _FORCED = "TOKENSWIFT_INSTRUCTIONS"
 
 
-FLOATS, HALVES, BYTES, QUANTISED = range(4)  # kinds of weights, as library.h has them
+FP32, BF16, INT8, QUANTISED = range(4)  # kinds of weights, as library.h has them
 
 
 class NativeUnavailable(Exception):
     """The library cannot be had here, with the reason in words."""
 
 
-class Product(ctypes.Structure):
-    """`Product` of library.h."""
+class PackedWeight(ctypes.Structure):
+    """`PackedWeight` of library.h."""
 
     _fields_ = (
         ("inputs", c_int64),
@@ -83,7 +83,7 @@ class Format(ctypes.Structure):
 class Expert(ctypes.Structure):
     """`Expert` of library.h."""
 
-    _fields_ = (("gate", Product), ("up", Product), ("down", Product))
+    _fields_ = (("gate", PackedWeight), ("up", PackedWeight), ("down", PackedWeight))
 
 
 SILU, GELU, CLAMPED = range(3)  # how experts are gated
@@ -98,8 +98,8 @@ class Experts(ctypes.Structure):
         ("experts", POINTER(Expert)),
         ("count", c_int64),
         ("used", c_int64),
-        ("router", Product),
-        ("shared_gate", Product),
+        ("router", PackedWeight),
+        ("shared_gate", PackedWeight),
         ("correction", c_void_p),
         ("groups", c_int64),
         ("groups_used", c_int64),
@@ -117,7 +117,7 @@ class Mixer(ctypes.Structure):
     """`Mixer` of library.h."""
 
     _fields_ = (
-        ("gates", Product),
+        ("gates", PackedWeight),
         ("from", c_void_p),
         ("conv", c_void_p),
         ("conv_bias", c_void_p),
@@ -137,8 +137,8 @@ class Mixer(ctypes.Structure):
     )
 
 
-class Memory(ctypes.Structure):
-    """`Memory` of library.h."""
+class RecurrentState(ctypes.Structure):
+    """`RecurrentState` of library.h."""
 
     _fields_ = (
         ("before", c_void_p),
@@ -158,12 +158,12 @@ class Layer(ctypes.Structure):
     """`Layer` of library.h."""
 
     _fields_ = (
-        ("qkv", Product),
-        ("o", Product),
-        ("gate_up", Product),
-        ("down", Product),
+        ("qkv", PackedWeight),
+        ("o", PackedWeight),
+        ("gate_up", PackedWeight),
+        ("down", PackedWeight),
         ("norm_in", c_void_p),
-        ("norm_between", c_void_p),
+        ("norm_before_mlp", c_void_p),
         ("head_norm", c_void_p),
         ("size", c_int64),
         ("heads", c_int64),
@@ -177,15 +177,15 @@ class Layer(ctypes.Structure):
         ("place", c_int32),
         ("gelu", c_int32),
         ("gated", c_int32),
-        ("turned", c_int64),
+        ("rotary_dim", c_int64),
         ("sinks", c_void_p),
         ("experts", POINTER(Experts)),
         ("mixer", POINTER(Mixer)),
     )
 
 
-class Text(ctypes.Structure):
-    """`Text` of library.h."""
+class SequenceKV(ctypes.Structure):
+    """`SequenceKV` of library.h."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -207,7 +207,7 @@ class Attention(ctypes.Structure):
     """`Attention` of library.h."""
 
     _fields_ = (
-        ("texts", POINTER(Text)),
+        ("texts", POINTER(SequenceKV)),
         ("queries", c_void_p),
         ("out", c_void_p),
         ("query_token", c_int64),
@@ -239,13 +239,13 @@ class Pass(ctypes.Structure):
         ("sines", POINTER(c_void_p)),
         ("scratch", c_void_p),
         ("kinds", c_int64),
-        ("memories", POINTER(Memory)),
+        ("memories", POINTER(RecurrentState)),
         ("mixed", c_void_p),
     )
 
 
-class Choosing(ctypes.Structure):
-    """`Choosing` of library.h."""
+class Sampling(ctypes.Structure):
+    """`Sampling` of library.h."""
 
     _fields_ = (
         ("penalised", c_void_p),
@@ -253,7 +253,7 @@ class Choosing(ctypes.Structure):
         ("temperature", c_double),
         ("log_min_p", c_double),
         ("seed", c_uint64),
-        ("noisy", c_int32),
+        ("do_sample", c_int32),
     )
 
 
@@ -261,8 +261,8 @@ class Head(ctypes.Structure):
     """`Head` of library.h."""
 
     _fields_ = (
-        ("readers", Product),
-        ("down", Product),
+        ("readers", PackedWeight),
+        ("down", PackedWeight),
         ("norm_in", c_void_p),
         ("norm_out", c_void_p),
         ("eps", c_float),
@@ -284,7 +284,7 @@ class Drafter(ctypes.Structure):
         ("ones", c_void_p),
         ("embedding_eps", c_float),
         ("logit_scale", c_float),
-        ("vocabulary", Product),
+        ("vocabulary", PackedWeight),
         ("ids", c_void_p),
     )
 
@@ -293,7 +293,7 @@ class Drafts(ctypes.Structure):
     """`Drafts` of library.h."""
 
     _fields_ = (
-        ("choosing", Choosing),
+        ("choosing", Sampling),
         ("position", c_int64),
         ("state", c_void_p),
         ("state_is_bf16", c_int32),
@@ -314,19 +314,19 @@ class Structure(ctypes.Structure):
 
 _STRUCTURES = (
     *(
-        Product,
+        PackedWeight,
         QuantisedPart,
         Quantised,
         Format,
         Expert,
         Experts,
         Mixer,
-        Memory,
+        RecurrentState,
         Layer,
-        Text,
+        SequenceKV,
         Attention,
         Pass,
-        Choosing,
+        Sampling,
         Head,
         Drafter,
         Drafts,
@@ -334,7 +334,7 @@ _STRUCTURES = (
 )
 
 _ARGUMENTS = {
-    "linear": (POINTER(Product), c_void_p, c_int64, c_int, c_void_p, c_int),
+    "linear": (POINTER(PackedWeight), c_void_p, c_int64, c_int, c_void_p, c_int),
     "before_attention": (POINTER(Layer), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
     "behind_attention": (POINTER(Layer), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
     "expert_numbers": (POINTER(Experts), c_int64),
@@ -345,8 +345,8 @@ _ARGUMENTS = {
     "mixer_sizes": (POINTER(Layer), c_void_p),
     "attend": (POINTER(Attention), c_int64, c_int),
     "run_layers": (POINTER(Pass), POINTER(Attention), c_int64, c_int),
-    "contenders": (POINTER(Choosing), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
-    "rank_drafts": (POINTER(Choosing), c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+    "sample_candidates": (POINTER(Sampling), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
+    "rank_drafts": (POINTER(Sampling), c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     "draft_numbers": (POINTER(Drafter), c_int64, c_int64),
     "draft_levels": (POINTER(Drafter), POINTER(Drafts), c_int64, c_void_p, c_int),
     "pack_weights": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int),
@@ -368,7 +368,7 @@ _ARGUMENTS = {
 }
 
 
-_LONG = ("contenders", "draft_numbers", "expert_numbers")  # what they return
+_LONG = ("sample_candidates", "draft_numbers", "expert_numbers")  # what they return
 
 
 def _loaded() -> ctypes.CDLL | str:

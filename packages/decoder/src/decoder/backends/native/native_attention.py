@@ -9,7 +9,7 @@ import torch
 from decoder.backends.attention import Pairs, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Attention, Text
+from decoder.backends.native.library import Attention, SequenceKV
 from decoder.cache.layout import FULL
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -88,7 +88,7 @@ def native_attention(
     dtype = given if given in _DTYPES else torch.float32
     heads = heads.to(dtype)
     keys, values = ([_in_rows(pairs.to(dtype)) for pairs in each] for each in (keys, values))
-    texts = (Text * len(keys))()
+    texts = (SequenceKV * len(keys))()
     for text, key, value, own in zip(texts, keys, values, new, strict=True):
         _, text.key_head, text.key_slot, _ = key.stride()
         _, text.value_head, text.value_slot, _ = value.stride()

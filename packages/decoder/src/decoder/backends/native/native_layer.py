@@ -77,7 +77,7 @@ class NativeLayer:
         module: transformers' layer.
         products: by name, as `LayerParts.products` has them, its weights; those of experts have been packed.
         scratch: shared by the layers of a model.
-        turned: numbers of a head that are rotated, the first ones.
+        rotary_dim: numbers of a head that are rotated, the first ones.
         kind, place: of the kinds of layers its own, and how many of it come before; of mixers, how many of them.
 
     Attributes:
@@ -89,7 +89,7 @@ class NativeLayer:
         module: nn.Module,
         products: Mapping[str, NativeWeight],
         scratch: NativeScratch,
-        turned: int,
+        rotary_dim: int,
         kind: int,
         place: int,
     ):
@@ -103,7 +103,7 @@ class NativeLayer:
             self._mixer = NativeMixer(parts.mixer, products.get("gates"))
             about["mixer"] = pointer(self._mixer.mixer)
         else:
-            about |= self._of_attention(parts, norms, turned)
+            about |= self._of_attention(parts, norms, rotary_dim)
         # Copies, as those of products are: a later change takes effect with the next generation. The library reads
         # their memory.
         weights = {name: floats(*weight.shape).copy_(weight) for name, weight in norms.items()}
@@ -121,7 +121,7 @@ class NativeLayer:
         numbers = max(size + self.layer.qkv.outputs, 2 * size + self.layer.gate_up.outputs * 3 // 2)
         scratch.reserve(max(rows * numbers, rows * 2 * size + of_experts))
 
-    def _of_attention(self, parts: LayerParts, norms: dict[str, torch.Tensor], turned: int) -> dict[str, Any]:
+    def _of_attention(self, parts: LayerParts, norms: dict[str, torch.Tensor], rotary_dim: int) -> dict[str, Any]:
         """What is said of attention, whose norms are added to ``norms``."""
         attention, dim = parts.attention, parts.attention.head_dim
         heads, kv_heads = (getattr(attention, name).out_features // dim for name in ("q_proj", "k_proj"))
@@ -132,7 +132,7 @@ class NativeLayer:
         if "sinks" in attention._parameters:
             norms["sinks"] = attention.sinks.detach()
         head_eps = eps_of(parts.head_norms[0]) if parts.head_norms else 0
-        sizes = dict(heads=heads, kv_heads=kv_heads, dim=dim, turned=turned)
+        sizes = dict(heads=heads, kv_heads=kv_heads, dim=dim, rotary_dim=rotary_dim)
         return dict(**sizes, head_eps=head_eps, gated=parts.gated)
 
     def before_attention(self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ctypes import byref
 import torch
 
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Product
+from decoder.backends.native.library import PackedWeight
 
 _CHECKED_AT_ONCE = 2**24  # numbers, so that the check takes little memory
 
@@ -31,7 +31,7 @@ class NativeWeight:
         NativeUnavailable: there is no library.
     """
 
-    _kind = native.HALVES
+    _kind = native.BF16
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         weight = weight.detach()
@@ -57,7 +57,7 @@ class NativeWeight:
         self._bias = None if bias is None else bias.float().contiguous()
         bias_at, scales_at = (None if one is None else one.data_ptr() for one in (self._bias, self._scales))
         packed_at = packed if isinstance(packed, int) else packed.data_ptr()
-        self.product = Product(inputs, self._outputs, packed_at, bias_at, scales_at, self._kind)
+        self.product = PackedWeight(inputs, self._outputs, packed_at, bias_at, scales_at, self._kind)
         self._given, self._multiply = byref(self.product), native.library().linear
 
     def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
@@ -96,22 +96,22 @@ class NativeWeight:
         return out
 
 
-class WideNativeWeight(NativeWeight):
+class Fp32Weight(NativeWeight):
     """The same, of float32 weights."""
 
-    _kind = native.FLOATS
+    _kind = native.FP32
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         return self._in_panels(weight, torch.float32).transpose(1, 2).contiguous()
 
 
-class ByteWeight(NativeWeight):
+class Int8Weight(NativeWeight):
     """The same, of weights in a byte each, times a scale for each output: for drafts, which need not be exact.
 
     Processors that multiply bytes (AVX512-VNNI) get inputs in a byte each, too, in parts of the largest of their row.
     """
 
-    _kind = native.BYTES
+    _kind = native.INT8
 
     def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
         return torch.float32
@@ -139,9 +139,9 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     given = [bias.detach() for bias in biases if bias is not None]
     bias = torch.cat(given) if given else None
     if not exact:
-        return ByteWeight(weight, bias)
+        return Int8Weight(weight, bias)
     if not _bf16_holds(weight):
-        return WideNativeWeight(weight, bias)
+        return Fp32Weight(weight, bias)
     return NativeWeight(weight, bias)
 
 

@@ -15,7 +15,7 @@ import torch
 from decoder.backends.attention import Scores
 from decoder.backends.native import library as native
 from decoder.backends.native.families import parts_of
-from decoder.backends.native.library import Attention, Layer, Memory, Pass, Text
+from decoder.backends.native.library import Attention, Layer, Pass, RecurrentState, SequenceKV
 from decoder.backends.native.llama import turned_by
 from decoder.backends.native.native_attention import NewTokens, bounds, native_attention
 from decoder.backends.native.native_layer import NativeLayer, NativeScratch, floats
@@ -261,7 +261,7 @@ class WholeModel:
             raise MemoryError("no memory for the partial results of a pass")
         del held
 
-    def _memories(self, caches: Sequence[LayeredCache]) -> tuple[Array[Memory] | None, list[Array]]:
+    def _memories(self, caches: Sequence[LayeredCache]) -> tuple[Array[RecurrentState] | None, list[Array]]:
         """What recurrent layers keep of the texts, and what must be held while the library reads it."""
         replays = [states.replay for cache in caches if isinstance(states := cache.recurrent, ReplayedStates)]
         if not replays:
@@ -270,7 +270,7 @@ class WholeModel:
         numbers = new * self._per_new + (new + sum(len(one.replayed) for one in replays)) * self._per_token
         if numbers > len(self._mixed):
             self._mixed = floats(numbers)
-        memories, held = (Memory * len(replays))(), []
+        memories, held = (RecurrentState * len(replays))(), []
         for memory, one in zip(memories, replays, strict=True):
             given = [(c_int32 * len(own))(*own) for own in (one.replayed, one.parents, one.slots)]
             memory.before, memory.kept, memory.room = one.before.data_ptr(), one.inputs.data_ptr(), one.inputs.shape[1]
@@ -280,9 +280,9 @@ class WholeModel:
             held += given
         return memories, held
 
-    def _texts(self, kind: LayerKind, caches: Sequence[LayeredCache], new: Sequence[NewTokens]) -> Array[Text]:
+    def _texts(self, kind: LayerKind, caches: Sequence[LayeredCache], new: Sequence[NewTokens]) -> Array[SequenceKV]:
         """What the caches hold in the layers of a kind, with room for the new tokens."""
-        structures = (Text * len(caches))()
+        structures = (SequenceKV * len(caches))()
         for structure, cache, text in zip(structures, caches, new, strict=True):
             held = cache.states.get(kind, cache)
             assert isinstance(held, LayeredCache | WindowState)

@@ -36,7 +36,7 @@ class Reference:
 
     name = "reference"
     covers = "transformers' own modules"
-    rehearsals = 1
+    warm_up_runs = 1
     flattens: bool | None = None
     fault: str | None = None
 

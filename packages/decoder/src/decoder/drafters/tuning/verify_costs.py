@@ -83,7 +83,7 @@ class VerifyCosts:
         narrowest, most = target.width(1), target.most_nodes or WIDEST
         wanted = sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)})
         # The first pass of a width prepares it, and on CUDA the second is recorded.
-        first = 5 if target.backend.rehearsals > 1 and cache.recordable else 3
+        first = 5 if target.backend.warm_up_runs > 1 and cache.recordable else 3
 
         def measure(widths: list[int]) -> Work[None]:
             """A pass of each width."""

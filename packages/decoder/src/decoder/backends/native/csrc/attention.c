@@ -16,7 +16,7 @@ enum { MOST_PARTIAL = 1 << 24 }; // numbers of attention over splits that wait t
 // Rows that look at the same keys: some query heads of tokens, all of one KV head.
 typedef struct {
     const Attention *a;
-    const Text *text;
+    const SequenceKV *text;
     int64_t kv_head, first_token, tokens; // of the text
     int64_t token_in_pass;                // the text's first one
 } Rows;
@@ -313,12 +313,12 @@ typedef struct {
 
 // Turn the scores of the keys that a row sees, SPLIT at most, to their weights; to bfloat16 in their place, if `paired`.
 // Of a key that it does not see the weight is zero.
-INLINE State weigh(int paired, float cap, float *scores, int64_t from, int64_t seen) {
+INLINE SoftmaxState softmax_block(int paired, float cap, float *scores, int64_t from, int64_t seen) {
     enum { TWO = 2 * LANES };
     const int64_t end = (seen + TWO - 1) / TWO * TWO;
     if (from >= seen) {
         memset(scores, 0, end * sizeof(float));
-        return (State){-INFINITY, 0};
+        return (SoftmaxState){-INFINITY, 0};
     }
     for (int64_t n = from; cap && n < seen; n += LANES)
         store(scores, n, 0, cap * tangent(load(scores, n, 0, seen - n) / cap), seen - n);
@@ -342,11 +342,12 @@ INLINE State weigh(int paired, float cap, float *scores, int64_t from, int64_t s
         store(scores, n + LANES, 0, second, LANES);
         total = total + first + second;
     }
-    return (State){largest, sum(total)};
+    return (SoftmaxState){largest, sum(total)};
 }
 
 // Rows over the keys of a split. Fills states and sums of values.
-ONCE void over_split(const Rows *rows, const void *queries, int64_t count, const Keys *k, State *states, float *sums) {
+ONCE void over_split(
+    const Rows *rows, const void *queries, int64_t count, const Keys *k, SoftmaxState *states, float *sums) {
     const Attention *a = rows->a;
     const int paired = cache_of(a) == PAIRED_CACHE;
     const int64_t per_token = a->heads / a->kv_heads;
@@ -377,7 +378,8 @@ ONCE void over_split(const Rows *rows, const void *queries, int64_t count, const
             }
         }
     const float cap = a->softcap * 1.44269504f;
-    for (int64_t r = 0; r < count; r++) states[r] = weigh(paired, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
+    for (int64_t r = 0; r < count; r++)
+        states[r] = softmax_block(paired, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
     int32_t seen[FEW];
     const int32_t begin = (int32_t)k->begin;
     for (int64_t r = 0; r < count; r++) seen[r] = (k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common) - begin;
@@ -403,7 +405,7 @@ INLINE int64_t first_of_rows(const Rows *rows) {
 
 // What a token sees of a split from position `start` on, of which `text` keys are those of the text.
 INLINE void look(const Rows *rows, int64_t token, int64_t start, int64_t text, int64_t place, Keys *keys) {
-    const Text *t = rows->text;
+    const SequenceKV *t = rows->text;
     const int64_t per_token = rows->a->heads / rows->a->kv_heads;
     int64_t position = t->length + token, count = position + 1 - start; // of a token of a chain
     if (t->mask) {
@@ -426,8 +428,8 @@ INLINE void look(const Rows *rows, int64_t token, int64_t start, int64_t text, i
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
 // are left out.
-static void attend_split(const Rows *rows, const void *queries, int64_t start, State *states, float *sums) {
-    const Text *t = rows->text;
+static void attend_split(const Rows *rows, const void *queries, int64_t start, SoftmaxState *states, float *sums) {
+    const SequenceKV *t = rows->text;
     const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->dim, value_dim = rows->a->value_dim;
     const int64_t text = t->length - start < 0 ? 0 : t->length - start < SPLIT ? t->length - start : SPLIT;
     const int64_t begin = first_of_rows(rows) - start;
@@ -456,7 +458,7 @@ static void attend_split(const Rows *rows, const void *queries, int64_t start, S
 }
 
 // Add what a row saw in a later split.
-ONCE void merge(State *to, float *sums, State other, const float *others, int64_t dim) {
+ONCE void merge(SoftmaxState *to, float *sums, SoftmaxState other, const float *others, int64_t dim) {
     if (other.total == 0) return; // it saw nothing there
     if (to->total == 0) {
         *to = other;
@@ -487,7 +489,7 @@ static void gather_queries(const Rows *rows, void *queries) {
         }
 }
 
-static void write_outputs(const Rows *rows, const State *states, const float *sums) {
+static void write_outputs(const Rows *rows, const SoftmaxState *states, const float *sums) {
     const Attention *a = rows->a;
     const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
     for (int64_t token = 0; token < rows->tokens; token++)
@@ -514,7 +516,7 @@ int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
     *plan = (Plan){.work = malloc(count * sizeof(Work)), .count = count};
     if (!plan->work) return 1;
     for (int64_t n = 0; n < count; n++) {
-        const Text *t = &a->texts[n];
+        const SequenceKV *t = &a->texts[n];
         Work *w = &plan->work[n];
         w->tile = FEW / per_token < 1 ? 1 : FEW / per_token < t->count || !t->count ? FEW / per_token : t->count;
         w->tiles = (t->count + w->tile - 1) / w->tile;
@@ -531,7 +533,7 @@ int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
         if (w->by_split) partial += w->splits * w->rows;
     }
     if (!partial) return 0;
-    plan->sums = malloc(partial * dim * sizeof(float)), plan->states = malloc(partial * sizeof(State));
+    plan->sums = malloc(partial * dim * sizeof(float)), plan->states = malloc(partial * sizeof(SoftmaxState));
     if (!plan->sums || !plan->states) {
         drop_plan(plan);
         return 1;
@@ -550,7 +552,7 @@ static void attend_unit(const Attention *a, const Plan *plan, int64_t unit) {
     const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
     float queries[FEW * MOST_DIM] __attribute__((aligned(64)));
     float own[FEW * MOST_DIM], others[FEW * MOST_DIM];
-    State own_states[FEW], other_states[FEW];
+    SoftmaxState own_states[FEW], other_states[FEW];
     int64_t n = 0;
     while (n + 1 < plan->count && plan->work[n + 1].first_unit <= unit) n++;
     const Work *w = &plan->work[n];
@@ -563,15 +565,15 @@ static void attend_unit(const Attention *a, const Plan *plan, int64_t unit) {
     if (w->by_split) {
         // Partial results stand by split, KV head and token.
         const int64_t at = split * w->rows + (rows.kv_head * rows.text->count + rows.first_token) * per_token;
-        for (int64_t r = 0; r < all; r++) w->states[at + r] = (State){-INFINITY, 0};
+        for (int64_t r = 0; r < all; r++) w->states[at + r] = (SoftmaxState){-INFINITY, 0};
         attend_split(&rows, queries, (w->first_split + split) * SPLIT, w->states + at, w->sums + at * dim);
         return;
     }
     const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
     const int64_t begin = first_of_rows(&rows) / SPLIT * SPLIT;
     for (int64_t start = begin; start < end; start += SPLIT) {
-        State *to = start > begin ? other_states : own_states;
-        for (int64_t r = 0; r < all; r++) to[r] = (State){-INFINITY, 0};
+        SoftmaxState *to = start > begin ? other_states : own_states;
+        for (int64_t r = 0; r < all; r++) to[r] = (SoftmaxState){-INFINITY, 0};
         attend_split(&rows, queries, start, to, start > begin ? others : own);
         if (start > begin)
             for (int64_t r = 0; r < all; r++)

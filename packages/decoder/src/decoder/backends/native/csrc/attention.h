@@ -9,14 +9,14 @@
 // a score is two to the power of what it is below the largest.
 typedef struct {
     float largest, total;
-} State;
+} SoftmaxState;
 
 // How the work on a text is cut: into tiles of tokens for each KV head, and where these are few, into splits, too.
 typedef struct {
     int64_t tile, tiles, first_split, splits, units, rows; // tokens of a tile; rows: of partial results per split
     int64_t first_unit, first_token, first_merge;
     int by_split;
-    State *states;
+    SoftmaxState *states;
     float *sums;
 } Work;
 
@@ -24,7 +24,7 @@ typedef struct {
 typedef struct {
     Work *work;
     int64_t count, units, merges;
-    State *states;
+    SoftmaxState *states;
     float *sums;
 } Plan;
 

@@ -151,7 +151,7 @@ INLINE vec activated(const Experts *e, vec gate, vec up) {
 }
 
 static void gate_panels(const Experts *e, const Group *g, const Room *room, int is_bf16, Columns panels) {
-    const Product *gate = &g->expert->gate, *up = &g->expert->up;
+    const PackedWeight *gate = &g->expert->gate, *up = &g->expert->up;
     const int64_t width = gate->outputs, first = panels.first * width_of(gate), end = panels.last * width_of(gate);
     const int64_t last = end < width ? end : width;
     const Out to_gate = {room->gate + g->at, NULL, 0, 0}, to_up = {room->up + g->at, NULL, 0, 0};
@@ -166,7 +166,7 @@ static void gate_panels(const Experts *e, const Group *g, const Room *room, int 
 }
 
 static void down_panels(const Group *g, const Room *room, int is_bf16, Columns panels) {
-    const Product *down = &g->expert->down;
+    const PackedWeight *down = &g->expert->down;
     const Out to = {room->out + g->first * down->outputs, NULL, 0, 0};
     multiply_panels(down, row_of(room->gated, g->at, is_bf16), is_bf16, g->rows, &to, panels.first, panels.last);
 }
@@ -174,7 +174,7 @@ static void down_panels(const Group *g, const Room *room, int is_bf16, Columns p
 // The panels of all experts, of gates and what they gate or of what is behind them.
 static void share_groups(
     const Experts *e, const void *x, int64_t rows, const Room *room, int is_bf16, int is_down, Worker *w) {
-    const Product *first = is_down ? &e->experts->down : &e->experts->gate;
+    const PackedWeight *first = is_down ? &e->experts->down : &e->experts->gate;
     const int64_t groups = groups_at_most(e, rows), each = (rows * e->used + e->count - 1) / e->count;
     // The shared one may be of another width: as many pieces, larger or smaller.
     const int64_t pieces = pieces_of(first, each, panels_in(first), is_down ? 1 : 2, w->threads);

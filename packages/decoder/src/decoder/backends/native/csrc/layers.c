@@ -16,9 +16,9 @@ INLINE int64_t head_at(const Layer *l, int64_t place) {
 }
 
 // Queries and keys are normalised, if they have a norm, and rotated; values and gates are left as they are.
-ONCE void turn(
+ONCE void rotate(
     const Layer *l, float *all, const float *cosines, const float *sines, void *out, int64_t at, int is_bf16) {
-    const int64_t dim = l->dim, half = l->turned / 2, normed = l->heads + l->kv_heads, count = l->qkv.outputs / dim;
+    const int64_t dim = l->dim, half = l->rotary_dim / 2, normed = l->heads + l->kv_heads, count = l->qkv.outputs / dim;
     for (int64_t head = 0; head < count; head++, at += dim) {
         float *own = all + head_at(l, head) * dim;
         if (head < normed && l->head_norm) norm(own, 0, l->head_norm + head * dim, l->head_eps, dim, own, 0);
@@ -30,15 +30,15 @@ ONCE void turn(
             store(out, at + i, is_bf16, first, left);
             store(out, at + half + i, is_bf16, second, left);
         }
-        for (int64_t i = head < normed ? l->turned : 0; i < dim; i += LANES)
+        for (int64_t i = head < normed ? l->rotary_dim : 0; i < dim; i += LANES)
             store(out, at + i, is_bf16, load(own, i, 0, dim - i), dim - i);
     }
 }
 
 // Write the keys and values of a new token, which stand behind its queries, to its text's cache.
-static void write_pairs(const Attention *a, int64_t row) {
+static void write_kv(const Attention *a, int64_t row) {
     const int size = a->is_bf16 ? 2 : 4;
-    const Text *t = a->texts;
+    const SequenceKV *t = a->texts;
     int64_t token = row;
     while (token >= t->count) token -= t++->count;
     const int64_t slot = t->length - t->first + token;
@@ -51,7 +51,7 @@ static void write_pairs(const Attention *a, int64_t row) {
 }
 
 // A layer with rows [rows, size], or what stands before attention in it or behind: `attended` is what attention gave
-// [rows, heads x dim]. Angles are [rows, turned]. `texts` are those whose caches get keys and values; NULL for none.
+// [rows, heads x dim]. Angles are [rows, rotary_dim]. `texts` are those whose caches get keys and values; NULL for none.
 typedef struct {
     const Layer *l;
     const void *x, *attended;
@@ -68,7 +68,7 @@ typedef struct {
 static void share_before_attention(const void *argument, Worker *w) {
     const Rows *all = argument;
     const Layer *l = all->l;
-    const int64_t width = l->qkv.outputs, turned = l->turned;
+    const int64_t width = l->qkv.outputs, rotary_dim = l->rotary_dim;
     const int is_bf16 = all->is_bf16;
     float *normed = all->scratch, *heads = normed + CHUNK * l->size;
     for (int64_t first = 0; first < all->rows; first += CHUNK) {
@@ -79,9 +79,9 @@ static void share_before_attention(const void *argument, Worker *w) {
         const Out to = {heads, NULL, 0, 0};
         share(&l->qkv, normed, is_bf16, count, &to, w);
         EACH_PIECE(r, count, w) {
-            turn(l, heads + r * width, all->cosines + (first + r) * turned, all->sines + (first + r) * turned, all->out,
-                (first + r) * width, is_bf16);
-            if (all->texts) write_pairs(all->texts, first + r);
+            rotate(l, heads + r * width, all->cosines + (first + r) * rotary_dim, all->sines + (first + r) * rotary_dim,
+                all->out, (first + r) * width, is_bf16);
+            if (all->texts) write_kv(all->texts, first + r);
         }
     }
 }
@@ -163,7 +163,7 @@ static void share_chunk_behind_attention(const Rows *chunk, Worker *w) {
         if (l->norm_behind_attention)
             add_normed(of_attention + r * size, l->norm_behind_attention, l->eps, size,
                 row_of(chunk->x, r * size, is_bf16), is_bf16, hidden + r * size, 0);
-        norm(hidden + r * size, 0, l->norm_between, l->eps, size, row_of(normed, r * size, is_bf16), is_bf16);
+        norm(hidden + r * size, 0, l->norm_before_mlp, l->eps, size, row_of(normed, r * size, is_bf16), is_bf16);
     }
     if (l->experts) {
         share_experts(l->experts, normed, hidden, rows, chunk->out, gate_up, is_bf16, w);
@@ -215,7 +215,7 @@ typedef struct {
     const Pass *p;
     Attention *attention;
     const Plan *plans;
-    const Course *courses;
+    const Scan *scans;
     int64_t count;
 } Passing;
 
@@ -235,7 +235,7 @@ static void share_layers(const void *argument, Worker *w) {
     for (int64_t number = p->first; number < p->last; number++) {
         const Layer *l = p->layers[number];
         const Attention *a = &all->attention[number - p->first];
-        if (l->mixer) share_mixer(l, p, all->courses, all->count, a->out, a->is_bf16, w);
+        if (l->mixer) share_mixer(l, p, all->scans, all->count, a->out, a->is_bf16, w);
         else share_attending(l, p, a, &all->plans[l->kind], w);
         const Rows behind = {l, p->states, a->out, NULL, p->rows, NULL, NULL, p->states, p->scratch, a->is_bf16};
         share_behind_attention(&behind, w);
@@ -251,7 +251,7 @@ static const Mixer *first_mixer(const Pass *p) {
 
 // Attention in layer `i` of a pass, whose texts are described in `a`, to `own` and `texts`.
 static void attention_of_layer(
-    const Pass *p, int64_t i, const Attention *a, int64_t count, Attention *own, Text *texts) {
+    const Pass *p, int64_t i, const Attention *a, int64_t count, Attention *own, SequenceKV *texts) {
     const Layer *l = p->layers[p->first + i];
     *own = a[l->mixer ? 0 : l->kind];
     own->texts = texts, own->queries = row_of(p->heads, i * p->heads_layer, a->is_bf16), own->sinks = l->sinks;
@@ -266,15 +266,15 @@ static void attention_of_layer(
 int run_layers(const Pass *p, const Attention *a, int64_t count, int threads) {
     const int64_t layers = p->last - p->first;
     const Mixer *mixer = first_mixer(p);
-    Text *texts = malloc(layers * count * sizeof(Text));
+    SequenceKV *texts = malloc(layers * count * sizeof(SequenceKV));
     Attention *attention = malloc(layers * sizeof(Attention));
     Plan *plans = make_plans(p, a, count, threads);
-    Course *courses = mixer ? make_courses(mixer, p->memories, count, threads) : NULL;
-    const int fails = !texts || !attention || !plans || (mixer && !courses);
+    Scan *scans = mixer ? make_scans(mixer, p->memories, count, threads) : NULL;
+    const int fails = !texts || !attention || !plans || (mixer && !scans);
     for (int64_t i = 0; !fails && i < layers; i++) attention_of_layer(p, i, a, count, &attention[i], texts + i * count);
-    const Passing all = {p, attention, plans, courses, count};
+    const Passing all = {p, attention, plans, scans, count};
     if (!fails) pool_run(share_layers, &all, threads);
     for (int64_t kind = 0; plans && kind < p->kinds; kind++) drop_plan(&plans[kind]);
-    free(plans), free(attention), free(texts), drop_courses(courses, count);
+    free(plans), free(attention), free(texts), drop_scans(scans, count);
     return fails;
 }

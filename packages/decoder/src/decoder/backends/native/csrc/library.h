@@ -15,9 +15,9 @@
 
 // x W^T, and b if there is one. Weights are packed in panels of `panel_width` outputs, in words of 32 bits:
 //
-// FLOATS    float32, input after input.
-// HALVES    bfloat16 in pairs of inputs, of which the lower half of a word is the first.
-// BYTES     fours of inputs, the lowest byte first, each 128 more than its weight, with a scale per output.
+// FP32    float32, input after input.
+// BF16    bfloat16 in pairs of inputs, of which the lower half of a word is the first.
+// INT8     fours of inputs, the lowest byte first, each 128 more than its weight, with a scale per output.
 // QUANTISED weights of GGUF files, which `formats/formats.h` describes; `weight` points to a `Quantised`. x may always be
 //           bfloat16.
 typedef struct {
@@ -25,9 +25,9 @@ typedef struct {
     const void *weight;
     const float *bias, *scales;
     int32_t kind;
-} Product;
+} PackedWeight;
 
-enum { FLOATS, HALVES, BYTES, QUANTISED };
+enum { FP32, BF16, INT8, QUANTISED };
 
 // Some outputs of a QUANTISED product: a format of `formats/` and its packed weights. All parts but the last have whole
 // panels, of `quantised_width` outputs.
@@ -57,7 +57,7 @@ typedef struct {
 
 // An expert: down (gated by act(gate)).
 typedef struct {
-    Product gate, up, down;
+    PackedWeight gate, up, down;
 } Expert;
 
 enum { SILU, GELU, CLAMPED }; // how experts are gated: act(gate) up, or (up + 1) gate sigmoid(alpha gate)
@@ -66,12 +66,12 @@ enum { MOST_EXPERTS = 1024, MOST_GROUPS = 64 };
 
 // The experts of a layer, of which each row chooses some. Of equal ones it takes the first.
 typedef struct {
-    const Expert *experts;       // `count`, and behind them the one that all rows share
-    int64_t count, used;         // used: by each row
-    Product router, shared_gate; // without inputs where there is none; of one output
-    const float *correction;     // [count], what is added to scores for choosing alone; NULL for none
-    int64_t groups, groups_used; // of experts next to each other; only those in the best groups are chosen
-    int32_t scoring, normalised; // normalised: whether the weights of a row's experts add up to `scaling`
+    const Expert *experts;            // `count`, and behind them the one that all rows share
+    int64_t count, used;              // used: by each row
+    PackedWeight router, shared_gate; // without inputs where there is none; of one output
+    const float *correction;          // [count], what is added to scores for choosing alone; NULL for none
+    int64_t groups, groups_used;      // of experts next to each other; only those in the best groups are chosen
+    int32_t scoring, normalised;      // normalised: whether the weights of a row's experts add up to `scaling`
     int32_t activation, shared;
     float scaling, limit, alpha; // CLAMPED: gate is at most limit, and up at most that far from zero
 } Experts;
@@ -80,7 +80,7 @@ typedef struct {
 // that a convolution reads are its channels: queries and keys [keys, key_dim] each, in Mamba C and B, and values
 // [values, dim]. Without keys there is nothing behind the convolution, and its inputs are multiplied by others first.
 typedef struct {
-    Product gates; // what decays and rates are made of; without outputs where `qkv` gives these, too
+    PackedWeight gates; // what decays and rates are made of; without outputs where `qkv` gives these, too
     // Where in a token's inputs stand: [keys] queries and [keys] keys, and [values] values, gates, decays, rates and what
     // values are multiplied by.
     const int64_t *from;
@@ -108,11 +108,11 @@ typedef struct {
     int64_t replays, folded, count;
     const int32_t *parents; // [count] of the new tokens, -1 for those behind all that are run again
     const int32_t *slots;   // [count], where their inputs are kept; -1 nowhere
-} Memory;
+} RecurrentState;
 
 typedef struct {
-    Product qkv, o, gate_up, down;
-    const float *norm_in, *norm_between;
+    PackedWeight qkv, o, gate_up, down;
+    const float *norm_in, *norm_before_mlp;
     const float *head_norm; // [heads + kv_heads, dim], NULL where queries and keys have no norm
     int64_t size, heads, kv_heads, dim;
     float eps, head_eps;
@@ -120,7 +120,7 @@ typedef struct {
     int32_t kind, place;    // of the pass's kinds of layers its own, and where it stands there
     int32_t gelu;           // whether gates are GELU in place of SiLU
     int32_t gated;          // whether each query has a gate behind it, by which what it attended to is multiplied
-    int64_t turned;         // numbers of a head that are rotated, the first ones
+    int64_t rotary_dim;     // numbers of a head that are rotated, the first ones
     const float *sinks;     // [heads], see `Attention`
     const Experts *experts; // in place of gate_up and down; NULL where there are none
     const Mixer *mixer;     // what stands in place of attention; `qkv` gives its inputs. NULL for attention
@@ -133,10 +133,10 @@ typedef struct {
     int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;
     int64_t first, length, count;
     const uint8_t *mask; // [count, count], which new token sees which; NULL where each sees those before it
-} Text;
+} SequenceKV;
 
 typedef struct {
-    const Text *texts;
+    const SequenceKV *texts;
     const void *queries; // [tokens of all texts, .., dim], `query_token` numbers from one token to the next
     void *out;           // [tokens of all texts, heads, value_dim]
     int64_t query_token, heads, kv_heads, dim, value_dim;
@@ -158,9 +158,9 @@ typedef struct {
     int64_t heads_layer;
     const float *const *cosines, *const *sines; // by kind of layer [rows, dim]
     float *scratch;
-    int64_t kinds;          // whose angles, and whose keys and values, are their own
-    const Memory *memories; // by text; NULL where no layer has a mixer
-    float *mixed;           // room for what `mixer_sizes` says
+    int64_t kinds;                  // whose angles, and whose keys and values, are their own
+    const RecurrentState *memories; // by text; NULL where no layer has a mixer
+    float *mixed;                   // room for what `mixer_sizes` says
 } Pass;
 
 // ------------------------------------------------------------------------------------------------- tokens and drafts
@@ -171,13 +171,13 @@ typedef struct {
     double penalty, temperature;
     double log_min_p; // -INFINITY where nothing is filtered
     uint64_t seed;
-    int32_t noisy; // without noise the best one is chosen, and neither temperature nor min-p change it
-} Choosing;
+    int32_t do_sample; // without noise the best one is chosen, and neither temperature nor min-p change it
+} Sampling;
 
 // A head: state + change, and for a gated one + down (silu(gate) * up).
 typedef struct {
-    Product readers; // of change, or of change, gate and up: they read the same
-    Product down;    // without inputs where the head is not gated
+    PackedWeight readers; // of change, or of change, gate and up: they read the same
+    PackedWeight down;    // without inputs where the head is not gated
     const float *norm_in, *norm_out;
     float eps;
 } Head;
@@ -191,14 +191,14 @@ typedef struct {
     const void *embeddings;
     const float *ones; // [size]
     float embedding_eps, logit_scale;
-    Product vocabulary;
+    PackedWeight vocabulary;
     const int64_t *ids; // the tokens drafted; NULL where they are all
 } Drafter;
 
 // A text, and what is drafted behind it. `out` gets level by level what `HeadLevels.read` takes. The first level may be
 // given there; heads then draft the others.
 typedef struct {
-    Choosing choosing;
+    Sampling choosing;
     int64_t position; // of the first draft
     const void *state;
     int32_t state_is_bf16;
@@ -215,18 +215,18 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `key
 // name, bytes: callers compare these with their own, see `structures`.
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
-    X(Product, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 144) X(Experts, 176) \
-    X(Mixer, 168) X(Memory, 80) X(Layer, 320) X(Text, 96) X(Attention, 104)  \
-    X(Pass, 104) X(Choosing, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
+    X(PackedWeight, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 144) X(Experts, 176) \
+    X(Mixer, 168) X(RecurrentState, 80) X(Layer, 320) X(SequenceKV, 96) X(Attention, 104)  \
+    X(Pass, 104) X(Sampling, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
 // clang-format on
 
 #define HAS_SIZE(name, bytes) _Static_assert(sizeof(name) == (bytes), "the size of " #name);
 EACH_STRUCTURE(HAS_SIZE)
 _Static_assert(
-    offsetof(Product, kind) == 40 && offsetof(Quantised, parts) == 8 && offsetof(Format, number) == 8, "offsets");
-_Static_assert(offsetof(Layer, norm_in) == 4 * sizeof(Product) && offsetof(Layer, eps) == 248, "offsets");
+    offsetof(PackedWeight, kind) == 40 && offsetof(Quantised, parts) == 8 && offsetof(Format, number) == 8, "offsets");
+_Static_assert(offsetof(Layer, norm_in) == 4 * sizeof(PackedWeight) && offsetof(Layer, eps) == 248, "offsets");
 _Static_assert(
-    offsetof(Text, mask) == 88 && offsetof(Attention, scaling) == 64 && offsetof(Pass, scratch) == 72, "offsets");
+    offsetof(SequenceKV, mask) == 88 && offsetof(Attention, scaling) == 64 && offsetof(Pass, scratch) == 72, "offsets");
 _Static_assert(offsetof(Drafter, embeddings) == 40 && offsetof(Drafter, vocabulary) == 64, "offsets");
 _Static_assert(offsetof(Drafts, state) == 56 && offsetof(Drafts, newest) == 72, "offsets");
 
@@ -241,7 +241,7 @@ typedef struct {
 //
 // linear            x [rows, inputs] to y [rows, outputs]. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED.
 // before_attention  rows [rows, size] to queries, keys, values and gates [rows, heads + 2 kv_heads + .., dim]. Angles
-//                   are [rows, turned]; `scratch` has room for `rows_together` rows of the layer's input and of its
+//                   are [rows, rotary_dim]; `scratch` has room for `rows_together` rows of the layer's input and of its
 //                   queries, keys, values and gates.
 // behind_attention  what attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output,
 //                   which may take the input's place. `scratch` has room for `rows_together` rows of twice the layer's
@@ -255,7 +255,7 @@ typedef struct {
 //                   token and for any token, to `sizes`.
 // attend            returns 0, or 1 where there was no memory.
 // run_layers        `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
-// contenders        the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
+// sample_candidates        the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
 //                   before noise: those whose approximate noise does not rule them out, or without noise the first of the
 //                   best. Returns how many, or -1 where there are more than `room`, or the logits hold what is no number
 //                   or too large.
@@ -263,7 +263,7 @@ typedef struct {
 // draft_numbers     numbers of memory that `draft_levels` needs for so many branches at a time.
 // draft_levels      `room` has `draft_numbers` for the branches of all texts. Returns 0, or 1 where there was no memory.
 #define EACH_FUNCTION(X)                                                                                               \
-    X(void, linear, (const Product *p, const void *x, int64_t rows, int is_bf16, void *y, int threads),                \
+    X(void, linear, (const PackedWeight *p, const void *x, int64_t rows, int is_bf16, void *y, int threads),           \
         (p, x, rows, is_bf16, y, threads))                                                                             \
     X(void, before_attention,                                                                                          \
         (const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out,             \
@@ -291,12 +291,12 @@ typedef struct {
     X(void, mixer_sizes, (const Layer *l, int64_t *sizes), (l, sizes))                                                 \
     X(int, attend, (const Attention *a, int64_t count, int threads), (a, count, threads))                              \
     X(int, run_layers, (const Pass *p, const Attention *a, int64_t count, int threads), (p, a, count, threads))        \
-    X(int64_t, contenders,                                                                                             \
-        (const Choosing *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids,            \
+    X(int64_t, sample_candidates,                                                                                      \
+        (const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids,            \
             double *scores, int64_t room),                                                                             \
         (c, position, logits, is_bf16, vocab, ids, scores, room))                                                      \
     X(int, rank_drafts,                                                                                                \
-        (const Choosing *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores,              \
+        (const Sampling *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores,              \
             int64_t *tokens),                                                                                          \
         (c, position, logits, vocab, width, scores, tokens))                                                           \
     X(int64_t, draft_numbers, (const Drafter *d, int64_t branches, int64_t width), (d, branches, width))               \

@@ -34,16 +34,16 @@ void mixer_sizes(const Layer *l, int64_t *sizes) {
     sizes[3] = mixed_of(m);
 }
 
-// ----------------------------------------------------------------------------------------------------------- courses
+// ----------------------------------------------------------------------------------------------------------- scans
 
-void drop_courses(Course *courses, int64_t count) {
-    for (int64_t n = 0; courses && n < count; n++) free(courses[n].above), free(courses[n].states);
-    free(courses);
+void drop_scans(Scan *scans, int64_t count) {
+    for (int64_t n = 0; scans && n < count; n++) free(scans[n].above), free(scans[n].states);
+    free(scans);
 }
 
 // Which tokens the convolution of each sees, and in which places states stand: the last child of a token takes over its
 // place, the others begin with copies.
-static int make_course(const Mixer *m, const Memory *t, int threads, Course *c) {
+static int make_scan(const Mixer *m, const RecurrentState *t, int threads, Scan *c) {
     const int64_t rows = t->replays + t->count, seen = m->width - 1;
     int32_t *all = malloc((rows * (seen + 4) + 3) * sizeof(int32_t));
     if (!(c->above = all)) return 1;
@@ -74,17 +74,17 @@ static int make_course(const Mixer *m, const Memory *t, int threads, Course *c) 
     return !c->states;
 }
 
-Course *make_courses(const Mixer *m, const Memory *texts, int64_t count, int threads) {
-    Course *courses = calloc(count, sizeof(Course));
+Scan *make_scans(const Mixer *m, const RecurrentState *texts, int64_t count, int threads) {
+    Scan *scans = calloc(count, sizeof(Scan));
     int64_t row = 0, mixed = 0;
-    for (int64_t n = 0; courses && n < count; n++) {
-        courses[n].row = row, courses[n].mixed = mixed;
+    for (int64_t n = 0; scans && n < count; n++) {
+        scans[n].row = row, scans[n].mixed = mixed;
         row += texts[n].count, mixed += texts[n].replays + texts[n].count;
-        if (!make_course(m, &texts[n], threads, &courses[n])) continue;
-        drop_courses(courses, count);
+        if (!make_scan(m, &texts[n], threads, &scans[n])) continue;
+        drop_scans(scans, count);
         return NULL;
     }
-    return courses;
+    return scans;
 }
 
 // ------------------------------------------------------------------------------------- convolutions, decays and rates
@@ -93,8 +93,8 @@ Course *make_courses(const Mixer *m, const Memory *texts, int64_t count, int thr
 typedef struct {
     const Layer *l;
     const Mixer *m;
-    const Memory *t;
-    const Course *c;
+    const RecurrentState *t;
+    const Scan *c;
     const float *before; // this layer's state, and where the next one goes
     float *after, *kept;
     float *inputs, *gates; // of the new tokens, what products gave
@@ -311,10 +311,10 @@ static void finish(const Mixing *x, int64_t token, void *to, int is_bf16) {
 // ------------------------------------------------------------------------------------------------------------ layers
 
 // A text in a layer, whose numbers of all texts stand in `mixed`.
-INLINE Mixing mixing_of(const Layer *l, const Pass *p, const Course *courses, int64_t n) {
+INLINE Mixing mixing_of(const Layer *l, const Pass *p, const Scan *scans, int64_t n) {
     const Mixer *m = l->mixer;
-    const Memory *t = &p->memories[n];
-    const Course *c = &courses[n];
+    const RecurrentState *t = &p->memories[n];
+    const Scan *c = &scans[n];
     float *const inputs = p->mixed, *const gates = inputs + p->rows * l->qkv.outputs;
     float *const out = gates + p->rows * m->gates.outputs, *const mixed = out + p->rows * m->values * m->dim;
     return (Mixing){l, m, t, c, t->before + l->place * state_of(m), t->after ? t->after + l->place * state_of(m) : NULL,
@@ -347,24 +347,23 @@ static void mix_unit(const Mixing *x, int64_t unit) {
     else mix(x, from[0], m->keys ? -1 : from[4 * m->values], 2 * m->keys * m->key_dim + head * m->dim, m->dim);
 }
 
-void share_mixer(
-    const Layer *l, const Pass *p, const Course *courses, int64_t count, void *out, int is_bf16, Worker *w) {
+void share_mixer(const Layer *l, const Pass *p, const Scan *scans, int64_t count, void *out, int is_bf16, Worker *w) {
     const Mixer *m = l->mixer;
     const int64_t units = m->keys + m->values + (m->keys > 0), panels = panels_of_head(m), each = m->values * panels;
     share_products(l, p, is_bf16, w);
     EACH_PIECE(unit, units * count, w) {
-        const Mixing x = mixing_of(l, p, courses, unit / units);
+        const Mixing x = mixing_of(l, p, scans, unit / units);
         mix_unit(&x, unit % units);
     }
     EACH_PIECE(unit, each * count, w) {
-        const Mixing x = mixing_of(l, p, courses, unit / each);
+        const Mixing x = mixing_of(l, p, scans, unit / each);
         float *const own = x.c->states + w->number * x.c->places * panel_of(m);
         run_panel(&x, unit % each / panels, unit % panels, own);
     }
     EACH_PIECE(row, p->rows, w) {
         int64_t n = 0;
-        while (n + 1 < count && courses[n + 1].row <= row) n++;
-        const Mixing x = mixing_of(l, p, courses, n);
+        while (n + 1 < count && scans[n + 1].row <= row) n++;
+        const Mixing x = mixing_of(l, p, scans, n);
         finish(&x, row - x.c->row, row_of(out, row * m->values * m->dim, is_bf16), is_bf16);
     }
 }

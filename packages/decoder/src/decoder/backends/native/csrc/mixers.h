@@ -14,15 +14,15 @@ typedef struct {
     int64_t places;
     int64_t row, mixed; // new tokens, and tokens, of the texts before
     float *states;      // by thread and place, LANES columns of a head's state
-} Course;
+} Scan;
 
 // Returns NULL where there was no memory. The mixers of a model have states of one shape.
-PRIVATE Course *make_courses(const Mixer *m, const Memory *texts, int64_t count, int threads);
+PRIVATE Scan *make_scans(const Mixer *m, const RecurrentState *texts, int64_t count, int threads);
 
-PRIVATE void drop_courses(Course *courses, int64_t count);
+PRIVATE void drop_scans(Scan *scans, int64_t count);
 
 // The part of a layer before its last product, which reads `out` [rows, values x dim], in stages.
 PRIVATE void share_mixer(
-    const Layer *l, const Pass *p, const Course *courses, int64_t count, void *out, int is_bf16, Worker *w);
+    const Layer *l, const Pass *p, const Scan *scans, int64_t count, void *out, int is_bf16, Worker *w);
 
 #endif

@@ -31,7 +31,7 @@
 #define mixer_sizes IN_SET(mixer_sizes)
 #define attend IN_SET(attend)
 #define run_layers IN_SET(run_layers)
-#define contenders IN_SET(contenders)
+#define sample_candidates IN_SET(sample_candidates)
 #define rank_drafts IN_SET(rank_drafts)
 #define draft_numbers IN_SET(draft_numbers)
 #define draft_levels IN_SET(draft_levels)
@@ -48,8 +48,8 @@
 #define make_plan IN_SET(make_plan)
 #define drop_plan IN_SET(drop_plan)
 #define share_attention IN_SET(share_attention)
-#define make_courses IN_SET(make_courses)
-#define drop_courses IN_SET(drop_courses)
+#define make_scans IN_SET(make_scans)
+#define drop_scans IN_SET(drop_scans)
 #define share_mixer IN_SET(share_mixer)
 #define best_drafts IN_SET(best_drafts)
 #define tile_table IN_SET(tile_table)
@@ -170,7 +170,7 @@ typedef struct {
 } Out;
 
 // A product in one stage or several. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED weights.
-PRIVATE void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, Worker *w);
+PRIVATE void share(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, Worker *w);
 
 // Some columns of a matrix: [first, last).
 typedef struct {
@@ -186,16 +186,16 @@ typedef struct {
 // A product whose outputs are two halves, gate and up. `behind` is called for columns of a half, once for each row and
 // column, when both halves have them.
 PRIVATE void share_halves(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, const Behind *behind, Worker *w);
+    const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, const Behind *behind, Worker *w);
 
 // A product's outputs stand in panels, of `width_of` outputs each. Those of [first, last) are a piece, or a part of one.
-PRIVATE int64_t width_of(const Product *p);
-PRIVATE int64_t panels_in(const Product *p);
+PRIVATE int64_t width_of(const PackedWeight *p);
+PRIVATE int64_t panels_in(const PackedWeight *p);
 PRIVATE void multiply_panels(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last);
+    const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last);
 
 // Into how many pieces `units` of so many panels are cut for some rows, if they can be as many for each thread.
-PRIVATE int64_t pieces_of(const Product *p, int64_t rows, int64_t units, int panels, int threads);
+PRIVATE int64_t pieces_of(const PackedWeight *p, int64_t rows, int64_t units, int panels, int threads);
 
 // x / sqrt(mean(x^2) + eps) * weight.
 PRIVATE void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16);
@@ -208,7 +208,7 @@ enum { CHUNK = 8 * MOST_ROWS }; // rows that go through a layer together, so tha
 // The `width` best of `vocab` drafts at a position, the best first, with their scores; of those that are not among
 // them, -INFINITY. `ids` are the tokens that the logits are of, NULL where they are all. Tokens `drafted` before are
 // penalised as those of the text are. The logits are written over.
-PRIVATE void best_drafts(const Choosing *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
+PRIVATE void best_drafts(const Sampling *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
     const int64_t *drafted, int64_t depth, int64_t width, float *scores, int64_t *tokens);
 
 #endif

@@ -19,7 +19,8 @@ typedef struct {
 } Ahead;
 
 // Write the sums of a tile.
-ONCE void finish(int rows, int panels, const vec *sums, const Product *p, int64_t row, int64_t panel, const Out *out) {
+ONCE void finish(
+    int rows, int panels, const vec *sums, const PackedWeight *p, int64_t row, int64_t panel, const Out *out) {
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < panels * 2; i++) {
             const int64_t column = panel * PANEL + i * LANES, left = p->outputs - column;
@@ -128,7 +129,7 @@ INLINE void add_word(const Kind kind, const int rows, const int panels, const fl
 }
 
 // `tile` of words whose numbers are multiplied one by one, in float32.
-INLINE void single_tile(const Kind kind, const int again, const int rows, const int panels, const Product *p,
+INLINE void single_tile(const Kind kind, const int again, const int rows, const int panels, const PackedWeight *p,
     const float *x, int64_t panel, const Ahead *ahead, vec *sums) {
     enum { EACH_OF_FLOATS = 1, EACH_OF_HALVES = 2, EACH_OF_BYTES = 4 };
     const int each = kind == FLOAT_WEIGHTS ? EACH_OF_FLOATS : kind == BF16_WEIGHTS ? EACH_OF_HALVES : EACH_OF_BYTES;
@@ -152,7 +153,7 @@ INLINE void single_tile(const Kind kind, const int again, const int rows, const 
 }
 
 // `tile` of pairs of bfloat16 numbers, which are multiplied as they are.
-INLINE void paired_tile(const int again, const int rows, const int panels, const Product *p, const uint16_t *x,
+INLINE void paired_tile(const int again, const int rows, const int panels, const PackedWeight *p, const uint16_t *x,
     int64_t panel, const Ahead *ahead, vec *sums) {
     const int64_t inputs = p->inputs, words = words_of_row(BF16_PAIRS, inputs);
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
@@ -174,7 +175,7 @@ INLINE void paired_tile(const int again, const int rows, const int panels, const
 }
 
 // `tile` of fours of bytes with those that `to_fours` makes.
-INLINE void tile_of_fours(const int rows, const int panels, const Product *p, const uint32_t *x, int64_t row,
+INLINE void tile_of_fours(const int rows, const int panels, const PackedWeight *p, const uint32_t *x, int64_t row,
     int64_t panel, const Ahead *ahead, vec *sums) {
     const int64_t words = words_of_row(BYTE_FOURS, p->inputs), stride = words + BEHIND_FOURS;
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
@@ -208,8 +209,8 @@ INLINE void tile_of_fours(const int rows, const int panels, const Product *p, co
 // Rows [row, row + rows] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, with BYTE_FOURS what
 // `to_fours` makes, otherwise float32. Weights that are read again soon are fetched to a cache where they stay; others
 // would only drive out what each step needs: states, caches of texts, draft heads.
-INLINE void tile(const Kind kind, const int again, const int rows, const int panels, const Product *p, const void *x,
-    int64_t row, int64_t panel, const Ahead *ahead, const Out *out) {
+INLINE void tile(const Kind kind, const int again, const int rows, const int panels, const PackedWeight *p,
+    const void *x, int64_t row, int64_t panel, const Ahead *ahead, const Out *out) {
     vec sums[MOST_ROWS * 2];
     const float *wide = (const float *)x + row * p->inputs;
     UNROLL(28)
@@ -236,12 +237,12 @@ INLINE void tile(const Kind kind, const int again, const int rows, const int pan
 
 // Some panels, from `panel` up to `end`, with some rows from `row` on.
 typedef void (*Tiles)(
-    const Product *p, const void *x, int64_t row, int64_t panel, int64_t end, const Ahead *ahead, const Out *out);
+    const PackedWeight *p, const void *x, int64_t row, int64_t panel, int64_t end, const Ahead *ahead, const Out *out);
 
 // A function for each number of rows. With few registers, few rows take `together` panels at once, so that sums need not
 // wait for each other. With many, reading one panel after the other was measured to be the faster, by up to a tenth.
 #define TILES(kind, again, rows, together)                                                                             \
-    static void kind##_##again##_##rows(const Product *p, const void *x, int64_t row, int64_t panel, int64_t end,      \
+    static void kind##_##again##_##rows(const PackedWeight *p, const void *x, int64_t row, int64_t panel, int64_t end, \
         const Ahead *ahead, const Out *out) {                                                                          \
         for (; panel + together <= end; panel += together)                                                             \
             tile(kind, again, rows, together, p, x, row, panel, ahead, out);                                           \
@@ -273,7 +274,7 @@ READ_AGAIN(BYTE_WEIGHTS)
 READ_AGAIN(BYTE_FOURS)
 
 // Panels [first, last) with inputs as the kind of weights takes them.
-static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], const Product *p, const void *x,
+static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], const PackedWeight *p, const void *x,
     int64_t rows, const Out *out, int64_t first, int64_t last) {
     const int64_t panel = words_of_row(kind, p->inputs) * PANEL, fit = PANELS_HELD / (panel * 4);
     const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -296,47 +297,47 @@ static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], cons
 
 enum { IN_OTHER_WORDS = 1 << 18 }; // words of inputs on a thread's stack, about
 
-int64_t width_of(const Product *p) { return p->kind == QUANTISED ? SIDE : PANEL; }
+int64_t width_of(const PackedWeight *p) { return p->kind == QUANTISED ? SIDE : PANEL; }
 
-int64_t panels_in(const Product *p) { return (p->outputs + width_of(p) - 1) / width_of(p); }
+int64_t panels_in(const PackedWeight *p) { return (p->outputs + width_of(p) - 1) / width_of(p); }
 
 // Words of a row of inputs where products read others than those of x, 0 where they read x.
-static int64_t other_words(const Product *p) {
+static int64_t other_words(const PackedWeight *p) {
     if (p->kind == QUANTISED) return p->inputs / PART * (int64_t)(sizeof(Input) / 4);
-    return p->kind == BYTES && BYTES_MULTIPLY ? words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS : 0;
+    return p->kind == INT8 && BYTES_MULTIPLY ? words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS : 0;
 }
 
 // How many rows are multiplied before the next ones are made into other words.
-static int64_t rows_at_once(const Product *p, int64_t rows) {
+static int64_t rows_at_once(const PackedWeight *p, int64_t rows) {
     const int64_t words = other_words(p), room = words ? IN_OTHER_WORDS / words : rows, fit = room > 1 ? room : 1;
     const int64_t most = words && p->kind != QUANTISED && FEW_GROUPS * MOST_ROWS < fit ? FEW_GROUPS * MOST_ROWS : fit;
     return rows < most ? rows : most;
 }
 
-static void to_other_words(const Product *p, const void *x, int x_is_bf16, int64_t rows, uint32_t *words) {
+static void to_other_words(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, uint32_t *words) {
     if (p->kind == QUANTISED) round_inputs(x, x_is_bf16, rows * p->inputs, (Input *)words);
     else to_fours(x, rows, p->inputs, words);
 }
 
 // Panels [first, last) of a product; x is in other words if there are any for it.
 static void some_panels(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
     if (p->kind == QUANTISED) quantised_panels(p, x, rows, out, first, last);
-    else if (p->kind == FLOATS) panels_of(FLOAT_WEIGHTS, FLOAT_WEIGHTS_tiles, p, x, rows, out, first, last);
-    else if (p->kind == BYTES && BYTES_MULTIPLY) panels_of(BYTE_FOURS, BYTE_FOURS_tiles, p, x, rows, out, first, last);
-    else if (p->kind == BYTES) panels_of(BYTE_WEIGHTS, BYTE_WEIGHTS_tiles, p, x, rows, out, first, last);
+    else if (p->kind == FP32) panels_of(FLOAT_WEIGHTS, FLOAT_WEIGHTS_tiles, p, x, rows, out, first, last);
+    else if (p->kind == INT8 && BYTES_MULTIPLY) panels_of(BYTE_FOURS, BYTE_FOURS_tiles, p, x, rows, out, first, last);
+    else if (p->kind == INT8) panels_of(BYTE_WEIGHTS, BYTE_WEIGHTS_tiles, p, x, rows, out, first, last);
     else if (BF16_PAIRS_MULTIPLY && x_is_bf16) panels_of(BF16_PAIRS, BF16_PAIRS_tiles, p, x, rows, out, first, last);
     else panels_of(BF16_WEIGHTS, BF16_WEIGHTS_tiles, p, x, rows, out, first, last);
 }
 
-static Out out_from(const Product *p, const Out *out, int64_t row) {
+static Out out_from(const PackedWeight *p, const Out *out, int64_t row) {
     const int64_t at = row * p->outputs;
     return (Out){row_of(out->y, at, out->y_is_bf16), out->add ? row_of(out->add, at, out->add_is_bf16) : NULL,
         out->y_is_bf16, out->add_is_bf16};
 }
 
 void multiply_panels(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
+    const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
     const int64_t together = rows_at_once(p, rows), each = other_words(p);
     uint32_t words[together * each + 1];
     for (int64_t row = 0; row < rows; row += together) {
@@ -352,7 +353,7 @@ void multiply_panels(
 
 enum { WEIGHTS_OF_PIECE = 1 << 16 }; // of a few rows; with many rows fewer, down to a panel's
 
-int64_t pieces_of(const Product *p, int64_t rows, int64_t units, int panels, int threads) {
+int64_t pieces_of(const PackedWeight *p, int64_t rows, int64_t units, int panels, int threads) {
     if (threads == 1) return units > 0;
     const int64_t fit = WEIGHTS_OF_PIECE / (panels * p->inputs * width_of(p) * (1 + rows / 8) + 1);
     const int64_t each = fit > 1 ? fit : 1, pieces = (units + each - 1) / each;
@@ -361,7 +362,7 @@ int64_t pieces_of(const Product *p, int64_t rows, int64_t units, int panels, int
 }
 
 // A product whose outputs are one part or two, and what is done `behind` the panels of a piece, if anything is.
-static void share_parts(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int parts,
+static void share_parts(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int parts,
     const Behind *behind, Worker *w) {
     const int64_t together = rows_at_once(p, rows), each = other_words(p), units = panels_in(p) / parts;
     uint32_t words[together * each + 1];
@@ -382,12 +383,12 @@ static void share_parts(const Product *p, const void *x, int x_is_bf16, int64_t 
     }
 }
 
-void share(const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, Worker *w) {
+void share(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, Worker *w) {
     share_parts(p, x, x_is_bf16, rows, out, 1, NULL, w);
 }
 
-void share_halves(
-    const Product *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, const Behind *behind, Worker *w) {
+void share_halves(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out,
+    const Behind *behind, Worker *w) {
     const int64_t half = p->outputs / 2;
     if (half % width_of(p) == 0) {
         share_parts(p, x, x_is_bf16, rows, out, 2, behind, w);
@@ -398,7 +399,7 @@ void share_halves(
 }
 
 typedef struct {
-    const Product *p;
+    const PackedWeight *p;
     const void *x;
     int64_t rows;
     int is_bf16;
@@ -410,7 +411,7 @@ static void share_linear(const void *argument, Worker *w) {
     share(l->p, l->x, l->is_bf16, l->rows, &l->out, w);
 }
 
-void linear(const Product *p, const void *x, int64_t rows, int is_bf16, void *y, int threads) {
+void linear(const PackedWeight *p, const void *x, int64_t rows, int is_bf16, void *y, int threads) {
     const Linear l = {p, x, rows, is_bf16, {y, NULL, is_bf16, 0}};
     pool_run(share_linear, &l, threads);
 }

@@ -53,7 +53,7 @@ static void round_part(const void *x, int64_t at, int is_bf16, Input *to) {
     to->total = to->step * (float)to->sum;
 }
 
-static void finish(const Product *p, const float *sums, int rows, int64_t row, int64_t column, const Out *out) {
+static void finish(const PackedWeight *p, const float *sums, int rows, int64_t row, int64_t column, const Out *out) {
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < SIDE; i += LANES) {
             const int64_t left = p->outputs - column - i, at = (row + r) * p->outputs + column + i;
@@ -67,7 +67,7 @@ static void finish(const Product *p, const float *sums, int rows, int64_t row, i
 
 // Some rows of rounded inputs with panels [first, last) of the outputs.
 static void multiply(
-    const Product *p, const Input *x, int64_t row, int rows, const Out *out, int64_t first, int64_t last) {
+    const PackedWeight *p, const Input *x, int64_t row, int rows, const Out *out, int64_t first, int64_t last) {
     const Quantised *q = p->weight;
     const int64_t stride = p->inputs / PART;
     float sums[ROWS_HELD * SIDE];
@@ -90,7 +90,8 @@ void round_inputs(const void *x, int x_is_bf16, int64_t count, Input *inputs) {
     for (int64_t i = 0; i < count; i += PART) round_part(x, i, x_is_bf16, &inputs[i / PART]);
 }
 
-void quantised_panels(const Product *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
+void quantised_panels(
+    const PackedWeight *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
     const int64_t groups = (rows + ROWS_HELD - 1) / ROWS_HELD, each = groups ? (rows + groups - 1) / groups : 1;
     const int64_t held = PANELS_HELD / (p->inputs * SIDE), step = groups == 1 ? last - first : held > 1 ? held : 1;
     for (int64_t panel = first; panel < last; panel += step)

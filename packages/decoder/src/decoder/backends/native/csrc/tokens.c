@@ -63,7 +63,7 @@ static const float FAR = 8;
 static const uint64_t RARE = 0x0016000000000000u;
 
 // The repetition penalty, and then the temperature.
-INLINE double processed(const Choosing *c, double x, int penalised) {
+INLINE double processed(const Sampling *c, double x, int penalised) {
     if (penalised) {
         const double less = x / c->penalty, more = x * c->penalty;
         x = c->penalty > 1 ? (less < more ? less : more) : (less > more ? less : more);
@@ -87,8 +87,8 @@ INLINE int no_word(signed_words where) {
 // The tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores before noise:
 // those whose approximate noise does not rule them out, or without noise the first of the best. Returns how many, or -1
 // where there are more than `room`, or the logits hold what is no number or too large.
-int64_t contenders(const Choosing *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids,
-    double *scores, int64_t room) {
+int64_t sample_candidates(const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab,
+    int64_t *ids, double *scores, int64_t room) {
     const uint8_t *penalised = c->penalised;
     const int64_t whole = vocab / LANES * LANES;
     vec most = splat(-INFINITY);
@@ -109,7 +109,7 @@ int64_t contenders(const Choosing *c, int64_t position, const void *logits, int 
     const float unpenalised = largest_of(most);
     if (processed(c, unpenalised, 0) > best) best = processed(c, unpenalised, 0);
     if (!none(wrong) || !(best < 1e9 && best > -1e9)) return -1;
-    const double floor = c->noisy ? best + c->log_min_p : best;
+    const double floor = c->do_sample ? best + c->log_min_p : best;
     // Logits below this one are below the floor, whatever roundings do.
     const double cut = floor * c->temperature - 1e-5 * (1 + fabs(floor * c->temperature));
     const int may_rise = penalised && c->penalty < 1;
@@ -128,7 +128,7 @@ int64_t contenders(const Choosing *c, int64_t position, const void *logits, int 
             for (int lane = 0; lane < LANES && lane < left; lane++)
                 if (penalised[i + lane]) score[lane] = (float)processed(c, x[lane], 1);
         vec sum = score;
-        if (c->noisy) {
+        if (c->do_sample) {
             const words random = words_of(key, tokens);
             if (none(score >= highest - margin - FAR) && no_word(random < RARE)) continue;
             sum += noise(random);
@@ -139,7 +139,7 @@ int64_t contenders(const Choosing *c, int64_t position, const void *logits, int 
             if (!near[lane]) continue;
             const double exact = processed(c, x[lane], penalised && penalised[i + lane]);
             if (!(exact >= floor) || exact == -INFINITY) continue;
-            if (!c->noisy) {
+            if (!c->do_sample) {
                 ids[0] = i + lane, scores[0] = exact;
                 return 1;
             }
@@ -161,7 +161,7 @@ int64_t contenders(const Choosing *c, int64_t position, const void *logits, int 
     return kept;
 }
 
-void best_drafts(const Choosing *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
+void best_drafts(const Sampling *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
     const int64_t *drafted, int64_t depth, int64_t width, float *scores, int64_t *tokens) {
     const float rate = (float)(1 / c->temperature), penalty = (float)c->penalty;
     if (c->penalised)
@@ -180,7 +180,7 @@ void best_drafts(const Choosing *c, int64_t position, float *logits, const int64
     for (int64_t i = 0; i < whole; i += LANES) most = larger(load(logits, i, 0, LANES), most);
     for (int64_t i = whole; i < vocab; i++) best = logits[i] > best ? logits[i] : best;
     best = largest_of(most) > best ? largest_of(most) : best;
-    const float floor = c->noisy ? (float)(best * rate + c->log_min_p) : -INFINITY;
+    const float floor = c->do_sample ? (float)(best * rate + c->log_min_p) : -INFINITY;
     const uint64_t key = key_of(c->seed, position);
     for (int64_t n = 0; n < width; n++) scores[n] = -INFINITY, tokens[n] = ids ? ids[0] : 0;
     signed_words these;
@@ -189,7 +189,7 @@ void best_drafts(const Choosing *c, int64_t position, float *logits, const int64
         const int64_t left = vocab - i;
         vec score = (left >= LANES ? load(logits, i, 0, LANES) : load(logits, i, 0, left)) * rate;
         if (none(score >= floor)) continue;
-        if (c->noisy) {
+        if (c->do_sample) {
             signed_words own = these;
             if (ids) memcpy(&own, ids + i, left < LANES ? (size_t)left * 8 : sizeof own);
             const words random = words_of(key, own);
@@ -209,7 +209,7 @@ void best_drafts(const Choosing *c, int64_t position, float *logits, const int64
 
 // `best_drafts` of one row of logits, all of them, for callers outside.
 int rank_drafts(
-    const Choosing *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores, int64_t *tokens) {
+    const Sampling *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores, int64_t *tokens) {
     best_drafts(c, position, logits, NULL, vocab, NULL, 0, width, scores, tokens);
     return 0;
 }

@@ -98,7 +98,7 @@ extern PRIVATE const Layout *const layouts[FORMATS];
 extern PRIVATE const Tile tile_table[FORMATS];
 PRIVATE void round_inputs(const void *x, int x_is_bf16, int64_t count, Input *inputs);
 PRIVATE void quantised_panels(
-    const Product *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last);
+    const PackedWeight *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last);
 #endif
 
 // A scale or a minimum.
