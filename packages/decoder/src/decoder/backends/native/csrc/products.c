@@ -351,7 +351,7 @@ void multiply_panels(
 
 // ------------------------------------------------------------------------------------------------- products in pieces
 
-enum { WEIGHTS_OF_PIECE = 1 << 16 }; // of a few rows; with many rows fewer, down to a panel's
+enum { WEIGHTS_OF_PIECE = 1 << 18 }; // of a few rows; with many rows fewer, down to a panel's
 
 int64_t pieces_of(const PackedWeight *p, int64_t rows, int64_t units, int panels, int threads) {
     if (threads == 1) return units > 0;
