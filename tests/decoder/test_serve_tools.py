@@ -115,6 +115,22 @@ def test_calls_hold_to_their_schemas_and_streams_join_to_them(server, name):
     assert found and names <= only.get(name, names)
 
 
+@pytest.mark.parametrize("function", [{}, {"parameters": {}}])
+def test_without_parameters_a_call_has_an_empty_object(server, function):
+    asked = {"messages": CHAT, **named(name="f", **function), "tool_choice": "required", "parallel_tool_calls": False}
+    body = server.post({**asked, "max_tokens": 200, "seed": 2, "chat_template_kwargs": QUIET}, PATH).json()
+    assert body["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_a_call_that_the_length_cuts_leaves_no_markup(server):
+    asked = dict(model="tiny", messages=CHAT, tools=TOOLS, tool_choice="required", max_tokens=12, seed=1)
+    choice = server.openai.chat.completions.create(**asked, extra_body={"chat_template_kwargs": QUIET}).choices[0]
+    assert choice.message.content is None and not choice.message.tool_calls and choice.finish_reason == "length"
+    streamed = server.openai.chat.completions.create(**asked, stream=True, extra_body={"chat_template_kwargs": QUIET})
+    message, calls, reason, _ = joined(streamed)
+    assert (message["content"], calls, reason) == ("", [], "length")
+
+
 def test_functions_are_tools_in_their_old_form(server):
     """One call, as ``function_call``; its result goes back as a message of the role ``function``."""
     chat, functions = server.openai.chat.completions, [tool["function"] for tool in TOOLS]
@@ -414,6 +430,8 @@ def test_templates_without_tools_or_with_unknown_forms_have_none():
         ("a <tool_call>\nno call", "a <tool_call>\nno call", 0),
         ('Well.\n\n<tool_call>\n{"name": "w", "arguments": {}}\n</tool_call>', "Well.", 1),
         ('<tool_call>\n{"name": "w", "arguments": {"a', "", 1),
+        ('Well.\n<tool_call>\n{"name": "w",', "Well.", 0),
+        ('<tool_call>\n{"name": "w", "arguments": {}}\n</tool_call>\n<tool_call>\n{"na', "", 1),
         (('<tool_call>\n{"name": "w", "arguments": {}}\n</tool_call>\n' * 2).strip(), "", 2),
     ],
 )

@@ -32,13 +32,15 @@ class AnswerParts:
     Args:
         reasoning: None where there is none.
         form: of calls; None where none are looked for.
+        only_calls: whether what begins as a call can be nothing else, and is left out where the text's end cuts it
+            short; else it may be an answer in JSON.
 
     Attributes:
         calls: how many calls have begun.
     """
 
-    def __init__(self, reasoning: Reasoning | None = None, form: ToolForm | None = None):
-        self._form, self.calls = form, 0
+    def __init__(self, reasoning: Reasoning | None = None, form: ToolForm | None = None, only_calls: bool = True):
+        self._form, self._only_calls, self.calls = form, only_calls, 0
         states = {None: self._in_content, "begun": self._in_reasoning, "open": self._open}
         self._state: Callable[[bool], bool] = states[reasoning]
         self._buffer, self._parts = "", list[Part]()
@@ -100,8 +102,15 @@ class AnswerParts:
             return True
         if found is not None and not final:
             return False
+        if found is not None and self._buffer[start:] and self._only_calls:
+            self._cut_off()
+            return False
         self._form, self._state = None, self._in_content
         return True
+
+    def _cut_off(self) -> None:
+        """Leave out the markup of a call that the text's end cuts short before its arguments, or behind them."""
+        self._buffer, self._spaces = "", ""
 
     def _in_arguments(self, final: bool) -> bool:
         end = self._value.end(self._buffer)
@@ -118,11 +127,9 @@ class AnswerParts:
         if following is not None and not following.partial:
             return self._call(self._form.next, final)
         end = self._form.end.match(self._buffer, partial=True)
-        if following is not None and not final:
-            return False
-        if end is not None and end.partial:
-            # The text was cut short here.
-            self._buffer = self._buffer if not final else ""
+        if following is not None or (end is not None and end.partial):
+            if final:
+                self._cut_off()
             return False
         self._take(end.end() if end else 0)
         self._form, self._state, self._at_start = None, self._in_content, True

@@ -115,10 +115,11 @@ class Answer:
                 calls[-1]["function"]["arguments"] += part.text
             else:
                 texts[part.kind] += part.text
-        message: dict[str, Any] = {"role": "assistant", "content": texts["content"]}
+        # A call that is cut short before its arguments leaves nothing.
+        content = texts["content"] or (None if self.asked.tools is not None else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
-            made = {"function_call": calls[0]["function"]} if self._old else {"tool_calls": calls}
-            message |= {"content": texts["content"] or None, **made}
+            message |= {"function_call": calls[0]["function"]} if self._old else {"tool_calls": calls}
         if texts["reasoning"] and self.asked.include_reasoning:
             message["reasoning_content"] = texts["reasoning"]
         return message

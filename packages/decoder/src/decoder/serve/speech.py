@@ -46,7 +46,11 @@ class Speech:
         """A reader of one answer."""
         if self.harmony:
             return HarmonyParts(asked.separate_reasoning)
-        return AnswerParts(self.reasoning if asked.separate_reasoning else None, self.form)
+        reasoning = self.reasoning if asked.separate_reasoning else None
+        # Where calls have no mark, an answer of a shape may begin as they do.
+        marked, required = bool(self.form and self.form.mark), bool(asked.tools and asked.tools.required)
+        only_calls = marked or required or asked.shaped_by is None
+        return AnswerParts(reasoning, self.form, only_calls)
 
 
 class Thought:

@@ -68,7 +68,7 @@ def tools_of(values: Mapping[str, Any], flat: bool = False) -> Tools | None:
         function, place = _function(tool, place, OLD_FUNCTION if old else FLAT_TOOL if flat else TOOL)
         if function["name"] in schemas:
             refuse(f"{place}.name", "is that of an earlier tool: give each its own")
-        schemas[function["name"]] = function.get("parameters", {"type": "object"})
+        schemas[function["name"]] = _arguments(function.get("parameters"))
         offered.append({"type": "function", "function": function})
     if choice == "none":
         return None
@@ -92,6 +92,11 @@ def _function(tool: Any, place: str, form: Fields) -> tuple[dict[str, Any], str]
     if not re.fullmatch(NAME, values["name"]):
         refuse(f"{place}.name", "must be 1 to 64 letters, digits, dots, underscores and hyphens")
     return {name: value for name, value in values.items() if value is not None}, place
+
+
+def _arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object; without parameters one that has nothing in it."""
+    return {"type": "object", **(parameters or {"properties": {}, "additionalProperties": False})}
 
 
 def _chosen(choice: Any, schemas: Mapping[str, Any], place: str, flat: bool) -> tuple[list[str], bool]:
