@@ -108,11 +108,24 @@ def test_a_request_that_cannot_be_answered_has_a_row_with_its_error(answering, t
         {"prompt": "a", "temperature": float("inf")},
         {"prompt": "a" * 5000, "max_tokens": 2},
         {"prompt": "b", "max_tokens": 2},
+        {
+            "prompt": "b",
+            "max_tokens": 2,
+            "bad_words": ["y"],
+            "guided_choice": ["yes"],
+        },
     ]
-    rows = answered(answering, written(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl")
-    assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 400, 200]
+    source = written(tmp_path / "in.jsonl", records)
+    rows = answered(answering, source, tmp_path / "out.jsonl")
+    assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 400, 200, 400]
     assert "temprature" in rows[1]["error"]["message"]
     assert rows[3]["error"]["code"] == "context_length_exceeded"
+    assert "no token is left" in rows[5]["error"]["message"]
+    # None of them has a seed, and a file has the same answers another time.
+    again = answered(answering, source, tmp_path / "again.jsonl")
+    assert [row["response"]["body"].get("choices") for row in again] == [
+        row["response"]["body"].get("choices") for row in rows
+    ]
 
 
 @pytest.mark.parametrize(

@@ -105,14 +105,17 @@ def _figures(heads: Heads, training: dict) -> str:
         was = f"{before[f'val_loss_head{i}']:.2f}" if before else "-"
         head_rows += f"| {i} | {was} | {found[f'val_loss_head{i}']:.2f} | {top} |\n"
     loss = loss_name(training.get("distill_loss"))
-    return f"""Validated at step {training["validated_at_step"]}: {loss} in nats per token before
-the first step and then, and how often the token was among a head's first guesses:
-
-| head | before | after | top-1 | top-2 | top-3 |
-|---|---|---|---|---|---|
-{head_rows}
+    expected = ""
+    if "val_tokens_per_step_sampled" in found:  # without it, the others counted a draft pass's token as well
+        expected = f"""
 {_capitalised(expected_tokens_per_step(heads.kind, found))}.
 
 That is one token, which every verification gives, and the heads in a row that agreed with the model at each position of
 this text. Text that the model writes itself is easier for it, and settings that drop unlikely tokens help, too.
 """
+    return f"""Validated at step {training["validated_at_step"]}: {loss} in nats per token before
+the first step and then, and how often the token was among a head's first guesses:
+
+| head | before | after | top-1 | top-2 | top-3 |
+|---|---|---|---|---|---|
+{head_rows}{expected}"""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from decoder.backends.transfers import download, on_host, upload
-from decoder.constraints.base import Vocabulary
+from decoder.constraints.base import ConstraintError, Vocabulary
 from decoder.sampling.conditions import Conditions, Restriction
 from decoder.sampling.constraint_path import ConstraintPath
 from decoder.sampling.draft_context import DraftContext
@@ -268,12 +268,13 @@ class Sampler:
         """Append a drawn token to the text, and what is collected to ``logprobs`` and ``top_logprobs``.
 
         Raises:
-            ValueError: there was no token to draw.
+            ConstraintError: there was no token to draw.
+            ValueError: the logits hold NaN.
         """
         if not drawn.score > -math.inf:
             if math.isnan(drawn.score):
                 raise ValueError("the logits hold NaN: the model's dtype overflows, or logits_hook returned it")
-            raise ValueError(
+            raise ConstraintError(
                 "no token is left to choose from: suppress_tokens, bad_words, the constraint or logits_hook forbid "
                 "all of them"
             )
