@@ -131,6 +131,14 @@ def test_a_call_that_the_length_cuts_leaves_no_markup(server):
     assert (message["content"], calls, reason) == ("", [], "length")
 
 
+def test_a_call_that_a_stop_cuts_is_none_to_be_made(server):
+    asked = dict(messages=CHAT, tools=TOOLS, max_tokens=200, seed=1, stop=["city"])
+    asked |= dict(parallel_tool_calls=False, chat_template_kwargs=QUIET)
+    asked["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
+    assert server.post(asked, PATH).json()["choices"][0]["finish_reason"] == "stop"
+    assert server.post({**asked, "stop": ["none"]}, PATH).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_functions_are_tools_in_their_old_form(server):
     """One call, as ``function_call``; its result goes back as a message of the role ``function``."""
     chat, functions = server.openai.chat.completions, [tool["function"] for tool in TOOLS]

@@ -57,6 +57,24 @@ def test_words_on_either_side_of_a_special_token_keep_their_space():
     assert "ab c" in tokenizer.decode([1, 4, 2], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "suffix"])
+def test_stop_strings_count_behind_min_tokens(method):
+    """One that the first tokens complete is text; one that ends behind them is a stop, wherever it begins."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("ababxabab")["input_ids"]
+
+    def spell(context, logits):
+        return torch.full_like(logits, -1.0).index_fill(0, torch.tensor([ids[(len(context) - 2) % len(ids)]]), 1.0)
+
+    dec = Decoder(tiny_llama(vocab_size=256), tokenizer)
+    for least, stop, text in ((0, "ab", ""), (2, "ab", "ab"), (3, "ab", "ab"), (4, "ab", "ababx"), (4, "abx", "ab")):
+        sampling = SamplingParams(temperature=0, min_tokens=least)
+        chunks = list(dec.stream([1, 2], len(ids), method, sampling, stop=[stop], logits_hook=spell))
+        out = chunks[-1].output
+        assert (out.text, out.finish_reason) == (text, "stop") and "".join(one.text for one in chunks) == text
+        assert len(out.token_ids) == len(text) + len(stop) > least
+
+
 def test_a_stop_string_that_the_last_flush_completes_is_a_stop():
     """Bytes that waited for the rest of a character count as text once the text has ended."""
     tokenizer = byte_tokenizer()

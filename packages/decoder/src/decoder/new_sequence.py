@@ -88,8 +88,10 @@ def _text_stream(dec: "Decoder", arguments: Arguments) -> TextStream | None:
     if dec.tokenizer is None:
         return None
     shown = arguments.shown - arguments.stop_ids
-    with_stop = arguments.sampling.include_stop_str_in_output
-    return TextStream(dec.tokenizer, arguments.stop_strings, arguments.context, shown, with_stop)
+    sampling = arguments.sampling
+    least = max(0, sampling.min_tokens - sampling.continued_tokens)
+    with_stop = sampling.include_stop_str_in_output
+    return TextStream(dec.tokenizer, arguments.stop_strings, arguments.context, shown, with_stop, least)
 
 
 def vocabulary_of(dec: "Decoder", arguments: Arguments) -> Vocabulary:

@@ -77,8 +77,10 @@ def _run(
     stop: Sequence[str],
     finish_reason: str | None,
 ) -> Generator[Chunk, None, None]:
-    with_stop = request.sampling.include_stop_str_in_output
-    text = TextStream(decoder.tokenizer, stop, request.prompt_ids, include_stop=with_stop)
+    sampling = request.sampling
+    least = max(0, sampling.min_tokens - sampling.continued_tokens)
+    with_stop = sampling.include_stop_str_in_output
+    text = TextStream(decoder.tokenizer, stop, request.prompt_ids, include_stop=with_stop, least=least)
     token_ids = list(token_ids)
     for token in token_ids:
         text.push(token)

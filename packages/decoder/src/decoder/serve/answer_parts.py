@@ -46,7 +46,12 @@ class AnswerParts:
         self._buffer, self._parts = "", list[Part]()
         self._spaces = ""  # whitespace that is left out if nothing of its kind follows
         self._at_start = reasoning is not None  # whether whitespace is left out that comes first
-        self._value = _JsonValue()
+        self._value = JsonValue()
+
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, of which the last has all its arguments."""
+        return self.calls > 0 and self._state != self._in_arguments
 
     def feed(self, text: str, final: bool = False) -> list[Part]:
         """What a piece of the text adds; with ``final`` nothing is held back any more."""
@@ -98,7 +103,7 @@ class AnswerParts:
             self._take(found.end())
             self._spaces = ""
             self._parts.append(Part("call", found[1], self.calls))
-            self.calls, self._value, self._state = self.calls + 1, _JsonValue(), self._in_arguments
+            self.calls, self._value, self._state = self.calls + 1, JsonValue(), self._in_arguments
             return True
         if found is not None and not final:
             return False
@@ -161,7 +166,7 @@ class AnswerParts:
         return taken
 
 
-class _JsonValue:
+class JsonValue:
     """Finds the end of an object that comes in pieces."""
 
     def __init__(self):

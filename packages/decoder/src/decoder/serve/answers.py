@@ -125,9 +125,9 @@ class Answer:
         return message
 
     def _reason(self, index: int, reason: str) -> str:
-        """Why a chat's answer has ended."""
+        """Why a chat's answer has ended; a call that a stop cuts short is none to be made."""
         called = "function_call" if self._old else "tool_calls"
-        return called if reason == "stop" and self._parts[index].calls else reason
+        return called if reason == "stop" and self._parts[index].called else reason
 
     @property
     def _old(self) -> bool:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder import constraints
 from decoder.constraints import Grammar
-from decoder.serve.answer_parts import Part
+from decoder.serve.answer_parts import JsonValue, Part
 from decoder.serve.tool_forms import NAME, on_one_line, token_of
 
 CHANNEL, MESSAGE, START, END, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"
@@ -58,6 +58,7 @@ class HarmonyParts:
     def __init__(self, separate_reasoning: bool = True):
         self._reasoning: Literal["reasoning", "content"] = "reasoning" if separate_reasoning else "content"
         self.calls, self._buffer = 0, ""
+        self._value, self.called = JsonValue(), False
         self._kind: Literal["reasoning", "content", "arguments"] | None = None  # of the open message, if one is
 
     def feed(self, text: str, final: bool = False) -> list[Part]:
@@ -76,6 +77,7 @@ class HarmonyParts:
         if called := re.search(rf"to=functions\.({NAME})", header):
             parts.append(Part("call", called[1], self.calls))
             self._kind, self.calls = "arguments", self.calls + 1
+            self._value, self.called = JsonValue(), False
         else:
             self._kind = self._reasoning if "analysis" in header else "content"
         return True
@@ -88,6 +90,7 @@ class HarmonyParts:
         assert self._kind is not None
         if text:
             parts.append(Part(self._kind, text, max(0, self.calls - 1)))
+            self.called |= self._kind == "arguments" and self._value.end(text) is not None
         if ends:
             self._buffer = self._buffer.removeprefix(END)
             self._kind = None

@@ -33,6 +33,7 @@ class TextStream:
         include_stop: whether the one that ends it is not left out.
         prompt_ids: the tokens in front, of which only the end is decoded.
         shown: special tokens that are part of the text.
+        least: how many tokens come before stop strings count; one that they complete is text.
 
     Attributes:
         stopped: whether a stop string has been found.
@@ -45,8 +46,9 @@ class TextStream:
         prompt_ids: Sequence[int] = (),
         shown: Collection[int] = (),
         include_stop: bool = False,
+        least: int = 0,
     ):
-        self._include_stop = include_stop
+        self._include_stop, self._before_stops = include_stop, least
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
         self._tail = 0  # index of the first token of the settled tail
@@ -86,12 +88,14 @@ class TextStream:
 
     def push(self, token: int) -> None:
         """Add a token; sets ``stopped`` if it completes a stop string."""
+        self._before_stops -= 1
         if token in self._skipped:
             # Decoding a whole text also drops special tokens first, so that those around them are neighbours.
             return
         self._ids.append(token)
         text = self._decode(self._ids[self._tail :])
-        if token in self._bytes and len(self._ids) - self._settled < _LONGEST_RUN and not self._stops(text):
+        waits = token in self._bytes and len(self._ids) - self._settled < _LONGEST_RUN
+        if waits and not (self.stop and self._stops_in(self._beyond_tail(text, len(self._ids)))):
             return
         if not text.endswith(REPLACEMENT):
             self._settle(text, len(self._ids))
@@ -102,12 +106,15 @@ class TextStream:
             end = next((end for end, text in texts.items() if not text.endswith(REPLACEMENT)), ends[0])
             self._settle(texts[end], end)
 
-    def _stops(self, text: str) -> bool:
-        """Whether ``text``, of the settled tail and all tokens behind it, completes a stop string."""
-        if not self.stop:
-            return False
-        before = self._open[-max(map(len, self.stop)) :]
-        return any(s in before + self._beyond_tail(text, len(self._ids)) for s in self.stop)
+    def _stops_in(self, new: str) -> list[tuple[int, int]]:
+        """Where stop strings stand, begin and end, that text behind the open one completes."""
+        if not self.stop or self._before_stops >= 0:
+            return []
+        # `take` never returns the beginning of a stop string, so only text that it has not returned is searched.
+        start = max(0, len(self._open) - max(map(len, self.stop)))
+        text, before = self._open[start:] + new, len(self._open) - start
+        places = [(s, text.find(s, max(0, before - len(s) + 1))) for s in self.stop]
+        return [(start + at, start + at + len(s)) for s, at in places if at >= 0]
 
     def _settle(self, text: str, end: int) -> None:
         """Settle the tokens up to index ``end``; ``text`` is what the tail and they decode to."""
@@ -128,10 +135,8 @@ class TextStream:
         return text[len(tail) :]
 
     def _extend(self, new: str) -> None:
-        # `take` never returns the beginning of a stop string, so only text that it has not returned is searched.
-        start = max(0, len(self._open) - max(map(len, self.stop), default=0))
+        found = self._stops_in(new)
         self._open += new
-        found = [(at, at + len(s)) for s in self.stop if (at := self._open.find(s, start)) >= 0]
         if found:
             # The first one; of several that begin there, the one that was there first.
             self._open = self._open[: min(found)[self._include_stop]]
