@@ -499,7 +499,12 @@ PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-He
 def test_pages_of_other_origins_cannot_use_the_server_unless_they_are_let(server):
     asked = {"Origin": "https://example.org"}
     answer = server.post(dict(prompt="x", max_tokens=1), headers=asked)
-    assert answer.status_code == 200 and not any(name.startswith("access-control") for name in answer.headers)
+    assert answer.status_code == 403 and not any(name.startswith("access-control") for name in answer.headers)
+    # As a form of a page sends it.
+    answer = server.http.post("/v1/completions", content='{"prompt": "x"}', headers={"Origin": "null"})
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "origin_not_allowed"
+    own = {"Origin": str(server.http.base_url).rstrip("/")}
+    assert server.post(dict(prompt="x", max_tokens=1), headers=own).status_code == 200
     answer = server.http.options("/v1/completions", headers=asked | PREFLIGHT)
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
 
@@ -528,7 +533,7 @@ def test_pages_that_are_let_use_the_server_from_a_browser(dec, origin):
         if origin != "*":
             other = {"Origin": "https://evil.example"}
             answer = server.post({"prompt": "x", "max_tokens": 1}, headers=other | key)
-            assert "access-control-allow-origin" not in answer.headers
+            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
             answer = server.http.options("/v1/completions", headers=other | PREFLIGHT)
             assert answer.status_code == 400 and "access-control-allow-origin" not in answer.headers
         assert server.http.options("/v1/completions", headers=asked).headers["allow"] == "POST"

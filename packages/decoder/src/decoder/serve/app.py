@@ -116,6 +116,7 @@ class Routes:
 
         async def handle(request: Request) -> Response:
             try:
+                self._check_origin(request)
                 self._check_key(request)
                 response = await handler(request)
             except ApiError as error:
@@ -131,6 +132,16 @@ class Routes:
             return response
 
         return handle
+
+    def _check_origin(self, request: Request) -> None:
+        """Refuse what a page of another origin sends, which some browsers' requests do without asking before."""
+        origin, let = request.headers.get("origin"), self.service.settings.allow_origins
+        if origin is None or "*" in let or origin in let:
+            return
+        # Not its scheme, which a proxy in front may change.
+        if origin.partition("://")[2] != request.headers.get("host"):
+            words = "pages of this origin may not use the server: start it with --allow-origin to let them"
+            raise ApiError(403, words, code="origin_not_allowed")
 
     def _check_key(self, request: Request) -> None:
         expected = self.service.settings.api_key
