@@ -237,6 +237,7 @@ def test_a_malformed_body_is_a_400_in_words(server, content, words):
         "hi",
         [3],
         [{"role": "user"}],
+        [{"role": "tool", "content": "x"}],
         [{"role": 1, "content": "x"}],
         [{"role": "user", "content": None}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
@@ -324,7 +325,8 @@ def test_a_full_queue_is_a_429(dec):
             assert error.value.response.headers["retry-after"]
             assert server.post(dict(prompt="x", n=2)).status_code == 429
             never = server.post(dict(prompt="x", n=3))
-            assert never.status_code == 400 and "never room for more than 2 texts" in never.text
+            assert never.status_code == 400 and "never room for more than 2" in never.text
+            assert never.json()["error"]["param"] == "n"
             stream.close()
             assert waiting.result().json()["usage"]["completion_tokens"] == 3
 

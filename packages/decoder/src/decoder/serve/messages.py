@@ -35,6 +35,8 @@ def _message(value: Any, place: str) -> Message:
     if values["role"] == "function":
         # What results of tools were before.
         values["role"] = "tool"
+    elif values["role"] == "tool":
+        require(TEXT, values["tool_call_id"], f"{place}.tool_call_id")
     return {name: each for name, each in values.items() if each is not None}
 
 

@@ -30,7 +30,7 @@ class Settings:
 
     model: str
     max_batch: int = 16
-    max_queue: int = 64
+    max_queue: int = 128
     max_tokens: int = 4096
     timeout: float = 3600.0
     grace: float = 30.0

@@ -15,6 +15,7 @@ from decoder.serve.harmony import END as HARMONY_END
 from decoder.serve.harmony import MARKS, HarmonyParts, harmony_grammar, speaks_harmony
 from decoder.serve.requests import Asked
 from decoder.serve.tool_forms import ToolForm, form_of, token_of
+from decoder.serve.tools import Tools
 from decoder.text.stream import special_ids
 
 _END_OF_PROMPT = 32  # tokens in which a template may begin or end the reasoning of the answer
@@ -111,7 +112,7 @@ def _in_harmony(
         try:
             grammar = harmony_grammar(tools.schemas if tools else {}, tokenizer, bool(tools and tools.required), answer)
         except ValueError as error:
-            place = asked.shaped_by or "tools"
+            place = asked.shaped_by or (tools.field if tools else "tools")
             raise ApiError(400, f"{place}: {error}", field_of(place)) from None
     tokens = {token for mark in MARKS if (token := token_of(mark, tokenizer)) is not None}
     thought = None, token_of(HARMONY_END, tokenizer)
@@ -125,14 +126,23 @@ def _with_tools(
     assert tools is not None
     form = form_of(template)
     if form is None:
-        words = (
-            "tools: the chat template of this model passes on none, or teaches calls in a form that is not known here"
-        )
-        raise ApiError(400, f"{words}: leave them out", "tools", "tools_not_supported")
+        words = "the chat template of this model passes on none, or teaches calls in a form that is not known here"
+        raise ApiError(400, f"{tools.field}: {words}: leave them out", tools.field, "tools_not_supported")
     try:
         return form, form.grammar(tools.schemas, tokenizer, tools.required, tools.parallel, answer)
     except ValueError as error:
-        raise ApiError(400, f"tools: {error}", "tools") from None
+        place = _place_of_fault(tools, form, tokenizer) or tools.field
+        raise ApiError(400, f"{place}: {error}", place) from None
+
+
+def _place_of_fault(tools: Tools, form: ToolForm, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Where the schema stands that cannot be kept by itself; None if it takes several, or the answer's."""
+    for name, schema in tools.schemas.items():
+        try:
+            form.grammar({name: schema}, tokenizer, required=True, parallel=False)
+        except ValueError:
+            return tools.places[name]
+    return None
 
 
 def _reasoning(

@@ -37,6 +37,7 @@ class Tools:
         schemas: of the arguments of each function that may be called, by its name.
         required: whether the answer is a call in any case.
         parallel: whether it may be several.
+        places: where in the body the schema of each of these functions is, by its name.
         old: whether they came as OpenAI's ``functions``, and a call goes back as its ``function_call``.
     """
 
@@ -44,7 +45,13 @@ class Tools:
     schemas: dict[str, Any]
     required: bool
     parallel: bool
+    places: dict[str, str]
     old: bool = False
+
+    @property
+    def field(self) -> str:
+        """The field of the body that has them."""
+        return "functions" if self.old else "tools"
 
 
 def tools_of(values: Mapping[str, Any], flat: bool = False) -> Tools | None:
@@ -62,20 +69,21 @@ def tools_of(values: Mapping[str, Any], flat: bool = False) -> Tools | None:
         if choice not in (None, "none", "auto"):
             refuse("tool_choice", "needs tools: send the functions, too")
         return None
-    offered, schemas = list[dict[str, Any]](), dict[str, Any]()
+    offered, schemas, places = list[dict[str, Any]](), dict[str, Any](), dict[str, str]()
     for index, tool in enumerate(values[field]):
         place = f"{field}[{index}]"
         function, place = _function(tool, place, OLD_FUNCTION if old else FLAT_TOOL if flat else TOOL)
         if function["name"] in schemas:
             refuse(f"{place}.name", "is that of an earlier tool: give each its own")
         schemas[function["name"]] = _arguments(function.get("parameters"))
+        places[function["name"]] = f"{place}.parameters"
         offered.append({"type": "function", "function": function})
     if choice == "none":
         return None
     chosen, required = _chosen(choice, schemas, choosing, flat or old)
     one = isinstance(choice, dict) and choice.get("type") != "allowed_tools"
     parallel = values["parallel_tool_calls"] and not one and not old
-    return Tools(offered, {name: schemas[name] for name in chosen}, required, parallel, old)
+    return Tools(offered, {name: schemas[name] for name in chosen}, required, parallel, places, old)
 
 
 def _function(tool: Any, place: str, form: Fields) -> tuple[dict[str, Any], str]:

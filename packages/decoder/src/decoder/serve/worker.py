@@ -129,7 +129,8 @@ class Worker:
                 raise stopping()
             most = self.admission.max_batch + self.max_queue
             if len(job.arguments) > most:
-                raise ApiError(400, f"n is {len(job.arguments)}, and there is never room for more than {most} texts")
+                words = f"n: {len(job.arguments)} texts are asked for, and there is never room for more than {most}"
+                raise ApiError(400, f"{words}: ask for fewer", "n")
             if len(self._running) + len(self._waiting) + len(job.arguments) > most:
                 words = f"there is room for {self.admission.max_batch} running and {self.max_queue} waiting texts"
                 raise ApiError(429, f"{words}, which is taken: send the request again later", code="queue_full")
