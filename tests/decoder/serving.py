@@ -22,6 +22,8 @@ from .conftest import random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+# A connection for each request: a server closes one that nobody uses, perhaps just when a busy machine uses it again.
+ONE_USE = httpx2.Limits(max_keepalive_connections=0)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me?"}]
 
 
@@ -95,7 +97,7 @@ class Running:
         self.service, self.url = service, f"http://127.0.0.1:{port}"
         key = service.settings.api_key or "none"
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
-        self.http = httpx2.Client(base_url=self.url, timeout=60)
+        self.http = httpx2.Client(base_url=self.url, timeout=60, limits=ONE_USE)
 
     def post(self, body, path="/v1/completions", **more):
         return self.http.post(path, json=body, **more)

@@ -32,7 +32,7 @@ def read_assumptions(given: Sequence[str], specs: Sequence[MethodSpec]) -> dict[
         if row not in by_text:
             raise ValueError(f"--tokens-per-step {entry}: {row!r} is none of the rows {', '.join(by_text)}")
         name = by_text[row].name
-        if name == "ar" or name not in METHODS:
+        if name in ("ar", "auto") or name not in METHODS:
             reason = "has one token per step" if name == "ar" else "makes another tree in every step"
             raise ValueError(f"--tokens-per-step {entry}: {name} {reason}; name a method that drafts a fixed tree")
         if not 1 <= assumption.tokens <= assumption.nodes:
