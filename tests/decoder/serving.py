@@ -24,6 +24,12 @@ from .test_using_it import byte_tokenizer
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 # A connection for each request: a server closes one that nobody uses, perhaps just when a busy machine uses it again.
 ONE_USE = httpx2.Limits(max_keepalive_connections=0)
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", 'R"om}e']}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me?"}]
 
 

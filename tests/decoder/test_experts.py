@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from decoder import Decoder, SamplingParams
-from decoder.backends.native.experts import PackedExperts, PackedRouter, are_experts, chooses_alike
+from decoder.backends.native.experts import PackedExperts, PackedRouter, are_experts, chooses_alike, packing_experts
+from decoder.backends.native.packed_linear import packing
+from decoder.work import finish
 
 from .conftest import VOCAB, random_heads
 from .test_families import EXPERTS, ROUTED, tiny
@@ -107,3 +109,14 @@ def test_a_block_that_the_user_has_changed_runs_as_it_is():
         dec.target.refresh_weights()
         dec.generate([1, 2, 3], 3, "ar", ignore_eos=True)
         assert seen and not passes(dec)
+
+
+@pytest.mark.parametrize("part", ["shared_expert_gate", "shared_expert.up_proj", "gate"])
+def test_a_block_whose_weights_have_several_dtypes_is_not_read_in_one(part):
+    model = tiny("qwen2_moe", torch.bfloat16, **EXPERTS, decoder_sparse_step=1)
+    blocks = [layer.mlp for layer in model.model.layers]
+    blocks[1].get_submodule(part).float()
+    for number, block in enumerate(blocks):
+        layers = [module for module in block.modules() if isinstance(module, torch.nn.Linear)]
+        held = finish(packing(layers))  # what the block is made of lives as long as this
+        assert (block in finish(packing_experts([block, *block.children()]))) == (number != 1) and held

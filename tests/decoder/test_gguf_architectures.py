@@ -15,6 +15,7 @@ from decoder.backends.native.quantised_experts import QuantisedExperts
 from decoder.model.gguf.config import read_config
 from decoder.model.gguf.file import open_gguf
 from decoder.model.gguf.weights import check_shapes, state_dict
+from tests.decoder.recurrent_models import DELTA as RECURRENT_DELTA
 from tests.decoder.test_gguf import MERGES, SPECIAL, permuted, vocabulary
 
 SIZES = dict(
@@ -30,15 +31,12 @@ SIZES = dict(
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 # Two heads of values share a head of keys.
-DELTA = dict(
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=16,
-    num_hidden_layers=4,
-    layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-)
+DELTA = {
+    **RECURRENT_DELTA,
+    "head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
 OF_DELTA = {
     "attention.key_length": 16,
     "rope.dimension_count": 4,

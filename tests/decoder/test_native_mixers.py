@@ -45,7 +45,8 @@ class Wandering:
         return self.target.backend.run(PassBatch([text], True)).logits.clone()
 
     def check(self, logits, first):
-        assert all(map(torch.equal, logits, self.plain[first:]))
+        plain = self.plain[first : first + len(logits)]
+        assert plain and all(torch.equal(*pair) for pair in zip(logits, plain, strict=True))
 
     def chain(self):
         first = self.cache.length
@@ -176,3 +177,18 @@ def test_a_layer_that_is_another_one_runs_through_its_module(change):
 
 def test_models_without_such_layers_have_no_states():
     assert Decoder(tiny_llama(torch.float32)).target.backend.whole.layout.state_sizes is None
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_nothing(default):
+    name = next(iter(NATIVE))
+    prompt, settings = list(range(1, 30)), dict(method="suffix", ignore_eos=True)
+    expected = Decoder(made(name)).generate(prompt, 40, **settings).token_ids
+    model = made(name)
+    torch.set_default_dtype(default)
+    try:
+        dec = Decoder(model)
+        assert dec.target.backend.whole is not None
+        assert dec.generate(prompt, 40, **settings).token_ids == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

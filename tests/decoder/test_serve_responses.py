@@ -15,20 +15,14 @@ from decoder.serve.fields import ITEMS, REASONING, RESPONSE, Ignored
 from decoder.serve.kept import Kept
 from decoder.serve.requests import parse, parse_response
 
-from .serving import calling_decoder, served
+from .serving import WEATHER, calling_decoder, served
 
 pytest.importorskip("llguidance")
 
 PATH = "/v1/responses"
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "name": "weather", "description": "Of a day", "parameters": SCHEMA, "strict": True}
+TOOL = {"type": "function", "name": "weather", "description": "Of a day", "parameters": WEATHER, "strict": True}
 NESTED = {"type": "function", "function": {name: value for name, value in TOOL.items() if name != "type"}}
-WEATHER = {"type": "function", "name": "weather"}
+CALL_WEATHER = {"type": "function", "name": "weather"}
 THINKS = {"chat_template_kwargs": {"forced_thinking": True}, "logit_bias": {"259": 5}}
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
 NO_SPACES = {"logit_bias": {"32": -100, "201": -100}}
@@ -76,7 +70,7 @@ ASKED = {
         include=["message.output_text.logprobs"],
         temperature=0,
     ),
-    "shape": dict(input="Where?", text={"format": {"type": "json_schema", "name": "where", "schema": SCHEMA}}),
+    "shape": dict(input="Where?", text={"format": {"type": "json_schema", "name": "where", "schema": WEATHER}}),
     "any object": dict(input="Where?", text={"format": {"type": "json_object"}}, **NO_SPACES),
     "thought": dict(input="Call me", max_output_tokens=200, **THINKS),
     "call": dict(input="Where?", tools=[TOOL], tool_choice="required", **QUIET),
@@ -86,7 +80,7 @@ ASKED = {
     "allowed": dict(
         input="Where?",
         tools=[TOOL],
-        tool_choice={"type": "allowed_tools", "mode": "required", "tools": [WEATHER]},
+        tool_choice={"type": "allowed_tools", "mode": "required", "tools": [CALL_WEATHER]},
         parallel_tool_calls=False,
     ),
 }
@@ -104,7 +98,7 @@ def as_chat(body):
         messages.insert(0, {"role": "system", "content": body["instructions"]})
     if "text" in body:
         form = body["text"]["format"]
-        nested = {"json_schema": {"schema": SCHEMA}} if form["type"] == "json_schema" else {}
+        nested = {"json_schema": {"schema": WEATHER}} if form["type"] == "json_schema" else {}
         asked["response_format"] = {"type": form["type"], **nested}
     if "tools" in body:
         asked["tools"] = [NESTED]
@@ -131,7 +125,7 @@ def test_answers_are_those_of_chats_and_streams_end_with_the_whole(server, name)
     for item in whole["output"]:
         if item["type"] == "function_call":
             calls.append((item["name"], item["arguments"]))
-            jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
+            jsonschema.validate(json.loads(item["arguments"]), WEATHER)
         else:
             texts[item["type"]] += item["content"][0]["text"]
     assert texts["message"] == (message["content"] or "")

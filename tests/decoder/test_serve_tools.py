@@ -14,18 +14,12 @@ from decoder.serve.harmony import END, MARKS, HarmonyParts
 from decoder.serve.tool_forms import GRANITE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, form_of
 
 from .conftest import tiny_llama
-from .serving import QWEN, TEMPLATE, calling_decoder, served, speaking_decoder
+from .serving import QWEN, TEMPLATE, WEATHER, calling_decoder, served, speaking_decoder
 
 pytest.importorskip("llguidance")
 
 CHAT = [{"role": "user", "content": "Hi?"}]
 PATH = "/v1/chat/completions"
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", 'R"om}e']}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 CLOCK = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [
     {

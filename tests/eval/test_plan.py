@@ -56,7 +56,7 @@ def test_weights_and_heads_are_those_of_the_published_models(name):
     assert shape.heads_bytes(3) / 2e6 == pytest.approx(HEADS_MILLIONS[name], abs=0.1)
 
 
-def test_short_weights_are_those_of_layers_and_head_alone():
+def test_quantised_weights_are_those_of_layers_and_head_alone():
     whole, short, bytes_of = (read_shape("llama-3.1-8b", dtype) for dtype in (dtype_around(), "int4", "int8"))
     layers, head = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336), 128256 * 4096
     # Of 32 weights half a byte each and two half precision numbers, or a byte each and one.

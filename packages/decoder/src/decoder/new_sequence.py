@@ -1,8 +1,11 @@
 """Makes the sequence that checked arguments ask for: its sampler, its drafter and its cache."""
 
 import weakref
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from decoder.arguments import Arguments
 from decoder.cache.form import CacheForm
@@ -14,6 +17,7 @@ from decoder.engine import Engine
 from decoder.outputs import Request
 from decoder.prompt_scores import PromptScores
 from decoder.sampling.acceptance import Independent, exact
+from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import Sampler
 from decoder.sequence import Sequence
 from decoder.text.stops import eos_ids
@@ -88,10 +92,19 @@ def _text_stream(dec: "Decoder", arguments: Arguments) -> TextStream | None:
     if dec.tokenizer is None:
         return None
     shown = arguments.shown - arguments.stop_ids
-    sampling = arguments.sampling
+    return text_stream(dec.tokenizer, arguments.stop_strings, arguments.context, arguments.sampling, shown)
+
+
+def text_stream(
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Collection[str],
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    shown: Collection[int] = (),
+) -> TextStream:
+    """A stream of text whose stop strings count as ``sampling`` says."""
     least = max(0, sampling.min_tokens - sampling.continued_tokens)
-    with_stop = sampling.include_stop_str_in_output
-    return TextStream(dec.tokenizer, arguments.stop_strings, arguments.context, shown, with_stop, least)
+    return TextStream(tokenizer, tuple(stop), prompt_ids, shown, sampling.include_stop_str_in_output, least)
 
 
 def vocabulary_of(dec: "Decoder", arguments: Arguments) -> Vocabulary:

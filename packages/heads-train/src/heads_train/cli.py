@@ -193,7 +193,7 @@ class HeadsCLI(LightningCLI):
             print("measuring untrained heads; give --ckpt_path or --model.heads to measure others", file=sys.stderr)
         if kwargs["ckpt_path"] is not None:
             _check_checkpoint(Path(kwargs["ckpt_path"]))
-        # As the trainer's own, so that what the checkpoint brings is not computed before: Lightning tells it to nobody.
+        # Lightning tells hooks of it too late: what the checkpoint brings would be computed before.
         self.trainer.ckpt_path, kwargs["ckpt_path"] = kwargs["ckpt_path"], None
         # A checkpoint is the user's own file and holds Lightning's callback states beside tensors.
         kwargs["weights_only"] = False

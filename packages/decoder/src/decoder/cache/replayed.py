@@ -97,13 +97,13 @@ class ReplayedStates(RecurrentStates):
         super().__init__()
         self._sizes, self._takes_back = sizes, takes_back
         self._stretches: list[Stretch] = []
-        self._inputs = torch.empty(sizes.mixers, 0, sizes.inputs)
+        self._inputs = _floats(sizes.mixers, 0, sizes.inputs)
         self._spare: torch.Tensor | None = None  # for the next state, if nothing refers to it
         self._begin_at(self._nothing())
 
     def _nothing(self) -> Stretch:
-        state = torch.zeros(self._sizes.mixers, self._sizes.state)
-        return Stretch(0, state, torch.empty(self._sizes.mixers, 0, self._sizes.inputs))
+        state = _floats(self._sizes.mixers, self._sizes.state).zero_()
+        return Stretch(0, state, _floats(self._sizes.mixers, 0, self._sizes.inputs))
 
     def _begin_at(self, stretch: Stretch) -> None:
         """Go on behind the last token of a stretch."""
@@ -120,7 +120,7 @@ class ReplayedStates(RecurrentStates):
     def _make_inputs(self, count: int) -> None:
         """See that there is room for the inputs of so many tokens."""
         if self._inputs.shape[1] < count:
-            old, self._inputs = self._inputs, torch.empty(self._sizes.mixers, count, self._sizes.inputs)
+            old, self._inputs = self._inputs, _floats(self._sizes.mixers, count, self._sizes.inputs)
             self._inputs[:, : old.shape[1]] = old
 
     @property
@@ -164,7 +164,7 @@ class ReplayedStates(RecurrentStates):
 
     def _room(self) -> torch.Tensor:
         state, self._spare = self._spare, None
-        return torch.empty(self._sizes.mixers, self._sizes.state) if state is None else state
+        return _floats(self._sizes.mixers, self._sizes.state) if state is None else state
 
     def _give_back(self) -> None:
         """Forget the state that a long chain has led to, which was not committed."""
@@ -205,13 +205,13 @@ class ReplayedStates(RecurrentStates):
         self.length += len(path)
 
     def _now(self) -> Stretch:
-        """The last state, and the inputs of the tokens behind it."""
+        """The last state, which is not written over from now on, and the inputs of the tokens behind it."""
+        self._is_shared = True
         return Stretch(self._first, self._state, self._inputs[:, self._pending])
 
     def _keep_stretch(self, most: int) -> None:
         self._stretches = [one for one in self._stretches if one.length < self._first]
         self._stretches.append(self._now())
-        self._is_shared = True
         if self._takes_back:
             del self._stretches[:-most]
         elif len(self._stretches) > most:
@@ -232,9 +232,7 @@ class ReplayedStates(RecurrentStates):
         return ReplayedCopy(self._stretches).goes_back_to(length)
 
     def copy(self, count: int) -> ReplayedCopy:
-        found = [one.first(min(count, one.end)) for one in self.pairs.stretches if one.length <= count]
-        self._is_shared = True
-        return ReplayedCopy(found)
+        return ReplayedCopy([one.first(min(count, one.end)) for one in self.pairs.stretches if one.length <= count])
 
     def begin_with(self, copy: ReplayedCopy, count: int) -> None:
         self._begin_at(copy.behind(count))
@@ -251,6 +249,11 @@ class ReplayedStates(RecurrentStates):
         else:
             self._begin_at(ReplayedCopy(self._stretches).behind(length))
         self._stretches = [one for one in self._stretches if one.length <= length]
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    """Room for numbers that the library reads and writes, whatever dtype and device are PyTorch's defaults."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def new_states(layout: Layout, prompt_tokens: int, takes_back: bool = False) -> RecurrentStates:

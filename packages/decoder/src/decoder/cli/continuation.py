@@ -5,11 +5,11 @@ from contextlib import closing
 from dataclasses import replace
 
 from decoder.decoder import Decoder
+from decoder.new_sequence import text_stream
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import Chunk, GenerationOutput, Request
 from decoder.sampling.params import SamplingParams
 from decoder.stats import Statistics
-from decoder.text.stream import TextStream
 
 
 def stream_on(
@@ -77,10 +77,7 @@ def _run(
     stop: Sequence[str],
     finish_reason: str | None,
 ) -> Generator[Chunk, None, None]:
-    sampling = request.sampling
-    least = max(0, sampling.min_tokens - sampling.continued_tokens)
-    with_stop = sampling.include_stop_str_in_output
-    text = TextStream(decoder.tokenizer, stop, request.prompt_ids, include_stop=with_stop, least=least)
+    text = text_stream(decoder.tokenizer, stop, request.prompt_ids, request.sampling)
     token_ids = list(token_ids)
     for token in token_ids:
         text.push(token)

@@ -2,13 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from importlib.metadata import version
 from typing import Any, TypeVar
 
-from decoder.cli.transcript import fingerprint
 from decoder.decoder import Decoder
 from decoder.jobs.lines import Line
-from decoder.model.quantising import dtype_name
+from decoder.jobs.on_ray import Identity, identity_of
 from decoder.serve.answers import Answer
 from decoder.serve.errors import ApiError
 from decoder.serve.requests import parse
@@ -83,15 +81,9 @@ class Answering:
         self.service = Service(dec, most, own_threads=False)
         self._together = max_batch
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         """What tells the answers of this model from those of another one, or of another version."""
-        dec = self.service.dec
-        return {
-            "model": fingerprint(dec.model),
-            "dtype": dtype_name(dec.model),
-            "version": version("tokenswift-decoder"),
-            "batch_invariance": dec.target.backend.computed_by() if dec.bitwise else "none",
-        }
+        return identity_of(self.service.dec)
 
     def answer(self, lines: Iterable[Line], created: int, done: Callable[[Line, Row], None]) -> None:
         """Answer all ``lines``, which are read as they are needed; ``done`` is called with each one's row.

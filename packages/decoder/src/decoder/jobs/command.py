@@ -149,7 +149,7 @@ class _Telling:
         self._rows += 1
         self._tokens += row["response"]["body"].get("usage", {}).get("completion_tokens", 0)
         seconds = time.monotonic() - self._began
-        left = seconds / self._rows * (self._count - self._rows)
+        left = seconds / self._rows * max(0, self._count - self._rows)  # on a cluster the first one may be asked again
         speed = f"{self._tokens / seconds:,.0f} tokens/s"
         whole = len(self._job.requests)
         self._line.show(f"{self._job.answered:,} of {whole:,} answers, {speed}, {_duration(left)} left")

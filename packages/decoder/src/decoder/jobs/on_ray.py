@@ -9,9 +9,14 @@ import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
+
+from decoder.cli.transcript import fingerprint
+from decoder.decoder import Decoder
+from decoder.model.quantising import dtype_name
 
 Do = Callable[[list[Any]], list[Any]]
 """Does the items of a block: the result of each."""
@@ -20,6 +25,17 @@ _SECONDS_TO_CONNECT = 10
 
 Identity = dict[str, Any]
 """What must be the same in all actors, by name."""
+
+
+def identity_of(dec: Decoder) -> Identity:
+    """What tells the texts of a decoder from those of another model, another version or other kernels."""
+    return {
+        "model": fingerprint(dec.model),
+        "dtype": dtype_name(dec.model),
+        "version": version("tokenswift-decoder"),
+        "batch_invariance": dec.target.backend.computed_by() if dec.bitwise else "none",
+    }
+
 
 Ready = Callable[[], tuple[Do, Identity]]
 """Called in the process of each actor: what does its blocks, and its identity."""

@@ -5,10 +5,8 @@ from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
-from decoder.cli.transcript import fingerprint
 from decoder.decoder import Decoder
-from decoder.jobs.on_ray import Cluster, Do, Identity
-from decoder.model.quantising import dtype_name
+from decoder.jobs.on_ray import Cluster, Do, Identity, identity_of
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
 
@@ -86,4 +84,4 @@ def _ready(load: Callable[[], Decoder], manner: Manner) -> tuple[Do, Identity]:
         written = dict(_written(dec, asked, manner))
         return [written[index] for index, _ in asked]
 
-    return do, {"model": fingerprint(dec.model), "dtype": dtype_name(dec.model)}
+    return do, identity_of(dec)

@@ -71,6 +71,7 @@ class ResponseAnswer(Answer):
         if not self._items:
             events += self._begin("content", "")
         self._status = "incomplete" if reason == "length" else "completed"
+        self._ended = int(time.time())
         events += self._close(self._status)
         response = self._body()
         if self._request.store:
@@ -153,7 +154,7 @@ class ResponseAnswer(Answer):
             "id": self._id,
             "object": "response",
             "created_at": self._head["created"],
-            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "completed_at": self._ended if self._status == "completed" else None,
             "status": self._status,
             "error": self._error,
             "incomplete_details": cut,

@@ -4,7 +4,7 @@
     python -m decoder.backends.native.compiling --compiler aarch64-linux-gnu-gcc --sets neon,generic library.so
 
 The files of `csrc/` are compiled once for each instruction set that the library is to have, and it takes the fastest
-one that the processor has. It needs threads of POSIX and no OpenMP. This module imports nothing but Python's own, so
+one that the processor has. It needs threads of POSIX. This module imports nothing but Python's own, so
 that it can run where a package is built.
 """
 

@@ -17,6 +17,7 @@ from decoder.backends.native.expert_products import ROOM, ExpertProducts
 from decoder.backends.native.library import Expert, Experts
 from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, fingerprint_of, joined, packable, same
 from decoder.backends.native.packed_weight import pack
+from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.native.quantised_experts import QuantisedExperts
 from decoder.work import Progress, Work
 
@@ -84,7 +85,7 @@ class PackedRouter(Packed):
 
     def pack(self, module: Any) -> None:
         """Pack the weights."""
-        given = torch.zeros(1, module.weight.shape[1], dtype=module.weight.dtype)
+        given = torch.zeros(1, module.weight.shape[1], dtype=module.weight.dtype, device="cpu")
         # Its own forward and not the module, since the user's hooks must not see such inputs.
         self._dtypes = [one.dtype for one in type(module).forward(module, given)]
         self.weight = pack([module.weight], [getattr(module, "bias", None)])
@@ -112,9 +113,9 @@ class PackedRouter(Packed):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E] of rows [..., d], and weights and experts [T, k] that they choose."""
         x = hidden.reshape(-1, hidden.shape[-1]).to(self.weight.dtype).contiguous()
-        logits = torch.empty(len(x), self.structure.count, dtype=torch.float32)
-        weights = torch.empty(len(x), self.structure.used, dtype=torch.float32)
-        ids = torch.empty(len(x), self.structure.used, dtype=torch.int64)
+        logits = torch.empty(len(x), self.structure.count, dtype=torch.float32, device="cpu")
+        weights = torch.empty(len(x), self.structure.used, dtype=torch.float32, device="cpu")
+        ids = torch.empty(len(x), self.structure.used, dtype=torch.int64, device="cpu")
         at = (one.data_ptr() for one in (logits, ids, weights))
         given, is_bf16 = byref(self.structure), x.dtype == torch.bfloat16
         native.library().route(given, x.data_ptr(), len(x), *at, is_bf16, native.threads())
@@ -138,10 +139,11 @@ class Block(NamedTuple):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of the experts' weights, or of inputs to those that are in other formats, and of the router's."""
+        """Of all weights, or of inputs to those that are in other formats."""
         own = self.experts
         of_experts = {own.dtype} if isinstance(own, QuantisedExperts) else {one.dtype for one in own.parameters(False)}
-        return of_experts | {self.router.get_parameter("weight").dtype}
+        layers = {one.dtype if isinstance(one, QuantisedLinear) else one.weight.dtype for [one] in self.groups}
+        return of_experts | layers | {self.router.get_parameter("weight").dtype}
 
     @property
     def groups(self) -> list[list[Linear]]:
@@ -218,7 +220,8 @@ def packing_experts(modules: Iterable[nn.Module]) -> Work[dict[nn.Module, Callab
     for module in modules:
         # A sigmoid in PyTorch has other bits for other numbers of rows.
         block = block_of(module) if "shared_expert_gate" in module._modules else None
-        if block is not None and all(joined(group) is not None for group in block.groups):
+        # One call reads all weights with inputs of one dtype.
+        if block is not None and len(block.dtypes) == 1 and all(joined(group) is not None for group in block.groups):
             forwards[module] = PackedBlock(block).forward
     return forwards
 

@@ -313,24 +313,22 @@ class Structure(ctypes.Structure):
 
 
 _STRUCTURES = (
-    *(
-        PackedWeight,
-        QuantisedPart,
-        Quantised,
-        Format,
-        Expert,
-        Experts,
-        Mixer,
-        RecurrentState,
-        Layer,
-        SequenceKV,
-        Attention,
-        Pass,
-        Sampling,
-        Head,
-        Drafter,
-        Drafts,
-    ),
+    PackedWeight,
+    QuantisedPart,
+    Quantised,
+    Format,
+    Expert,
+    Experts,
+    Mixer,
+    RecurrentState,
+    Layer,
+    SequenceKV,
+    Attention,
+    Pass,
+    Sampling,
+    Head,
+    Drafter,
+    Drafts,
 )
 
 _ARGUMENTS = {

@@ -110,11 +110,6 @@ class PackedHead:
         self.down = pack([head.down.weight], [None], exact=False) if head.gated else None
 
     @property
-    def kind(self) -> type:
-        """How the weights are held."""
-        return type(self._readers)
-
-    @property
     def readers(self) -> NativeWeight:
         """The layers that read the features, as one product."""
         assert self._readers is not None

@@ -77,7 +77,7 @@ class QuantisedMatrix:
             raise ValueError(f"rows of {row_bytes} bytes are no whole blocks of {kind.name}")
         blocks = blocks.contiguous()
         self.kind, self.shape = kind, (outputs, count * kind.inputs)
-        packed = torch.zeros(-(-outputs // width()), count * kind.packed_bytes, dtype=torch.uint8)
+        packed = torch.zeros(-(-outputs // width()), count * kind.packed_bytes, dtype=torch.uint8, device="cpu")
         given = kind.place, blocks.data_ptr(), *self.shape, packed.data_ptr()
         native.library().pack_weights(*given, native.threads())
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -108,7 +108,7 @@ def unpacked_rows(
     numbers = numbers.contiguous().long()
     if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < shape[0]:
         raise IndexError(f"rows from {int(numbers.min())} to {int(numbers.max())} of {shape[0]}")
-    out = torch.empty(*numbers.shape, shape[1], dtype=torch.float32)
+    out = torch.empty(*numbers.shape, shape[1], dtype=torch.float32, device="cpu")
     given = kind.place, packed.data_ptr(), shape[1], numbers.data_ptr(), numbers.numel(), out.data_ptr()
     native.library().unpack_rows(*given, native.threads() if numbers.numel() > 1 else 1)
     return out
@@ -210,7 +210,10 @@ class QuantisedWeight(NativeWeight):
         outputs, inputs = sum(layer.out_features for layer in layers), layers[0].in_features
         assert len(layers) <= MOST_PARTS and all(not layer.out_features % width() for layer in layers[:-1])
         biases = [
-            torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers
+            torch.zeros(layer.out_features, dtype=torch.float32, device="cpu")
+            if layer.bias is None
+            else layer.bias.detach().float()
+            for layer in layers
         ]
         bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases)
         held = [layer.weight.data for layer in layers]  # the library reads their memory

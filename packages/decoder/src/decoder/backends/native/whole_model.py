@@ -97,7 +97,7 @@ class WholeModel:
         self._all_heads = first.qkv.outputs // first.dim
         self._attended = max(layer.o.inputs for layer in (*attending, *mixers))
         self._layers = (POINTER(Layer) * len(self._held))(*(pointer(layer.layer) for layer in self._held))
-        self._pair = torch.empty(1, self._kv_heads, 0, self._dim, dtype=dtype)
+        self._pair = torch.empty(1, self._kv_heads, 0, self._dim, dtype=dtype, device="cpu")
         self._mixed, self._per_new, self._per_token = floats(0), 0, 0
         if mixers:
             sizes = (c_int64 * 4)()
@@ -159,7 +159,7 @@ class WholeModel:
         return all(one.dtype == self._dtype and one.stride(-1) == 1 and one.is_cpu for one in pairs)
 
     def _room_for_queries(self, tokens: int) -> torch.Tensor:
-        return torch.empty(len(self._held), tokens, self._all_heads, self._dim, dtype=self._dtype)
+        return torch.empty(len(self._held), tokens, self._all_heads, self._dim, dtype=self._dtype, device="cpu")
 
     def _layer_by_layer(
         self,

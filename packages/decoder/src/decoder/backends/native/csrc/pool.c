@@ -46,8 +46,8 @@ static struct {
     int threads;    // of the call at most
     uint32_t first; // stage of the call
     pthread_mutex_t mutex;
-    Bed idle, waiting; // of helpers outside of calls, and of threads in them
-    int helpers;
+    Bed idle, waiting;    // of helpers outside of calls, and of threads in them
+    int helpers, no_more; // no_more: the system gives no further ones
     pthread_t threads_of_helpers[MOST_THREADS];
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER,
     .idle.changed = PTHREAD_COND_INITIALIZER,
@@ -163,10 +163,10 @@ static void start_helpers(int wanted) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); // signals are for the program's own threads
-    while (pool.helpers < wanted && pool.helpers < MOST_THREADS) {
+    while (pool.helpers < wanted && !pool.no_more) {
         pthread_t *thread = &pool.threads_of_helpers[pool.helpers];
-        if (pthread_create(thread, NULL, help, (void *)(intptr_t)(pool.helpers + 1))) break; // fewer will do
-        pool.helpers++;
+        pool.no_more = pthread_create(thread, NULL, help, (void *)(intptr_t)(pool.helpers + 1)) != 0; // fewer will do
+        if (!pool.no_more && ++pool.helpers == MOST_THREADS) pool.no_more = 1;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
@@ -179,7 +179,7 @@ void pool_run(void (*share)(const void *argument, Worker *w), const void *argume
         share(argument, &w);
         return;
     }
-    if (pool.helpers < threads - 1) start_helpers(threads - 1);
+    if (pool.helpers < threads - 1 && !pool.no_more) start_helpers(threads - 1);
     pool.share = share, pool.argument = argument, pool.threads = threads;
     pool.first = w.stage = stage_of(pool.ticket);
     w.since = now();
@@ -194,7 +194,7 @@ void pool_run(void (*share)(const void *argument, Worker *w), const void *argume
 
 // A forked process has none of the helpers, nor the thread whose call had the pool.
 static void forget_helpers(void) {
-    pool.helpers = 0;
+    pool.helpers = 0, pool.no_more = 0;
     pool.inside = 0;
     pool.done = 0;
     pool.ticket = (uint64_t)(stage_of(pool.ticket) + 1) << 32;
