@@ -230,8 +230,9 @@ def test_the_text_is_the_same_with_the_library_and_without(prompt, monkeypatch):
 
 
 @pytest.fixture
-def kept():
+def kept(monkeypatch):
     """The library of this machine, as the user's cache folder has it."""
+    monkeypatch.delenv("TOKENSWIFT_INSTRUCTIONS", raising=False)  # these tests force sets of their own
     native.library()
     file = native._folder() / f"native-{native._key(None)}.so"
     if not file.exists():
@@ -242,6 +243,7 @@ def kept():
 @pytest.fixture
 def uncompiled(monkeypatch, tmp_path):
     """The library has not been asked for, and the user's cache folder is empty."""
+    monkeypatch.delenv("TOKENSWIFT_INSTRUCTIONS", raising=False)
     monkeypatch.setattr(native, "_loaded_for", native._loaded_for.__wrapped__)
     monkeypatch.setattr(native, "_key", native._key.__wrapped__)
     monkeypatch.setattr(native.compiling, "FLAGS", (*native.compiling.FLAGS, "-O0"))  # half of the compiler's time
