@@ -178,7 +178,7 @@ def test_an_operator_that_depends_on_its_rows_is_caught(part, monkeypatch):
         rotary = model.model.rotary_emb
         turn = rotary.forward
         rotary.forward = lambda x, position_ids: tuple(
-            one * (1 + 2**-8 * (x.shape[1] > 1)) for one in turn(x, position_ids)
+            one * (1 + 2**-8 * (position_ids.shape[1] > 1)) for one in turn(x, position_ids)
         )
     elif part == "residual":
         layer.register_forward_hook(lambda module, args, out: out * (1 + 2**-8 * (out.shape[1] > 1)))

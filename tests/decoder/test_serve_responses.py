@@ -132,7 +132,8 @@ def test_answers_are_those_of_chats_and_streams_end_with_the_whole(server, name)
     assert texts["reasoning"] == message.get("reasoning_content", "")
     assert calls == [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", [])]
     assert ("call" in name or name == "allowed") == bool(calls)
-    assert bool(texts["reasoning"]) == bool(whole["usage"]["output_tokens_details"]["reasoning_tokens"])
+    # A thought may have no text: a few bytes that are no character yet.
+    assert not texts["reasoning"] or whole["usage"]["output_tokens_details"]["reasoning_tokens"]
     cut = chat["choices"][0]["finish_reason"] == "length"
     assert whole["status"] == ("incomplete" if cut else "completed")
     assert whole["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)

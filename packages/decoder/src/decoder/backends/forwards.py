@@ -12,6 +12,11 @@ def under_autocast() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
+def is_changed(module: nn.Module) -> bool:
+    """Whether the user has put a hook on a module, or a forward of their own in the place of its class's."""
+    return bool("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
+
+
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
     """Give each module its other forward until the end of the block; blocks can be nested.

@@ -198,6 +198,13 @@ class FullCache(LayeredCache):
 
     def _move(self, slots: Sequence[int], start: int) -> None:
         """Copy the entries in ``slots`` to the slots from ``start`` on."""
+        if self.parts[0].is_cpu:
+            # One by one, since PyTorch copies many numbers with threads, which afterwards wait on the cores that the
+            # library's own need. A slot that is written to has been read.
+            for part in self.parts:
+                for slot, source in enumerate(slots, start):
+                    part[:, :, :, slot] = part[:, :, :, source]
+            return
         index = upload(slots, self.parts[0].device)
         for part in self.parts:
             part[:, :, :, start : start + len(slots)] = part.index_select(3, index)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.integrations.moe import _default_apply_gate
 
 from decoder.backends.base import BackendFault
+from decoder.backends.forwards import is_changed
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
 from decoder.backends.native.expert_products import ROOM, ExpertProducts
@@ -240,7 +241,7 @@ def block_of(module: nn.Module) -> Block | None:
         if not alike:
             return None
     within = [own for own in module.modules() if own is not module]
-    if any("forward" in own.__dict__ or own._forward_hooks or own._forward_pre_hooks for own in within):
+    if any(map(is_changed, within)):
         return None
     if gate is not None and (shared is None or not packable(gate) or gate.out_features != 1):
         return None

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from decoder.backends.attention import not_known
+from decoder.backends.forwards import is_changed
 from decoder.backends.native import library as native
 from decoder.backends.native.families import LayerParts, family_of, parts_of
 from decoder.backends.native.mixers import knows
@@ -41,7 +42,7 @@ def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[
     if not plain or of_embeddings != dtype:
         return False
     around = [model, decoder, *layers]
-    if any("forward" in one.__dict__ or one._forward_hooks or one._forward_pre_hooks for one in around):
+    if any(map(is_changed, around)):
         return False
     pairs = list(zip(layers, kinds, strict=True))
     if not all(known_layer(layer, dtype, kind) for layer, kind in pairs):
@@ -68,10 +69,7 @@ def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
     # The user may have put another forward in a class's place, or in a module's.
     others = (getattr(type(one).forward, "__module__", None) != type(one).__module__ for one in layer.modules())
     within = [module for module in layer.modules() if module is not layer]
-    if any(others) or any(
-        "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        for module in within
-    ):
+    if any(others) or any(is_changed(module) or module._backward_hooks for module in within):
         return False
     parts = LayerParts(layer, family)
     if not parts.complete:

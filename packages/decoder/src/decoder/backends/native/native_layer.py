@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from decoder.backends.native import library as native
+from decoder.backends.native.angles import Angles
 from decoder.backends.native.experts import PackedBlock
 from decoder.backends.native.families import LayerParts, parts_of
 from decoder.backends.native.library import Layer, Mixer
@@ -19,19 +20,10 @@ _ONE_MORE = ("Gemma", "Qwen3_5", "Qwen3Next")  # whose norms multiply by one mor
 
 
 class NativeScratch:
-    """What the native layers of a model share: the angles of a pass in float32, and memory between calls."""
+    """Memory between calls, which the native layers of a model share."""
 
     def __init__(self) -> None:
-        self._angles: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._numbers = floats(0)
-
-    def angles(self, cos: torch.Tensor, sin: torch.Tensor, kind: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, D] both, from [1, T, D] of the model's dtype, of a kind of layers."""
-        given, *held = self._angles.get(kind, (None,))
-        if given is not sin:
-            held = [cos[0].float().contiguous(), sin[0].float().contiguous()]
-            self._angles[kind] = sin, held[0], held[1]
-        return held[0], held[1]
 
     def reserve(self, numbers: int) -> None:
         """See that there is room for so many float32 numbers."""
@@ -135,17 +127,16 @@ class NativeLayer:
         sizes = dict(heads=heads, kv_heads=kv_heads, dim=dim, rotary_dim=rotary_dim)
         return dict(**sizes, head_eps=head_eps, gated=parts.gated)
 
-    def before_attention(self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def before_attention(self, hidden: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Queries and keys, rotated, values and gates, [T, H + 2 G + .., D], of the layer's inputs [1, T, d]."""
         hidden, rows = hidden.contiguous(), hidden.shape[1]
         heads = hidden.new_empty(rows, self.layer.qkv.outputs // self.layer.dim, self.layer.dim)
-        cos, sin = self._scratch.angles(*angles, self.layer.kind)
         self._library.before_attention(
             self._given,
             hidden.data_ptr(),
             rows,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            angles.cosines.data_ptr(),
+            angles.sines.data_ptr(),
             heads.data_ptr(),
             self._scratch.address,
             hidden.dtype == torch.bfloat16,

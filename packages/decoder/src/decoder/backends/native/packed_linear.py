@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from decoder.backends.base import BackendFault
+from decoder.backends.forwards import is_changed
 from decoder.backends.memory import available_memory
 from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight
@@ -239,10 +240,7 @@ def _packable_head(head: DraftHead) -> bool:
     return (
         all(packable(layer) and layer.bias is None for layer in products)
         and type(head.input_norm) is RMSNorm
-        and not any(
-            "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks
-            for part in (*products, head.input_norm)
-        )
+        and not any(map(is_changed, (*products, head.input_norm)))
     )
 
 

@@ -1,7 +1,7 @@
 """A pass through a model of the Llama family by the native library: from token ids to hidden states.
 
 All layers are one call, which also writes the caches; in a step of SmolLM2-135M the calls that layers make one by one
-took a fifth of the time. Embedding, rotary angles, norm and head are the model's own modules.
+took a fifth of the time. Embedding, norm and head are the model's own modules.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ import torch
 
 from decoder.backends.attention import Scores
 from decoder.backends.native import library as native
+from decoder.backends.native.angles import Angles, AngleTable
 from decoder.backends.native.families import parts_of
 from decoder.backends.native.library import Attention, Layer, Pass, RecurrentState, SequenceKV
 from decoder.backends.native.llama import turned_by
@@ -27,9 +28,6 @@ from decoder.cache.replayed import ReplayedStates
 from decoder.cache.window import WindowState
 
 _FEW = 64  # tokens, up to which the queries of all layers may be kept until they are read
-
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines [1, T, D] of the positions of a pass."""
 
 
 class WholePass(NamedTuple):
@@ -81,7 +79,10 @@ class WholeModel:
         self._scaling, dim = next(
             (own.scaling, own.head_dim) for one in decoder.layers if (own := one._modules.get("self_attn")) is not None
         )
-        self._turned = turned_by(decoder.rotary_emb, dim) or dim
+        turned = turned_by(decoder.rotary_emb, dim) or dim
+        told = hasattr(decoder.rotary_emb, "layer_types") and getattr(decoder.config, "layer_types", None)
+        types = [told[layout.members[kind][0]] for kind in self._kinds] if told else []
+        self._angles = AngleTable(decoder.rotary_emb, types, len(self._kinds), turned, dtype)
         attending: list[Layer] = []
         mixers: list[Layer] = []
         for number, module in enumerate(decoder.layers):
@@ -90,7 +91,7 @@ class WholeModel:
             attends = layout.kinds[number].attends
             kind = self._kinds.index(layout.kinds[number]) if attends else 0
             place = layout.places[number] if attends else len(mixers)
-            self._held.append(NativeLayer(module, weights, self._scratch, self._turned, kind, place))
+            self._held.append(NativeLayer(module, weights, self._scratch, turned, kind, place))
             (attending if attends else mixers).append(self._held[-1].layer)
         first = attending[0]
         self._heads, self._kv_heads, self._dim = first.heads, first.kv_heads, first.dim
@@ -121,7 +122,7 @@ class WholeModel:
             wanted: the layers whose inputs are returned; their number stands for the input of the final norm.
         """
         states = self._decoder.embed_tokens(ids[:1])
-        angles = self._angles(states, ids[1:])
+        angles = self._angles.at(ids[1])
         caches = caches_of(cache)
         if (observed and states.shape[1] > _FEW) or not all(map(self.writes, caches)):
             return self._layer_by_layer(states, angles, cache, new, observed, wanted)
@@ -135,17 +136,6 @@ class WholeModel:
         return WholePass(
             states, inputs, {} if kept is None else KeptQueries(kept, self.layout.attending, self._heads, observed)
         )
-
-    def _angles(self, states: torch.Tensor, positions: torch.Tensor) -> list[Angles]:
-        """By kind of layer."""
-        rotary, types = self._decoder.rotary_emb, getattr(self._decoder.config, "layer_types", None)
-        if not types or not hasattr(rotary, "layer_types"):
-            cos, sin = rotary(states, position_ids=positions)
-            if cos.shape[-1] < self._turned:  # as in gpt-oss, once for both halves
-                cos, sin = (torch.cat((one, one), -1) for one in (cos, sin))
-            return [(cos, sin)] * len(self._kinds)
-        names = [types[self.layout.members[kind][0]] for kind in self._kinds]
-        return [rotary(states, positions, name) for name in names]
 
     def writes(self, cache: LayeredCache) -> bool:
         """Whether the library can write to a cache: to plain buffers of the model's dtype, which may come yet."""
@@ -237,9 +227,8 @@ class WholeModel:
             )
         )
         attention[0].out, attention[0].is_bf16 = attended.data_ptr(), self._dtype == torch.bfloat16
-        turned = [self._scratch.angles(*own, kind) for kind, own in enumerate(angles)]
         cosines, sines = (
-            (c_void_p * len(turned))(*(one.data_ptr() for one in each)) for each in zip(*turned, strict=True)
+            (c_void_p * len(angles))(*(one.data_ptr() for one in each)) for each in zip(*angles, strict=True)
         )
         memories, held = self._memories(caches)
         whole = Pass(
