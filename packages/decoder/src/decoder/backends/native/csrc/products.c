@@ -315,7 +315,7 @@ static int64_t rows_at_once(const PackedWeight *p, int64_t rows) {
 }
 
 static void to_other_words(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, uint32_t *words) {
-    if (p->kind == QUANTISED) round_inputs(x, x_is_bf16, rows * p->inputs, (Input *)words);
+    if (p->kind == QUANTISED) round_inputs(x, x_is_bf16, rows, p->inputs, (Input *)words);
     else to_fours(x, rows, p->inputs, words);
 }
 

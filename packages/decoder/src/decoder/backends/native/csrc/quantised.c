@@ -3,6 +3,10 @@
 #include "native.h"
 #include "formats/formats.h"
 
+#if defined(__AVX2__)
+#include "arch/rounding.h"
+#else
+
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 INLINE ivec whole_swapped(ivec x, int step) { return (ivec)swapped((vec)x, step); }
@@ -18,7 +22,7 @@ INLINE ivec sums_of_places(const ivec *numbers) {
 }
 
 // A part of 32 inputs: rounded to the nearest of 127 steps to either side of zero.
-static void round_part(const void *x, int64_t at, int is_bf16, Input *to) {
+INLINE void round_part(const void *x, int64_t at, int is_bf16, Input *to) {
     vec numbers[PART / LANES];
     ivec whole[PART / LANES], most = {0};
     for (int i = 0; i < PART / LANES; i++) {
@@ -53,6 +57,8 @@ static void round_part(const void *x, int64_t at, int is_bf16, Input *to) {
     to->total = to->step * (float)to->sum;
 }
 
+#endif
+
 static void finish(const PackedWeight *p, const float *sums, int rows, int64_t row, int64_t column, const Out *out) {
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < SIDE; i += LANES) {
@@ -69,7 +75,6 @@ static void finish(const PackedWeight *p, const float *sums, int rows, int64_t r
 static void multiply(
     const PackedWeight *p, const Input *x, int64_t row, int rows, const Out *out, int64_t first, int64_t last) {
     const Quantised *q = p->weight;
-    const int64_t stride = p->inputs / PART;
     float sums[ROWS_HELD * SIDE];
     for (int64_t part = 0, begin = 0; part < q->count; part++) {
         const QuantisedPart *of = &q->parts[part];
@@ -77,7 +82,7 @@ static void multiply(
         const int64_t blocks = p->inputs / f->inputs, end = begin + (of->outputs + SIDE - 1) / SIDE;
         const Tile tile = tile_table[of->format];
         for (int64_t panel = first > begin ? first : begin; panel < last && panel < end; panel++) {
-            tile(of->weight + (panel - begin) * blocks * f->packed_bytes, blocks, x, stride, rows, sums);
+            tile(of->weight + (panel - begin) * blocks * f->packed_bytes, blocks, x, rows, sums);
             finish(p, sums, rows, row, panel * SIDE, out);
         }
         begin = end;
@@ -86,14 +91,26 @@ static void multiply(
 
 enum { PANELS_HELD = 1 << 18 }; // weights, about, that a core holds while one group of rows follows another
 
-void round_inputs(const void *x, int x_is_bf16, int64_t count, Input *inputs) {
-    for (int64_t i = 0; i < count; i += PART) round_part(x, i, x_is_bf16, &inputs[i / PART]);
+// Rows are multiplied in as few groups as can be, which are as even as can be.
+static int64_t rows_of_group(int64_t rows) {
+    const int64_t groups = (rows + ROWS_HELD - 1) / ROWS_HELD;
+    return groups ? (rows + groups - 1) / groups : 1;
+}
+
+void round_inputs(const void *x, int x_is_bf16, int64_t rows, int64_t size, Input *inputs) {
+    const int64_t each = rows_of_group(rows), parts = size / PART;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t first = row / each * each, together = rows - first < each ? rows - first : each;
+        Input *to = inputs + first * parts + (row - first);
+        for (int64_t part = 0; part < parts; part++, to += together)
+            round_part(x, row * size + part * PART, x_is_bf16, to);
+    }
 }
 
 void quantised_panels(
     const PackedWeight *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    const int64_t groups = (rows + ROWS_HELD - 1) / ROWS_HELD, each = groups ? (rows + groups - 1) / groups : 1;
-    const int64_t held = PANELS_HELD / (p->inputs * SIDE), step = groups == 1 ? last - first : held > 1 ? held : 1;
+    const int64_t each = rows_of_group(rows), held = PANELS_HELD / (p->inputs * SIDE);
+    const int64_t step = rows <= each ? last - first : held > 1 ? held : 1;
     for (int64_t panel = first; panel < last; panel += step)
         for (int64_t row = 0; row < rows; row += each)
             multiply(p, x + row * (p->inputs / PART), row, (int)(rows - row < each ? rows - row : each), out, panel,

@@ -85,18 +85,19 @@ EACH_FORMAT(LAYOUT_OF)
 #define NONLINEAR_VALUES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241
 #define VALUES_OF_FOUR_BITS 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
 
-// `rows` rows of inputs, up to ROWS_HELD, `stride` parts apart, with SIDE outputs of `blocks` blocks from `panel` on, to
-// `sums` [rows, SIDE].
-typedef void (*Tile)(const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums);
+// `rows` rows of inputs, up to ROWS_HELD, with SIDE outputs of `blocks` blocks from `panel` on, to `sums` [rows, SIDE].
+// Inputs [parts, rows]: a part of all rows stands together, as it is read.
+typedef void (*Tile)(const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums);
 
 extern PRIVATE const Format weight_formats[FORMATS];
 
 extern PRIVATE const Layout *const layouts[FORMATS];
 
-// An instruction set's tiles, `count` numbers as inputs, and panels [first, last), of SIDE outputs, of a product.
+// An instruction set's tiles, rows of `size` numbers as inputs, in groups of rows as `quantised_panels` takes them, and
+// panels [first, last), of SIDE outputs, of a product.
 #if defined(IN_SET)
 extern PRIVATE const Tile tile_table[FORMATS];
-PRIVATE void round_inputs(const void *x, int x_is_bf16, int64_t count, Input *inputs);
+PRIVATE void round_inputs(const void *x, int x_is_bf16, int64_t rows, int64_t size, Input *inputs);
 PRIVATE void quantised_panels(
     const PackedWeight *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last);
 #endif

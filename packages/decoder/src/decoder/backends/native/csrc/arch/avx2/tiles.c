@@ -189,8 +189,8 @@ INLINE Pair behind_piece(
     return added(scaled(less_centre(both, 4, x->pairs[2]), p), (Pair){{back, back}}, 32);
 }
 
-INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride,
-    const int rows, float *sums) {
+INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, const int rows,
+    float *sums) {
     const int part_bytes = PART_BYTES(l.bits, l.scales, l.minima), head = HEAD_BYTES(l.minimum);
     const int pieces = is_wide(l) ? 4 : 2;
     Pair waiting[ROWS_HELD];
@@ -198,22 +198,22 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
     __m256 held[ROWS_HELD][2];
     for (int r = 0; r < rows; r++) held[r][0] = held[r][1] = _mm256_setzero_ps();
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
-        for (int p = 0; p < parts; p++, x++) {
+        for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
             for (int at = 0; at < part_bytes; at += 64) _mm_prefetch((const char *)part + 2048 + at, _MM_HINT_NTA);
             Piece piece;
             Shared shared;
-            for (int r = 0; is_wide(l) && r < rows; r++) widen(x + r * stride, wide[r]);
+            for (int r = 0; is_wide(l) && r < rows; r++) widen(x + r, wide[r]);
             UNROLL(3)
             for (int number = 0; number + 1 < pieces; number++) {
                 read_piece(l, part, number, &piece);
                 for (int r = 0; r < rows; r++)
-                    waiting[r] = behind_piece(l, number, &piece, x + r * stride, wide[r], &waiting[r]);
+                    waiting[r] = behind_piece(l, number, &piece, x + r, wide[r], &waiting[r]);
             }
             read_piece(l, part, pieces - 1, &piece);
             read_shared(l, panel, part, &shared);
             for (int r = 0; r < rows; r++) {
-                const Input *in = x + r * stride;
+                const Input *in = x + r;
                 const Pair whole = behind_piece(l, pieces - 1, &piece, in, wide[r], &waiting[r]);
                 UNROLL(2)
                 for (int side = 0; side < 2; side++) {
@@ -229,10 +229,9 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
 }
 
 #define TILE(name, number, inputs, ...)                                                                                \
-    static void tile_##name(                                                                                           \
-        const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {                 \
-        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, 1, sums);                          \
-        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, rows, sums);                                 \
+    static void tile_##name(const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums) {             \
+        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, 1, sums);                                  \
+        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, rows, sums);                                         \
     }
 EACH_FORMAT(TILE)
 

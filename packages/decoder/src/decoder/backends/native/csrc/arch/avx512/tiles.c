@@ -86,19 +86,19 @@ INLINE __m512i whole_sum(const Layout l, const Weights *w, const Input *x) {
     return _mm512_add_epi32(_mm512_mullo_epi32(first, w->scales[0]), _mm512_mullo_epi32(second, w->scales[1]));
 }
 
-INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride,
-    const int rows, float *sums) {
+INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, const int rows,
+    float *sums) {
     const int part_bytes = PART_BYTES(l.bits, l.scales, l.minima), head = HEAD_BYTES(l.minimum);
     __m512 held[ROWS_HELD];
     for (int r = 0; r < rows; r++) held[r] = _mm512_setzero_ps();
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
-        for (int p = 0; p < parts; p++, x++) {
+        for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
             for (int at = 0; at < part_bytes; at += 64) _mm_prefetch((const char *)part + 2048 + at, _MM_HINT_NTA);
             Weights w;
             read_weights(l, panel, part, &w);
             for (int r = 0; r < rows; r++) {
-                const Input *in = x + r * stride;
+                const Input *in = x + r;
                 const __m512 whole = _mm512_cvtepi32_ps(whole_sum(l, &w, in));
                 held[r] = _mm512_fmadd_ps(whole, _mm512_mul_ps(w.scale, _mm512_set1_ps(in->step)), held[r]);
                 if (l.minimum) held[r] = _mm512_fmadd_ps(w.minimum, _mm512_set1_ps(in->total), held[r]);
@@ -108,10 +108,9 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
 }
 
 #define TILE(name, number, inputs, ...)                                                                                \
-    static void tile_##name(                                                                                           \
-        const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {                 \
-        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, 1, sums);                          \
-        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, rows, sums);                                 \
+    static void tile_##name(const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums) {             \
+        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, 1, sums);                                  \
+        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, rows, sums);                                         \
     }
 EACH_FORMAT(TILE)
 

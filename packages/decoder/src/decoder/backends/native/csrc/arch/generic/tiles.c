@@ -32,25 +32,23 @@ static void add_part(const Layout *l, const Weights *w, const Input *x, float *s
     }
 }
 
-static void tile(
-    int format, const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {
+static void tile(int format, const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums) {
     const Format *f = &weight_formats[format];
     const Layout *l = layouts[format];
     Weights w;
     memset(sums, 0, (size_t)rows * SIDE * sizeof *sums);
     for (int64_t block = 0; block < blocks; block++, panel += f->packed_bytes) {
         const uint8_t *part = panel + HEAD_BYTES(l->minimum);
-        for (int p = 0; p < f->inputs / PART; p++, x++, part += PART_BYTES(l->bits, l->scales, l->minima)) {
+        for (int p = 0; p < f->inputs / PART; p++, x += rows, part += PART_BYTES(l->bits, l->scales, l->minima)) {
             read_weights(l, panel, part, &w);
-            for (int r = 0; r < rows; r++) add_part(l, &w, x + r * stride, sums + r * SIDE);
+            for (int r = 0; r < rows; r++) add_part(l, &w, x + r, sums + r * SIDE);
         }
     }
 }
 
 #define TILE(name, ...)                                                                                                \
-    static void tile_##name(                                                                                           \
-        const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {                 \
-        tile(AT_##name, panel, blocks, x, stride, rows, sums);                                                         \
+    static void tile_##name(const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums) {             \
+        tile(AT_##name, panel, blocks, x, rows, sums);                                                                 \
     }
 EACH_FORMAT(TILE)
 

@@ -97,24 +97,24 @@ INLINE Whole behind_half(
     return so_far;
 }
 
-INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride,
-    const int rows, float *sums) {
+INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, const int rows,
+    float *sums) {
     const int part_bytes = PART_BYTES(l.bits, l.scales, l.minima), head = HEAD_BYTES(l.minimum);
     const Whole nothing = {{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
     Whole waiting[ROWS_HELD];
     memset(sums, 0, (size_t)rows * SIDE * sizeof *sums);
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
-        for (int p = 0; p < parts; p++, x++) {
+        for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
             for (int at = 0; at < part_bytes; at += 64) __builtin_prefetch(part + 2048 + at, 0, 0);
             Half half;
             Shared shared;
             read_half(l, part, 0, &half);
-            for (int r = 0; r < rows; r++) waiting[r] = behind_half(l, part, 0, &half, x + r * stride, nothing);
+            for (int r = 0; r < rows; r++) waiting[r] = behind_half(l, part, 0, &half, x + r, nothing);
             read_half(l, part, 1, &half);
             read_shared(l, panel, part, &shared);
             for (int r = 0; r < rows; r++) {
-                const Input *in = x + r * stride;
+                const Input *in = x + r;
                 const Whole whole = behind_half(l, part, 1, &half, in, waiting[r]);
                 UNROLL(4)
                 for (int side = 0; side < SIDES; side++) {
@@ -129,10 +129,9 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
 }
 
 #define TILE(name, number, inputs, ...)                                                                                \
-    static void tile_##name(                                                                                           \
-        const uint8_t *panel, int64_t blocks, const Input *x, int64_t stride, int rows, float *sums) {                 \
-        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, 1, sums);                          \
-        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, stride, rows, sums);                                 \
+    static void tile_##name(const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums) {             \
+        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, 1, sums);                                  \
+        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, rows, sums);                                         \
     }
 EACH_FORMAT(TILE)
 
