@@ -8,9 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.backends.attention import tree_attention
 from decoder.backends.forwards import replaced
-from decoder.backends.native.packed_linear import packed_layers
+from decoder.backends.native.packed_linear import packing
 from decoder.backends.reference.attention import Masked
 from decoder.model.architectures import refuse_unsupported
+from decoder.work import finish
 
 from .conftest import VOCAB, random_heads, tiny_llama
 
@@ -349,7 +350,7 @@ def test_the_packed_layers_of_every_family_compute_the_same(with_native, name, p
     """In a text, and in its single steps."""
     model_type, overrides = FAMILIES[name]
     model = tiny(model_type, torch.float32, **overrides)
-    packed, ids = packed_layers(model.modules()), torch.tensor([prompt])
+    packed, ids = finish(packing(model.modules())), torch.tensor([prompt])
     assert packed
     for text in (ids, ids[:, :1]):
         with torch.inference_mode():

@@ -14,7 +14,7 @@ from decoder import TokenSwiftOptions
 from decoder.backends.base import BackendFault
 from decoder.backends.forwards import replaced
 from decoder.backends.native import packed_linear as linear
-from decoder.backends.native.packed_linear import packed_layers
+from decoder.backends.native.packed_linear import packing
 from decoder.backends.native.packed_weight import Fp32Weight, NativeWeight, pack
 from decoder.cache import partial as partial_cache
 from decoder.cache.full import FullCache
@@ -139,7 +139,7 @@ def test_packed_linear_layers_equal_torch_and_each_row_stands_alone(with_native,
         module.bias.data = torch.randn(14, dtype=dtype)[::2]
     x = torch.randn(1, rows, 12, dtype=dtype)
     expected = module(x)
-    packed = packed_layers([module])
+    packed = finish(packing([module]))
     assert packed[module].__self__.kind is (NativeWeight if dtype == torch.bfloat16 else Fp32Weight)
     with torch.inference_mode(), replaced(packed):
         actual = module(x)
@@ -155,25 +155,25 @@ def test_weights_are_packed_only_where_that_serves_and_fits(with_native, monkeyp
     class Own(torch.nn.Linear):
         pass
 
-    assert packed_layers([layer, Own(12, 7), layer.double()]) == {}
+    assert finish(packing([layer, Own(12, 7), layer.double()])) == {}
     layer.float()
     memory = "decoder.backends.native.packed_linear.available_memory"
     monkeypatch.setattr(memory, lambda device: 2 * layer.weight.nbytes - 1)
     with pytest.raises(BackendFault, match="no memory for a packed copy"):
-        packed_layers([layer])
+        finish(packing([layer]))
     monkeypatch.setattr(memory, lambda device: 10 * layer.weight.nbytes)
-    assert list(packed_layers([layer])) == [layer]
+    assert list(finish(packing([layer]))) == [layer]
     monkeypatch.setattr(memory, lambda device: 0)
-    assert list(packed_layers([layer])) == [layer], "what is packed already takes nothing more"
+    assert list(finish(packing([layer]))) == [layer], "what is packed already takes nothing more"
 
 
 def test_packed_layers_are_shared_renewed_and_freed(with_native):
     layer = torch.nn.Linear(12, 7)
     x = torch.randn(3, 12)
-    first, second = packed_layers([layer]), packed_layers([layer])
+    first, second = finish(packing([layer])), finish(packing([layer]))
     assert first[layer] == second[layer]
     layer.weight.data.mul_(2)
-    packed_layers([layer])
+    finish(packing([layer]))
     torch.testing.assert_close(first[layer](x), layer(x))
     gone = weakref.ref(layer)
     del layer, first, second
@@ -196,7 +196,7 @@ def test_weights_are_packed_again_when_and_only_when_they_have_changed(with_nati
     for change, count in ((None, 1), (None, 1), (swap, 2), (least, 3), (None, 3)):
         if change is not None:
             change(layer.weight.data)
-        packed = packed_layers([layer])
+        packed = finish(packing([layer]))
         assert len(packings) == count
         torch.testing.assert_close(packed[layer](x), layer(x), rtol=1e-2, atol=1e-2)
 
@@ -227,7 +227,7 @@ def test_layers_that_read_the_same_can_be_one_product(with_native, bias):
     torch.testing.assert_close(product.product(x), expected, rtol=1e-5, atol=1e-5)
     # Of other layers, or of some of these, it is not.
     assert linear.joined(layers[:2]) is None and linear.joined([*layers[:2], torch.nn.Linear(8, 6)]) is None
-    alone = packed_layers(layers)
+    alone = finish(packing(layers))
     assert linear.joined(layers) is None
     for layer in layers:
         torch.testing.assert_close(alone[layer](x), layer(x), rtol=1e-5, atol=1e-5)
@@ -259,7 +259,7 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(wi
             assert (mine - theirs).norm() <= tolerance * theirs.norm()
 
     expected = heads.advance(1, hidden, embedding)
-    packed = packed_layers(heads.modules())
+    packed = finish(packing(heads.modules()))
     assert set(packed) == set(heads.heads)
     with torch.inference_mode(), replaced(packed):
         assert_near(heads.advance(1, hidden, embedding), expected)
@@ -269,7 +269,7 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(wi
         for parameter in heads.parameters():
             parameter.mul_(2)
     expected = heads.advance(1, hidden, embedding)
-    packed_layers(heads.modules())
+    finish(packing(heads.modules()))
     with torch.inference_mode(), replaced(packed):
         assert_near(heads.advance(1, hidden, embedding), expected)
 
@@ -306,7 +306,7 @@ def test_a_head_that_the_user_has_changed_is_left_to_itself(with_native, change)
         torch.nn.init.normal_(parameter, std=0.2)
     change(heads.heads[0])
     hidden, embedding = torch.randn(3, 8), torch.randn(3, 8)
-    packed = packed_layers(heads.modules())
+    packed = finish(packing(heads.modules()))
     assert heads.heads[1] in packed
     with torch.inference_mode():
         expected = heads.advance(0, hidden, embedding)

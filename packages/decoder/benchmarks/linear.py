@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from decoder.backends.native import packed_linear
 from decoder.backends.native.packed_weight import pack
 from decoder.model.quantising import QUANTISED_DTYPES, dtype_around, quantise
+from decoder.work import finish
 
 ROWS = (1, 2, 3, 4, 6, 8, 9, 16, 32, 64)
 
@@ -39,7 +40,7 @@ def milliseconds(product: Product, layers: list, inputs: dict) -> float:
 def packed_products(model: nn.Module, pack: Callable) -> dict[nn.Module, Callable]:
     packed_linear._packed.clear()
     packed_linear.pack = pack
-    return packed_linear.packed_layers(model.modules())
+    return finish(packed_linear.packing(model.modules()))
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Sampling
+from decoder.backends.native.structures import Sampling
 from decoder.sampling.noise import gumbel
 from decoder.sampling.params import SamplingParams
 

@@ -7,8 +7,8 @@ from ctypes import byref
 import torch
 
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Expert, Experts
 from decoder.backends.native.packed_weight import NativeWeight
+from decoder.backends.native.structures import Expert, Experts
 
 
 class Room(threading.local):
@@ -38,6 +38,11 @@ class ExpertProducts:
         self.weights, self.gating, self.dtype = weights, gating, weights[0][0].dtype
         listed = self.experts()
         self._structure = Experts((Expert * len(listed))(*listed), count=len(listed), **gating)
+
+    @property
+    def kind(self) -> type:
+        """How the weights are held."""
+        return type(self.weights[0][0])
 
     def experts(self) -> list[Expert]:
         """What the library reads of each."""

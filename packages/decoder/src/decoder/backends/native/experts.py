@@ -15,54 +15,47 @@ from decoder.backends.forwards import is_changed
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
 from decoder.backends.native.expert_products import ROOM, ExpertProducts
-from decoder.backends.native.library import Expert, Experts
-from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, fingerprint_of, joined, packable, same
-from decoder.backends.native.packed_weight import pack
+from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, joined, packable, renewed
+from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.quantised import QuantisedLinear
-from decoder.backends.native.quantised_experts import QuantisedExperts
+from decoder.backends.native.quantised_experts import PARTS, QuantisedExperts
+from decoder.backends.native.structures import (
+    CLAMPED,
+    GELU,
+    MOST_EXPERTS,
+    MOST_GROUPS,
+    SIGMOID,
+    SILU,
+    SOFTMAX,
+    Expert,
+    Experts,
+)
 from decoder.work import Progress, Work
 
-_ACTIVATIONS = {"SiLU": native.SILU, "SiLUActivation": native.SILU, "GELUTanh": native.GELU}
-_PROJECTIONS = ("gate", "up", "down")
+ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU}
+"""By class, the gates that the library computes."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _CLOSE = 1e-4  # by which weights of experts may be off in float32
 
 
 class PackedExperts(Packed):
-    """`forward` of a module of experts, with a packed copy of their weights.
+    """`forward` of a module of experts, with a packed copy of their weights."""
 
-    Attributes:
-        products: of the weights as they were packed last.
-    """
+    held: ExpertProducts
 
-    def __init__(self, module: nn.Module):
-        self._fingerprint: list[torch.Tensor] = []
-        self.products: ExpertProducts | None = None
-        self.pack(module)
+    def _fingerprint_of(self, given: Any) -> list[torch.Tensor]:
+        """What shows whether weights have changed; where they are not copied, their place."""
+        if isinstance(given, QuantisedExperts):
+            return [torch.tensor([own.data_ptr() for own in given.parameters()])]
+        return super()._fingerprint_of(given)
 
-    def pack(self, module: Any) -> None:
-        """Pack the weights, unless they are those that were packed last."""
-        fingerprint = _fingerprint(module)
-        if same(fingerprint, self._fingerprint):
-            return
-        self._fingerprint = fingerprint
-        self.products = None  # frees the old copy before the new one is made
-        if isinstance(module, QuantisedExperts):
-            self.products = module.products()
+    def _pack(self, given: Any) -> None:
+        if isinstance(given, QuantisedExperts):
+            self.held = given.products()
         else:
-            weights = [[pack([weight], [bias]) for weight, bias in own] for own in _matrices(module)]
-            self.products = ExpertProducts(weights, gating_of(module))
-
-    @property
-    def held(self) -> ExpertProducts:
-        """The packed products."""
-        assert self.products is not None
-        return self.products
-
-    @property
-    def kind(self) -> type:
-        """How the weights are held."""
-        return type(self.held.weights[0][0])
+            weights = [[pack([weight], [bias]) for weight, bias in own] for own in _matrices(given)]
+            self.held = ExpertProducts(weights, gating_of(given))
+        self.kind = self.held.kind
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What the experts ``ids`` [T, k] of rows [..., d] give, times ``weights`` [T, k]."""
@@ -81,39 +74,37 @@ class PackedRouter(Packed):
         ValueError: it is a module of another kind.
     """
 
-    def __init__(self, module: nn.Module):
-        self.pack(module)
+    held: NativeWeight
 
-    def pack(self, module: Any) -> None:
-        """Pack the weights."""
-        given = torch.zeros(1, module.weight.shape[1], dtype=module.weight.dtype, device="cpu")
+    def _pack(self, given: Any) -> None:
+        self.held = pack([given.weight], [getattr(given, "bias", None)])
+        self.kind = type(self.held)
+
+    def renew(self, given: Any) -> None:
+        """Pack the weights, unless they are those that were packed last, and read the settings."""
+        super().renew(given)
+        zeros = torch.zeros(1, given.weight.shape[1], dtype=given.weight.dtype, device="cpu")
         # Its own forward and not the module, since the user's hooks must not see such inputs.
-        self._dtypes = [one.dtype for one in type(module).forward(module, given)]
-        self.weight = pack([module.weight], [getattr(module, "bias", None)])
-        correction = getattr(module, "e_score_correction_bias", None)
+        self._dtypes = [one.dtype for one in type(given).forward(given, zeros)]
+        correction = getattr(given, "e_score_correction_bias", None)
         self.correction = None if correction is None else correction.detach().float().contiguous()
         grouped = correction is not None
         self.settings = dict(
-            count=len(module.weight),
-            used=module.top_k,
-            router=self.weight.product,
+            count=len(given.weight),
+            used=given.top_k,
+            router=self.held.product,
             correction=None if self.correction is None else self.correction.data_ptr(),
-            groups=module.num_group if grouped else 1,
-            groups_used=module.topk_group if grouped else 1,
-            scoring=native.SIGMOID if grouped else native.SOFTMAX,
-            normalised=getattr(module, "norm_topk_prob", True),
-            scaling=module.routed_scaling_factor if grouped else 1,
+            groups=given.num_group if grouped else 1,
+            groups_used=given.topk_group if grouped else 1,
+            scoring=SIGMOID if grouped else SOFTMAX,
+            normalised=getattr(given, "norm_topk_prob", True),
+            scaling=given.routed_scaling_factor if grouped else 1,
         )
         self.structure = Experts(**self.settings)
 
-    @property
-    def kind(self) -> type:
-        """How the weights are held."""
-        return type(self.weight)
-
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E] of rows [..., d], and weights and experts [T, k] that they choose."""
-        x = hidden.reshape(-1, hidden.shape[-1]).to(self.weight.dtype).contiguous()
+        x = hidden.reshape(-1, hidden.shape[-1]).to(self.held.dtype).contiguous()
         logits = torch.empty(len(x), self.structure.count, dtype=torch.float32, device="cpu")
         weights = torch.empty(len(x), self.structure.used, dtype=torch.float32, device="cpu")
         ids = torch.empty(len(x), self.structure.used, dtype=torch.int64, device="cpu")
@@ -149,7 +140,7 @@ class Block(NamedTuple):
     @property
     def groups(self) -> list[list[Linear]]:
         """The linear layers among them, each a product of its own."""
-        own = [] if self.shared is None else [self.shared.get_submodule(f"{name}_proj") for name in _PROJECTIONS]
+        own = [] if self.shared is None else [self.shared.get_submodule(f"{name}_proj") for name in PARTS]
         return [[cast(Linear, layer)] for layer in (*own, self.gate) if layer is not None]
 
 
@@ -163,20 +154,16 @@ class PackedBlock(Packed):
     def __init__(self, block: Block):
         experts, router = _packed[block.experts], _packed[block.router]
         assert isinstance(experts, PackedExperts) and isinstance(router, PackedRouter)
-        weights = [product.weight for group in block.groups if (product := joined(group)) is not None]
+        weights = [product.held for group in block.groups if (product := joined(group)) is not None]
         shared = [Expert(*(one.product for one in weights[:3]))] if block.shared is not None else []
         more = {} if block.gate is None else {"shared_gate": weights[-1].product}
         # Others may pack the same modules again, and the library reads this memory.
-        self._experts, self._held = experts.held, (router.weight, router.correction, weights)
+        self._experts, self._held = experts.held, (router.held, router.correction, weights)
         listed = [*self._experts.experts(), *shared]
         self.structure = Experts(
             (Expert * len(listed))(*listed), shared=len(shared), **router.settings, **self._experts.gating, **more
         )
-
-    @property
-    def kind(self) -> type:
-        """How the weights are held."""
-        return type(self._experts.weights[0][0])
+        self.kind = experts.kind
 
     def numbers(self, rows: int) -> int:
         """Of memory that so many rows need."""
@@ -212,10 +199,7 @@ def packing_experts(modules: Iterable[nn.Module]) -> Work[dict[nn.Module, Callab
     if new > SHARE * available_memory(torch.device("cpu")):
         raise BackendFault("there is no memory for a packed copy of the experts' weights")
     for number, (module, kind) in enumerate(kinds.items(), start=1):
-        if module in _packed:
-            _packed[module].pack(module)
-        else:
-            _packed[module] = kind(module)
+        renewed(_packed, module, kind)
         yield Progress(TOKENS, TOKENS * (len(kinds) - number))
     forwards: dict[nn.Module, Callable] = {module: _packed[module].forward for module in kinds}
     for module in modules:
@@ -236,7 +220,7 @@ def block_of(module: nn.Module) -> Block | None:
     if router is None or experts is None or parts or not are_experts(experts) or not _chooses(router):
         return None
     if shared is not None:
-        names = {*(f"{name}_proj" for name in _PROJECTIONS), "act_fn"}
+        names = {*(f"{name}_proj" for name in PARTS), "act_fn"}
         alike = shared._modules.keys() == names and type(shared.act_fn) is type(getattr(experts, "act_fn", None))
         if not alike:
             return None
@@ -257,13 +241,13 @@ def are_experts(module: Any) -> bool:
         return False
     biases = {f"{name}_bias" for name in names} if module.has_bias else set()
     gate = type(module)._apply_gate
-    gated = gate is _default_apply_gate and type(getattr(module, "act_fn", None)).__name__ in _ACTIVATIONS
+    gated = gate is _default_apply_gate and type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
     return (
         module._parameters.keys() == names | biases
         and (gated or type(module).__name__ == "GptOssExperts")
         and not module.has_post_expert_norm
         and not module._is_expert_parallel
-        and len(module.down_proj) <= native.MOST_EXPERTS
+        and len(module.down_proj) <= MOST_EXPERTS
         and all(own.is_cpu and own.dtype in _DTYPES for own in module.parameters())
     )
 
@@ -288,7 +272,7 @@ def chooses_alike(module: Any) -> bool:
     if weight is None or weight.ndim != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:
         return False
     count, groups = len(weight), getattr(module, "num_group", 1)
-    if not 1 <= getattr(module, "top_k", 0) <= count <= native.MOST_EXPERTS or not 1 <= groups <= native.MOST_GROUPS:
+    if not 1 <= getattr(module, "top_k", 0) <= count <= MOST_EXPERTS or not 1 <= groups <= MOST_GROUPS:
         return False
     own = copy.deepcopy(module).float()
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)) / weight.shape[1] ** 0.5
@@ -310,15 +294,8 @@ def gating_of(module: Any) -> dict[str, float]:
     if isinstance(module, QuantisedExperts):
         return module.gating
     if type(module).__name__ == "GptOssExperts":
-        return {"activation": native.CLAMPED, "limit": module.limit, "alpha": module.alpha}
-    return {"activation": _ACTIVATIONS[type(module.act_fn).__name__]}
-
-
-def _fingerprint(module: Any) -> list[torch.Tensor]:
-    """What shows whether weights have changed that have been packed; where they are not copied, their place."""
-    if isinstance(module, QuantisedExperts):
-        return [torch.tensor([own.data_ptr() for own in module.parameters()])]
-    return fingerprint_of([module])
+        return {"activation": CLAMPED, "limit": module.limit, "alpha": module.alpha}
+    return {"activation": ACTIVATIONS[type(module.act_fn).__name__]}
 
 
 def _matrices(module: Any) -> Iterable[Sequence[tuple[torch.Tensor, torch.Tensor | None]]]:

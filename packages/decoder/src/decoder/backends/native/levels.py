@@ -9,9 +9,9 @@ from torch import nn
 
 from decoder.backends.base import Forwards
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Drafter, Drafts, Head, PackedWeight
-from decoder.backends.native.packed_linear import PackedHead, product_of
+from decoder.backends.native.packed_linear import PackedHead, PackedLinears, packed_by
 from decoder.backends.native.packed_weight import NativeWeight
+from decoder.backends.native.structures import Drafter, Drafts, Head, PackedWeight
 from decoder.draft_heads import DraftHead, DraftHeads
 from decoder.timings import stage
 
@@ -49,7 +49,7 @@ class NativeLevels:
         norms = [(_copy(head.input_norm.weight), _copy(head.output_norm.weight)) for head, _ in packed]
         ones = torch.ones(heads.hidden_size, dtype=torch.float32, device="cpu")
         ids = None if ids is None else ids.contiguous()
-        products = [(one.readers, one.down) for _, one in packed]
+        products = [one.held for _, one in packed]
         self._held = products, norms, vocabulary, ids, embeddings, ones
         structures = [
             Head(
@@ -157,11 +157,11 @@ def native_levels(
     packed = [(module, one) for module, one in found if isinstance(one, PackedHead)]
     if len(packed) < len(modules):
         return None
-    rows = product_of(forwards.get(vocabulary.rows))
+    rows = packed_by(forwards.get(vocabulary.rows))
     embeddings = target.model.get_input_embeddings()
     plain = type(embeddings) is nn.Embedding and type(embeddings.weight.data) is torch.Tensor
     plain = plain and embeddings.weight.dtype in _DTYPES and embeddings.weight.is_contiguous()
-    if rows is None or not plain:
+    if not isinstance(rows, PackedLinears) or not plain:
         return None
     table = embeddings.weight.detach()
-    return NativeLevels(heads, packed, rows.weight, vocabulary.ids, table, target.logit_scale)
+    return NativeLevels(heads, packed, rows.held, vocabulary.ids, table, target.logit_scale)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from contextlib import suppress
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
 from functools import cache
 from itertools import product, takewhile
 from pathlib import Path
@@ -27,309 +27,32 @@ import torch
 from decoder.backends.faults import in_words
 from decoder.backends.native import compiling
 from decoder.backends.native.compiling import COMPILERS, INSTRUCTION_SETS, OF_MACHINE
+from decoder.backends.native.structures import (
+    STRUCTURES,
+    Attention,
+    Drafter,
+    Drafts,
+    Experts,
+    Format,
+    Layer,
+    PackedWeight,
+    Pass,
+    Sampling,
+)
 
 _PACKAGE = Path(__file__).parent  # where a package has the library that it brings
 _FORCED = "TOKENSWIFT_INSTRUCTIONS"
-
-
-FP32, BF16, INT8, QUANTISED = range(4)  # kinds of weights, as library.h has them
 
 
 class NativeUnavailable(Exception):
     """The library cannot be had here, with the reason in words."""
 
 
-class PackedWeight(ctypes.Structure):
-    """`PackedWeight` of library.h."""
-
-    _fields_ = (
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("scales", c_void_p),
-        ("kind", c_int32),
-    )
-
-
-MOST_PARTS = 3  # of a product with quantised weights
-
-
-class QuantisedPart(ctypes.Structure):
-    """`QuantisedPart` of library.h."""
-
-    _fields_ = (("format", c_int64), ("outputs", c_int64), ("weight", c_void_p))
-
-
-class Quantised(ctypes.Structure):
-    """`Quantised` of library.h."""
-
-    _fields_ = (("count", c_int64), ("parts", QuantisedPart * MOST_PARTS))
-
-
-class Format(ctypes.Structure):
-    """`Format` of library.h."""
-
-    _fields_ = (
-        ("name", c_char_p),
-        ("number", c_int32),
-        ("inputs", c_int32),
-        ("bytes", c_int32),
-        ("packed_bytes", c_int32),
-        ("head_bytes", c_int32),
-    )
-
-
-class Expert(ctypes.Structure):
-    """`Expert` of library.h."""
-
-    _fields_ = (("gate", PackedWeight), ("up", PackedWeight), ("down", PackedWeight))
-
-
-SILU, GELU, CLAMPED = range(3)  # how experts are gated
-SOFTMAX, SIGMOID = range(2)  # how their weights are made
-MOST_EXPERTS, MOST_GROUPS = 1024, 64
-
-
-class Experts(ctypes.Structure):
-    """`Experts` of library.h."""
-
-    _fields_ = (
-        ("experts", POINTER(Expert)),
-        ("count", c_int64),
-        ("used", c_int64),
-        ("router", PackedWeight),
-        ("shared_gate", PackedWeight),
-        ("correction", c_void_p),
-        ("groups", c_int64),
-        ("groups_used", c_int64),
-        ("scoring", c_int32),
-        ("normalised", c_int32),
-        ("activation", c_int32),
-        ("shared", c_int32),
-        ("scaling", c_float),
-        ("limit", c_float),
-        ("alpha", c_float),
-    )
-
-
-class Mixer(ctypes.Structure):
-    """`Mixer` of library.h."""
-
-    _fields_ = (
-        ("gates", PackedWeight),
-        ("from", c_void_p),
-        ("conv", c_void_p),
-        ("conv_bias", c_void_p),
-        ("decay", c_void_p),
-        ("decay_bias", c_void_p),
-        ("skip", c_void_p),
-        ("factors", c_void_p),
-        ("keys", c_int64),
-        ("values", c_int64),
-        ("key_dim", c_int64),
-        ("dim", c_int64),
-        ("width", c_int64),
-        ("group", c_int64),
-        ("eps", c_float),
-        ("delta", c_int32),
-        ("gates_first", c_int32),
-    )
-
-
-class RecurrentState(ctypes.Structure):
-    """`RecurrentState` of library.h."""
-
-    _fields_ = (
-        ("before", c_void_p),
-        ("after", c_void_p),
-        ("kept", c_void_p),
-        ("room", c_int64),
-        ("replayed", c_void_p),
-        ("replays", c_int64),
-        ("folded", c_int64),
-        ("count", c_int64),
-        ("parents", c_void_p),
-        ("slots", c_void_p),
-    )
-
-
-class Layer(ctypes.Structure):
-    """`Layer` of library.h."""
-
-    _fields_ = (
-        ("qkv", PackedWeight),
-        ("o", PackedWeight),
-        ("gate_up", PackedWeight),
-        ("down", PackedWeight),
-        ("norm_in", c_void_p),
-        ("norm_before_mlp", c_void_p),
-        ("head_norm", c_void_p),
-        ("size", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("eps", c_float),
-        ("head_eps", c_float),
-        ("norm_behind_attention", c_void_p),
-        ("norm_behind_mlp", c_void_p),
-        ("kind", c_int32),
-        ("place", c_int32),
-        ("gelu", c_int32),
-        ("gated", c_int32),
-        ("rotary_dim", c_int64),
-        ("sinks", c_void_p),
-        ("experts", POINTER(Experts)),
-        ("mixer", POINTER(Mixer)),
-    )
-
-
-class SequenceKV(ctypes.Structure):
-    """`SequenceKV` of library.h."""
-
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_layer", c_int64),
-        ("key_head", c_int64),
-        ("key_slot", c_int64),
-        ("value_layer", c_int64),
-        ("value_head", c_int64),
-        ("value_slot", c_int64),
-        ("first", c_int64),
-        ("length", c_int64),
-        ("count", c_int64),
-        ("mask", c_void_p),
-    )
-
-
-class Attention(ctypes.Structure):
-    """`Attention` of library.h."""
-
-    _fields_ = (
-        ("texts", POINTER(SequenceKV)),
-        ("queries", c_void_p),
-        ("out", c_void_p),
-        ("query_token", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("value_dim", c_int64),
-        ("scaling", c_float),
-        ("is_bf16", c_int32),
-        ("sinks", c_void_p),
-        ("window", c_int64),
-        ("chunk", c_int64),
-        ("softcap", c_float),
-    )
-
-
-class Pass(ctypes.Structure):
-    """`Pass` of library.h."""
-
-    _fields_ = (
-        ("layers", POINTER(POINTER(Layer))),
-        ("first", c_int64),
-        ("last", c_int64),
-        ("rows", c_int64),
-        ("states", c_void_p),
-        ("heads", c_void_p),
-        ("heads_layer", c_int64),
-        ("cosines", POINTER(c_void_p)),
-        ("sines", POINTER(c_void_p)),
-        ("scratch", c_void_p),
-        ("kinds", c_int64),
-        ("memories", POINTER(RecurrentState)),
-        ("mixed", c_void_p),
-    )
-
-
-class Sampling(ctypes.Structure):
-    """`Sampling` of library.h."""
-
-    _fields_ = (
-        ("penalised", c_void_p),
-        ("penalty", c_double),
-        ("temperature", c_double),
-        ("log_min_p", c_double),
-        ("seed", c_uint64),
-        ("do_sample", c_int32),
-    )
-
-
-class Head(ctypes.Structure):
-    """`Head` of library.h."""
-
-    _fields_ = (
-        ("readers", PackedWeight),
-        ("down", PackedWeight),
-        ("norm_in", c_void_p),
-        ("norm_out", c_void_p),
-        ("eps", c_float),
-    )
-
-
-class Drafter(ctypes.Structure):
-    """`Drafter` of library.h."""
-
-    _fields_ = (
-        ("heads", POINTER(Head)),
-        ("count", c_int64),
-        ("size", c_int64),
-        ("conditioned", c_int32),
-        ("chained", c_int32),
-        ("vocabulary_is_bf16", c_int32),
-        ("embeddings_are_bf16", c_int32),
-        ("embeddings", c_void_p),
-        ("ones", c_void_p),
-        ("embedding_eps", c_float),
-        ("logit_scale", c_float),
-        ("vocabulary", PackedWeight),
-        ("ids", c_void_p),
-    )
-
-
-class Drafts(ctypes.Structure):
-    """`Drafts` of library.h."""
-
-    _fields_ = (
-        ("choosing", Sampling),
-        ("position", c_int64),
-        ("state", c_void_p),
-        ("state_is_bf16", c_int32),
-        ("given", c_int32),
-        ("newest", c_int64),
-        ("levels", c_int64),
-        ("width", c_int64),
-        ("beam", c_int64),
-        ("out", c_void_p),
-    )
-
-
-class Structure(ctypes.Structure):
-    """`Structure` of library.h."""
+class _Size(ctypes.Structure):
+    """`Structure` of library.h: the size of one that is shared."""
 
     _fields_ = (("name", c_char_p), ("bytes", c_int64))
 
-
-_STRUCTURES = (
-    PackedWeight,
-    QuantisedPart,
-    Quantised,
-    Format,
-    Expert,
-    Experts,
-    Mixer,
-    RecurrentState,
-    Layer,
-    SequenceKV,
-    Attention,
-    Pass,
-    Sampling,
-    Head,
-    Drafter,
-    Drafts,
-)
 
 _ARGUMENTS = {
     "linear": (POINTER(PackedWeight), c_void_p, c_int64, c_int, c_void_p, c_int),
@@ -568,8 +291,8 @@ def _opened(file: Path) -> ctypes.CDLL:
         NativeUnavailable: it was made for other structures, or for another processor.
     """
     library = ctypes.CDLL(str(file))
-    library.structures.restype, library.instructions.restype = POINTER(Structure), c_char_p
-    theirs, own = library.structures(), {one.__name__: ctypes.sizeof(one) for one in _STRUCTURES}
+    library.structures.restype, library.instructions.restype = POINTER(_Size), c_char_p
+    theirs, own = library.structures(), {one.__name__: ctypes.sizeof(one) for one in STRUCTURES}
     sizes = {entry.name.decode(): entry.bytes for entry in takewhile(lambda entry: entry.name, theirs)}
     if sizes != own:
         wrong = ", ".join(sorted({name for name, _ in own.items() ^ sizes.items()}))

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from decoder.backends.attention import not_known
 from decoder.backends.forwards import is_changed
 from decoder.backends.native import library as native
+from decoder.backends.native.experts import ACTIVATIONS
 from decoder.backends.native.families import LayerParts, family_of, parts_of
 from decoder.backends.native.mixers import knows
 from decoder.backends.native.packed_linear import Linear, packable
@@ -24,7 +25,6 @@ from decoder.cache.layout import FULL, LayerKind
 from decoder.model.architectures import decoder_of
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj"}
-_ACTIVATIONS = ("SiLU", "SiLUActivation", "GELUTanh")
 
 
 def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[LayerKind]) -> bool:
@@ -97,7 +97,7 @@ def _known_mlp(parts: LayerParts) -> bool:
     gate = parts.mlp._modules.get(parts.family.mlp_parts[0])
     return (
         parts.mlp._modules.keys() - {"act_fn"} == set(parts.family.mlp_parts)
-        and type(getattr(parts.mlp, "act_fn", nn.SiLU())).__name__ in _ACTIVATIONS
+        and type(getattr(parts.mlp, "act_fn", nn.SiLU())).__name__ in ACTIVATIONS
         # Where gate and up are to stand, rows wait for the norm behind attention.
         and ("norm_behind_attention" not in parts.norms or 2 * gate.out_features >= gate.in_features)
     )

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from decoder.backends.native.packed_linear import Linear
-
-MOST_WIDTH = 8  # of convolutions, as library.h has it
+from decoder.backends.native.structures import MOST_WIDTH
 
 
 class MixerParts(NamedTuple):

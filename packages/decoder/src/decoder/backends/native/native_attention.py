@@ -9,7 +9,7 @@ import torch
 from decoder.backends.attention import Pairs, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
-from decoder.backends.native.library import Attention, SequenceKV
+from decoder.backends.native.structures import Attention, SequenceKV
 from decoder.cache.layout import FULL
 
 _DTYPES = (torch.float32, torch.bfloat16)

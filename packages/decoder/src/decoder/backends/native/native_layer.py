@@ -11,9 +11,9 @@ from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles
 from decoder.backends.native.experts import PackedBlock
 from decoder.backends.native.families import LayerParts, parts_of
-from decoder.backends.native.library import Layer, Mixer
 from decoder.backends.native.mixers import MixerParts
 from decoder.backends.native.packed_weight import NativeWeight
+from decoder.backends.native.structures import Layer, Mixer
 from decoder.backends.norms import eps_of
 
 _ONE_MORE = ("Gemma", "Qwen3_5", "Qwen3Next")  # whose norms multiply by one more than their weights

@@ -3,7 +3,8 @@
 Layers with the same input can be joined to one product, as the library's whole passes read them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +18,7 @@ from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight
 from decoder.backends.norms import FusedNorm
 from decoder.draft_heads import DraftHead, RMSNorm
-from decoder.work import Progress, Work, finish
+from decoder.work import Progress, Work
 
 Linear = nn.Linear | QuantisedLinear
 
@@ -31,11 +32,33 @@ class DraftRows(nn.Linear):
 
 
 class Packed:
-    """Owns a forward with packed weights."""
+    """Owns a forward with packed weights, those of ``given``: a module, or the layers of one product.
 
-    @property
-    def kind(self) -> type:
-        """How the weights are held."""
+    Attributes:
+        held: the packed weights.
+        kind: how they are held.
+    """
+
+    held: Any
+    kind: type
+
+    def __init__(self, given: Any):
+        self._fingerprint: list[torch.Tensor] = []
+        self.renew(given)
+
+    def renew(self, given: Any) -> None:
+        """Pack the weights, unless they are those that were packed last."""
+        fingerprint = self._fingerprint_of(given)
+        if not same(fingerprint, self._fingerprint):
+            self._fingerprint = fingerprint
+            self.held = None  # frees the old copy before the new one is made
+            self._pack(given)
+
+    def _fingerprint_of(self, given: Any) -> list[torch.Tensor]:
+        return fingerprint_of([given])
+
+    def _pack(self, given: Any) -> None:
+        """Set ``held`` and ``kind``."""
         raise NotImplementedError
 
 
@@ -46,85 +69,60 @@ class PackedLinears(Packed):
         sizes: the number of outputs of each layer.
     """
 
-    def __init__(self, layers: Sequence[Linear]):
-        self._fingerprint: list[torch.Tensor] = []
-        self._weight: NativeWeight | None = None
-        self.pack(layers)
+    held: NativeWeight
 
-    def pack(self, layers: Sequence[Linear]) -> None:
-        """Pack the layers' weights, unless they are those that were packed last."""
-        fingerprint = fingerprint_of(layers)
-        if same(fingerprint, self._fingerprint):
-            return
-        self._fingerprint = fingerprint
-        self._weight = None  # frees the old copy before the new one is made
-        self.sizes = [layer.out_features for layer in layers]
-        given = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        exact = not any(isinstance(layer, DraftRows) for layer in layers)
-        if quantised := [layer for layer in layers if isinstance(layer, QuantisedLinear)]:
-            self._weight = QuantisedWeight(quantised)
+    def _fingerprint_of(self, given: Sequence[Linear]) -> list[torch.Tensor]:
+        return fingerprint_of(given)
+
+    def _pack(self, given: Sequence[Linear]) -> None:
+        self.sizes = [layer.out_features for layer in given]
+        if quantised := [layer for layer in given if isinstance(layer, QuantisedLinear)]:
+            self.held = QuantisedWeight(quantised)
         else:
-            self._weight = pack(*given, exact)
-
-    @property
-    def weight(self) -> NativeWeight:
-        """The packed weights."""
-        assert self._weight is not None
-        return self._weight
-
-    @property
-    def kind(self) -> type:
-        """How the weights are held."""
-        return type(self._weight)
+            exact = not any(isinstance(layer, DraftRows) for layer in given)
+            self.held = pack([layer.weight for layer in given], [layer.bias for layer in given], exact)
+        self.kind = type(self.held)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all layers [..., sum of sizes] for inputs [..., in]."""
-        weight = self.weight
+        weight = self.held
         # Conversions to the same dtype are calls, too.
         return weight(x) if x.dtype == weight.dtype else weight(x.to(weight.dtype)).to(x.dtype)
 
 
-class PackedHead:
+class PackedHead(Packed):
     """`DraftHead.forward` with packed weights: layers with the same input are one product, and no module is called.
 
     A head takes so little time that calls of modules would be half of it. A draft may be off by a rounding.
+
+    Attributes:
+        held: the layers that read the features, as one product, and the last layer of a gated head.
     """
 
-    def __init__(self, head: DraftHead):
-        self._fingerprint: list[torch.Tensor] = []
-        self._readers: NativeWeight | None = None
-        self.down: NativeWeight | None = None
-        self.pack(head)
+    held: tuple[NativeWeight, NativeWeight | None]
 
-    def pack(self, head: DraftHead) -> None:
-        """Pack the head's weights, unless they are those that were packed last."""
-        fingerprint = fingerprint_of([*_products(head), head.input_norm])
-        if same(fingerprint, self._fingerprint):
-            return
-        self._fingerprint = fingerprint
-        self._readers = self.down = None
-        self._norm = FusedNorm(head.input_norm.weight, head.input_norm.eps)
-        self._unit_norm = FusedNorm(torch.ones_like(head.input_norm.weight), _DEFAULT_EPS)
-        readers = [head.linear, head.gate, head.up] if head.gated else [head.linear]
+    def _fingerprint_of(self, given: DraftHead) -> list[torch.Tensor]:
+        return fingerprint_of([*_products(given), given.input_norm])
+
+    def _pack(self, given: DraftHead) -> None:
+        norm = given.input_norm
+        self._norm = FusedNorm(norm.weight, norm.eps)
+        self._unit_norm = FusedNorm(torch.ones_like(norm.weight), _DEFAULT_EPS)
+        readers = [given.linear, given.gate, given.up] if given.gated else [given.linear]
         self._sizes = [layer.out_features for layer in readers]
-        self._readers = pack([layer.weight for layer in readers], [None], exact=False)
-        self.down = pack([head.down.weight], [None], exact=False) if head.gated else None
-
-    @property
-    def readers(self) -> NativeWeight:
-        """The layers that read the features, as one product."""
-        assert self._readers is not None
-        return self._readers
+        down = pack([given.down.weight], [None], exact=False) if given.gated else None
+        self.held = pack([layer.weight for layer in readers], [None], exact=False), down
+        self.kind = type(self.held[0])
 
     def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         features = self._norm(hidden)
         if embedding is not None:
             features = torch.cat((features, self._unit_norm(embedding).to(features.dtype)), dim=-1)
-        change, *gated = self.readers(features.to(self.readers.dtype)).split(self._sizes, dim=-1)
-        if gated:
-            assert self.down is not None
+        readers, down = self.held
+        change, *gated = readers(features.to(readers.dtype)).split(self._sizes, dim=-1)
+        if down is not None:
             gate, up = gated
-            change = change + self.down((functional.silu(gate) * up).to(self.down.dtype))
+            change = change + down((functional.silu(gate) * up).to(down.dtype))
         return (change + hidden).to(hidden.dtype)
 
 
@@ -156,11 +154,6 @@ _packed: WeakKeyDictionary[nn.Module, PackedLinears] = WeakKeyDictionary()
 _packed_heads: WeakKeyDictionary[DraftHead, PackedHead] = WeakKeyDictionary()
 
 
-def packed_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
-    """The outcome of `packing`, at once."""
-    return finish(packing(modules))
-
-
 def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = ()) -> Work[dict[nn.Module, Callable]]:
     """Faster forwards for the linear layers and draft heads among ``modules``, with their weights as they are now.
 
@@ -184,16 +177,12 @@ def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = (
         raise BackendFault("there is no memory for a packed copy of the weights")
     found: dict[nn.Module, Callable] = {}
     for number, head in enumerate(heads, start=1):
-        if head in _packed_heads:
-            _packed_heads[head].pack(head)
-        else:
-            _packed_heads[head] = PackedHead(head)
-        found[head] = _packed_heads[head]
+        found[head] = renewed(_packed_heads, head, PackedHead)
         yield Progress(TOKENS, TOKENS * (len(heads) - number + len(every)))
     for number, group in enumerate(every, start=1):
         packed = joined(group)
         if packed is not None:
-            packed.pack(group)
+            packed.renew(group)
         else:
             packed = PackedLinears(group)
             _packed.update(dict.fromkeys(group, packed))
@@ -203,17 +192,20 @@ def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = (
     return found
 
 
+def renewed(packed: MutableMapping[Any, Any], module: nn.Module, kind: type[Packed]) -> Any:
+    """What of ``packed`` belongs to a module, made where there is none, with the weights as they are now."""
+    if module in packed:
+        packed[module].renew(module)
+    else:
+        packed[module] = kind(module)
+    return packed[module]
+
+
 def joined(layers: Sequence[Linear]) -> PackedLinears | None:
     """The one packed product of exactly these layers, if `packing` has made it."""
     packed = _packed.get(layers[0])
     whole = packed is not None and len(packed.sizes) == len(layers)
     return packed if whole and all(_packed.get(layer) is packed for layer in layers) else None
-
-
-def product_of(forward: Callable | None) -> PackedLinears | None:
-    """The packed product behind a forward, if `packing` has made it."""
-    owner = packed_by(forward)
-    return owner if isinstance(owner, PackedLinears) else None
 
 
 def packed_by(forward: Callable | None) -> Packed | None:

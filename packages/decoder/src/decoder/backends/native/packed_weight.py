@@ -12,7 +12,7 @@ from ctypes import byref
 import torch
 
 from decoder.backends.native import library as native
-from decoder.backends.native.library import PackedWeight
+from decoder.backends.native.structures import BF16, FP32, INT8, PackedWeight
 
 _CHECKED_AT_ONCE = 2**24  # numbers, so that the check takes little memory
 
@@ -31,7 +31,7 @@ class NativeWeight:
         NativeUnavailable: there is no library.
     """
 
-    _kind = native.BF16
+    _kind = BF16
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         weight = weight.detach()
@@ -99,7 +99,7 @@ class NativeWeight:
 class Fp32Weight(NativeWeight):
     """The same, of float32 weights."""
 
-    _kind = native.FP32
+    _kind = FP32
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         return self._in_panels(weight, torch.float32).transpose(1, 2).contiguous()
@@ -111,7 +111,7 @@ class Int8Weight(NativeWeight):
     Processors that multiply bytes (AVX512-VNNI) get inputs in a byte each, too, in parts of the largest of their row.
     """
 
-    _kind = native.INT8
+    _kind = INT8
 
     def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
         return torch.float32

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from decoder.backends.native import library as native
-from decoder.backends.native.library import MOST_PARTS, Quantised, QuantisedPart
 from decoder.backends.native.packed_weight import NativeWeight
-
-_INFINITE = 0x7C00  # the exponent of half precision that is no number's
+from decoder.backends.native.structures import MOST_PARTS, QUANTISED, Quantised, QuantisedPart
 
 
 class WeightFormat(NamedTuple):
@@ -30,7 +28,8 @@ class WeightFormat(NamedTuple):
         inputs: weights of a block.
         bytes_of_block: in a file.
         packed_bytes: of a block of as many outputs as lie interleaved,
-        head_bytes: and of its scales and minima in half precision, which come first.
+        head_bytes: and of its scales and minima, of 16 bits each, which come first.
+        infinite: the bits of their exponent where they are no numbers.
     """
 
     place: int
@@ -40,6 +39,7 @@ class WeightFormat(NamedTuple):
     bytes_of_block: int
     packed_bytes: int
     head_bytes: int
+    infinite: int
 
 
 @cache
@@ -48,7 +48,7 @@ def weight_formats() -> dict[int, WeightFormat]:
     found: dict[int, WeightFormat] = {}
     while native.available() and (entry := native.library().weight_format(len(found))):
         one = entry.contents
-        sizes = one.inputs, one.bytes, one.packed_bytes, one.head_bytes
+        sizes = one.inputs, one.bytes, one.packed_bytes, one.head_bytes, one.infinite
         found[one.number] = WeightFormat(len(found), one.name.decode(), one.number, *sizes)
     return found
 
@@ -85,12 +85,9 @@ class QuantisedMatrix:
     @property
     def finite(self) -> bool:
         """Whether all scales are numbers."""
-        if self.kind.name == "MXFP4":
-            return True
-        halves = (
-            self.weight.data.view(-1, self.kind.packed_bytes)[:, : self.kind.head_bytes].contiguous().view(torch.int16)
-        )
-        return not bool(((halves & _INFINITE) == _INFINITE).any())
+        blocks, infinite = self.weight.data.view(-1, self.kind.packed_bytes), self.kind.infinite
+        scales = blocks[:, : self.kind.head_bytes].contiguous().view(torch.int16)
+        return not bool(((scales & infinite) == infinite).any())
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The weights float32 [..., in] of the outputs of these numbers [...]."""
@@ -204,7 +201,7 @@ class QuantisedWeight(NativeWeight):
     Of several all but the last must have whole panels of outputs, see `width`.
     """
 
-    _kind = native.QUANTISED
+    _kind = QUANTISED
 
     def __init__(self, layers: Sequence[QuantisedLinear | QuantisedRows]):
         outputs, inputs = sum(layer.out_features for layer in layers), layers[0].in_features

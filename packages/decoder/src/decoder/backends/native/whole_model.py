@@ -16,11 +16,11 @@ from decoder.backends.attention import Scores
 from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles, AngleTable
 from decoder.backends.native.families import parts_of
-from decoder.backends.native.library import Attention, Layer, Pass, RecurrentState, SequenceKV
 from decoder.backends.native.llama import turned_by
 from decoder.backends.native.native_attention import NewTokens, bounds, native_attention
 from decoder.backends.native.native_layer import NativeLayer, NativeScratch, floats
 from decoder.backends.native.packed_linear import joined
+from decoder.backends.native.structures import Attention, Layer, Pass, RecurrentState, SequenceKV
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.layout import RECURRENT, LayerKind, Layout, StateSizes
@@ -87,7 +87,7 @@ class WholeModel:
         mixers: list[Layer] = []
         for number, module in enumerate(decoder.layers):
             products = {name: joined(group) for name, group in parts_of(module).products()}
-            weights = {name: product.weight for name, product in products.items() if product is not None}
+            weights = {name: product.held for name, product in products.items() if product is not None}
             attends = layout.kinds[number].attends
             kind = self._kinds.index(layout.kinds[number]) if attends else 0
             place = layout.places[number] if attends else len(mixers)

@@ -50,7 +50,8 @@ typedef struct {
     int32_t inputs;       // of a block
     int32_t bytes;        // of a block in a file
     int32_t packed_bytes; // of a block of `quantised_width` outputs,
-    int32_t head_bytes;   // and of what stands before its parts
+    int32_t head_bytes;   // and of what stands before its parts: its scales, and minima
+    int32_t infinite;     // the exponent, as bits of a scale, of what is no number
 } Format;
 
 // -------------------------------------------------------------------------------------------------- layers and texts
@@ -295,7 +296,7 @@ typedef struct {
         (const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids,            \
             double *scores, int64_t room),                                                                             \
         (c, position, logits, is_bf16, vocab, ids, scores, room))                                                      \
-    X(int, rank_drafts,                                                                                                \
+    X(void, rank_drafts,                                                                                               \
         (const Sampling *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores,              \
             int64_t *tokens),                                                                                          \
         (c, position, logits, vocab, width, scores, tokens))                                                           \

@@ -208,8 +208,7 @@ void best_drafts(const Sampling *c, int64_t position, float *logits, const int64
 }
 
 // `best_drafts` of one row of logits, all of them, for callers outside.
-int rank_drafts(
+void rank_drafts(
     const Sampling *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores, int64_t *tokens) {
     best_drafts(c, position, logits, NULL, vocab, NULL, 0, width, scores, tokens);
-    return 0;
 }

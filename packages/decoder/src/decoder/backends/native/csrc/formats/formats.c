@@ -61,7 +61,8 @@ EACH_FORMAT(SIZE_OF_BLOCK)
 #define PACKED_BYTES(inputs, bits, minimum, scales, minima)                                                            \
     (HEAD_BYTES(minimum) + (inputs) / PART * PART_BYTES(bits, scales, minima))
 #define ENTRY(name, number, inputs, bytes, bits, shift, minimum, scales, minima, values)                               \
-    {#name, number, inputs, bytes, PACKED_BYTES(inputs, bits, minimum, scales, minima), HEAD_BYTES(minimum)},
+    {#name, number, inputs, bytes, PACKED_BYTES(inputs, bits, minimum, scales, minima), HEAD_BYTES(minimum),           \
+        (values) == FLOATS_OF_FOUR_BITS ? 0x7f80 : 0x7c00},
 const Format weight_formats[FORMATS] = {EACH_FORMAT(ENTRY)};
 
 #define LAYOUT_AT(name, ...) &LAYOUT_##name,
