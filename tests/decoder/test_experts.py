@@ -71,11 +71,16 @@ def test_a_block_gives_what_transformers_gives_whatever_rows_are_beside(name, dt
             assert torch.equal(packed.forward(x[row : row + 1], *own[:0:-1])[0], ours[row])
 
 
-def test_equal_experts_are_chosen_in_order():
+def test_equal_experts_are_chosen_in_order_once_they_are_packed_anew():
     [(router, _), *_] = blocks(tiny("qwen3_moe", torch.float32, **dict(EXPERTS, **MANY)))
+    packed = PackedRouter(router)
+    held = packed.held
+    packed.renew(router)
+    assert packed.held is held
     router.weight.data[10:50] = router.weight.data[30]
     x = router.weight.data[30:31] * 3
-    _, weights, ids = PackedRouter(router).forward(x)
+    packed.renew(router)
+    _, weights, ids = packed.forward(x)
     assert ids.tolist() == [[10, 11, 12, 13, 14, 15]] and weights.unique().numel() == 1
 
 
