@@ -17,6 +17,7 @@ from decoder.backends.native.backend import NATIVE
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_weight import Fp32Weight, Int8Weight, NativeWeight, pack
 from decoder.backends.reference.attention import Masked, masked_softmax
+from decoder.cache import layout
 from decoder.cache.full import FullCache
 from decoder.cache.layout import LayerKind, Layout
 from decoder.sampling.token_tree import TokenTree
@@ -97,15 +98,17 @@ def test_a_prompt_in_pieces_of_any_size_and_on_any_number_of_threads_has_the_sam
         torch.set_num_threads(threads)
 
 
+TWO_CHUNKS = LayerKind("two chunks", 96)  # a kind that only the table of kinds would have to know
 BOUNDED = [LayerKind("window", 5), LayerKind("window", 100), LayerKind("window", 600), LayerKind("chunk", 96)]
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", BOUNDED, ids=str)
+@pytest.mark.parametrize("kind", [*BOUNDED, TWO_CHUNKS], ids="{0.name} {0.size}".format)
 @pytest.mark.parametrize("length", [0, 3, SPLIT - 2, 2 * SPLIT + 95, 1500])
-def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(length, kind, dtype):
+def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(monkeypatch, length, kind, dtype):
     """In a tree, in a chain and one by one, whatever the cache still holds of what no token sees."""
+    monkeypatch.setitem(layout.ATTENDING, TWO_CHUNKS.name, ("two chunks", lambda size: layout.Reach(size, size)))
     tree, sinks = random_tree(length), torch.linspace(-1, 40, 6)
     more = dict(kind=kind, sinks=sinks, softcap=1.5)
     for mask in (tree.ancestor_mask(), None):

@@ -69,7 +69,7 @@ class AskedMask:
 
     def unlike(self, kind: LayerKind, longest: int) -> bool:
         """Whether it is another mask than that of a layer of a kind, in texts of at most ``longest`` tokens."""
-        size = min(kind.size or longest, longest)
+        size = min(sum(kind.reach) or longest, longest)
         queries = {0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1, longest - 1}
         pairs = {
             (query, key)

@@ -1,10 +1,28 @@
 """What each layer of a model sees and keeps of a text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+
+
+class Reach(NamedTuple):
+    """How far tokens see: to ``back`` tokens before the last multiple of ``step`` that is not behind them.
+
+    A step of 0 stands for the whole text.
+    """
+
+    step: int
+    back: int
+
+
+# By name the kinds of layers that attend to something: in words, and of a kind's size how far they see.
+ATTENDING: dict[str, tuple[str, Callable[[int], Reach]]] = {
+    "full": ("attention to the whole text", lambda size: Reach(0, 0)),
+    "window": ("a sliding window of {} tokens", lambda size: Reach(1, size - 1)),
+    "chunk": ("chunks of {} tokens", lambda size: Reach(size, 0)),
+}
 
 
 class LayerKind(NamedTuple):
@@ -21,39 +39,26 @@ class LayerKind(NamedTuple):
     size: int = 0
 
     def __str__(self) -> str:
-        return {
-            "full": "attention to the whole text",
-            "window": f"a sliding window of {self.size} tokens",
-            "chunk": f"chunks of {self.size} tokens",
-        }.get(self.name, "no attention")
+        return ATTENDING[self.name][0].format(self.size) if self.attends else "no attention"
 
     @property
     def attends(self) -> bool:
-        return self.name in ("full", "window", "chunk")
+        return self.name in ATTENDING
+
+    @property
+    def reach(self) -> Reach:
+        """How far tokens see, where they attend to something."""
+        return ATTENDING[self.name][1](self.size)
 
     def first_seen(self, position: int) -> int:
         """The first position that a token at this one sees."""
-        if self.name == "window":
-            return max(0, position - self.size + 1)
-        if self.name == "chunk":
-            return position // self.size * self.size
-        return self._whole(0)
+        step, back = self.reach
+        return max(0, position // step * step - back) if step else 0
 
     def sees(self, queries: Any, keys: torch.Tensor) -> torch.Tensor:
         """Which tokens, at the positions ``queries``, see which at the positions ``keys`` that are not behind them."""
-        if self.name == "window":
-            return keys > queries - self.size
-        if self.name == "chunk":
-            return keys // self.size == queries // self.size
-        return self._whole(keys <= queries)
-
-    def _whole(self, seen: Any) -> Any:
-        """What tokens that attend to the whole text see; NotImplementedError for a kind that nobody has described."""
-        if self.name != "full":
-            raise NotImplementedError(
-                f"what layers of kind {self.name} see is not defined: LayerKind.sees and first_seen"
-            )
-        return seen
+        step, back = self.reach
+        return keys >= queries // step * step - back if step else keys <= queries
 
 
 FULL = LayerKind("full")

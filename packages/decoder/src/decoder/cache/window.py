@@ -158,5 +158,5 @@ class WindowState:
 
 def window_slots(kind: LayerKind, count: int, most: int | None) -> int:
     """Slots of a window, for passes over ``count`` tokens of a text of at most ``most`` tokens."""
-    slots = kind.size + _BACK + max(count, _AHEAD)
+    slots = sum(kind.reach) + _BACK + max(count, _AHEAD)
     return slots if most is None else max(count, min(slots, most))

@@ -15,6 +15,13 @@ from decoder.cache.layout import FULL, NONE, RECURRENT, LayerKind
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# By transformers' name of a layer, the name of its `LayerKind`, and what the configuration calls its size.
+_ATTENTION = {
+    "sliding_attention": ("window", "sliding_window"),
+    "hybrid_sliding": ("window", "sliding_window"),
+    "chunked_attention": ("chunk", "attention_chunk_size"),
+}
+_WHOLE = ("full_attention", "attention", "hybrid")
 _WITHOUT_ATTENTION = dict.fromkeys(("linear_attention", "conv", "mamba"), RECURRENT) | dict.fromkeys(
     ("moe", "mlp"), NONE
 )
@@ -75,11 +82,6 @@ def _refuse_class(name: str, kinds: Sequence[LayerKind], model_class: type[PreTr
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     """What tokens see in each layer. Raises ValueError if a layer is of another kind than those that are known."""
-    sizes = {
-        "sliding_attention": "sliding_window",
-        "hybrid_sliding": "sliding_window",
-        "chunked_attention": "attention_chunk_size",
-    }
     named = getattr(config, "layer_types", None)
     if not named:
         # Without layer types, as in Mistral, a window applies to every layer; Qwen2 has a switch for it.
@@ -90,13 +92,13 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
         if name in _WITHOUT_ATTENTION:
             kinds.append(_WITHOUT_ATTENTION[name])
             continue
-        size = getattr(config, sizes[name], None) if name in sizes else None
-        if name not in ("full_attention", "attention", "hybrid") and not isinstance(size, int):
+        kind, setting = _ATTENTION.get(name, ("full", ""))
+        size = getattr(config, setting, None)
+        if name not in _WHOLE and not isinstance(size, int):
             words = f"{name.replace('_', ' ')} layers"
             raise ValueError(f"{config.model_type} has {words}, which are not known and cannot be accelerated")
         # A window that no text fills is none.
         longest = getattr(config, "max_position_embeddings", None) or math.inf
-        kind = "chunk" if name == "chunked_attention" else "window"
         kinds.append(LayerKind(kind, size) if size is not None and size < longest else FULL)
     return kinds
 

@@ -121,9 +121,8 @@ def native_attention(
 
 def bounds(scores: Scores) -> dict[str, float]:
     """What the library's `Attention` says of which keys are seen, and of a cap."""
-    size = {"window": scores.kind.size, "chunk": scores.kind.size}.items()
-    own = {name: number for name, number in size if name == scores.kind.name}
-    return {**own, "softcap": scores.softcap or 0.0}
+    step, back = scores.kind.reach
+    return {"step": step, "back": back, "softcap": scores.softcap or 0.0}
 
 
 def _in_rows(pairs: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class Attention(Shared):
         (c_float, "scaling"),
         (c_int32, "is_bf16"),
         (c_void_p, "sinks"),
-        (c_int64, "window chunk"),
+        (c_int64, "step back"),
         (c_float, "softcap"),
     )
 

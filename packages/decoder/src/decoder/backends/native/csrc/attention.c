@@ -394,8 +394,8 @@ ONCE void over_split(
 
 // The first position that a token at this one sees.
 INLINE int64_t first_seen(const Attention *a, int64_t position) {
-    if (a->chunk) return position / a->chunk * a->chunk;
-    return a->window && position >= a->window ? position - a->window + 1 : 0;
+    const int64_t first = a->step ? position / a->step * a->step - a->back : 0;
+    return first < 0 ? 0 : first;
 }
 
 // The first position that any of the rows sees.
@@ -410,7 +410,7 @@ INLINE void look(const Rows *rows, int64_t token, int64_t start, int64_t text, i
     int64_t position = t->length + token, count = position + 1 - start; // of a token of a chain
     if (t->mask) {
         const uint8_t *sees = t->mask + token * t->count;
-        const int64_t common = keys->common, bounded = rows->a->window || rows->a->chunk;
+        const int64_t common = keys->common, bounded = rows->a->step;
         int32_t *own = keys->own + place * SPLIT;
         count = common;
         if (count < text) own[count++ - common] = (int32_t)(start + text - 1 - t->first);

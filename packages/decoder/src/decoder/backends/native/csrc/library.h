@@ -144,8 +144,7 @@ typedef struct {
     float scaling;
     int32_t is_bf16;
     const float *sinks; // [heads], scores that take part in each softmax; NULL where there are none
-    int64_t window;     // how many tokens one sees, itself among them; 0 for all
-    int64_t chunk;      // of how many tokens the pieces of a text are that none looks out of; 0 for the whole text
+    int64_t step, back; // a token sees those from `back` before the last multiple of `step` on; step 0: all before it
     float softcap;      // c, where a score s becomes c tanh(s / c); 0 for none
 } Attention;
 
