@@ -176,27 +176,29 @@ INLINE Pair behind_piece(
         return wide_sums(p, wide + 2 * HALF * number, number ? *so_far : (Pair){{zero, zero}});
     }
     const Pair own = narrow_sums(p, x->codes + 4 * HALF * number);
-    if (l.scales == 2) {
-        const Pair whole = scaled(less_centre(own, l.shift, x->pairs[number]), p);
+    // Sums of both pieces leave 16 bits where codes have five and no centre is taken from them.
+    if (l.scales == 2 || (l.bits == 5 && l.shift == NONE)) {
+        const Pair whole = scaled(l.shift == NONE ? own : less_centre(own, l.shift, x->pairs[number]), p);
         return number ? added(whole, *so_far, 32) : whole;
     }
     if (!number) return own;
     const Pair both = added(own, *so_far, 16);
-    if (l.shift != NONE) return scaled(less_centre(both, l.shift, x->pairs[2]), p);
-    if (l.bits == 4) return scaled(both, p);
-    // Five bits without a centre: 16 is taken from the codes, so that sums stay within 16 bits, and given back.
-    const __m256i back = _mm256_slli_epi32(broadcast(&x->sum), 4);
-    return added(scaled(less_centre(both, 4, x->pairs[2]), p), (Pair){{back, back}}, 32);
+    return scaled(l.shift == NONE ? both : less_centre(both, l.shift, x->pairs[2]), p);
 }
+
+// What is known of a row: its sums, and those behind a piece of a part.
+typedef struct {
+    Pair waiting;
+    __m256 sums[2];
+} Row;
 
 INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, const int rows,
     float *sums) {
     const int part_bytes = PART_BYTES(l.bits, l.scales, l.minima), head = HEAD_BYTES(l.minimum);
     const int pieces = is_wide(l) ? 4 : 2;
-    Pair waiting[ROWS_HELD];
+    Row row[ROWS_HELD];
     int16_t wide[ROWS_HELD][PART];
-    __m256 held[ROWS_HELD][2];
-    for (int r = 0; r < rows; r++) held[r][0] = held[r][1] = _mm256_setzero_ps();
+    for (int r = 0; r < rows; r++) row[r].sums[0] = row[r].sums[1] = _mm256_setzero_ps();
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
         for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
@@ -207,25 +209,27 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
             UNROLL(3)
             for (int number = 0; number + 1 < pieces; number++) {
                 read_piece(l, part, number, &piece);
+                UNROLL(2)
                 for (int r = 0; r < rows; r++)
-                    waiting[r] = behind_piece(l, number, &piece, x + r, wide[r], &waiting[r]);
+                    row[r].waiting = behind_piece(l, number, &piece, x + r, wide[r], &row[r].waiting);
             }
             read_piece(l, part, pieces - 1, &piece);
             read_shared(l, panel, part, &shared);
+            UNROLL(2)
             for (int r = 0; r < rows; r++) {
                 const Input *in = x + r;
-                const Pair whole = behind_piece(l, pieces - 1, &piece, in, wide[r], &waiting[r]);
+                const Pair whole = behind_piece(l, pieces - 1, &piece, in, wide[r], &row[r].waiting);
                 UNROLL(2)
                 for (int side = 0; side < 2; side++) {
                     const __m256 scale = _mm256_mul_ps(shared.scale[side], _mm256_broadcast_ss(&in->step));
-                    __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole.of[side]), scale, held[r][side]);
+                    __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole.of[side]), scale, row[r].sums[side]);
                     if (l.minimum) sum = _mm256_fmadd_ps(shared.minimum[side], _mm256_broadcast_ss(&in->total), sum);
-                    held[r][side] = sum;
+                    row[r].sums[side] = sum;
                 }
             }
         }
     for (int r = 0; r < rows; r++)
-        for (int side = 0; side < 2; side++) _mm256_storeu_ps(sums + r * SIDE + 8 * side, held[r][side]);
+        for (int side = 0; side < 2; side++) _mm256_storeu_ps(sums + r * SIDE + 8 * side, row[r].sums[side]);
 }
 
 #define TILE(name, number, inputs, ...)                                                                                \
