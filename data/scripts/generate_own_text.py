@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ BOOK_SHARE = 0.35
 ASKING = SamplingParams(temperature=1.0, min_p=0.02)
 ASKING_SHARE = 0.6
 PASSAGE_CHARACTERS = (150, 600)
+Written = TypeVar("Written")
 # Of each folder of prompts, lists of questions and books.
 Sources = list[tuple[list[list[str]], list[str]]]
 # Stand for an answer and a question where a template is asked what comes around them.
@@ -166,7 +168,34 @@ def make_rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="data/smollm2", help="folder of a chat model")
+    add_flags(parser)
+    parser.add_argument("--rows", type=int, default=128, help="texts of a file")
+    parser.add_argument("--together", type=int, default=32, help="texts that are decoded in one pass")
+    parser.add_argument(
+        "--states",
+        type=Path,
+        help="write all texts of a file in step, faster and not with the model's exact probabilities (lockstep.py), "
+        "and keep the model's states for --model.state_cache DIR of heads-train, which then need not read the text",
+    )
+    parser.add_argument("--train-files", type=int, default=12)
+    parser.add_argument("--validation-files", type=int, default=1)
+    parser.add_argument("--ray", metavar="ADDRESS", help="of a cluster that writes the files; auto starts Ray here")
+    parser.add_argument("--ray-actors", type=int, default=1, help="processes of it, each with weights of its own")
+    parser.add_argument("--ray-cpus", type=int, default=1, help="processors, and threads, of each")
+    parser.add_argument("--ray-gpus", type=float, default=0, help="GPUs of each")
+    args = parser.parse_args()
+    if args.ray and args.states:
+        parser.error("--states is for one process: leave it or --ray out")
+    check_flags(parser, args)
+    try:
+        write_files(args)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What tells which text is written, and where it goes."""
+    parser.add_argument("--model", default="data/smollm2", help="folder or GGUF file of a chat model")
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -180,49 +209,21 @@ def main() -> None:
         "--asking-share", type=float, default=ASKING_SHARE, help="share of the chats whose questions are its own"
     )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=128, help="texts of a file")
-    parser.add_argument("--together", type=int, default=32, help="texts that are decoded in one pass")
-    parser.add_argument("--tokens", type=int, default=512, help="length of each")
-    parser.add_argument(
-        "--states",
-        type=Path,
-        help="write all texts of a file in step, faster and not with the model's exact probabilities (lockstep.py), "
-        "and keep the model's states for --model.state_cache DIR of heads-train, which then need not read the text",
-    )
-    parser.add_argument("--train-files", type=int, default=12)
-    parser.add_argument("--validation-files", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=512, help="length of each text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ray", metavar="ADDRESS", help="of a cluster that writes the files; auto starts Ray here")
-    parser.add_argument("--ray-actors", type=int, default=1, help="processes of it, each with weights of its own")
-    parser.add_argument("--ray-cpus", type=int, default=1, help="processors, and threads, of each")
-    parser.add_argument("--ray-gpus", type=float, default=0, help="GPUs of each")
-    args = parser.parse_args()
+
+
+def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if min(args.rows, args.together, args.tokens) < 1:
         parser.error("--rows, --together and --tokens must be at least 1")
     for name in ("book_share", "asking_share"):
         if not 0 <= getattr(args, name) <= 1:
             parser.error(f"--{name.replace('_', '-')} must be between 0 and 1")
-    if args.ray and args.states:
-        parser.error("--states is for one process: leave it or --ray out")
-    try:
-        write_files(args)
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
 
 
 def write_files(args: argparse.Namespace) -> None:
     """Write what is missing of the files that were asked for."""
-    read = {
-        split: [
-            (read_questions(folder, split), read_books(args.books / f"{split}.jsonl.gz")) for folder in args.prompts
-        ]
-        for split in ("validation", "train")
-    }
-    tokenizer = read_tokenizer(args.model)
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(f"{args.model} is no chat model: its tokenizer has no chat template")
-    if args.tokens > (positions := read_config(args.model).max_position_embeddings):
-        raise ValueError(f"--tokens {args.tokens} is beyond the {positions} positions of {args.model}")
+    read, tokenizer = read_sources(args), read_chat_tokenizer(args)
     args.output.mkdir(parents=True, exist_ok=True)
     counts = {"validation": args.validation_files, "train": args.train_files}
     asked = [(split, number) for split, count in counts.items() for number in range(count)]
@@ -241,6 +242,31 @@ def write_files(args: argparse.Namespace) -> None:
         print(f"{path}: {ids.size} tokens", flush=True)
 
 
+def read_sources(args: argparse.Namespace) -> dict[str, Sources]:
+    """What each split's texts begin with."""
+    return {
+        split: [
+            (read_questions(folder, split), read_books(args.books / f"{split}.jsonl.gz")) for folder in args.prompts
+        ]
+        for split in ("validation", "train")
+    }
+
+
+def read_chat_tokenizer(args: argparse.Namespace):
+    """The model's tokenizer. Raises ValueError for a model that writes no chats, or none of so many tokens."""
+    tokenizer = read_tokenizer(args.model)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{args.model} is no chat model: its tokenizer has no chat template")
+    if args.tokens > (positions := read_config(args.model).max_position_embeddings):
+        raise ValueError(f"--tokens {args.tokens} is beyond the {positions} positions of {args.model}")
+    return tokenizer
+
+
+def ends_of_turns(backbone, tokenizer) -> list[int]:
+    """The tokens behind which the next prompt comes."""
+    return np.ravel(backbone.generation_config.eos_token_id or tokenizer.eos_token_id).tolist()
+
+
 def _path(args: argparse.Namespace, split: str, number: int) -> Path:
     return args.output / f"{split}-{number:03}.npy"
 
@@ -251,9 +277,9 @@ def file_of(
     read: Sources,
     split: str,
     number: int,
-    write: Callable[[list[Row], random.Random], np.ndarray],
-) -> np.ndarray:
-    """The rows of a file, from what has been ``read`` for its split."""
+    write: Callable[[list[Row], random.Random], Written],
+) -> Written:
+    """What ``write`` makes of the rows of a file, from what has been ``read`` for its split."""
     rng = random.Random(args.seed * 1_000_003 + number * 2 + (split == "train"))
     rows: list[Row] = []
     for left, (questions, books) in zip(range(len(read), 0, -1), read, strict=True):
@@ -282,7 +308,7 @@ def in_step(args: argparse.Namespace, tokenizer) -> Callable[[list[Row], random.
     """Writes rows in step and keeps their states where heads-train looks for them."""
     backbone = load_backbone(args.model, torch.bfloat16)
     model, kept = Lockstep(backbone, args.rows, args.tokens), StateCache(args.states, args.model, torch.bfloat16)
-    ends = np.ravel(backbone.generation_config.eos_token_id or tokenizer.eos_token_id).tolist()
+    ends = ends_of_turns(backbone, tokenizer)
 
     def write(rows: list[Row], rng: random.Random) -> np.ndarray:
         texts = [Text(row.prompts, ends) for row in rows]

@@ -3,20 +3,25 @@
 All rows stand at the same position, so that nothing is padded, a pass is a few large products, and the states of the
 model, which draft heads learn from, are there when the text is: it need not be read again. Products of normed inputs
 run in eight bits, a scale per row and per output, those of the MLPs' inner states, which have outliers, in bfloat16.
-For models of the Llama and Qwen2 architectures on a CPU.
+For models of the Llama and Qwen2 architectures. Eight bits and `write_texts` are for a CPU, `write_script` for a GPU.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from tqdm import tqdm
 
 from decoder import SamplingParams
 
 # Tokens less likely than this share of the most likely one are not drawn.
 LEAST_LOG_SHARE = -12.0
+MODEL_TYPES = ("llama", "qwen2")
+# Turns of a row that have a prompt of their own in a `Script`; behind so many short ones the model goes on as it likes.
+TURNS = 16
 
 
 class ByteProduct:
@@ -61,6 +66,11 @@ class Lockstep:
 
     def __init__(self, model, rows: int, tokens: int, short: bool = True):
         config = model.config
+        if config.model_type not in MODEL_TYPES:
+            raise ValueError(
+                f"rows are written in step by models of type {' and '.join(MODEL_TYPES)} alone, and this one is "
+                f"{config.model_type}: let generate_own_text.py write them without --states"
+            )
         self.layers, self.embeddings = model.model.layers, model.get_input_embeddings()
         self.eps, self.norm = config.rms_norm_eps, model.model.norm.weight
         self.kv, self.size = config.num_key_value_heads, self.layers[0].self_attn.head_dim
@@ -76,10 +86,10 @@ class Lockstep:
             for each in self.layers
         ]
         self.head = _joined(normed, model.get_output_embeddings())
-        positions = torch.arange(tokens)[None]
+        positions = torch.arange(tokens, device=self.norm.device)[None]
         self.cos, self.sin = (x[0] for x in model.model.rotary_emb(self.norm, positions))
         self.keys, self.values = (
-            torch.zeros(len(self.layers), rows, self.kv, tokens, self.size, dtype=self.norm.dtype) for _ in range(2)
+            self.norm.new_zeros(len(self.layers), rows, self.kv, tokens, self.size) for _ in range(2)
         )
         self.position = 0
 
@@ -190,3 +200,72 @@ def draw(
             tokens.append(int(best_ids[row]))
         begin = end
     return tokens
+
+
+class Script:
+    """What is given of rows of ``tokens`` tokens, on a device, so that nothing else is asked while they are written.
+
+    ``given`` [rows, tokens] are the tokens of a row's prompts (`Text`), one behind another. The prompt of turn n ends
+    before the token ``ends`` [rows, turns], and what the model writes behind it is sampled by ``settings``
+    [rows, turns, 3]: temperature, the least logarithm of a token's share of the likeliest one's probability, penalty.
+    """
+
+    def __init__(self, rows: Sequence[Iterator[tuple[list[int], SamplingParams]]], tokens: int, device: torch.device):
+        given, ends = np.zeros((len(rows), tokens), np.int64), np.full((len(rows), TURNS), tokens)
+        settings = np.ones((len(rows), TURNS, 3), np.float32)
+        for number, prompts in enumerate(rows):
+            end = turn = 0
+            while end < tokens and turn < TURNS:
+                prompt, sampling = next(prompts)
+                prompt = prompt[: tokens - end]
+                given[number, end : end + len(prompt)] = prompt
+                end += len(prompt)
+                ends[number, turn], settings[number, turn:] = end, _settings(sampling)
+                turn += 1
+            ends[number, turn:] = end
+        self.given, self.ends, self.settings = (torch.from_numpy(x).to(device) for x in (given, ends, settings))
+
+
+def _settings(sampling: SamplingParams) -> tuple[float, float, float]:
+    least = float(np.log(sampling.min_p)) if sampling.min_p else LEAST_LOG_SHARE
+    return sampling.temperature, max(LEAST_LOG_SHARE, least), sampling.repetition_penalty
+
+
+@torch.no_grad()
+def write_script(model: Lockstep, script: Script, ends: Collection[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Write all rows of a script: ids [rows, tokens] and states [rows, tokens, d] before the model's final norm.
+
+    Behind each token of ``ends`` that the model writes the next prompt follows.
+    """
+    device, (count, tokens) = script.given.device, script.given.shape
+    rng, rows = torch.Generator(device).manual_seed(seed), torch.arange(count, device=device)
+    ids, last = torch.zeros_like(script.given), torch.tensor(list(ends), device=device)
+    states = model.norm.new_empty(count, tokens, len(model.norm))
+    seen = torch.zeros(count, len(model.embeddings.weight), dtype=torch.bool, device=device)
+    turn, read = torch.zeros_like(rows), torch.ones_like(rows)
+    token = script.given[:, 0]
+    for position in tqdm(range(tokens), "writing", unit=" tokens a row", leave=False, disable=None):
+        ids[:, position], seen[rows, token] = token, True
+        states[:, position] = state = model.step(token)
+        drawn = draw_on_device(model.logits(state), script.settings[rows, turn], seen, rng)
+        given = read < script.ends[rows, turn]
+        token = torch.where(given, script.given[rows, read.clamp_max(tokens - 1)], drawn)
+        read += given
+        turn = (turn + (~given & torch.isin(token, last))).clamp_max(TURNS - 1)
+    return ids, states
+
+
+def draw_on_device(logits: Tensor, settings: Tensor, seen: Tensor, rng: torch.Generator) -> Tensor:
+    """A token for each row [n] of ``logits`` [n, vocabulary], by its settings (`Script`).
+
+    The penalty is for the tokens that ``seen`` [n, vocabulary] tells.
+    """
+    temperature, least, penalty = settings[:, None].unbind(-1)
+    logits = logits.float()
+    logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    best, likeliest = logits.max(-1)
+    logits = logits.sub_(best[:, None]).div_(temperature.clamp_min(1e-3))
+    logits.masked_fill_(logits < least, -torch.inf)
+    # The largest of logits with Gumbel noise has their distribution, and needs no sum over them.
+    noise = torch.empty_like(logits).exponential_(generator=rng).clamp_min_(1e-30).log_()
+    return torch.where(temperature[:, 0] > 0, logits.sub_(noise).argmax(-1), likeliest)

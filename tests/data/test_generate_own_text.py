@@ -1,16 +1,13 @@
 """Text that a model writes for its heads: whole rows, prompts one after another, tokens that are the model's own."""
 
-import gzip
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from heads_train.backbone import FrozenStates, load_backbone
 from heads_train.states import StateCache
@@ -20,45 +17,6 @@ sys.path.append(str(SCRIPT.parent))
 _spec = importlib.util.spec_from_file_location("generate_own_text", SCRIPT)
 generating = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(generating)
-
-TEMPLATE = (
-    "{% for m in messages %}{% if loop.first %}be kind|{% endif %}{{ m['role'] }}:{{ m['content'] }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
-@pytest.fixture
-def folders(tmp_path):
-    tokens = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<end>", normalized=False, special=True)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
-    fast.save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config.eos_token_id = list(range(40))  # so that many answers end
-    model.save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts").mkdir()
-    (tmp_path / "books").mkdir()
-    for split in ("train", "validation"):
-        row = {"messages": [{"role": "user", "content": f"why, {split}?"}]}
-        (tmp_path / "prompts" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
-        with gzip.open(tmp_path / "books" / f"{split}.jsonl.gz", "wt") as file:
-            file.write(json.dumps({"text": "It was a dark night.\n\nThe old ship lay at rest. " * 60}) + "\n")
-    return tmp_path
 
 
 def run(folders, monkeypatch, *more):

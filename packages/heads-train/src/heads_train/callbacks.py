@@ -26,6 +26,11 @@ from heads_train.module import HeadsModule
 VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
 
 
+def versions() -> dict[str, str]:
+    """What made the heads; of PyTorch the build as well, which its package need not tell."""
+    return {package: version(package) for package in VERSIONS} | {"torch": torch.__version__}
+
+
 class ExportHeads(L.Callback):
     """Writes the heads to ``output/last`` after every validation and at the end, the best of them to ``output/best``.
 
@@ -94,8 +99,7 @@ class ExportHeads(L.Callback):
             "untrained": self.untrained,
             "validation": module.val_metrics,
             "validated_at_step": module.val_step,
-            # Of PyTorch the build as well: its package need not tell.
-            "versions": {package: version(package) for package in VERSIONS} | {"torch": torch.__version__},
+            "versions": versions(),
         }
         folder = self.output / name
         try:

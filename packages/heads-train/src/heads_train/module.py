@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -195,8 +196,11 @@ class HeadsModule(L.LightningModule):
         tokens = FITTED_TOKENS if isinstance(self.heads, Eagle3DraftModel) else self.fitted_tokens
         chunks = self.trainer.datamodule.chunks.get("train") if tokens else None
         # A run that goes on has its heads in the checkpoint.
-        if chunks is None or self.trainer.ckpt_path is not None:
-            return
+        if chunks is not None and self.trainer.ckpt_path is None:
+            self.fit(chunks, tokens)
+
+    def fit(self, chunks: np.ndarray, tokens: int) -> None:
+        """Fit new heads by least squares on some ``tokens`` of training text ``chunks`` [n, chunk_tokens]."""
         some = chunks[:: max(1, len(chunks) * chunks.shape[1] // tokens)]
         ids = [torch.from_numpy(row.astype("int64"))[None].to(self.states.device) for row in some]
         if isinstance(self.heads, Eagle3DraftModel):
@@ -221,15 +225,19 @@ class HeadsModule(L.LightningModule):
         if chunks is None or self.trainer.ckpt_path is not None:
             # Validation and test, or a run that goes on: the checkpoint has it.
             return
+        chosen = self.most_expected(chunks, self.draft_vocab_size)
+        # Sums of floats may differ from device to device.
+        self.heads.set_draft_vocabulary(self.trainer.strategy.broadcast(chosen))
+
+    def most_expected(self, chunks: np.ndarray, size: int) -> Tensor:
+        """The ids [size] of the tokens that the model expects most often on ``chunks`` [n, chunk_tokens]."""
         counts = expected_counts(
             chunks,
             lambda ids: self.states.norm(self._last(self.states(ids))),
             self.backbone.get_output_embeddings(),
             self.states.device,
         )
-        chosen = most_expected(counts, self.draft_vocab_size)
-        # Sums of floats may differ from device to device.
-        self.heads.set_draft_vocabulary(self.trainer.strategy.broadcast(chosen.cpu()))
+        return most_expected(counts, size).cpu()
 
     def _draft_rows(self) -> tuple[Tensor, Tensor | None]:
         """Weight [v, d] and bias [v] of the language-model head for the tokens that are drafted, copied once."""
@@ -371,6 +379,12 @@ class HeadsModule(L.LightningModule):
         self._log_means("test")
 
     def _log_means(self, stage: str) -> None:
+        self.val_metrics, self.val_step = self.means(stage), self.trainer.global_step
+        # Every process computed them over all processes' chunks.
+        self.log_dict(self.val_metrics, sync_dist=False)
+
+    def means(self, stage: str) -> dict[str, float]:
+        """The figures of a ``stage`` over all batches since the last call, by name."""
         means = {}
         for i, (loss, accuracy) in enumerate(zip(self.val_losses, self.val_accuracies, strict=True), start=1):
             means[f"{stage}_loss_head{i}"] = loss.compute().item()
@@ -391,20 +405,22 @@ class HeadsModule(L.LightningModule):
             means[f"{stage}_tokens_per_step_top{k}"] = tokens
         means[f"{stage}_tokens_per_step_sampled"] = sampled
         self.val_tokens_per_step.reset()
-        self.val_metrics, self.val_step = means, self.trainer.global_step
-        # Every process computed them over all processes' chunks.
-        self.log_dict(means, sync_dist=False)
+        return means
 
     def configure_optimizers(self) -> dict:
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
             raise ValueError("the cosine schedule needs an end: give --trainer.max_steps or --trainer.max_epochs")
+        optimizer, schedule = self.optimizer(int(total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def optimizer(self, steps: int) -> tuple[Any, Any]:
+        """AdamW and the schedule of its rate over ``steps`` steps."""
         trained = [p for p in self.heads.parameters() if p.requires_grad]
         matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, int(total))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return optimizer, get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, steps)
 
     def state_dict(self, *args, **kwargs) -> dict:
         state = super().state_dict(*args, **kwargs)

@@ -1,0 +1,72 @@
+"""Heads trained where the text is written, on a CPU here: the rows are the model's, the heads learn from them."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decoder import DraftHeads, SamplingParams
+
+SCRIPT = Path(__file__).parents[2] / "data" / "scripts" / "train_heads_on_gpu.py"
+sys.path.append(str(SCRIPT.parent))
+import lockstep
+
+_spec = importlib.util.spec_from_file_location("train_heads_on_gpu", SCRIPT)
+training = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(training)
+
+GREEDY = SamplingParams(temperature=0)
+pytestmark = pytest.mark.parametrize("folders", ["Qwen2"], indirect=True)
+
+
+def run(folders, monkeypatch, *more):
+    arguments = ["train_heads_on_gpu", "--device", "cpu", "--tokens", "64", "--rows", "24", "--together", "10"]
+    arguments += ["--held-out", "4", "--steps", "40", "--batch", "4", "--learning-rate", "2e-3", "--gate-width", "16"]
+    for name in ("model", "prompts", "books"):
+        arguments += [f"--{name}", str(folders / name)]
+    monkeypatch.setattr("sys.argv", [*arguments, "--output", str(folders / "out"), *more])
+    training.main()
+    config = json.loads((folders / "out" / "config.json").read_text())["training"]
+    return DraftHeads.from_pretrained(folders / "out"), config
+
+
+def overlaps(figures):
+    return [figures[f"val_overlap_head{level}"] for level in (1, 2, 3)]
+
+
+def test_rows_hold_the_prompts_and_behind_them_what_generate_writes(folders):
+    model = AutoModelForCausalLM.from_pretrained(folders / "model")
+    ends, tokens = list(range(40)), 80
+    turns = [
+        [([7, 70 + row, 5], GREEDY), ([100, 101], GREEDY), *[([200, 90 + n], GREEDY) for n in range(60)]]
+        for row in range(4)
+    ]
+    script = lockstep.Script([iter(row) for row in turns], tokens, torch.device("cpu"))
+    own = lockstep.Lockstep(model, 4, tokens, short=False)
+    ids, states = lockstep.write_script(own, script, ends, 0)
+    last = model(ids, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(model.model.norm(states), last, rtol=1e-4, atol=1e-4)
+    seen = []
+    for row, prompts in zip(ids, turns, strict=True):
+        at = turn = 0
+        while at < tokens and turn < lockstep.TURNS:
+            prompt = prompts[turn][0]
+            assert row[at : at + len(prompt)].tolist() == prompt[: tokens - at]
+            at, turn = at + len(prompt), turn + 1
+            if at < tokens:
+                wanted = model.generate(row[None, :at], max_new_tokens=tokens - at, do_sample=False, eos_token_id=ends)
+                end = wanted.shape[1]
+                assert row[:end].tolist() == wanted[0].tolist()
+                at = end
+        seen.append(turn)
+    assert max(seen) > 2
+
+
+def test_trained_heads_load_and_are_closer_to_the_model(folders, monkeypatch):
+    heads, config = run(folders, monkeypatch, "--draft-vocab-size", "128")
+    assert (heads.kind, heads.shared, heads.gate_width, heads.draft_vocab_size) == ("gated", True, 16, 128)
+    print(config["untrained"], config["validation"])
