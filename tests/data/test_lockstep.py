@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from decoder import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2] / "data" / "scripts"))
-from lockstep import ByteProduct, Lockstep, Text, draw, write_texts
+from lockstep import ByteProduct, Lockstep, Script, Text, draw, draw_on_device, write_texts
 
 SIZES = {
     "vocab_size": 300,
@@ -77,7 +77,16 @@ def test_texts_hold_what_is_given_and_else_the_models_choice(model):
                 left = list(given[turn][0])
 
 
-def test_shares_of_drawn_tokens():
+def drawn_at_once(logits, settings, texts, rng):
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        seen[row, text] = True
+    script = Script([iter([([0], sampling)]) for sampling in settings], 1, logits.device)
+    return draw_on_device(logits, script.settings[:, 0], seen, rng).tolist()
+
+
+@pytest.mark.parametrize("draw", [draw, drawn_at_once])
+def test_shares_of_drawn_tokens(draw):
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
     rng, count = torch.Generator().manual_seed(0), 20_000
     logits = probabilities.log().expand(count, -1)
@@ -93,11 +102,18 @@ def test_shares_of_drawn_tokens():
         assert (found - wanted / wanted.sum()).abs().max() < 0.015, sampling
 
 
-def test_a_penalty_is_for_tokens_of_the_text():
+@pytest.mark.parametrize("draw", [draw, drawn_at_once])
+def test_a_penalty_is_for_tokens_of_the_text(draw):
     logits = torch.tensor([[2.0, 1.9, -0.5], [-1.0, -1.1, -4.0]])
     settings = [SamplingParams(temperature=0, repetition_penalty=1.2)] * 2
     assert draw(logits.clone(), settings, [[0, 0], [0]], torch.Generator()) == [1, 1]
     assert draw(logits.clone(), settings, [[2], [1]], torch.Generator()) == [0, 0]
+
+
+def test_a_model_of_another_type_is_refused(model):
+    model.config.model_type = "gemma3_text"
+    with pytest.raises(ValueError, match="llama and qwen2 alone, and this one is gemma3_text"):
+        Lockstep(model, 1, 8)
 
 
 def test_byte_products_of_inputs_of_any_size():

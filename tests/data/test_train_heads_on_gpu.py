@@ -66,7 +66,28 @@ def test_rows_hold_the_prompts_and_behind_them_what_generate_writes(folders):
     assert max(seen) > 2
 
 
-def test_trained_heads_load_and_are_closer_to_the_model(folders, monkeypatch):
-    heads, config = run(folders, monkeypatch, "--draft-vocab-size", "128")
-    assert (heads.kind, heads.shared, heads.gate_width, heads.draft_vocab_size) == ("gated", True, 16, 128)
-    print(config["untrained"], config["validation"])
+def test_heads_are_nearer_to_the_model_fitted_than_new_and_trained_than_before(folders, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(folders / "model")
+    # A random model's distributions are all but even, and every head has them.
+    model.lm_head.weight.data *= 20
+    model.save_pretrained(folders / "model")
+    heads, fitted = run(folders, monkeypatch, "--draft-vocab-size", "200", "--steps", "1", "--learning-rate", "0")
+    assert (heads.kind, heads.shared, heads.gate_width, heads.draft_vocab_size) == ("gated", True, 16, 200)
+    new = DraftHeads(32, 3, 1e-6, "gated", heads.draft_to_target, 16, True)
+    new.init_from_norm(model.model.norm.weight)
+    new.save_pretrained(folders / "new")
+    _, trained = run(folders, monkeypatch, "--heads", str(folders / "new"))
+    assert trained["train_chunks"] == 24 and trained["draft_vocab_size"] == 200
+    for new, later, best in zip(
+        overlaps(trained["untrained"]), overlaps(trained["validation"]), overlaps(fitted["validation"]), strict=True
+    ):
+        assert new < 0.3 and later > 0.5 and best > 0.6
+    assert "| steps of cross entropy | 20 |" in (folders / "out" / "README.md").read_text()
+
+
+def test_rows_that_do_not_fit_are_refused_before_they_are_written(folders, monkeypatch, capsys):
+    monkeypatch.setattr(training, "available_memory", lambda device: 2**20)
+    with pytest.raises(SystemExit):
+        run(folders, monkeypatch)
+    assert "24 rows, 10 of them together, need about 0.0 GiB" in capsys.readouterr().err
+    assert not (folders / "out").exists()
