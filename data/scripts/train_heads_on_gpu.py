@@ -6,8 +6,8 @@ The text is made as by generate_own_text.py, and touches no disk: rows are writt
 device without waiting for it, and the states of these passes stay in its memory, where the heads read them. They learn
 the model's own distributions, by cross entropy in the first half of the steps and then by their overlap; new ones start
 from a least-squares fit. Held-out rows, of prompts that no training row has, are measured over the whole vocabulary, as
-heads-train does. A CPU can do it, slowly. The output is what `heads-train fit` leaves in DIR/last: `--heads OUTPUT` goes
-on from there (give another --seed for other text), and ship_heads.py stores it in bfloat16.
+heads-train does. A CPU can do it, slowly. The output is what `heads-train fit` leaves in DIR/last: --heads goes on from
+there (give another --seed for other text), and ship_heads.py stores it in bfloat16.
 """
 
 import argparse

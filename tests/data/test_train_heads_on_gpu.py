@@ -1,6 +1,5 @@
 """Heads trained where the text is written, on a CPU here: the rows are the model's, the heads learn from them."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,13 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from decoder import DraftHeads, SamplingParams
 
-SCRIPT = Path(__file__).parents[2] / "data" / "scripts" / "train_heads_on_gpu.py"
-sys.path.append(str(SCRIPT.parent))
+sys.path.append(str(Path(__file__).parents[2] / "data" / "scripts"))
 import lockstep
-
-_spec = importlib.util.spec_from_file_location("train_heads_on_gpu", SCRIPT)
-training = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(training)
+import train_heads_on_gpu as training
 
 GREEDY = SamplingParams(temperature=0)
 pytestmark = pytest.mark.parametrize("folders", ["Qwen2"], indirect=True)
