@@ -148,21 +148,20 @@ def load(args: argparse.Namespace, device: torch.device, dtype: str) -> HeadsMod
     if args.heads is not None:
         given = DraftHeads.from_pretrained(args.heads)
         shape = {name: getattr(given, name) for name in shape}
-    with torch.device(device):
-        module = HeadsModule(
-            args.model,
-            args.heads,
-            **shape,
-            learning_rate=args.learning_rate,
-            weight_decay=0.01,
-            beta2=0.98,
-            warmup_steps=min(50, args.steps // 10),
-            distill=True,
-            distill_loss="overlap",
-            loss_chunk_tokens=LOSS_CHUNK_TOKENS,
-            backbone_dtype=dtype,
-        )
-        module.configure_model()
+    module = HeadsModule(
+        args.model,
+        args.heads,
+        **shape,
+        learning_rate=args.learning_rate,
+        weight_decay=0.01,
+        beta2=0.98,
+        warmup_steps=min(50, args.steps // 10),
+        distill=True,
+        distill_loss="overlap",
+        loss_chunk_tokens=LOSS_CHUNK_TOKENS,
+        backbone_dtype=dtype,
+    )
+    module.configure_model()
     return module.to(device)
 
 

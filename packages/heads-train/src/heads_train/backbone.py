@@ -126,8 +126,13 @@ class FrozenStates:
         for module in (*((*self.decoder.layers, self.norm)[layer] for layer in layers), self.norm):
             module.register_forward_pre_hook(self._keep, with_kwargs=True)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.device, self.dtype = model.device, model.dtype
+        self.dtype = model.dtype
         self._check_logits(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is by now."""
+        return self.norm.get_parameter("weight").device
 
     @torch.no_grad()
     def _check_logits(self, model: PreTrainedModel) -> None:
