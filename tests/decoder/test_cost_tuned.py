@@ -8,7 +8,7 @@ import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.drafters.auto import Auto
-from decoder.drafters.eagle3_levels import Eagle3Levels
+from decoder.drafters.layer_levels import LayerLevels
 from decoder.drafters.levels import HeadLevels
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree
 from decoder.drafters.tuning.cost_tuned import CostTuned
@@ -517,7 +517,7 @@ def test_behind_each_step_sources_have_taken_in_all_tokens(dec, prompt, monkeypa
             assert not drafter._current or partial.partial._seen == cache.length
             current.append(drafter._current)
         heads = drafter._sources[0] if drafter._sources else None
-        if isinstance(heads, Eagle3Levels):
+        if isinstance(heads, LayerLevels):
             assert heads.text.entries + heads.text.pending == cache.length
         elif heads is not None:
             assert torch.equal(heads.state[0], verification.hidden[path[-1]])

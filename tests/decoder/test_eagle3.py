@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.drafters.base import DrafterContext
-from decoder.drafters.eagle3_levels import Eagle3Levels
+from decoder.drafters.layer_levels import LayerLevels
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.checkpoint import save_draft_model
 from decoder.eagle3.config import Eagle3Config, default_layers
@@ -57,12 +57,17 @@ def features_of(model, ids):
     return torch.cat([inputs[layer] for layer in LAYERS], -1)
 
 
+def seen(features):
+    """A pass that has returned these features."""
+    return PassOutput(features, None, {}, features)
+
+
 def levels_of(dec, prompt, beam=1):
     heads = dec.heads["eagle3"]
     context = DrafterContext(
         dec.target, heads, None, SamplingParams(), TokenSwiftOptions(), prompt, VerifyCosts(dec.target), 100, {}
     )
-    return Eagle3Levels(context, heads, width=VOCAB // 2, beam=beam)
+    return LayerLevels(context, heads, width=VOCAB // 2, beam=beam)
 
 
 @pytest.mark.parametrize("window", [None, 5, 300])
@@ -75,13 +80,12 @@ def test_decoding_drafts_what_training_computes(target_model, window):
     features, embed = features_of(target_model, text), target_model.get_input_embeddings()
     prompt, levels = text[:600], levels_of(dec, text[:600])
     for part in (slice(0, 7), slice(7, 580), slice(580, 599)):
-        levels.read_features(features[part])
+        levels.read_features(seen(features[part]))
     end = len(prompt)
     for accepted in (0, 3, 1, 16, 20):
         if accepted:
             new = slice(end - 1, end - 1 + accepted)
-            seen = Verification(features[new], features[new], {}, features[new])
-            levels.follow(seen, list(range(accepted)), text[end : end + accepted])
+            levels.follow(seen(features[new]), list(range(accepted)), text[end : end + accepted])
             end += accepted
         sampler = Sampler(SamplingParams(temperature=0), VOCAB, torch.device("cpu"), text[:end])
         found = drafted_levels(levels, levels.state, sampler, 3)
@@ -107,7 +111,7 @@ def test_a_branch_is_drafted_as_a_chain_of_its_own(target_model):
     def scores_behind(branches):
         """The logits behind each of some branches of equal length, drafted together."""
         levels = levels_of(dec, text)
-        levels.read_features(features[:-1])
+        levels.read_features(seen(features[:-1]))
         state, newest = levels.state, sampler.draft_context().newest()
         for depth in range(len(branches[0]) + 1):
             if depth:
@@ -119,7 +123,7 @@ def test_a_branch_is_drafted_as_a_chain_of_its_own(target_model):
             product = next(advancing)
             while True:
                 try:
-                    product = advancing.send(product.run(*product.inputs))
+                    product = advancing.send(product.together([product])[0])
                 except StopIteration as done:
                     state, logits = done.value
                     break

@@ -7,12 +7,15 @@ from typing import Any
 
 from decoder.draft_heads import KINDS as LINEAR_KINDS
 from decoder.draft_heads import DraftHeads
+from decoder.draft_layer import DraftLayer
 from decoder.eagle3.checkpoint import is_eagle3, read_draft_model, verifier_of
 from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads_files import CONFIG, local_folder, read_json
 
-Heads = DraftHeads | Eagle3DraftModel
+Heads = DraftHeads | DraftLayer
+TrainedHeads = DraftHeads | Eagle3DraftModel
+"""Heads that have a folder of their own."""
 HeadsLike = Heads | str | os.PathLike
 
 KINDS = (*LINEAR_KINDS, EAGLE3)
@@ -49,6 +52,14 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
     folder = local_folder(str(source), **from_hub)
     config = read_json(folder / CONFIG)
     return (read_draft_model if is_eagle3(config) else DraftHeads.read)(folder, config, str(source))
+
+
+def load_trained(source: str | os.PathLike, **from_hub: Any) -> TrainedHeads:
+    """`load_heads`, but of heads that have a folder of their own alone. Raises ValueError for others, too."""
+    heads = load_heads(source, **from_hub)
+    if not isinstance(heads, TrainedHeads):
+        raise ValueError(f"{source} holds a model with {heads.kind} layers of its own, and no heads that were trained")
+    return heads
 
 
 def check_heads(heads: object) -> None:

@@ -9,6 +9,7 @@ from decoder.arguments import check_arguments
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
 from decoder.backends.transfers import download
+from decoder.cache.draft_layer import DraftLayerCache
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
@@ -18,13 +19,13 @@ from decoder.checks import check, decoded, parse_json, shown
 from decoder.cli.continuation import stream_on
 from decoder.cli.journal import Journal, damaged, named, whole_lines
 from decoder.draft_heads import DraftHead
+from decoder.draft_layer import DraftLayer, attend
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.eagle3.checkpoint import LAYOUTS, save_draft_model
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import KIND as EAGLE3
-from decoder.eagle3.draft_model import Eagle3DraftModel, attend
-from decoder.eagle3.text_cache import Eagle3TextCache
+from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads_beside import heads_beside
 from decoder.heads_files import CONFIG, is_repository, read_json
 from decoder.jobs.on_ray import Cluster
@@ -56,10 +57,11 @@ __all__ = [
     "Cluster",
     "CostTuned",
     "DraftHead",
+    "DraftLayer",
+    "DraftLayerCache",
     "DraftVocabulary",
     "Eagle3Config",
     "Eagle3DraftModel",
-    "Eagle3TextCache",
     "FullCache",
     "GenerationRequest",
     "Journal",

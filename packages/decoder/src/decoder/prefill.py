@@ -32,17 +32,18 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
     prompt, observed = sequence.sampler.context[:-1], drafter.observed_queries
     if prefixes is not None:
         prefixes.begin(cache)
-    scores, reads_features = sequence.prompt_scores, isinstance(drafter, ReadsFeatures) and target.gives_features
+    scores = sequence.prompt_scores
+    reader = drafter if isinstance(drafter, ReadsFeatures) and drafter.reads_features else None
     if scores is not None:
         scores.begin()
         short = True  # logits of many tokens take much memory
-    if scores is not None or reads_features:
+    if scores is not None or reader is not None:
         # What is read of the whole prompt comes from passes over the whole prompt.
         prefixes = None
 
     def read(output: PassOutput) -> None:
-        if output.features is not None and isinstance(drafter, ReadsFeatures):
-            drafter.read_features(output.features)
+        if reader is not None:
+            reader.read_features(output)
         if scores is not None:
             scores.read(output)
 

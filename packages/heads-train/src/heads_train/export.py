@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from decoder import DraftHeads
-from decoder.heads import load_heads
+from decoder.heads import load_trained
 from decoder.parts import LAYOUTS, Eagle3DraftModel, read_model, save_draft_model
 from heads_train.backbone import final_norm, norm_weight
 from heads_train.new_heads import copy_head
@@ -42,7 +42,7 @@ def export(
         raise ValueError(f"{output} is not empty: give a new folder")
     if (model is not None) != (layout == MEDUSA):
         raise ValueError("--model goes with --format medusa, which needs it")
-    heads = load_heads(source)
+    heads = load_trained(source)
     if heads.kind != (MEDUSA if layout == MEDUSA else "eagle3"):
         raise ValueError(
             f"{source} holds {heads.num_heads} {heads.kind} heads, and other engines load draft models of kind eagle3 "

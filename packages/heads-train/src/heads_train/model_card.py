@@ -5,18 +5,18 @@ import os
 import tempfile
 from pathlib import Path
 
-from decoder.heads import Heads
+from decoder.heads import TrainedHeads
 from decoder.parts import EAGLE3
 
 
-def write_model_card(folder: Path, heads: Heads, base_model: str, training: dict) -> None:
+def write_model_card(folder: Path, heads: TrainedHeads, base_model: str, training: dict) -> None:
     """Write ``folder/README.md``, whole or not at all; ``training`` is what config.json says of it."""
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as scratch:
         Path(scratch, "README.md").write_text(model_card(str(folder), heads, base_model, training), encoding="utf-8")
         os.replace(Path(scratch, "README.md"), folder / "README.md")
 
 
-def model_card(where: str, heads: Heads, base_model: str, training: dict | None, elsewhere: str = "") -> str:
+def model_card(where: str, heads: TrainedHeads, base_model: str, training: dict | None, elsewhere: str = "") -> str:
     """The card as Markdown with the hub's front matter.
 
     Args:
@@ -49,7 +49,7 @@ print(dec.generate("It was a dark night, and", 200).text)
 {elsewhere}{"" if training is None else _history(heads, training)}"""
 
 
-def _history(heads: Heads, training: dict) -> str:
+def _history(heads: TrainedHeads, training: dict) -> str:
     figures = ("untrained", "validation", "validated_at_step", "versions")
     settings = {name: value for name, value in training.items() if name not in figures}
     return f"""
@@ -95,7 +95,7 @@ def _rows(values: dict) -> str:
     return "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in values.items())
 
 
-def _figures(heads: Heads, training: dict) -> str:
+def _figures(heads: TrainedHeads, training: dict) -> str:
     found, before = training["validation"], training["untrained"]
     if not found:
         return "Not measured: the run had no validation.\n"

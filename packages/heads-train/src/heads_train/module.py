@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 from transformers import get_cosine_schedule_with_warmup
 
 from decoder import DraftHeads
-from decoder.heads import Heads
+from decoder.heads import TrainedHeads
 from decoder.parts import Eagle3DraftModel, shown
 from heads_train.backbone import FrozenStates, final_norm, load_backbone, load_config, norm_weight, shard
 from heads_train.divergence import LossWatch
@@ -426,7 +426,7 @@ class HeadsModule(L.LightningModule):
         state = super().state_dict(*args, **kwargs)
         return {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
 
-    def whole_heads(self) -> Heads | None:
+    def whole_heads(self) -> TrainedHeads | None:
         """The heads on the CPU, put together from all processes, all of which must call it; None but on the first."""
         state = get_model_state_dict(self.heads, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if not self.trainer.is_global_zero:

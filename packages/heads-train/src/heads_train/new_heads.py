@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from decoder import DraftHeads
-from decoder.heads import Heads, load_heads
+from decoder.heads import TrainedHeads, load_trained
 from decoder.parts import EAGLE3, DraftHead, Eagle3Config, Eagle3DraftModel
 from heads_train.backbone import norm_eps
 
@@ -24,7 +24,7 @@ def new_heads(
     sliding_window: int | None,
     gate_width: int | None = None,
     shared: bool = False,
-) -> Heads:
+) -> TrainedHeads:
     """Untrained heads of a kind for the model of ``config``.
 
     Args:
@@ -49,9 +49,9 @@ def new_heads(
     return draft_model
 
 
-def start_heads(source: str, heads: Heads) -> Heads:
+def start_heads(source: str, heads: TrainedHeads) -> TrainedHeads:
     """The heads in ``source`` to go on from. Raises ValueError unless they are of the kind and shape of ``heads``."""
-    given = load_heads(source)
+    given = load_trained(source)
     given.check_fits(heads.hidden_size)
     if (given.kind, given.num_heads) != (heads.kind, heads.num_heads):
         raise ValueError(
@@ -68,7 +68,7 @@ def start_heads(source: str, heads: Heads) -> Heads:
     return given
 
 
-def copy_head(heads: Heads, lm_head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def copy_head(heads: TrainedHeads, lm_head: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Weight [v, d] and bias [v] of the language-model head for the tokens that heads draft.
 
     An eagle3 draft model is given them as its own, frozen, since its checkpoints hold them.

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from huggingface_hub import HfApi
 
-from decoder.heads import Heads, load_heads
+from decoder.heads import TrainedHeads, load_trained
 from decoder.parts import CONFIG, Eagle3DraftModel, is_repository, read_json, save_draft_model
 from heads_train.model_card import model_card
 
@@ -28,7 +28,7 @@ def push(base_model: str | None, private: bool, dry_run: bool, source: str, repo
     """
     if not is_repository(repository):
         raise ValueError(f"{repository} is no name of a hub repository: give owner/name")
-    heads, config = load_heads(source), read_json(Path(source) / CONFIG)
+    heads, config = load_trained(source), read_json(Path(source) / CONFIG)
     base_model = base_model or (heads.base_model if isinstance(heads, Eagle3DraftModel) else config.get("base_model"))
     if base_model is None or not is_repository(base_model) or Path(base_model).exists():
         raise ValueError(
@@ -47,7 +47,7 @@ def push(base_model: str | None, private: bool, dry_run: bool, source: str, repo
         click.echo(_send(folder, repository, private))
 
 
-def _write(heads: Heads, training: dict | None, folder: Path, base_model: str, repository: str) -> None:
+def _write(heads: TrainedHeads, training: dict | None, folder: Path, base_model: str, repository: str) -> None:
     """Write what is sent into the empty ``folder``."""
     if isinstance(heads, Eagle3DraftModel):
         heads.base_model = base_model
@@ -60,7 +60,7 @@ def _write(heads: Heads, training: dict | None, folder: Path, base_model: str, r
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _elsewhere(heads: Heads, base_model: str, repository: str) -> str:
+def _elsewhere(heads: TrainedHeads, base_model: str, repository: str) -> str:
     """How transformers, vLLM and whoever wants this very revision use them."""
     served = "vLLM and SGLang load EAGLE-3 draft models, and no heads of this kind.\n"
     if isinstance(heads, Eagle3DraftModel):

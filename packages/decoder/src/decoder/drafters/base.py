@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from decoder.backends.base import PassOutput
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.levels import LevelsWanted
@@ -183,7 +184,11 @@ class ReadsPrompt(Protocol):
 
 @runtime_checkable
 class ReadsFeatures(Protocol):
-    """A `Drafter` that reads the target's features of the prompt; those of later tokens come with verifications."""
+    """A `Drafter` that can read what the target computes of the prompt; later tokens' comes with verifications."""
 
-    def read_features(self, features: torch.Tensor) -> None:
-        """Called before `start` with the features [n, layers x d] of each chunk of committed prompt tokens in turn."""
+    @property
+    def reads_features(self) -> bool:
+        """Whether it does."""
+
+    def read_features(self, output: PassOutput) -> None:
+        """Called before `start` with the output of the pass over each chunk of committed prompt tokens in turn."""

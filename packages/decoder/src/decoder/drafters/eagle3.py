@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
 from decoder.drafters.tuning.cost_tuned import CostTuned
 
@@ -15,9 +14,6 @@ class Eagle3(Medusa):
     """
 
     heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3",)
-
-    def __init__(self, context: DrafterContext) -> None:
-        super().__init__(context, context.max_new_tokens)  # the layer fills any number of levels
 
 
 class TunedEagle3(CostTuned):

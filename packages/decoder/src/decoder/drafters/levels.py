@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from decoder.backends.base import PassOutput
 from decoder.backends.native.levels import DEEPEST, NativeLevels
 from decoder.backends.transfers import download
 from decoder.backends.verification import Verification
@@ -93,10 +94,12 @@ class Levels(ABC):
     """Whether levels can be drafted behind a walk whose end only the device knows."""
     stops_early: ClassVar[bool] = False
     """Whether there may be fewer levels than were asked for."""
+    reads_features: ClassVar[bool] = False
+    """Whether they read what the target computes of each token of the prompt."""
     target: Target
 
-    def read_features(self, features: torch.Tensor) -> None:
-        """Take in the target's features of prompt tokens, see `ReadsFeatures`."""
+    def read_features(self, output: PassOutput) -> None:
+        """Take in what the target has computed of prompt tokens, see `ReadsFeatures`."""
         return
 
     def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
@@ -259,7 +262,7 @@ class HeadLevels(Levels):
 
         The last head serves deeper levels.
         """
-        assert isinstance(self.heads, DraftHeads)  # a draft model's levels override this
+        assert isinstance(self.heads, DraftHeads)  # a layer's levels override this
         heads, head = self.heads, min(level, self.heads.num_heads - 1)
 
         def run(hidden: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,12 @@
 
 from typing import ClassVar
 
-import torch
-
+from decoder.backends.base import PassOutput
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
+from decoder.draft_layer import DraftLayer
 from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
-from decoder.drafters.eagle3_levels import make_levels
+from decoder.drafters.layer_levels import make_levels
 from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.sampling.sampler import Sampler, TreeDraws
@@ -25,17 +25,22 @@ class Medusa(Drafter):
     heads_kinds: ClassVar[tuple[str, ...]] = ("medusa", "independent", "chained", "conditioned", "gated")
     needs_heads: ClassVar[bool] = True
 
-    def __init__(self, context: DrafterContext, levels: int | None = None) -> None:
-        """``levels`` is how many the heads can fill; None is one each."""
-        levels = context.heads.num_heads if levels is None else levels
-        paths = rank_paths(context.options.fixed_tree, min(levels, context.max_new_tokens))
+    def __init__(self, context: DrafterContext) -> None:
+        levels = context.max_new_tokens  # a layer fills any number of them
+        if not isinstance(context.heads, DraftLayer):
+            levels = min(levels, context.heads.num_heads)
+        paths = rank_paths(context.options.fixed_tree, levels)
         self.paths, self.depth = paths, max(map(len, paths), default=0)
         self.heads = make_levels(context, width=max(map(max, paths), default=0) + 1)
         self.max_nodes = 1 + len(paths)
         self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
 
-    def read_features(self, features: torch.Tensor) -> None:
-        self.heads.read_features(features)
+    @property
+    def reads_features(self) -> bool:
+        return self.heads.reads_features
+
+    def read_features(self, output: PassOutput) -> None:
+        self.heads.read_features(output)
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         if self._candidates is not None or self.heads.state is None:

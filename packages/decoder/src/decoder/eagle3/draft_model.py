@@ -10,7 +10,8 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decoder.draft_heads import DRAFT_TO_TARGET, RMSNorm, refuse_not_finite
+from decoder.draft_heads import DRAFT_TO_TARGET, RMSNorm
+from decoder.draft_layer import Attend, DraftLayer, EntryShape, Seen
 from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.timings import stage
 
@@ -60,11 +61,10 @@ class _Layer(nn.Module):
         self.mlp = _GatedUnit(config)
 
 
-class Eagle3DraftModel(nn.Module):
+class Eagle3DraftModel(DraftLayer):
     """Drafts with one decoder layer whose keys and values follow the text (arXiv 2503.01840, section 3).
 
-    The entry of position t + 1 reads the token there and the target's features of position t. What comes out predicts
-    the token of position t + 2. The next level reads that prediction's token and, in place of features, what came out.
+    What an entry reads of the model are the features of `target_layers`; of drafts it reads what came out before.
 
     Like draft heads it may draft a part of the vocabulary only. It has a language-model head (`lm_head`) and embeddings
     (`embed_tokens`) of its own; where they are None it takes the target's.
@@ -75,7 +75,6 @@ class Eagle3DraftModel(nn.Module):
         own_head: whether it has a language-model head of its own.
 
     Attributes:
-        source: where it was read from, which errors name.
         base_model: the target's name, as far as its checkpoint says it.
         target_architecture: the target's class in transformers.
 
@@ -84,10 +83,7 @@ class Eagle3DraftModel(nn.Module):
     """
 
     kind = KIND
-    conditioned = True
     lm_head: nn.Linear | None
-    embed_tokens: nn.Embedding | None
-    draft_to_target: torch.Tensor | None
 
     def __init__(
         self,
@@ -97,7 +93,7 @@ class Eagle3DraftModel(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.source: str | None = None
+        self.sliding_window = config.sliding_window
         self.base_model: str | None = None
         self.target_architecture = "LlamaForCausalLM"
         self.register_buffer(DRAFT_TO_TARGET, None)
@@ -141,11 +137,6 @@ class Eagle3DraftModel(nn.Module):
         """How many levels it was trained for; its one layer serves all of them."""
         return self.config.levels
 
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """How many of the target's tokens it drafts; None means all."""
-        return None if self.draft_to_target is None else len(self.draft_to_target)
-
     def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
         """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless these are ids."""
         if draft_to_target is not None:
@@ -162,8 +153,12 @@ class Eagle3DraftModel(nn.Module):
         return cast(_Layer, self.layers[0])
 
     @property
-    def _where(self) -> str:
-        return "" if self.source is None else f" in {self.source}"
+    def entry_shape(self) -> EntryShape:
+        return EntryShape(self.config.kv_heads, self.config.head_dim, self.config.head_dim)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.hidden_size
 
     def extra_repr(self) -> str:
         return f"levels={self.config.levels}, target_layers={self.target_layers}"
@@ -195,11 +190,6 @@ class Eagle3DraftModel(nn.Module):
         if self.lm_head is None and self.config.hidden_size != hidden_size:
             raise ValueError(f"{which} has hidden size {self.config.hidden_size} and no language-model head of its own")
 
-    def check_finite(self) -> None:
-        """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
-        for name, tensor in self.named_parameters():
-            refuse_not_finite(name, tensor, self._where)
-
     def save_pretrained(
         self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
     ) -> None:
@@ -222,8 +212,28 @@ class Eagle3DraftModel(nn.Module):
             last.weight.zero_()
         self.norm.weight.copy_(weight)
 
+    def features_of(self, seen: Seen) -> torch.Tensor:
+        assert seen.features is not None  # the target returns them wherever it has such a draft model
+        return seen.features
+
+    def take_in(self, state: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor, attend: Attend) -> None:
+        query, keys, values, _ = self.project(state, embedding, positions)
+        attend(query, keys, values, self.config.head_dim**-0.5)
+
+    def advance(
+        self,
+        state: torch.Tensor,
+        embedding: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query, keys, values, residual = self.project(state, embedding, positions)
+        attended = attend(query, keys, values, self.config.head_dim**-0.5)
+        return self.finish(attended, residual) if last is None else self.finish(attended[last], residual[last])
+
     @stage("draft")
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
+    def combine(self, features: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """The state [..., d] that the target's features [..., layers x target d] stand for."""
         features = features.to(self.fc.weight.dtype)
         if self.input_norm is not None:
@@ -321,24 +331,6 @@ class Eagle3DraftModel(nn.Module):
                 output = output + weight * value
             outputs.append(output.permute(0, 3, 1, 2, 4).flatten(2, 3))
         return torch.cat(outputs, 1)
-
-
-def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Attention [n, heads, D] of ``query`` [n, heads, D] to ``keys`` and ``values`` [kv_heads, length, D].
-
-    ``mask`` [n, length] is true where a query sees a key; None sees all.
-    """
-    count, heads, dim = query.shape
-    groups = len(keys)
-    rows = query.view(count, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
-    scores = torch.bmm(rows * dim**-0.5, keys.transpose(1, 2)).view(groups, heads // groups, count, -1)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-    output = torch.bmm(weights.view(groups, -1, keys.shape[1]), values)
-    return output.view(groups, heads // groups, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

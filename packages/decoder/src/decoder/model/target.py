@@ -286,11 +286,6 @@ class Target:
             raise ValueError(f"{self.name} has no list of layers whose inputs could be read")
         self.feature_layers = tuple(layers)
 
-    @property
-    def gives_features(self) -> bool:
-        """Whether passes return features."""
-        return bool(self.feature_layers)
-
     def beginning_with(self, cache: FullCache, copies: Copies, count: int, dtype: torch.dtype) -> Work[None]:
         """`FullCache.beginning_with` with entries of ``dtype``, for a cache that no pass has prepared yet."""
         self.backend.prepare(cache, count)

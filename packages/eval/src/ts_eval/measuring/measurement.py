@@ -24,9 +24,9 @@ from tqdm import tqdm
 import decoder
 from decoder.heads import Heads
 from decoder.parts import (
+    DraftLayer,
+    DraftLayerCache,
     DraftVocabulary,
-    Eagle3DraftModel,
-    Eagle3TextCache,
     FullCache,
     GenerationRequest,
     PartialCache,
@@ -198,8 +198,8 @@ class Measurement:
     def _level(self, dec: "decoder.Decoder", heads: Heads, hidden: torch.Tensor) -> Operation:
         """Time one level with what it takes: an embedding where it is conditioned, and the language-model head."""
         vocabulary = DraftVocabulary.of(dec.target, heads)
-        if isinstance(heads, Eagle3DraftModel):
-            level = self._draft_model_level(dec, heads, vocabulary, hidden)
+        if isinstance(heads, DraftLayer):
+            level = self._layer_level(dec, heads, vocabulary, hidden)
         else:
             linear = heads
 
@@ -213,21 +213,23 @@ class Measurement:
 
         return timed
 
-    def _draft_model_level(
-        self, dec: "decoder.Decoder", heads: Eagle3DraftModel, vocabulary: DraftVocabulary, hidden: torch.Tensor
+    def _layer_level(
+        self, dec: "decoder.Decoder", layer: DraftLayer, vocabulary: DraftVocabulary, hidden: torch.Tensor
     ) -> Callable[[], None]:
-        """A level of an EAGLE-3 draft model behind as many entries as the prompt has tokens."""
-        weight, config = heads.fc.weight, heads.config
-        text = Eagle3TextCache(heads, dec.target.device)
-        text.write(*torch.randn(2, len(self.prompt), config.kv_heads, config.head_dim).to(weight))
-        features = hidden.repeat(heads.fc.in_features // len(hidden))[None]
+        """A level of a draft layer behind as many entries as the prompt has tokens."""
+        weight, (kv_heads, *sizes) = layer.fc.weight, layer.entry_shape
+        text = DraftLayerCache(layer, dec.target.device)
+        text.write(*(torch.randn(len(self.prompt), kv_heads, size).to(weight) for size in sizes))
+        state = torch.randn(1, layer.state_size).to(hidden)
         position = torch.tensor([text.entries + 1], device=weight.device)
+
+        def attending(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+            text.write_drafts(keys, values, 0)
+            return attend(query, *text.read(1), scaling=scaling)
 
         def level() -> None:
             embedding = dec.target.embed(self.prompt[-1:])
-            query, keys, values, residual = heads.project(heads.combine(features), embedding, position)
-            text.write_drafts(keys, values, 0)
-            vocabulary.logits(heads.finish(attend(query, *text.read(1)), residual)[1])
+            vocabulary.logits(layer.advance(state, embedding, position, attending)[1])
 
         return level
 

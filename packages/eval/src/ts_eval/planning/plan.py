@@ -13,7 +13,7 @@ import torch
 import decoder
 from decoder.drafters import FEWEST_TUNED, drafter_class, prompt_lookup
 from decoder.heads import Heads
-from decoder.parts import CacheForm, CostTuned, Eagle3DraftModel, Eagle3TextCache, rank_paths
+from decoder.parts import CacheForm, CostTuned, DraftLayer, DraftLayerCache, rank_paths
 from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL
 from ts_eval.planning.floors import StepFloor
 from ts_eval.planning.model_shape import CUDA, ModelShape
@@ -130,8 +130,8 @@ def plan_method(
 
 
 def heads_cache(heads: Heads | None, tokens: int) -> int:
-    """What draft heads keep of a text of so many tokens: EAGLE-3 keys and values, others nothing."""
-    return Eagle3TextCache.planned_bytes(heads, tokens) if isinstance(heads, Eagle3DraftModel) else 0
+    """What draft heads keep of a text of so many tokens: draft layers keys and values, others nothing."""
+    return DraftLayerCache.planned_bytes(heads, tokens) if isinstance(heads, DraftLayer) else 0
 
 
 def _drafting(

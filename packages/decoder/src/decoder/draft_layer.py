@@ -1,0 +1,149 @@
+"""Drafters of one decoder layer that follows the text with keys and values of its own: EAGLE-3's, and built-in ones."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from decoder.draft_heads import refuse_not_finite
+
+
+class Seen(Protocol):
+    """What a pass of the model has computed: a `PassOutput`, or a `Verification`."""
+
+    @property
+    def hidden(self) -> torch.Tensor: ...
+
+    @property
+    def features(self) -> torch.Tensor | None: ...
+
+
+class EntryShape(NamedTuple):
+    """An entry's keys [kv_heads, key_dim] and values [kv_heads, value_dim]."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""Takes in the keys and values [n, kv_heads, D] of n entries, and returns the attention [n, heads, Dv] of their queries
+[n, heads, D], whose products are scaled by the last argument. It is zero for entries that nothing is drafted behind."""
+
+
+class DraftLayer(nn.Module, ABC):
+    """One decoder layer that drafts any number of levels.
+
+    The entry of position t + 1 reads the token there and what the model had computed at position t. What comes out
+    predicts the token of position t + 2. The next level reads that prediction's token and what came out.
+
+    Attributes:
+        source: where it was read from, which errors name.
+        sliding_window: how many entries of the text its attention sees; None sees all.
+        draft_to_target: ids of the tokens drafted, int64 [v]; None drafts all.
+        embed_tokens: embeddings of its own; None takes the model's.
+    """
+
+    kind: ClassVar[str]
+    conditioned: ClassVar[bool] = True
+    source: str | None = None
+    sliding_window: int | None = None
+    embed_tokens: nn.Embedding | None
+    draft_to_target: torch.Tensor | None
+    fc: nn.Linear
+    """The layer that joins what an entry reads."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Of the model that it is for."""
+
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """How many levels it was trained for; it serves any number."""
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many of the model's tokens it drafts; None means all."""
+        return None if self.draft_to_target is None else len(self.draft_to_target)
+
+    @abstractmethod
+    def check_fits(self, hidden_size: int, vocab_size: int | None = None, layers: int | None = None) -> None:
+        """Raise ValueError unless it is for a model of that hidden size, vocabulary and number of layers."""
+
+    @property
+    @abstractmethod
+    def entry_shape(self) -> EntryShape:
+        """Of what is kept of each entry."""
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """d, the size of its states."""
+
+    @abstractmethod
+    def features_of(self, seen: Seen) -> torch.Tensor:
+        """What it reads of each token of a pass, [n, c]."""
+
+    @abstractmethod
+    def combine(self, features: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        """The states [n, d] that ``features`` stand for; ``norm`` is the model's final one."""
+
+    @abstractmethod
+    def take_in(self, state: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor, attend: Attend) -> None:
+        """Hand the keys and values of entries to ``attend``, and compute nothing else; arguments of `advance`."""
+
+    @abstractmethod
+    def advance(
+        self,
+        state: torch.Tensor,
+        embedding: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes out of entries: the next state, and the normalised one for the language-model head, [n, d].
+
+        Args:
+            state: [n, d].
+            embedding: of the entries' tokens, [n, d].
+            positions: int64 [n].
+            attend: attention over what is kept, which also keeps these entries.
+            last: which of the entries something is drafted behind, int64; None is all.
+        """
+
+    @property
+    def _where(self) -> str:
+        return "" if self.source is None else f" in {self.source}"
+
+    def check_finite(self) -> None:
+        """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
+        for name, tensor in self.named_parameters():
+            refuse_not_finite(name, tensor, self._where)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Attention [n, heads, Dv] of ``query`` [n, heads, D] to keys [kv_heads, length, D] and values.
+
+    ``mask`` [n, length] is true where a query sees a key; None sees all. Products are scaled by D^-0.5, if nothing else
+    is said.
+    """
+    count, heads, dim = query.shape
+    groups = len(keys)
+    rows = query.view(count, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
+    rows = rows * (dim**-0.5 if scaling is None else scaling)
+    scores = torch.bmm(rows, keys.transpose(1, 2)).view(groups, heads // groups, count, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    output = torch.bmm(weights.view(groups, -1, keys.shape[1]), values)
+    return output.view(groups, heads // groups, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1)
