@@ -14,12 +14,13 @@ from decoder.auditing import Audit, audit
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
+from decoder.draft_layer import DraftLayer
 from decoder.drafters import METHODS, reads_text
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine
-from decoder.heads import Heads, HeadsLike, check_heads, load_heads
+from decoder.heads import MTP, Heads, HeadsLike, check_heads, load_built_in, load_heads
 from decoder.model.target import Target
 from decoder.model.vocabularies import refuse_other_size
 from decoder.new_sequence import new_sequence
@@ -51,7 +52,8 @@ class Decoder:
     Args:
         model: a decoder-only model with standard attention.
         tokenizer: needed for prompts that are text, for text output and for stop strings.
-        heads: draft heads: a module, a checkpoint folder or hub id, or {kind: any of these}.
+        heads: draft heads: a module, a checkpoint folder or hub id, or {kind: any of these}; "mtp" is what the model
+            has built in.
         draft_model: a small model with the same vocabulary, for methods that draft with one: `draft-model`, `auto` and
             `triforce`. The number of its logits may be another one, by padding behind the tokenizer's tokens.
         bitwise: whether a token's logits must have the same bits whatever else is in its pass, so that no rounding can
@@ -98,13 +100,17 @@ class Decoder:
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
         for one in given:
             # A module of the user's own is copied: moving it in place would change it under them.
-            module = deepcopy(one) if isinstance(one, Heads) else load_heads(one)
-            if isinstance(module, Eagle3DraftModel):
+            if isinstance(one, Heads):
+                module: Heads = deepcopy(one)
+            else:
+                module = load_built_in(model.name_or_path) if one == MTP else load_heads(one)
+            if isinstance(module, DraftLayer):
                 module.check_fits(self.target.hidden_size, self.target.vocab_size, self.target.layers)
-                assert module.target_layers is not None  # `check_fits` has named them
-                self.target.read_features(module.target_layers)
             else:
                 module.check_fits(self.target.hidden_size, self.target.vocab_size)
+            if isinstance(module, Eagle3DraftModel):
+                assert module.target_layers is not None  # `check_fits` has named them
+                self.target.read_features(module.target_layers)
             self.heads[module.kind] = module.to(self.target.device, self.target.dtype).eval()
             module.check_finite()
             self.target.speed_up(module)

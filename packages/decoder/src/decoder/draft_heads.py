@@ -402,7 +402,7 @@ class DraftHeads(nn.Module):
             raise ValueError(f"{directory / CONFIG}: {error}") from error
         if (draft_to_target := tensors.pop(DRAFT_TO_TARGET, None)) is not None:
             _refuse_no_map(draft_to_target, f" of the heads in {directory}")
-        refuse_misfits(tensors, heads._stored(), directory)
+        refuse_misfits(tensors, heads._stored(), f"the heads in {directory}")
         for name, tensor in tensors.items():
             refuse_not_finite(name, tensor, f" in {directory}")
         if heads.shared:

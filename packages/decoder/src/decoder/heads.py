@@ -1,4 +1,4 @@
-"""Draft heads of any kind: the linear ones of the paper, and EAGLE-3's draft model."""
+"""Draft heads of any kind: the linear ones of the paper, EAGLE-3's draft model, and what a model has built in."""
 
 import os
 from collections.abc import Mapping
@@ -11,14 +11,17 @@ from decoder.draft_layer import DraftLayer
 from decoder.eagle3.checkpoint import is_eagle3, read_draft_model, verifier_of
 from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.eagle3.draft_model import Eagle3DraftModel
-from decoder.heads_files import CONFIG, local_folder, read_json
+from decoder.heads_files import CONFIG, MODEL_INDEX, fetch, local_folder, read_json
+from decoder.mtp.checkpoint import holds_mtp, read_mtp, usable_mtp
+from decoder.mtp.module import KIND as MTP
+from decoder.mtp.module import MtpModule
 
 Heads = DraftHeads | DraftLayer
 TrainedHeads = DraftHeads | Eagle3DraftModel
 """Heads that have a folder of their own."""
 HeadsLike = Heads | str | os.PathLike
 
-KINDS = (*LINEAR_KINDS, EAGLE3)
+KINDS = (*LINEAR_KINDS, EAGLE3, MTP)
 
 
 def kind_in(folder: str | os.PathLike) -> str | None:
@@ -27,8 +30,10 @@ def kind_in(folder: str | os.PathLike) -> str | None:
         config = read_json(Path(folder) / CONFIG)
     except (OSError, ValueError):
         return None
-    kind = EAGLE3 if is_eagle3(config) else config.get("kind")
-    return kind if kind in KINDS else None
+    if is_eagle3(config):
+        return EAGLE3
+    kind = config.get("kind")
+    return kind if kind in LINEAR_KINDS else MTP if usable_mtp(Path(folder)) else None
 
 
 def base_model_in(folder: str | os.PathLike) -> str | None:
@@ -51,7 +56,24 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
     """
     folder = local_folder(str(source), **from_hub)
     config = read_json(folder / CONFIG)
-    return (read_draft_model if is_eagle3(config) else DraftHeads.read)(folder, config, str(source))
+    built_in = read_mtp if holds_mtp(folder, config) else DraftHeads.read
+    return (read_draft_model if is_eagle3(config) else built_in)(folder, config, str(source))
+
+
+def load_built_in(model: str | os.PathLike, **from_hub: Any) -> MtpModule:
+    """The multi-token-prediction module in the folder or hub repository of a model.
+
+    Raises:
+        OSError: there is no such folder, file or reachable hub repository.
+        ValueError: the model has none that can be read.
+    """
+    folder = Path(model)
+    if not folder.exists():
+        folder = fetch(str(model), [CONFIG, MODEL_INDEX, "*.safetensors"], **from_hub)
+    config = read_json(folder / CONFIG) if folder.is_dir() else {}
+    if not holds_mtp(folder, config):
+        raise ValueError(f"{model} has no multi-token-prediction module that can be read: leave out heads {MTP}")
+    return read_mtp(folder, config, str(model))
 
 
 def load_trained(source: str | os.PathLike, **from_hub: Any) -> TrainedHeads:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 
 from decoder.drafters import METHODS
-from decoder.heads import base_model_in, kind_in
+from decoder.heads import MTP, base_model_in, kind_in
 
 _PAPERS_KIND = {"tokenswift": "chained"}
 """What the paper trains for a method, where several kinds were trained on a model and none is called after it."""
@@ -16,7 +16,8 @@ def heads_beside(model: str | os.PathLike) -> dict[str, str]:
 
     Heads are called after the model where their folder is heads-NAME or heads-NAME-*; else a folder heads-* is the
     model's where its configuration tells that it was trained on a model called NAME. Of several kinds a method takes
-    the one that suits it best, of several folders the first by name. Empty for a hub id.
+    the one that suits it best, of several folders the first by name. A method that has none of these takes what the
+    model has built in, whose folder is the model's own. Empty for a hub id.
     """
     path = Path(model)
     if not path.exists():
@@ -34,6 +35,9 @@ def heads_beside(model: str | os.PathLike) -> dict[str, str]:
         elif PurePath(base_model_in(folder) or "").name == path.name:
             trained.setdefault(kind, str(folder))
     found = {name: _first(method.heads_kinds, called) or _usual(name, trained) for name, method in METHODS.items()}
+    lacking = [name for name, folder in found.items() if folder is None and MTP in METHODS[name].heads_kinds]
+    if lacking and kind_in(path) == MTP:
+        found |= dict.fromkeys(lacking, str(path))
     return {name: folder for name, folder in found.items() if folder is not None}
 
 

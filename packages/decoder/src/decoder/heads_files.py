@@ -92,13 +92,16 @@ def read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, tor
         raise ValueError(f"{path} is not a whole safetensors file: copy or fetch it again") from error
 
 
-def refuse_misfits(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Raise ValueError unless the ``tensors`` of a checkpoint have the names and shapes of those that are expected."""
+def refuse_misfits(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], which: str) -> None:
+    """Raise ValueError unless the ``tensors`` of a checkpoint have the names and shapes of those that are expected.
+
+    ``which`` names the checkpoint: "the heads in DIR".
+    """
     for what, names in (("lack", expected.keys() - tensors.keys()), ("have extra", tensors.keys() - expected.keys())):
         if names:
             some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"the heads in {directory} {what} tensors: {some}")
+            raise ValueError(f"{which} {what} tensors: {some}")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             shapes = f"{list(tensor.shape)}, not {list(expected[name].shape)}"
-            raise ValueError(f"tensor {name} of the heads in {directory} has shape {shapes}")
+            raise ValueError(f"tensor {name} of {which} has shape {shapes}")

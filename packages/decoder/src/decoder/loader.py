@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.backends.native import library as native
 from decoder.decoder import Decoder
-from decoder.heads import Heads, HeadsLike, check_heads, load_heads
+from decoder.heads import MTP, Heads, HeadsLike, check_heads, load_built_in, load_heads
 from decoder.model.gguf import is_gguf
 from decoder.model.loading import (
     HUB_ARGUMENTS,
@@ -49,7 +49,8 @@ def load(
 
     Args:
         model: folder, GGUF file or hub id.
-        heads: a heads checkpoint folder or hub id, or {kind: checkpoint}.
+        heads: a heads checkpoint folder or hub id, or {kind: checkpoint}; "mtp" is the multi-token-prediction module
+            that the model has built in.
         draft_model: folder, GGUF file or hub id of a small model with the same vocabulary, with its tokenizer.
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
@@ -177,6 +178,10 @@ def _read_heads(
     of_heads = {name: model_kwargs[name] for name in ("cache_dir", "local_files_only", "token") if name in model_kwargs}
 
     def read(one: HeadsLike) -> Heads:
+        if one == MTP:
+            of_model = _for_hub(model_kwargs)
+            of_model.pop("trust_remote_code", None)
+            return load_built_in(model, **of_model)
         return one if isinstance(one, Heads) else load_heads(one, **of_heads)
 
     if isinstance(heads, Mapping):

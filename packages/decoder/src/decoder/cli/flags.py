@@ -66,7 +66,7 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
         "--heads",
         metavar="H",
         help="heads checkpoint folder or hub id (default: beside the model's folder NAME, the folder heads-NAME or one "
-        "of heads that were trained on NAME)",
+        "of heads that were trained on NAME, or what the model has built in, which mtp names)",
     )
     parser.add_argument("--draft-model", metavar="M", help="small model's folder or hub id, for triforce")
     parser.add_argument("--device", default="auto", metavar="D", help="cpu or cuda (default: cuda where there is one)")
@@ -95,7 +95,7 @@ def check_sources(args: argparse.Namespace) -> None:
     from decoder.model.loading import check_source
 
     for name, source in (("model", args.model), ("heads", args.heads), ("draft model", args.draft_model)):
-        if source is not None:
+        if source is not None and (name, source) != ("heads", "mtp"):
             check_source(name, source)
 
 

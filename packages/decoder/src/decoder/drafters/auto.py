@@ -22,7 +22,15 @@ class Auto(CostTuned):
     A suffix of the text tells what followed it where it stood before (compare SuffixDecoding, arXiv 2411.04975).
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3", "gated", "conditioned", "chained", "independent", "medusa")
+    heads_kinds: ClassVar[tuple[str, ...]] = (
+        "eagle3",
+        "mtp",
+        "gated",
+        "conditioned",
+        "chained",
+        "independent",
+        "medusa",
+    )
     takes_draft_model: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

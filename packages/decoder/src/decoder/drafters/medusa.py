@@ -22,7 +22,7 @@ class Medusa(Drafter):
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("medusa", "independent", "chained", "conditioned", "gated")
+    heads_kinds: ClassVar[tuple[str, ...]] = ("medusa", "independent", "chained", "conditioned", "gated", "mtp")
     needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

@@ -191,7 +191,7 @@ def _completed(config: Eagle3Config, tensors: Mapping[str, torch.Tensor]) -> Eag
 
 def _load(model: Eagle3DraftModel, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
-    refuse_misfits(tensors, expected, folder)
+    refuse_misfits(tensors, expected, f"the heads in {folder}")
     for name, tensor in tensors.items():
         refuse_not_finite(name, tensor, f" in {folder}")
     model.load_state_dict(tensors, assign=True, strict=False)

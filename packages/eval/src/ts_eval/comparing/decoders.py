@@ -8,7 +8,7 @@ from typing import Literal
 
 import decoder
 from decoder.drafters import METHODS, Drafter
-from decoder.heads import kind_in
+from decoder.heads import MTP, kind_in
 from decoder.parts import heads_beside
 from ts_eval.comparing import checkpoints
 from ts_eval.comparing.data_dir import DRAFT_MODEL, REFERENCE_MODEL, find_data_dir
@@ -70,7 +70,7 @@ class Sources:
         """Refuse, before anything is loaded, a folder that is not there, and a method without heads or draft model."""
         checkpoints.refuse_missing("model", self.model)
         checkpoints.refuse_missing("draft model", self.draft_model)
-        for path in self.heads.values():
+        for path in set(self.heads.values()) - {MTP}:
             checkpoints.refuse_missing("heads", path, holding=None)
         for spec in specs:
             if not spec.is_outside and METHODS[spec.name].needs_heads and spec.text not in self.heads:
@@ -148,5 +148,5 @@ def _heads_by_method(specs: Sequence[MethodSpec], heads: Sequence[str], own: dic
 
 def _suits(checkpoint: str, method: type[Drafter]) -> bool:
     """Whether a method can run with the heads of a checkpoint, as far as a folder's configuration tells."""
-    kind = kind_in(checkpoint)
+    kind = MTP if checkpoint == MTP else kind_in(checkpoint)
     return kind is None or kind in method.heads_kinds

@@ -1,0 +1,288 @@
+"""Built-in multi-token-prediction modules: read from the model's folder, equal to the definition, and lossless."""
+
+import argparse
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import decoder
+from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.backends.base import PassOutput
+from decoder.cli.flags import add_loading_flags, load_from_flags
+from decoder.drafters.base import DrafterContext
+from decoder.drafters.layer_levels import LayerLevels
+from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.heads_beside import heads_beside
+from decoder.sampling.sampler import Sampler
+from decoder.sequence import Sequence
+
+from .conftest import VOCAB, drafted_levels, random_heads
+from .recurrent_models import made
+from .test_families import ROUTED, tiny
+from .test_using_it import byte_tokenizer
+
+NAMED = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"]
+FAMILIES = [*NAMED, "deepseek_v3", "glm4_moe", "glm4_moe_lite"]
+TREE = TokenSwiftOptions(tree=(2, 2, 1), budget=24, sink=4)
+
+
+def norm_of(weight, centre, eps):
+    """RMSNorm, statistics in float32 as these families have it; Qwen's weights are centred at zero."""
+
+    def norm(x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + centre)).to(x)
+
+    return norm
+
+
+def made_of(family):
+    """As `made`, but with the experts that Qwen3-Next has in every layer, and GLM-4.5."""
+    if family == "glm4_moe":
+        return tiny("glm4_moe", **{**ROUTED, "head_dim": 8})
+    return made(family, **{"decoder_sparse_step": 1} if family == "qwen3_next" else {})
+
+
+class Definition:
+    """The definition in the slowest way: for each level all entries anew, through transformers' own layer.
+
+    Entry t reads the token t + 1 and the model's last hidden state t behind its final norm, or of drafts what came out
+    of the module before: ``norm(layer(fc([norm(embedding); norm(state)])))``, as vLLM and transformers compute it.
+    """
+
+    def __init__(self, model, tensors):
+        self.model, self.tensors = model, tensors
+        names = [name for name in tensors if name.startswith("layer.")]
+        # The last layer attends, and has experts if any has.
+        self.layer = type(model.model.layers[-1])(model.config, len(model.model.layers) - 1).to(model.dtype)
+        self.layer.load_state_dict({name.removeprefix("layer."): tensors[name] for name in names})
+        centre = 1.0 if model.config.model_type.startswith("qwen") else 0.0
+        self.norms = {
+            part: norm_of(tensors[part], centre, model.config.rms_norm_eps) for part in ("enorm", "hnorm", "norm")
+        }
+
+    def logits(self, text, drafted):
+        """Behind ``text`` and then behind each of the ``drafted`` tokens, [1 + drafts, V]."""
+        model, found = self.model, []
+        states = list(model.model(torch.tensor([text])).last_hidden_state[0, :-1])
+        tokens = text[1:]
+        for token in [*drafted, None]:
+            embeddings = model.get_input_embeddings()(torch.tensor(tokens))
+            joined = torch.cat((self.norms["enorm"](embeddings), self.norms["hnorm"](torch.stack(states))), -1)
+            hidden = (joined @ self.tensors["fc"].T)[None]
+            positions = torch.arange(len(tokens))[None]
+            causal = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=hidden.dtype).triu(1)
+            angles = model.model.rotary_emb(hidden, positions)
+            out = self.layer(hidden, position_embeddings=angles, attention_mask=causal[None, None])[0, -1]
+            states.append(self.norms["norm"](out))
+            tokens = [*tokens, token]
+            found.append(model.lm_head(states[-1]))
+        return torch.stack(found)
+
+
+def random_module(model):
+    """Random weights of a module, by plain names; experts are those of transformers, one tensor for all."""
+    generator, d = torch.Generator().manual_seed(9), model.config.hidden_size
+
+    def random(like, scale):
+        return (torch.randn(like, generator=generator) * scale).to(model.dtype)
+
+    last = model.model.layers[-1].state_dict()
+    tensors = {f"layer.{name}": random(one.shape, 0.3) for name, one in last.items()}
+    return tensors | {"fc": random((d, 2 * d), 0.3)} | {part: random((d,), 0.3) for part in ("enorm", "hnorm", "norm")}
+
+
+def published(family, tensors, layers):
+    """The tensors under the names of published checkpoints, those of experts one by one."""
+    if family in NAMED:
+        prefix, layer = "mtp.", "mtp.layers.0."
+        parts = dict(fc="fc", enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", norm="norm")
+    else:
+        prefix = layer = f"model.layers.{layers}."
+        parts = dict(fc="eh_proj", enorm="enorm", hnorm="hnorm", norm="shared_head.norm")
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("layer."):
+            found[f"{prefix}{parts[name]}.weight"] = tensor
+            continue
+        name = name.removeprefix("layer.")
+        if name.endswith("experts.gate_up_proj"):
+            for expert, weight in enumerate(tensor):
+                for part, half in zip(("gate", "up"), weight.chunk(2), strict=True):
+                    found[f"{layer}mlp.experts.{expert}.{part}_proj.weight"] = half.clone()
+        elif name.endswith("experts.down_proj"):
+            for expert, weight in enumerate(tensor):
+                found[f"{layer}mlp.experts.{expert}.down_proj.weight"] = weight.clone()
+        else:
+            found[f"{layer}{name}"] = tensor
+    return found
+
+
+def add_module(folder, family, model):
+    """Add a random module to the files of a model; returns its tensors."""
+    tensors, file = random_module(model), folder / "model.safetensors"
+    more = published(family, tensors, model.config.num_hidden_layers)
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request, tmp_path_factory):
+    """A family's name, its model's folder with a module inside, the model and the module's tensors."""
+    folder = tmp_path_factory.mktemp("models") / request.param
+    model = made_of(request.param)
+    model.save_pretrained(folder)
+    return request.param, folder, model, add_module(folder, request.param, model)
+
+
+@pytest.fixture(scope="module")
+def dec(saved):
+    _, folder, model, _ = saved
+    return Decoder(model, heads=folder)
+
+
+def levels_of(dec, text, beam=1):
+    heads, costs = dec.heads["mtp"], VerifyCosts(dec.target)
+    context = DrafterContext(dec.target, heads, None, SamplingParams(), TokenSwiftOptions(), text, costs, 100, {})
+    return LayerLevels(context, heads, width=VOCAB, beam=beam)
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_the_definition(saved, dec):
+    _, _, model, tensors = saved
+    text = torch.randint(VOCAB, (130,), generator=torch.Generator().manual_seed(0)).tolist()
+    caught = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: caught.append(args[0][0]))
+    model(torch.tensor([text]))
+    hook.remove()
+    seen = [PassOutput(caught[0][part], None, {}, None) for part in (slice(0, 7), slice(7, 90), slice(90, 99))]
+    levels, definition = levels_of(dec, text[:100]), Definition(model, tensors)
+    for part in seen:
+        levels.read_features(part)
+    before = 100
+    for end in (100, 103, 104, 130):
+        if end > before:
+            new = PassOutput(caught[0][before - 1 : end - 1], None, {}, None)
+            levels.follow(new, list(range(end - before)), text[before:end])
+        before = end
+        sampler = Sampler(SamplingParams(temperature=0), VOCAB, torch.device("cpu"), text[:end])
+        found = drafted_levels(levels, levels.state, sampler, 3)
+        drafted = [level.rows[0][0][0] for level in found]
+        for level, expected in zip(found, definition.logits(text[:end], drafted[:2]), strict=True):
+            ids, scores = zip(*level.rows[0], strict=True)
+            scores = torch.tensor(scores, dtype=torch.float64)
+            assert torch.allclose(scores.log_softmax(-1), expected[list(ids)].log_softmax(-1), atol=1e-4)
+
+
+SAMPLED = SamplingParams(temperature=0.8, min_p=0.02, repetition_penalty=1.1, penalty_window=20, seed=5)
+RUNS = [
+    ("medusa", TREE, SamplingParams(temperature=0)),
+    ("tokenswift-fused", TREE, SAMPLED),
+    ("auto", None, SAMPLED),
+]
+# The first family runs all methods, each other one a method of its own.
+EACH = [(name, *run) for i, name in enumerate(FAMILIES) for j, run in enumerate(RUNS) if not i or i % 3 == j]
+
+
+@pytest.mark.parametrize(("saved", "method", "options", "sampling"), EACH, indirect=["saved"])
+def test_the_text_is_that_of_plain_decoding(dec, method, options, sampling):
+    prompts = [list(range(40)) * 2, [3]]
+    single = [dec.generate(prompt, 16, "ar", sampling).token_ids for prompt in prompts]
+    output = dec.generate(prompts[0], 16, method, sampling, options)
+    assert output.token_ids == single[0] and output.stats.drafted > 0
+    batch = dec.generate_batch(prompts, 16, method, sampling, options)
+    assert [output.token_ids for output in batch] == single
+    resumed = prompts[0] + single[0][:6]
+    expected = dec.generate(resumed, 16, "ar", sampling).token_ids
+    assert dec.generate(resumed, 16, method, sampling, options).token_ids == expected
+
+
+@pytest.mark.parametrize("saved", ["qwen3_5_text"], indirect=True)
+def test_a_preempted_text_is_read_again_from_its_beginning(saved, monkeypatch):
+    """There is room for two of three texts at their end."""
+    name, folder, *_ = saved
+    positions, found, preempt = 96, [], Sequence.preempt
+    dec = Decoder(made(name, max_position_embeddings=positions), heads=folder)
+    texts, params = [list(range(count)) for count in (20, 24, 28)], [SamplingParams(seed=seed) for seed in range(3)]
+    whole = [dec.generate(text, None, "ar", own).token_ids for text, own in zip(texts, params, strict=True)]
+    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    room = (dec.target.kv_bytes * 2 * (positions + 69) + 3 * dec.target.beside_bytes(positions)) / 0.6
+    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
+    outs = dec.generate_batch(texts, None, "medusa", params, TREE)
+    assert [out.token_ids for out in outs] == whole
+    assert found
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A model with a tokenizer, in two files."""
+    folder = tmp_path_factory.mktemp("models") / "speaking"
+    model = made("qwen3_5_text", vocab_size=256)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    add_module(folder, "qwen3_5_text", model)
+    return folder
+
+
+def test_commands_find_the_module_in_the_models_folder(speaking, tmp_path):
+    method_of = dict.fromkeys(("medusa", "tokenswift-fused", "auto"), str(speaking))
+    assert heads_beside(speaking) == method_of
+    parser = argparse.ArgumentParser()
+    add_loading_flags(parser)
+    for flags in (["--dtype", "float64"], ["--heads", "mtp"]):  # the latter is float32, by the native library
+        dec = load_from_flags(parser.parse_args(["--model", str(speaking), *flags]))
+        assert list(dec.heads) == ["mtp"] and dec.report().endswith("draft heads: mtp")
+        assert dec.generate("Once", 20).text == dec.generate("Once", 20, "ar").text
+    assert list(Decoder(dec.model, heads="mtp").heads) == ["mtp"]
+    beside = tmp_path / "speaking"
+    beside.symlink_to(speaking)
+    random_heads(dec.model, kind="gated").save_pretrained(tmp_path / "heads-speaking")
+    assert heads_beside(beside)["auto"] == str(tmp_path / "heads-speaking"), "what lies beside comes first"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda found: found.pop("mtp.fc.weight"), "lack tensors: mtp.fc.weight$"),
+        (lambda found: found.update({"mtp.strange": torch.ones(1)}), "extra tensors: mtp.strange$"),
+        (
+            lambda found: found.update({"mtp.fc.weight": torch.ones(32, 32)}),
+            r"mtp.fc.weight .* \[32, 32\], not \[32, 64\]",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told_once_and_decoded_without(speaking, tmp_path, caplog, damage, words):
+    folder = tmp_path / "speaking"
+    shutil.copytree(speaking, folder)
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=words) as refusal:
+        decoder.load(folder, heads="mtp")
+    assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+    parser = argparse.ArgumentParser()
+    add_loading_flags(parser)
+    for _ in range(2):
+        dec = load_from_flags(parser.parse_args(["--model", str(folder), "--dtype", "float64"]))
+        assert not dec.heads and dec.generate("Once", 5).token_ids
+    [told] = [record.message for record in caplog.records if "built-in" in record.message]
+    assert re.search(words, told) and str(folder) in told
+
+
+def test_models_without_a_module_say_so(tmp_path):
+    made("qwen3_5_text").save_pretrained(tmp_path)
+    assert heads_beside(tmp_path) == {}
+    with pytest.raises(ValueError, match="no multi-token-prediction module"):
+        decoder.heads.load_built_in(tmp_path)
+
+
+@pytest.mark.parametrize("saved", ["qwen3_5_text"], indirect=True)
+def test_a_module_of_another_model_is_refused(saved):
+    name, folder, *_ = saved
+    for other in (dict(hidden_size=40), dict(vocab_size=VOCAB + 1)):
+        with pytest.raises(ValueError, match="are for a model of hidden size 32 and 48 tokens"):
+            Decoder(made(name, **other), heads=folder)
