@@ -1,12 +1,15 @@
 """Built-in multi-token-prediction modules: read from the model's folder, equal to the definition, and lossless."""
 
 import argparse
+import json
 import re
 import shutil
+from copy import deepcopy
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
@@ -151,8 +154,32 @@ def levels_of(dec, text, beam=1):
 
 
 @torch.no_grad()
-def test_drafts_are_those_of_the_definition(saved, dec):
-    _, _, model, tensors = saved
+def test_the_definition_is_transformers_own(saved):
+    """Its loader reads the published names, too."""
+    theirs = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(theirs, "MtpModel"):
+        pytest.skip("this transformers runs no such modules")
+    _, folder, model, tensors = saved
+    main = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", dtype=torch.float64)
+    # What it knows of published models alone.
+    main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{len(main.model.layers)}.*", "^mtp.*"]
+    main.config.num_mtp_layers, main.config.mtp_mlp_layer_types = 1, ["sparse"]
+    main.config.mtp_layer_types = ["full_attention"]
+    text = list(range(40))
+    states = main.model(torch.tensor([text])).last_hidden_state[:, :-1]
+    read = theirs.MtpModel.from_pretrained(main).to(torch.float64)
+    out = read.forward_layer(0, states, torch.arange(1, 40)[None], None, input_ids=torch.tensor([text[1:]]))
+    expected = Definition(model, tensors).logits(text, [])[0]
+    assert torch.allclose(main.lm_head(out)[0, -1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-4), (torch.float32, 1e-3)], ids=["float64", "float32"])
+@torch.no_grad()
+def test_drafts_are_those_of_the_definition(saved, dec, dtype, atol):
+    """In float32 the native library multiplies, where it is there."""
+    _, folder, model, tensors = saved
+    if dtype != model.dtype:
+        dec = Decoder(deepcopy(model).to(dtype), heads=folder)
     text = torch.randint(VOCAB, (130,), generator=torch.Generator().manual_seed(0)).tolist()
     caught = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, args: caught.append(args[0][0]))
@@ -160,21 +187,23 @@ def test_drafts_are_those_of_the_definition(saved, dec):
     hook.remove()
     seen = [PassOutput(caught[0][part], None, {}, None) for part in (slice(0, 7), slice(7, 90), slice(90, 99))]
     levels, definition = levels_of(dec, text[:100]), Definition(model, tensors)
+    seen = [output._replace(hidden=output.hidden.to(dtype)) for output in seen]
     for part in seen:
         levels.read_features(part)
     before = 100
     for end in (100, 103, 104, 130):
         if end > before:
-            new = PassOutput(caught[0][before - 1 : end - 1], None, {}, None)
+            new = PassOutput(caught[0][before - 1 : end - 1].to(dtype), None, {}, None)
             levels.follow(new, list(range(end - before)), text[before:end])
         before = end
         sampler = Sampler(SamplingParams(temperature=0), VOCAB, torch.device("cpu"), text[:end])
-        found = drafted_levels(levels, levels.state, sampler, 3)
+        with dec.target.patched():
+            found = drafted_levels(levels, levels.state, sampler, 3)
         drafted = [level.rows[0][0][0] for level in found]
         for level, expected in zip(found, definition.logits(text[:end], drafted[:2]), strict=True):
             ids, scores = zip(*level.rows[0], strict=True)
             scores = torch.tensor(scores, dtype=torch.float64)
-            assert torch.allclose(scores.log_softmax(-1), expected[list(ids)].log_softmax(-1), atol=1e-4)
+            assert torch.allclose(scores.log_softmax(-1), expected[list(ids)].log_softmax(-1), atol=atol)
 
 
 SAMPLED = SamplingParams(temperature=0.8, min_p=0.02, repetition_penalty=1.1, penalty_window=20, seed=5)
@@ -286,3 +315,15 @@ def test_a_module_of_another_model_is_refused(saved):
     for other in (dict(hidden_size=40), dict(vocab_size=VOCAB + 1)):
         with pytest.raises(ValueError, match="are for a model of hidden size 32 and 48 tokens"):
             Decoder(made(name, **other), heads=folder)
+
+
+def test_a_model_with_vision_around_it_has_its_module_beside(tmp_path):
+    """Published Qwen3.5 checkpoints are like that: the language model's names and configuration are inside."""
+    model = made("qwen3_5_text")
+    model.save_pretrained(tmp_path)
+    tensors = add_module(tmp_path, "qwen3_5_text", model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    around = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(around))
+    module = decoder.load_heads(tmp_path)
+    assert torch.equal(module.fc.weight, tensors["fc"]) and module.config.model_type == "qwen3_5_text"

@@ -12,6 +12,7 @@ from decoder.admission import Admission, CacheBytes, memory_for_caches
 from decoder.arguments import Arguments, check_arguments
 from decoder.auditing import Audit, audit
 from decoder.backends.bitwise import BitwiseSetting
+from decoder.cache.draft_layer import DraftLayerCache
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.draft_layer import DraftLayer
@@ -265,7 +266,7 @@ class Decoder:
         return new_sequence(self, engine, arguments)
 
     def cache_bytes(self, arguments: Arguments, sequence: Sequence | None = None) -> CacheBytes:
-        """Bytes of the full cache at its longest, plus a draft cache of the default budget, and a draft model's cache.
+        """Bytes of the full cache at its longest, plus draft caches: of the default budget, of a draft layer or model.
 
         Of a text of open length that can be preempted, it is the full cache when it has grown once more. ``sequence``
         is that of the arguments, if it is made.
@@ -279,6 +280,8 @@ class Decoder:
             tokens = min(tokens, max(before, cache.next_capacity))
         on_device, on_host = (each(*sizes, tokens=tokens) for each in (form.device_bytes, form.host_bytes))
         on_device += target.beside_bytes(tokens) + target.kv_bytes * options.budget_for(prompt)
+        if isinstance(arguments.heads, DraftLayer):
+            on_device += DraftLayerCache.planned_bytes(arguments.heads, tokens)
         if self.draft_target is not None and reads_text(arguments.method):
             on_device += self.draft_target.kv_bytes * tokens + self.draft_target.beside_bytes(tokens)
         return CacheBytes(on_device, on_host)
