@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from decoder import BatchError, Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.admission import Admission, CacheBytes
 from decoder.arguments import check_arguments
+from decoder.cache.draft_layer import DraftLayerCache
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, Medusa, reads_text
 from decoder.engine import Engine
@@ -375,9 +376,10 @@ def preempted(monkeypatch):
     return found
 
 
-def room_for(monkeypatch, dec, tokens, small_tokens=0):
-    """Memory for the caches of so many tokens, the draft cache of 64 of each text included; of the small model's."""
-    room = dec.target.kv_bytes * tokens
+def room_for(monkeypatch, dec, tokens, small_tokens=0, layers=0):
+    """Memory for the caches of so many tokens, the draft cache of 64 of each text included; of the small model's; and
+    for so many of the draft layer's, whose window makes them all alike."""
+    room = dec.target.kv_bytes * tokens + layers * DraftLayerCache.planned_bytes(dec.heads["eagle3"], POSITIONS)
     if small_tokens:
         room += dec.draft_target.kv_bytes * small_tokens
     room /= 0.6
@@ -402,7 +404,8 @@ def test_texts_of_open_length_wait_again_where_they_outgrow_memory(
     monkeypatch.setattr(Target, "draws_whole_trees", whole_trees)
     asked = texts[1:4]
     small = 2 * POSITIONS + 10 if reads_text(method) else 0
-    room_for(monkeypatch, open_ended, 2 * (POSITIONS + 64) + 10, small)
+    layers = 3 if "eagle3" in METHODS[method].heads_kinds else 0
+    room_for(monkeypatch, open_ended, 2 * (POSITIONS + 64) + 10, small, layers)
     outs = open_ended.generate_batch(asked, None, method, list(map(params, range(3))), return_logprobs=True)
     assert [out.token_ids for out in outs] == whole
     assert [len(out.logprobs) for out in outs] == [out.stats.generated for out in outs] == list(map(len, whole))
