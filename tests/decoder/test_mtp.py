@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.backends.base import PassOutput
+from decoder.cache.draft_layer import DraftLayerCache
 from decoder.cli.flags import add_loading_flags, load_from_flags
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.layer_levels import LayerLevels
@@ -239,7 +240,8 @@ def test_a_preempted_text_is_read_again_from_its_beginning(saved, monkeypatch):
     whole = [dec.generate(text, None, "ar", own).token_ids for text, own in zip(texts, params, strict=True)]
     monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
     monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
-    room = (dec.target.kv_bytes * 2 * (positions + 69) + 3 * dec.target.beside_bytes(positions)) / 0.6
+    beside = dec.target.beside_bytes(positions) + DraftLayerCache.planned_bytes(dec.heads["mtp"], positions)
+    room = (dec.target.kv_bytes * 2 * (positions + 69) + 3 * beside) / 0.6
     monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
     outs = dec.generate_batch(texts, None, "medusa", params, TREE)
     assert [out.token_ids for out in outs] == whole
