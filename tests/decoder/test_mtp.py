@@ -18,6 +18,7 @@ from decoder.cache.draft_layer import DraftLayerCache
 from decoder.cli.flags import add_loading_flags, load_from_flags
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.layer_levels import LayerLevels
+from decoder.drafters.levels import LevelsWanted, fill_together
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.heads_beside import heads_beside
 from decoder.sampling.sampler import Sampler
@@ -205,6 +206,33 @@ def test_drafts_are_those_of_the_definition(saved, dec, dtype, atol):
             ids, scores = zip(*level.rows[0], strict=True)
             scores = torch.tensor(scores, dtype=torch.float64)
             assert torch.allclose(scores.log_softmax(-1), expected[list(ids)].log_softmax(-1), atol=atol)
+
+
+@torch.no_grad()
+def test_texts_draft_together_as_each_alone(saved, dec):
+    """Branches of texts of several lengths are rows of the same products, each over its own entries."""
+    texts = [
+        torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (9, 80)
+    ]
+    found = {}
+
+    def wanted(text, place):
+        levels, states = levels_of(dec, text, beam=3), torch.Generator().manual_seed(len(text))
+        hidden = torch.randn(len(text) - 1, 32, generator=states, dtype=torch.float64)
+        levels.read_features(PassOutput(hidden, None, {}, None))
+        sampler = Sampler(SamplingParams(temperature=0), VOCAB, torch.device("cpu"), text)
+        return LevelsWanted(levels, levels.state, sampler, 4, False, lambda drafted, _: found.update({place: drafted}))
+
+    for place, text in enumerate(texts):
+        fill_together([wanted(text, place)])
+    alone = dict(found)
+    fill_together([wanted(text, place) for place, text in enumerate(texts)])
+    for place in alone:
+        for ours, expected in zip(found[place], alone[place], strict=True):
+            assert ours.parents == expected.parents
+            for row, other in zip(ours.rows, expected.rows, strict=True):
+                assert [token for token, _ in row] == [token for token, _ in other]
+                assert [score for _, score in row] == pytest.approx([score for _, score in other], abs=1e-5)
 
 
 SAMPLED = SamplingParams(temperature=0.8, min_p=0.02, repetition_penalty=1.1, penalty_window=20, seed=5)
