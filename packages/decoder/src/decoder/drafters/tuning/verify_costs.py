@@ -13,6 +13,7 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.work import Progress, Work, finish
 
 WIDEST = 64
+_SLOW = 0.01  # seconds of a plain step, from which on two passes of a width tell enough: more delay the first token
 _DEAR = 3.0  # in plain steps; from there on a node costs about as much as any other
 _SHORTEST = 1024  # tokens below which the length of the text hardly matters
 
@@ -96,11 +97,11 @@ class VerifyCosts:
             yield from measure(list(seconds))
         for nodes in wanted:
             if nodes not in seconds:
-                yield from measure([nodes] * first)
+                yield from measure([nodes] * (first if seconds.get(1, 0) < _SLOW else 2))
             if nodes > max(4, narrowest) and seconds[nodes] > _DEAR * seconds[1]:
                 break
         # A machine that is slow for a moment would else be slow at one width.
-        for _ in range(0 if again else 2):
+        for _ in range(0 if again or seconds[1] >= _SLOW else 2):
             yield from measure(list(seconds))
         return self._table(seconds)
 
