@@ -60,7 +60,7 @@ def test_costs_never_fall_with_the_number_of_nodes(model, monkeypatch):
 
 def test_the_best_of_all_times_counts(model, monkeypatch):
     """A moment in which the machine is slow spoils none of the widths."""
-    turns = iter([1e-3] * 3 + [9.0] * 18 + [1e-3] * 100)
+    turns = iter([1e-3] * 3 + [9.0] * 9 + [1e-3] * 100)
     costs, _ = with_seconds(model, monkeypatch, lambda width: next(turns))
     assert costs.at(FullCache(1))[1:] == [1e-3] * WIDEST
 
