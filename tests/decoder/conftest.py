@@ -74,6 +74,12 @@ def new_heads(config, levels):
     return Eagle3DraftModel(shape, torch.arange(0, config.vocab_size, 2))
 
 
+def some(cases, often):
+    """Parameters of a sweep: names, or tuples of values. Those that are not in ``often`` repeat these, and are slow."""
+    marked = ((case, () if case in often else pytest.mark.slow) for case in cases)
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case, marks in marked]
+
+
 def all_heads(model, kind="chained", num_heads=3):
     """Linear heads of a kind, and a draft model for the methods that need one."""
     return {each: random_heads(model, num_heads, each) for each in (kind, "eagle3")}

@@ -1,7 +1,7 @@
 """Bit for bit on CUDA: passes of one width, recorded; here a tape and stand-ins take the place of CUDA and kernels."""
 
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 
 import pytest
@@ -16,7 +16,7 @@ from decoder.backends.modules import ModulePass
 from decoder.backends.norms import FusedNorm
 from decoder.sampling import filters
 
-from .conftest import VOCAB, all_heads, tiny_llama
+from .conftest import VOCAB, all_heads, some, tiny_llama
 from .tape import TapeRecorder
 from .test_families import FAMILIES, tiny
 from .test_graphs import Unrecorded
@@ -58,11 +58,14 @@ def generated(dec, prompt, method="ar", new=NEW, options=OPTIONS, sampling=SAMPL
     return out.token_ids, out.logprobs, out.top_logprobs
 
 
-METHODS = [methods()[part::3] for part in range(3)]
+METHODS = [tuple(methods()[part::3]) for part in range(3)]
 
 
-@pytest.mark.parametrize("names", METHODS, ids="-".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype, names",
+    some(product([torch.float32, torch.bfloat16], METHODS), [(torch.bfloat16, names) for names in METHODS]),
+    ids=str,
+)
 def test_every_method_gives_the_bits_of_plain_decoding(as_on_cuda, prompt, dtype, names, monkeypatch):
     widths, run = set(), ModulePass.run_ids
 
@@ -226,13 +229,10 @@ def test_settings_of_products_are_those_of_the_passes_and_then_the_users(as_on_c
         matmul.allow_bf16_reduced_precision_reduction = before[0]
 
 
-EVERY_DAY = ("gpt2", "granite", "gemma")
-
-
 @pytest.mark.parametrize(
     "family",
     # A minute in all, for what the families' own tests and those above show apart.
-    [pytest.param(family, marks=[] if family in EVERY_DAY else pytest.mark.slow) for family in FAMILIES],
+    some(FAMILIES, ["gpt2", "granite", "gemma"]),
 )
 def test_families_hold_it_or_say_why_not(as_on_cuda, prompt, family):
     model_type, overrides = FAMILIES[family]

@@ -8,9 +8,10 @@ import torch
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.constraints import Vocabulary
+from decoder.drafters import TUNED
 
 from .automaton import Automaton, keeps_to
-from .conftest import VOCAB, all_heads, tiny_llama
+from .conftest import VOCAB, all_heads, some, tiny_llama
 
 LENGTH = 60
 SAMPLERS = {
@@ -77,20 +78,16 @@ def plain(ended, prompt):
 
 
 @pytest.mark.parametrize(
-    "ended, options",
-    [
-        ("no end token", "by cost"),
-        ("end tokens", "fixed"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.slow)
-            for pair in product(("no end token", "end tokens"), OPTIONS)
-            if pair not in {("no end token", "by cost"), ("end tokens", "fixed")}
-        ),
-    ],
+    "ended, options, method",
+    some(
+        product(("no end token", "end tokens"), OPTIONS, DRAFTING),
+        # Without a tree of their own the others have the one that is fixed.
+        [("no end token", "by cost", method) for method in ("auto", "suffix", *TUNED)]
+        + [("end tokens", "fixed", method) for method in DRAFTING],
+    ),
     indirect=["ended"],
     scope="module",
 )
-@pytest.mark.parametrize("method", DRAFTING)
 def test_every_method_equals_ar(ended, prompt, plain, method, options):
     for name, sampling in SAMPLERS.items():
         out = ended.generate(prompt, LENGTH, method, sampling, OPTIONS[options], return_logprobs=True, top_logprobs=3)
@@ -110,7 +107,9 @@ def test_texts_are_as_long_as_the_tests_suppose(plain):
     assert min(lengths.values()) > 1 and sum(length > 20 for length in lengths.values()) >= 5, lengths
 
 
-@pytest.mark.parametrize("method", ["auto", "tokenswift", "prompt-lookup", "draft-model"])
+@pytest.mark.parametrize(
+    "method", some(["auto", "tokenswift", "prompt-lookup", "draft-model"], ["auto", "draft-model"])
+)
 def test_in_a_batch_and_in_a_stream(ended, prompt, plain, method):
     names = list(SAMPLERS)
     outs = ended.generate_batch([prompt] * len(names), LENGTH, method, [SAMPLERS[name] for name in names])
@@ -120,7 +119,7 @@ def test_in_a_batch_and_in_a_stream(ended, prompt, plain, method):
         assert [token for chunk in chunks for token in chunk.token_ids] == plain[name].token_ids
 
 
-@pytest.mark.parametrize("method", ["ar", "auto", "magicdec", "medusa"])
+@pytest.mark.parametrize("method", some(["ar", "auto", "magicdec", "medusa"], ["auto"]))
 def test_a_text_that_was_cut_goes_on_as_if_it_had_not_been(ended, prompt, plain, method):
     for name, sampling in SAMPLERS.items():
         whole = plain[name].token_ids

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from decoder.request import GenerationRequest
 from decoder.sampling.native_choice import native_choice
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, clocked, random_heads, tiny_llama
+from .conftest import VOCAB, clocked, random_heads, some, tiny_llama
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0),
@@ -54,9 +55,15 @@ def plain(pair, prompt):
     return {name: pair.generate(prompt, 120, "ar", sampling).token_ids for name, sampling in SAMPLINGS.items()}
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("coupled", [True, False])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "tree, coupled, name",
+    some(
+        product(TREES, [True, False], SAMPLINGS),
+        [("tuned", True, name) for name in SAMPLINGS]
+        + [(tree, True, "window") for tree in TREES]
+        + [("tuned", False, "top-k"), ("tree", False, "window")],
+    ),
+)
 def test_the_text_is_plain_decodings(pair, prompt, plain, monkeypatch, name, tree, coupled):
     clocked(monkeypatch, 0.01)
     options = TokenSwiftOptions(tree=TREES[tree], coupled=coupled)
@@ -144,7 +151,7 @@ def test_bit_for_bit(prompt, dtype, method):
     dec = Decoder(model, draft_model=near(model, 0.05), bitwise=True)
     for sampling in SAMPLINGS.values():
         expected = dec.generate(prompt, 100, "ar", sampling, return_logprobs=True)
-        for tree in TREES.values():
+        for tree in TREES.values() if method == "draft-model" else (None,):
             options = TokenSwiftOptions(tree=tree)
             out = dec.generate(prompt, 100, method, sampling, options, return_logprobs=True)
             assert out.token_ids == expected.token_ids and out.logprobs == expected.logprobs

@@ -135,9 +135,9 @@ def test_a_branch_is_drafted_as_a_chain_of_its_own(target_model):
         assert torch.allclose(together[branch], scores_behind([branch])[branch], atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [TREE, None], ids=["fixed", "tuned"])
-@pytest.mark.parametrize("method", ["eagle3", "auto"])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    "method, options, window", [("eagle3", TREE, None), ("eagle3", TREE, 6), ("eagle3", None, 6), ("auto", None, None)]
+)
 def test_the_text_is_that_of_plain_decoding(target_model, method, options, window):
     dec = Decoder(target_model, heads=draft_model(window, own_head=window is not None))
     sampling = SamplingParams(temperature=0.8, min_p=0.02, repetition_penalty=1.1, penalty_window=20, seed=5)

@@ -14,7 +14,7 @@ from decoder.constraints import Vocabulary
 from decoder.sampling.constraint_path import ConstraintPath
 
 from . import tokenizers_of_kinds
-from .conftest import all_heads, tiny_llama
+from .conftest import all_heads, some, tiny_llama
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -217,13 +217,15 @@ def decoding(request):
     return Decoder(model, tokenizer, heads=all_heads(model), draft_model=small)
 
 
+# What differs by method holds for any constraint: `test_constrained.py`.
+@pytest.mark.parametrize("drafting", some([["auto", "draft-model"], methods()], [["auto", "draft-model"]]), ids=len)
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_method_equals_ar(decoding, name, temperature):
+def test_every_method_equals_ar(decoding, name, temperature, drafting):
     sampling = SamplingParams(temperature, seed=3, constraint=GRAMMARS[name], repetition_penalty=1.1)
     prompt = list(range(10, 30))
     expected = decoding.generate(prompt, 50, "ar", sampling)
-    for method in methods():
+    for method in drafting:
         out = decoding.generate(prompt, 50, method, sampling)
         assert (out.token_ids, out.text) == (expected.token_ids, expected.text), method
     outs = decoding.generate_batch([prompt, prompt[:9]], 50, "auto", [sampling, None])

@@ -23,7 +23,7 @@ from decoder.engine import Engine
 from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 
-from .conftest import VOCAB, all_heads, random_heads, tiny_llama
+from .conftest import VOCAB, all_heads, random_heads, some, tiny_llama
 
 FORMS = [CacheForm("int8"), CacheForm("fp8"), CacheForm(None, True), CacheForm("int8", True)]
 SAMPLING = SamplingParams(seed=3, min_p=0.05, repetition_penalty=1.1, penalty_window=20)
@@ -130,7 +130,8 @@ def text_of_ar(dec, prompt):
     return text_of_ar
 
 
-@pytest.mark.parametrize("method", methods())
+# Those that copy from the cache are below.
+@pytest.mark.parametrize("method", some(methods(), ["ar", "tokenswift", "eagle3", "draft-model", "auto"]))
 def test_every_method_gives_the_text_of_ar_with_the_same_cache(dec, prompt, text_of_ar, form, method):
     plain, expected = text_of_ar(CacheForm(), 60), text_of_ar(form, 60)
     out = dec.generate(prompt, 60, method, SAMPLING, options(form), return_logprobs=True)

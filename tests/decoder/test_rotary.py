@@ -20,7 +20,7 @@ from decoder.model.target import Target
 
 from .conftest import clocked, random_heads, tiny_llama, with_recorder
 from .tape import TapeRecorder, eager_rotation
-from .test_families import FAMILIES, tiny
+from .test_families import FAMILIES, ONCE_EACH, tiny
 from .test_graphs import NARROW, SAMPLING, Unrecorded
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -103,9 +103,9 @@ PAIRS = {"cohere", "cohere2", "glm", "glm4", "ernie4_5", "helium"}  # neighbours
 PARTIAL = {"gpt_neox", "glm4_moe"}  # a part of each head, chosen inside the function
 
 
-@pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES)
+@pytest.fixture(scope="module", params=ONCE_EACH)
 def family(request):
-    model_type, overrides = request.param
+    model_type, overrides = FAMILIES[request.param]
     return model_type, tiny(model_type, torch.float32, **overrides)
 
 

@@ -1,7 +1,7 @@
 """The most likely tokens at each position: those of the obvious computation, whatever drafts and whoever draws."""
 
 import math
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from decoder.sampling.filters import highest
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, take, tiny_llama
+from .conftest import VOCAB, some, take, tiny_llama
 
 COUNT, NEW = 6, 30
 SAMPLERS = {
@@ -81,9 +81,15 @@ def test_plain_decoding_gives_those_of_the_obvious_computation(dec, prompt, plai
     assert fewest < COUNT if name == "filtered" else fewest == COUNT
 
 
-@pytest.mark.parametrize("whole_trees", [False, True], ids=["visited nodes", "whole trees"])
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("method", methods())
+# Each method, and each way to walk a tree, under one sampling; each sampling with one method.
+@pytest.mark.parametrize(
+    "method, name, whole_trees",
+    some(
+        product(methods(), SAMPLERS, [False, True]),
+        [(method, "filtered", trees) for method in methods() for trees in (False, True)]
+        + [("tokenswift", name, trees) for name in SAMPLERS for trees in (False, True)],
+    ),
+)
 def test_every_method_gives_those_of_plain_decoding(dec, prompt, plain, method, name, whole_trees, monkeypatch):
     monkeypatch.setattr(Target, "draws_whole_trees", whole_trees)
     out = dec.generate(prompt, NEW, method, SAMPLERS[name], PAPER, return_logprobs=True, top_logprobs=COUNT)
@@ -107,7 +113,7 @@ def test_choices_of_the_device_come_with_the_same(prompt, plain, method, as_on_c
         assert_equal(out.top_logprobs, plain[name].top_logprobs[:10])
 
 
-@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("method", ["ar", "tokenswift", "auto"])
 def test_of_equal_ones_the_smaller_ids_come_first(dec, prompt, method):
     """Logits that are rounded by a hook have ties at the first and at the last of the tokens that are asked for."""
 

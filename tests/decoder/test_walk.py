@@ -1,6 +1,7 @@
 """The walk that the device takes by itself is the host's own, token for token, and the host reads from it once."""
 
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from decoder.sampling.acceptance import exact, walk
 from decoder.sampling.sampler import Sampler, TreeDraws
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, clocked, drafted_levels, random_heads, take, tiny_llama
+from .conftest import VOCAB, clocked, drafted_levels, random_heads, some, take, tiny_llama
 
 CPU = torch.device("cpu")
 WORDS = 20
@@ -254,9 +255,15 @@ GENERATIONS = {
 PAPER = TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20)
 
 
-@pytest.mark.parametrize("sampling", GENERATIONS.values(), ids=GENERATIONS)
-@pytest.mark.parametrize("kind", ["chained", "gated"])
-def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, request, sampling, kind):
+@pytest.mark.parametrize(
+    "name, kind",
+    some(
+        product(GENERATIONS, ["chained", "gated"]),
+        [("sampled", "gated"), ("short window", "chained"), ("greedy", "chained")],
+    ),
+)
+def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, request, name, kind):
+    sampling = GENERATIONS[name]
     heads = random_heads(model, kind=kind, seed=2)
     dec = Decoder(model, heads=heads, draft_model=tiny_llama(seed=2, num_hidden_layers=1))
     plain = dec.generate(prompt, 30, "ar", sampling, return_logprobs=True)
@@ -276,14 +283,22 @@ def test_generations_that_walk_on_the_device_are_plain_decoding(model, prompt, r
         assert (out.token_ids, out.finish_reason) == (stopped, "stop")
 
 
-@pytest.mark.parametrize("sampling", GENERATIONS.values(), ids=GENERATIONS)
+READING = [
+    *product(("medusa", "tokenswift-fused", "auto"), ("chained", "gated")),
+    *product(("suffix", "prompt-lookup"), ["chained"]),  # which read no heads
+]
+
+
 @pytest.mark.parametrize(
-    "method, kind",
-    [(method, kind) for method in ("medusa", "tokenswift-fused", "auto") for kind in ("chained", "gated")]
-    + [("suffix", "chained"), ("prompt-lookup", "chained")],  # which read no heads
+    "name, method, kind",
+    some(
+        [(name, *case) for name, case in product(GENERATIONS, READING)],
+        [("sampled", *case) for case in READING] + [("short window", "auto", "gated"), ("greedy", "auto", "chained")],
+    ),
 )
-def test_a_step_reads_once(model, prompt, monkeypatch, method, sampling, kind):
+def test_a_step_reads_once(model, prompt, monkeypatch, name, method, kind):
     """Drafts of heads come with the tokens drawn in the step before them."""
+    sampling = GENERATIONS[name]
     # By the machine's clock heads may not pay, and `auto` would not ask for them ahead.
     clocked(monkeypatch, 0.02)
     monkeypatch.setattr(LevelPolicy, "tokens", lambda policy, first, levels: 9.0**levels)
