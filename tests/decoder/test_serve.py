@@ -319,7 +319,7 @@ def test_a_full_queue_is_a_429(dec):
         stream = long_stream(server)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(server.post, dict(prompt="It was", max_tokens=3, seed=1))
-            assert within(5, lambda: server.service.worker.waiting == 1)
+            assert within(20, lambda: server.service.worker.waiting == 1)
             with pytest.raises(openai.RateLimitError, match="room for 1 running and 1 waiting") as error:
                 server.openai.completions.create(model="tiny", prompt="x")
             assert error.value.response.headers["retry-after"]
@@ -344,15 +344,15 @@ def test_a_client_that_leaves_frees_its_sequence(dec, monkeypatch, whole):
             body = json.dumps(dict(prompt="Call me", max_tokens=2000, ignore_eos=True, n=3, method="ar")).encode()
             raw = socket.create_connection(("127.0.0.1", server.http.base_url.port))
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            assert within(5, lambda: server.service.worker.running == 2)
+            assert within(20, lambda: server.service.worker.running == 2)
             raw.close()
         else:
             long_stream(server, n=3).close()
-        assert server.idle(5)
+        assert server.idle()
         # Far fewer steps than the texts would have taken, and nothing remembers them.
         assert len(steps) < 1500 and len(made) == 2
         gc.collect()
-        assert within(5, lambda: not any(one() for one in made))
+        assert within(20, lambda: not any(one() for one in made))
         assert server.post(dict(prompt="x", max_tokens=2)).status_code == 200
 
 
@@ -363,7 +363,7 @@ def test_a_request_that_takes_too_long_is_a_503(dec):
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "timeout"
         lines = server.post({**body, "stream": True}).text.strip().split("\n\n")
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
-        assert server.idle(2)
+        assert server.idle()
 
 
 @pytest.fixture
@@ -379,7 +379,7 @@ def reading(monkeypatch):
         return read(prompt, *arguments)
 
     monkeypatch.setattr(service, "prompt_ids", slow)
-    yield begun
+    yield begun, let_go
     let_go.set()
 
 
@@ -388,18 +388,26 @@ LARGE = dict(prompt="Call me " * 2**12, max_tokens=2)
 
 @pytest.mark.parametrize("prompt", ["Call me", [1, 2, 3], ["a", [1]]], ids=["text", "ids", "several"])
 def test_a_small_prompt_does_not_wait_until_a_large_one_is_read(dec, reading, prompt):
-    with served(dec, timeout=2) as server, ThreadPoolExecutor(1) as pool:
+    begun, let_go = reading
+    with served(dec) as server, ThreadPoolExecutor(1) as pool:
         large = pool.submit(server.post, LARGE)
-        assert reading.wait(10)
+        assert begun.wait(10)
         assert server.post(dict(prompt=prompt, max_tokens=2)).status_code == 200
-        # The time in which it is read counts.
-        assert large.result().status_code == 503 and large.result().json()["error"]["code"] == "timeout"
+        assert not large.done()
+        let_go.set()
+
+
+def test_the_time_in_which_a_prompt_is_read_counts(dec, reading):
+    with served(dec, timeout=0.3) as server:
+        answer = server.post(LARGE)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "timeout"
 
 
 def test_a_server_that_stops_gives_up_what_it_reads(dec, reading):
+    begun, _ = reading
     with served(dec) as server, ThreadPoolExecutor(1) as pool:
         large = pool.submit(server.post, LARGE)
-        assert reading.wait(10)
+        assert begun.wait(10)
         server.loop.call_soon_threadsafe(server.service.stop)
         assert large.result(10).status_code == 503 and large.result().json()["error"]["code"] == "stopping"
         assert server.post(dict(prompt="a", max_tokens=2)).json()["error"]["code"] == "stopping"
@@ -413,9 +421,9 @@ def test_a_client_that_leaves_while_its_prompt_is_read_asks_for_nothing(dec, rea
         data = json.dumps(LARGE).encode()
         with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-            assert reading.wait(10)
+            assert reading[0].wait(10)
         gone = 'tokenswift_requests_total{path="/v1/completions",status="499"} 1.0'
-        assert within(5, lambda: gone in server.http.get("/metrics").text)
+        assert within(20, lambda: gone in server.http.get("/metrics").text)
         assert server.post(dict(prompt="a", max_tokens=2)).status_code == 200 and len(jobs) == 1
 
 
@@ -457,7 +465,7 @@ def test_a_fault_fails_what_ran_and_no_more(dec, monkeypatch, caplog, fault, sta
             answer = server.post(dict(prompt="white as snow", max_tokens=9))
             assert answer.status_code == status and answer.json()["error"]["code"] == code
         assert server.post(dict(prompt="white as snow", max_tokens=9)).status_code == 200
-        assert server.idle(1)
+        assert server.idle()
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("decoder")]
     assert ours and not any(word in "".join(ours) for word in ("whale", "snow"))
 
