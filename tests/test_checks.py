@@ -42,6 +42,15 @@ def project(tmp_path):
     return tmp_path
 
 
+def in_one_process(tool):
+    return command("test", tool).replace(" -n 2", " -p no:cacheprovider")
+
+
+@pytest.mark.parametrize("tool", ["ruff check", "ruff format", "mypy", "pytest"])
+def test_a_project_without_a_fault_passes(tool, project):
+    assert run(in_one_process(tool), project).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("tool", "place", "fault"),
     [
@@ -59,8 +68,7 @@ def project(tmp_path):
     ],
 )
 def test_a_planted_fault_ends_make_test(tool, place, fault, project):
-    line = command("test", tool).replace(" -n 2", " -p no:cacheprovider")
-    assert run(line, project).returncode == 0
+    line = in_one_process(tool)
     (project / place).parent.mkdir(parents=True, exist_ok=True)
     (project / place).write_text(fault)
     found = run(line, project)
@@ -73,7 +81,7 @@ def site(tmp_path_factory):
     """A small site of two pages and one module, built as the documentation is."""
     folder = tmp_path_factory.mktemp("site")
     settings, _ = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")
-    (folder / "mkdocs.yml").write_text(settings + "\nnav:\n  - index.md\n  - other.md\n")
+    (folder / "mkdocs.yml").write_text(settings)
     docs = folder / "docs"
     (docs / "stylesheets").mkdir(parents=True)
     (docs / "stylesheets" / "extra.css").touch()
@@ -87,27 +95,31 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "fault",
+    "faults",
     [
-        "",
-        "[link](nowhere.md)",
-        "[link](other.md#nowhere)",
-        "[link](/other.md)",
-        "[link](../README.md)",
-        "![picture](nowhere.png)",
-        "[f][sample.nowhere]",
-        "::: sample.nowhere",
-        "::: wrong.f",
-        '--8<-- "nowhere.md"',
+        {},
+        {
+            "[link](nowhere.md)": "0.md' contains a link 'nowhere.md'",
+            "[link](other.md#nowhere)": "1.md' contains a link 'other.md#nowhere'",
+            "[link](/other.md)": "2.md' contains an absolute link",
+            "[link](../README.md)": "3.md' contains a link '../README.md'",
+            "![picture](nowhere.png)": "4.md' contains a link 'nowhere.png'",
+            "[f][sample.nowhere]": "5.md: Could not find cross-reference target 'sample.nowhere'",
+            "::: wrong.f": "wrong.py:5: Parameter 'b' does not appear",
+        },
+        {"::: sample.nowhere": "sample.nowhere could not be found"},
+        {'--8<-- "nowhere.md"': "nowhere.md"},
     ],
+    ids=["none", "each is told", "no such module", "no such file"],
 )
-def test_a_planted_fault_ends_make_docs(fault, site):
-    """The first has none and passes."""
-    (site / "docs" / "index.md").write_text(
-        f"# Start\n[other](other.md#other), [f][sample.f]\n\n{fault}\n\n::: sample.f\n"
-    )
+def test_planted_faults_end_make_docs(faults, site):
+    (site / "docs" / "index.md").write_text("# Start\n[other](other.md#other), [f][sample.f]\n\n::: sample.f\n")
+    for number in range(7):
+        (site / "docs" / f"{number}.md").write_text(f"# A page\n\n{''.join(list(faults)[number : number + 1])}\n")
     found = run(command("docs", "mkdocs build"), site)
-    assert bool(found.returncode) == bool(fault), found.stdout + found.stderr
+    told = [line for line in found.stderr.splitlines() if line.startswith(("WARNING", "ERROR", "Aborted"))]
+    assert bool(found.returncode) == bool(faults), found.stderr
+    assert all(any(words in line for line in told) for words in faults.values()), found.stderr
 
 
 def test_what_one_command_of_a_target_finds_is_not_passed_over():
