@@ -17,7 +17,7 @@ def free_port():
         return listening.getsockname()[1]
 
 
-def on_ranks(size, function, *arguments, seconds=60, hanging=()):
+def on_ranks(size, function, *arguments, seconds=300, hanging=()):
     """What ``function(rank, *arguments)`` returns in each of ``size`` processes; an exception is returned as one.
 
     A process that ends by itself leaves None, as do those that are known as ``hanging``. All others must end within

@@ -108,7 +108,7 @@ def rank_texts(rank, folder, runs):
 
 def check_texts(folder, family, size, runs):
     expected = texts(decoder_of(tiny(family, folder)), runs)
-    for found, report in on_ranks(size, rank_texts, folder, runs, seconds=300):
+    for found, report in on_ranks(size, rank_texts, folder, runs):
         for name in [*runs, "batch"]:
             assert found[name][0] == expected[name][0], name
             assert found[name][1] == pytest.approx(expected[name][1], abs=1e-9)

@@ -76,7 +76,7 @@ def server(file, build="b1-abc", tokens=tuple(range(10, 22)), drafted=None):
             self.reply({"tokens": tokens[: body["n_predict"]], "timings": timings})
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as running:
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{running.server_port}", asked

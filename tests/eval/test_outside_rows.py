@@ -64,7 +64,7 @@ class Answers(BaseHTTPRequestHandler):
 @contextmanager
 def standing_in(**named):
     with StandIn(**named) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield server

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from tiny_books import EAGLE3
+from tiny_books import EAGLE3, short_run
 
 import decoder
 from heads_train.cli import main
@@ -17,8 +18,12 @@ from heads_train.cli import main
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def run(flags, *more):
-    assert main(["fit", *flags, *more]) == 0
+@pytest.fixture(scope="module")
+def trained(model, books, tmp_path_factory):
+    """Heads of a short run."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(["fit", *short_run(model, books, folder)]) == 0
+    return folder / "out" / "last"
 
 
 class Hub(ThreadingHTTPServer):
@@ -78,7 +83,7 @@ class Request(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     server = Hub(tmp_path / "hub")
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -93,7 +98,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["chained", "eagle3"])
 def test_what_was_sent_can_be_loaded_and_its_card_says_how(flags, tmp_path, capsys, hub, kind):
-    run(flags, *(EAGLE3 if kind == "eagle3" else []))
+    assert main(["fit", *flags, *(EAGLE3 if kind == "eagle3" else [])]) == 0
     source = tmp_path / "out" / "last"
     (source / "notes.txt").write_text("mine")
     capsys.readouterr()
@@ -134,12 +139,11 @@ def test_what_was_sent_can_be_loaded_and_its_card_says_how(flags, tmp_path, caps
         ({"folder": "empty"}, "config.json"),
     ],
 )
-def test_what_cannot_be_sent_ends_in_a_sentence(flags, tmp_path, capsys, hub, monkeypatch, change, told):
-    run(flags)
+def test_what_cannot_be_sent_ends_in_a_sentence(trained, tmp_path, capsys, hub, monkeypatch, change, told):
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("HF_TOKEN", change.get("token", "hf_right"))
     base = [] if "base" in change else ["--base-model", "org/model"]
-    folder = tmp_path / change.get("folder", "out/last")
+    folder = tmp_path / change["folder"] if "folder" in change else trained
     capsys.readouterr()
     assert main(["push", *base, str(folder), change.get("repository", "me/heads")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -147,18 +151,16 @@ def test_what_cannot_be_sent_ends_in_a_sentence(flags, tmp_path, capsys, hub, mo
     assert not hub.root.exists()
 
 
-def test_a_hub_out_of_reach_ends_in_a_sentence(flags, tmp_path, capsys, hub, monkeypatch):
-    run(flags)
+def test_a_hub_out_of_reach_ends_in_a_sentence(trained, capsys, hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     capsys.readouterr()
-    assert main(["push", "--base-model", "org/model", str(tmp_path / "out" / "last"), "me/heads"]) == 2
+    assert main(["push", "--base-model", "org/model", str(trained), "me/heads"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "see that it can be reached" in line
 
 
-def test_heads_of_others_have_a_card_without_a_history(flags, tmp_path, capsys):
-    run(flags)
-    source = tmp_path / "out" / "last"
+def test_heads_of_others_have_a_card_without_a_history(trained, tmp_path, capsys):
+    source = shutil.copytree(trained, tmp_path / "heads")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"training": {"by": "hand"}}))
     capsys.readouterr()
