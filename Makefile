@@ -21,11 +21,12 @@ qwen: $(INSTALLED)
 gemma: $(INSTALLED)
 	$(BIN)/python data/scripts/fetch_gguf.py gemma3-270m
 
+# Each of the two processes begins with one half of the tests, so that what a file's tests share is made once.
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The documentation in site/; a warning or a broken link ends it. Strict counts only what is shown: -q would let all pass.
 docs: $(INSTALLED)
@@ -55,14 +56,16 @@ dist: $(INSTALLED)
 	rm -rf dist/empty dist/help.txt
 	$(BIN)/python tests/installs.py dist
 
-# Installed once: only a change of what is installed runs it again.
+# Installed once: only a change of what is installed runs it again. pip would compile all modules on one core, for as long
+# as it takes to fetch them.
 $(INSTALLED): constraints.txt packages/decoder/pyproject.toml packages/heads-train/pyproject.toml packages/eval/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis ruff \
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis ruff \
 		mypy peft openai jsonschema mkdocs-material 'mkdocstrings[python]' \
 		"triton ; platform_system == 'Linux' and platform_machine == 'x86_64'" \
 		-e 'packages/decoder[constraints,gguf,serve,tensor-parallel]' -e packages/heads-train -e packages/eval
+	$(BIN)/python -c 'import compileall, site; compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)'
 	touch $(INSTALLED)
 
 clean:

@@ -43,7 +43,7 @@ def project(tmp_path):
 
 
 def in_one_process(tool):
-    return command("test", tool).replace(" -n 2", " -p no:cacheprovider")
+    return command("test", tool).replace(" -n 2 --dist worksteal", " -p no:cacheprovider")
 
 
 @pytest.mark.parametrize("tool", ["ruff check", "ruff format", "mypy", "pytest"])

@@ -10,12 +10,12 @@ import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.auditing import rounding
 
-from .conftest import VOCAB, tiny_llama
+from .conftest import VOCAB, some, tiny_llama
 
 SAMPLING = SamplingParams(seed=4, temperature=0.9, min_p=0.05, repetition_penalty=1.2, penalty_window=16)
 
 
-@pytest.mark.parametrize("method", decoder.methods())
+@pytest.mark.parametrize("method", some(decoder.methods(), ["ar", "tokenswift", "auto"]))
 def test_every_method_passes(dec, prompt, method):
     """More tokens than a chunk of the audit has, and a hook: everything that decides a choice."""
 

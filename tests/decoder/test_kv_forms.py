@@ -165,11 +165,11 @@ def test_greedy_ar_is_generate_with_a_cache_that_rounds(dec, model, prompt, kv_d
 )
 def test_draft_caches_are_filled_from_it(dec, prompt, text_of_ar, form, method, drafting):
     drafting = dict(tree=(1, 1, 1), sink=4) | drafting
-    out = dec.generate(prompt, 80, method, SAMPLING, options(form, **drafting))
-    assert out.token_ids == text_of_ar(form, 80).token_ids
+    out = dec.generate(prompt, 60, method, SAMPLING, options(form, **drafting))
+    assert out.token_ids == text_of_ar(form, 60).token_ids
     if form.kv_dtype is None:
         # What is copied from host memory is what would have been there without: as many drafts are accepted.
-        plain = dec.generate(prompt, 80, method, SAMPLING, options(CacheForm(), **drafting))
+        plain = dec.generate(prompt, 60, method, SAMPLING, options(CacheForm(), **drafting))
         assert out.stats.accepted == plain.stats.accepted > 0
 
 

@@ -1,5 +1,7 @@
 """Whole models with weights of four or eight bits: every text is plain decoding's, and little else has changed."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from decoder.backends.native.quantised import QuantisedLinear, QuantisedMatrix
 from decoder.model.quantising import INT4, INT8, QUANTISED_DTYPES, dtype_name, quantise
 from decoder.model.rounding import rounded
 
-from .conftest import VOCAB, all_heads, random_heads, tiny_llama
+from .conftest import VOCAB, all_heads, random_heads, some, tiny_llama
 from .test_using_it import byte_tokenizer
 
 if not native.available():
@@ -49,8 +51,13 @@ def prompt():
     return torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(4)).tolist()
 
 
-@pytest.mark.parametrize("params", SAMPLINGS, ids=["sampled", "greedy"])
-@pytest.mark.parametrize("method", [method for method in methods() if method != "ar"])
+@pytest.mark.parametrize(
+    "method, params",
+    some(
+        product([method for method in methods() if method != "ar"], SAMPLINGS),
+        [*product(methods(), SAMPLINGS[:1]), ("tokenswift", SAMPLINGS[1]), ("auto", SAMPLINGS[1])],
+    ),
+)
 def test_every_method_gives_the_text_and_the_bits_of_plain_decoding(exact, prompt, method, params):
     options = TokenSwiftOptions(tree=(1, 2, 2), ngrams=3, budget=20)
     given = dict(sampling=params, ignore_eos=True, return_logprobs=True)
