@@ -102,6 +102,13 @@ FAMILIES = {
 VARIANTS = {"llama, linear", "llama, llama3", "llama, yarn", "qwen2, yarn", "mistral, wide window"}
 ONCE_EACH = some(FAMILIES, FAMILIES.keys() - VARIANTS)
 
+# Of families whose layers PyTorch would run by the same operators, one or two.
+OF_EACH_KIND = {
+    "llama, GQA", "qwen3", "mixtral", "granitemoe", "glm4_moe", "phi", "olmo", "olmo2", "granite", "gpt_neox", "gpt2",
+    "gpt_bigcode", "opt", "gemma", "gemma3_text, wide window", "smollm3", "cohere", "cohere2, wide window", "glm4",
+    "persimmon",
+}  # fmt: skip
+
 
 def tiny(model_type, dtype=torch.float64, **overrides):
     """A random model whose text varies: layers that outweigh the embeddings, norms and biases that are not trivial."""

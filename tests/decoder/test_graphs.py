@@ -26,9 +26,9 @@ from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 from decoder.work import finish
 
-from .conftest import all_heads, clocked, random_heads, tiny_llama, with_recorder
+from .conftest import all_heads, clocked, random_heads, some, tiny_llama, with_recorder
 from .tape import TapeRecorder, eager_attention
-from .test_families import FAMILIES, ONCE_EACH, tiny
+from .test_families import FAMILIES, OF_EACH_KIND, tiny
 from .test_walk import HostReads
 
 SAMPLING = SamplingParams(seed=2, min_p=0.1, repetition_penalty=1.2, penalty_window=64)
@@ -116,7 +116,7 @@ def test_a_step_reads_once_and_once_more_where_the_model_drafts(as_on_cuda, prom
     assert max(seen) == reads
 
 
-@pytest.mark.parametrize("family", ONCE_EACH)
+@pytest.mark.parametrize("family", some(FAMILIES, OF_EACH_KIND))
 def test_the_passes_of_every_family_are_recorded_and_give_the_same_text(as_on_cuda, prompt, family):
     model_type, overrides = FAMILIES[family]
     model = tiny(model_type, **overrides)

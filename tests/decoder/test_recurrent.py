@@ -125,7 +125,7 @@ def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
     assert out.stats.steps == 20 // 5
 
 
-@pytest.mark.parametrize("name", [*some(RECURRENT, ["qwen3_next"]), *NATIVE])
+@pytest.mark.parametrize("name", some([*RECURRENT, *NATIVE], ["qwen3_next", "qwen3_5_text, 16", "bamba, 32"]))
 def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(name, decoders, monkeypatch):
     """Its own drafts are right every time, so it stands where the text does in each step, and reads nothing again."""
     gone_back, rewind = [], FullCache.rewind
@@ -156,7 +156,9 @@ def test_batches_are_single_runs(name, decoders):
         assert [out.token_ids[: len(text)] for out, text in zip(outs, expected, strict=True)] == expected
 
 
-@pytest.mark.parametrize("name", [*some(ALL, ["qwen3_next", "minimax", "kimi_linear"]), *NATIVE])
+@pytest.mark.parametrize(
+    "name", some([*ALL, *NATIVE], ["qwen3_next", "minimax", "kimi_linear", "qwen3_next, 16", "lfm2, 16"])
+)
 def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
     fresh, prompt = decoders(name), tokens(60, 6)
     reusing, sampling = (

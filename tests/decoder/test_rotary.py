@@ -18,9 +18,9 @@ from decoder.backends.cuda.rotary import FusedRotary, fused_rotary, rotary_repla
 from decoder.cache.full import FullCache
 from decoder.model.target import Target
 
-from .conftest import clocked, random_heads, tiny_llama, with_recorder
+from .conftest import clocked, random_heads, some, tiny_llama, with_recorder
 from .tape import TapeRecorder, eager_rotation
-from .test_families import FAMILIES, ONCE_EACH, tiny
+from .test_families import FAMILIES, OF_EACH_KIND, tiny
 from .test_graphs import NARROW, SAMPLING, Unrecorded
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -103,7 +103,7 @@ PAIRS = {"cohere", "cohere2", "glm", "glm4", "ernie4_5", "helium"}  # neighbours
 PARTIAL = {"gpt_neox", "glm4_moe"}  # a part of each head, chosen inside the function
 
 
-@pytest.fixture(scope="module", params=ONCE_EACH)
+@pytest.fixture(scope="module", params=some(FAMILIES, OF_EACH_KIND))
 def family(request):
     model_type, overrides = FAMILIES[request.param]
     return model_type, tiny(model_type, torch.float32, **overrides)

@@ -105,8 +105,7 @@ def sent(server, asked):
     return raw
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a text"])
-@pytest.mark.parametrize("method", READERS)
+@pytest.mark.parametrize("method, beside", [*((method, True) for method in READERS), (READERS[0], False)])
 def test_a_short_request_does_not_wait_for_a_long_prompt(dec, parts, method, beside):
     expected = [text(dec, *asked) for asked in ((SHORT, 150), (LONG, 20), (SHORT[::-1], 2))]
     parts.clear()
