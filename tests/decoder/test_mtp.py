@@ -258,6 +258,22 @@ def test_the_text_is_that_of_plain_decoding(dec, method, options, sampling):
     assert dec.generate(resumed, 16, method, sampling, options).token_ids == expected
 
 
+@pytest.mark.parametrize("saved", ["deepseek_v3"], indirect=True)
+def test_it_may_draft_a_part_of_the_vocabulary(saved):
+    _, folder, model, _ = saved
+    module = decoder.load_heads(folder)
+    module.set_draft_vocabulary(torch.arange(0, VOCAB, 3))
+    dec, sampling = Decoder(model, heads=module), SamplingParams(temperature=0)
+    levels = levels_of(dec, list(range(20)))
+    levels.read_features(PassOutput(torch.ones(19, 32, dtype=torch.float64), None, {}, None))
+    sampler = Sampler(sampling, VOCAB, torch.device("cpu"), list(range(20)))
+    with torch.no_grad():
+        [level] = drafted_levels(levels, levels.state, sampler, 1)
+    assert {token for token, _ in level.rows[0]} == set(range(0, VOCAB, 3))
+    output = dec.generate(list(range(20)), 12, "medusa", sampling, TREE)
+    assert output.token_ids == dec.generate(list(range(20)), 12, "ar", sampling).token_ids and output.stats.drafted
+
+
 @pytest.mark.parametrize("saved", ["qwen3_5_text"], indirect=True)
 def test_a_preempted_text_is_read_again_from_its_beginning(saved, monkeypatch):
     """There is room for two of three texts at their end."""

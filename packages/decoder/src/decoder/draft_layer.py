@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from decoder.draft_heads import refuse_not_finite
+from decoder.draft_heads import DRAFT_TO_TARGET, refuse_not_finite
 
 
 class Seen(Protocol):
@@ -47,6 +47,7 @@ class DraftLayer(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    config: Any
     conditioned: ClassVar[bool] = True
     source: str | None = None
     sliding_window: int | None = None
@@ -54,6 +55,10 @@ class DraftLayer(nn.Module, ABC):
     draft_to_target: torch.Tensor | None
     fc: nn.Linear
     """The layer that joins what an entry reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer(DRAFT_TO_TARGET, None)
 
     @property
     @abstractmethod
@@ -69,6 +74,17 @@ class DraftLayer(nn.Module, ABC):
     def draft_vocab_size(self) -> int | None:
         """How many of the model's tokens it drafts; None means all."""
         return None if self.draft_to_target is None else len(self.draft_to_target)
+
+    def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
+        """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless these are ids."""
+        if draft_to_target is not None:
+            if draft_to_target.dtype != torch.int64 or draft_to_target.ndim != 1 or not len(draft_to_target):
+                raise ValueError(f"the draft vocabulary{self._where} is no list of int64 token ids")
+            if not 0 <= draft_to_target.min() <= draft_to_target.max() < self.config.vocab_size:
+                raise ValueError(f"the draft vocabulary{self._where} is not of {self.config.vocab_size} tokens")
+            if len(draft_to_target.unique()) != len(draft_to_target):
+                raise ValueError(f"the draft vocabulary{self._where} names a token twice")
+        self.draft_to_target = draft_to_target
 
     @abstractmethod
     def check_fits(self, hidden_size: int, vocab_size: int | None = None, layers: int | None = None) -> None:

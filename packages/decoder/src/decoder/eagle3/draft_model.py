@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decoder.draft_heads import DRAFT_TO_TARGET, RMSNorm
+from decoder.draft_heads import RMSNorm
 from decoder.draft_layer import Attend, DraftLayer, EntryShape, Seen
 from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.timings import stage
@@ -96,7 +96,6 @@ class Eagle3DraftModel(DraftLayer):
         self.sliding_window = config.sliding_window
         self.base_model: str | None = None
         self.target_architecture = "LlamaForCausalLM"
-        self.register_buffer(DRAFT_TO_TARGET, None)
         if draft_to_target is not None:
             self.set_draft_vocabulary(draft_to_target)
         self.target_layers = config.target_layers
@@ -136,17 +135,6 @@ class Eagle3DraftModel(DraftLayer):
     def num_heads(self) -> int:
         """How many levels it was trained for; its one layer serves all of them."""
         return self.config.levels
-
-    def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
-        """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless these are ids."""
-        if draft_to_target is not None:
-            if draft_to_target.dtype != torch.int64 or draft_to_target.ndim != 1 or not len(draft_to_target):
-                raise ValueError(f"the draft vocabulary{self._where} is no list of int64 token ids")
-            if not 0 <= draft_to_target.min() <= draft_to_target.max() < self.config.vocab_size:
-                raise ValueError(f"the draft vocabulary{self._where} is not of {self.config.vocab_size} tokens")
-            if len(draft_to_target.unique()) != len(draft_to_target):
-                raise ValueError(f"the draft vocabulary{self._where} names a token twice")
-        self.draft_to_target = draft_to_target
 
     @property
     def _layer(self) -> _Layer:

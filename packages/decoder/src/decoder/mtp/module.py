@@ -60,7 +60,7 @@ class MtpModule(DraftLayer):
         self.layers = decoder.layers
         self.norm = decoder.norm
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = deepcopy(decoder.norm), deepcopy(decoder.norm)
-        self.embed_tokens = self.draft_to_target = None
+        self.embed_tokens = None
         # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
         with torch.device("cpu"):
             self._rotary = (type(decoder.rotary_emb)(config=config),)
