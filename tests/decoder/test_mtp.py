@@ -261,9 +261,8 @@ def test_the_text_is_that_of_plain_decoding(dec, method, options, sampling):
 @pytest.mark.parametrize("saved", ["deepseek_v3"], indirect=True)
 def test_it_may_draft_a_part_of_the_vocabulary(saved):
     _, folder, model, _ = saved
-    module = decoder.load_heads(folder)
-    module.set_draft_vocabulary(torch.arange(0, VOCAB, 3))
-    dec, sampling = Decoder(model, heads=module), SamplingParams(temperature=0)
+    dec, sampling = Decoder(model, heads=folder), SamplingParams(temperature=0)
+    dec.heads["mtp"].set_draft_vocabulary(torch.arange(0, VOCAB, 3))
     levels = levels_of(dec, list(range(20)))
     levels.read_features(PassOutput(torch.ones(19, 32, dtype=torch.float64), None, {}, None))
     sampler = Sampler(sampling, VOCAB, torch.device("cpu"), list(range(20)))
