@@ -179,7 +179,7 @@ class PrefixReuse:
         if self._begun_with.get(cache) is not self._model_state:
             return
         entry_bytes = cache.form.token_bytes(self.target.attention_shape, len(cache.layout.full))
-        beside = sum(state.pairs.nbytes for state in cache.states.values())
+        beside = sum(state.snapshot.nbytes for state in cache.states.values())
         room = max(0, self.max_bytes - beside) // (entry_bytes + torch.int32.itemsize)
         count = cache.goes_back_to(min(cache.length, room))
         if count < _SHORTEST or under_autocast():

@@ -22,7 +22,7 @@ _HARMLESS = frozenset(
     ("cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "use_cache")
 )
 
-Pairs = Sequence[torch.Tensor]
+Entries = Sequence[torch.Tensor]
 """Keys or values of a layer, of each text of a pass: [B, G, slots, D], each D numbers next to each other."""
 
 
@@ -71,7 +71,7 @@ class AskedMask:
         """Whether it is another mask than that of a layer of a kind, in texts of at most ``longest`` tokens."""
         size = min(sum(kind.reach) or longest, longest)
         queries = {0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1, longest - 1}
-        pairs = {
+        compared = {
             (query, key)
             for query in queries
             for key in (0, query - size - 1, query - size, query - size + 1, query // size * size, query - 1, query)
@@ -80,7 +80,7 @@ class AskedMask:
         zero = torch.tensor(0)
         return any(
             bool(self._sees(zero, zero, *map(torch.tensor, pair))) != bool(kind.sees(*map(torch.tensor, pair)))
-            for pair in pairs
+            for pair in compared
         )
 
 
@@ -95,7 +95,9 @@ class Attending(Protocol):
     def tokens(self) -> int: ...
 
     @staticmethod
-    def attend(texts: Sequence[Any], query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores) -> torch.Tensor:
+    def attend(
+        texts: Sequence[Any], query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
+    ) -> torch.Tensor:
         """[B, T, H, Dv], contiguous: attention of the new tokens of all texts, queries [B, H, T, D], in a row."""
 
 
@@ -168,7 +170,7 @@ def tree_attention(
 
 
 def one_by_one(
-    attend: Any, texts: Sequence[Attending], query: torch.Tensor, keys: Pairs, values: Pairs
+    attend: Any, texts: Sequence[Attending], query: torch.Tensor, keys: Entries, values: Entries
 ) -> torch.Tensor:
     """`Attending.attend` by a function that takes one text: a text, its queries, keys and values to [B, H, T, Dv]."""
     own = query.split([text.tokens for text in texts], 2)

@@ -1,7 +1,7 @@
 """What runs a model's passes on a device: the protocol of a backend, and what it is given and gives back."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -189,16 +189,17 @@ class PassBackend(Protocol):
         fault: what has failed while it ran; None if nothing has.
     """
 
-    name: str
-    warm_up_runs: int
-    flattens: bool | None
+    name: ClassVar[str]
+    warm_up_runs: ClassVar[int] = 1
+    flattens: bool | None = None
     called: Forwards
 
     @property
     def covers(self) -> str: ...
 
     @property
-    def fault(self) -> str | None: ...
+    def fault(self) -> str | None:
+        return None
 
     def renewing(self) -> Work[None]:
         """Take in the weights and layers as they are now, in parts.
@@ -219,6 +220,7 @@ class PassBackend(Protocol):
 
     def width(self, nodes: int) -> int:
         """How many rows a verification of ``nodes`` nodes computes, and how many cache slots it writes."""
+        return nodes
 
     def rule(self, demanded: bool) -> tuple[PassRule | None, str]:
         """The rule under which its bits depend on nothing but a token's text, and what it says in words.
@@ -231,9 +233,11 @@ class PassBackend(Protocol):
 
     def choice(self, params: "SamplingParams") -> "NativeChoice | None":
         """What chooses tokens faster than the sampler's own operators, and chooses the same; None if nothing does."""
+        return None
 
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> "NativeLevels | None":
         """What fills all levels of these draft heads at once; None if nothing does."""
+        return None
 
 
 class BackendFault(Exception):

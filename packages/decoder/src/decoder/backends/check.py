@@ -44,7 +44,7 @@ class Expected(NamedTuple):
     """What a pass of the reference over `trial_tree` has given, with the keys and values of its nodes."""
 
     output: PassOutput
-    pairs: list[torch.Tensor]
+    entries: list[torch.Tensor]
 
 
 def trial_tree(vocab_size: int) -> TokenTree:
@@ -105,20 +105,22 @@ def _fault_in_a_tree(target: "Target", backend: PassBackend, expected: Expected,
         fault = _fault(target, output, expected.output.part(slice(first, nodes)), f"a tree of {len(below)} nodes")
         if fault is not None:
             return fault
-    pairs = zip(cycle(("keys", "values")), cache.beginning(nodes, target.layout.keeping), expected.pairs, strict=False)
+    pairs = zip(
+        cycle(("keys", "values")), cache.beginning(nodes, target.layout.keeping), expected.entries, strict=False
+    )
     faults = (_off(target, words, own, other) for words, own, other in pairs)
     return next((fault for fault in faults if fault), None)
 
 
 def _fault(target: "Target", output: PassOutput, expected: PassOutput, of: str) -> str | None:
-    pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [("hidden states", output.hidden, expected.hidden)]
+    compared: list[tuple[str, torch.Tensor, torch.Tensor]] = [("hidden states", output.hidden, expected.hidden)]
     assert output.logits is not None and expected.logits is not None
-    pairs.append(("logits", output.logits, expected.logits))
+    compared.append(("logits", output.logits, expected.logits))
     if output.queries:
         if output.queries.keys() != expected.queries.keys():
             return "it hands over the queries of other layers"
-        pairs += [("queries", output.queries[layer], own) for layer, own in expected.queries.items()]
-    faults = (_off(target, f"{words} of {of}", *pair) for words, *pair in pairs)
+        compared += [("queries", output.queries[layer], own) for layer, own in expected.queries.items()]
+    faults = (_off(target, f"{words} of {of}", *pair) for words, *pair in compared)
     return next((fault for fault in faults if fault), None)
 
 

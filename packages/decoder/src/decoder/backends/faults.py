@@ -19,6 +19,16 @@ def fault_of(test: Callable[[], str | None]) -> str | None:
         return in_words(error)
 
 
+def holds(trial: Callable[[], bool]) -> bool:
+    """Whether somebody's function gives in a trial what is expected; what is another function may fail in any way."""
+    try:
+        return trial()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False
+
+
 def warn_of_fault(name: str, device: torch.device, fault: str) -> None:
     """Warn that a backend has failed, once in a process for each and each device."""
     if (name, device) in _warned:

@@ -19,3 +19,8 @@ def available_memory(device: torch.device) -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+def floats(*shape: int) -> torch.Tensor:
+    """Room for numbers that the native library reads and writes, whatever dtype and device are PyTorch's defaults."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")

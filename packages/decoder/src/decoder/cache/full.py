@@ -131,7 +131,7 @@ class FullCache(LayeredCache):
         """Keys and values [layers, B, G, 1, D] of a token by kind of layer, its own or those in ``copies``."""
         one = slice(position, position + 1)
         parts = self.parts if copies is None else copies.parts
-        beside = [state.pairs for state in self.states.values()] if copies is None else copies.beside
+        beside = [state.snapshot for state in self.states.values()] if copies is None else copies.beside
         of_full = self.decoded([part[:, :, :, one] for part in parts]) if self.layout.full else ()
         return [*of_full, *(pair for own in beside for pair in own.at(position))]
 

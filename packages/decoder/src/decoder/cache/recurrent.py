@@ -129,12 +129,12 @@ class RecurrentStates(ABC):
 
     @property
     @abstractmethod
-    def pairs(self) -> Any:
+    def snapshot(self) -> Any:
         """The states to which the text can go back."""
 
     def goes_back_to(self, length: int) -> int:
         """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
-        return self.pairs.goes_back_to(length)
+        return self.snapshot.goes_back_to(length)
 
     @abstractmethod
     def copy(self, count: int) -> Any:
@@ -236,7 +236,7 @@ class NodeStates(RecurrentStates):
                 del self.marks[mark]
 
     @property
-    def pairs(self) -> "RecurrentCopy":
+    def snapshot(self) -> "RecurrentCopy":
         marks = {**self.marks, self.length: self.committed}
         if self._newest_but_one:
             marks[self.length - 1] = self._newest_but_one
@@ -245,14 +245,14 @@ class NodeStates(RecurrentStates):
         return RecurrentCopy(marks)
 
     def copy(self, count: int) -> "RecurrentCopy":
-        return RecurrentCopy({mark: states for mark, states in self.pairs.marks.items() if mark <= count})
+        return RecurrentCopy({mark: states for mark, states in self.snapshot.marks.items() if mark <= count})
 
     def begin_with(self, copy: "RecurrentCopy", count: int) -> None:
         self.committed, self.length = copy.marks[count], count
         self.marks = {mark: states for mark, states in copy.marks.items() if mark <= count}
 
     def rewind(self, length: int) -> None:
-        self.committed, self.length = self.pairs.marks[length] if length else {}, length
+        self.committed, self.length = self.snapshot.marks[length] if length else {}, length
         # Who takes back the newest tokens goes on from there, and not from before.
         earliest = length if self._takes_back else 0
         self.marks = {mark: states for mark, states in self.marks.items() if earliest <= mark <= length}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from decoder.backends.memory import floats
 from decoder.cache.layout import RECURRENT, Layout, StateSizes
 from decoder.cache.recurrent import NodeStates, RecurrentStates
 
@@ -97,13 +98,13 @@ class ReplayedStates(RecurrentStates):
         super().__init__()
         self._sizes, self._takes_back = sizes, takes_back
         self._stretches: list[Stretch] = []
-        self._inputs = _floats(sizes.mixers, 0, sizes.inputs)
+        self._inputs = floats(sizes.mixers, 0, sizes.inputs)
         self._spare: torch.Tensor | None = None  # for the next state, if nothing refers to it
         self._begin_at(self._nothing())
 
     def _nothing(self) -> Stretch:
-        state = _floats(self._sizes.mixers, self._sizes.state).zero_()
-        return Stretch(0, state, _floats(self._sizes.mixers, 0, self._sizes.inputs))
+        state = floats(self._sizes.mixers, self._sizes.state).zero_()
+        return Stretch(0, state, floats(self._sizes.mixers, 0, self._sizes.inputs))
 
     def _begin_at(self, stretch: Stretch) -> None:
         """Go on behind the last token of a stretch."""
@@ -120,7 +121,7 @@ class ReplayedStates(RecurrentStates):
     def _make_inputs(self, count: int) -> None:
         """See that there is room for the inputs of so many tokens."""
         if self._inputs.shape[1] < count:
-            old, self._inputs = self._inputs, _floats(self._sizes.mixers, count, self._sizes.inputs)
+            old, self._inputs = self._inputs, floats(self._sizes.mixers, count, self._sizes.inputs)
             self._inputs[:, : old.shape[1]] = old
 
     @property
@@ -164,7 +165,7 @@ class ReplayedStates(RecurrentStates):
 
     def _room(self) -> torch.Tensor:
         state, self._spare = self._spare, None
-        return _floats(self._sizes.mixers, self._sizes.state) if state is None else state
+        return floats(self._sizes.mixers, self._sizes.state) if state is None else state
 
     def _give_back(self) -> None:
         """Forget the state that a long chain has led to, which was not committed."""
@@ -222,7 +223,7 @@ class ReplayedStates(RecurrentStates):
         self._keep_stretch(_STRETCHES)
 
     @property
-    def pairs(self) -> ReplayedCopy:
+    def snapshot(self) -> ReplayedCopy:
         """The stretches to which the text can go back, itself last."""
         return ReplayedCopy([one for one in self._stretches if one.length < self._first] + [self._now()])
 
@@ -232,7 +233,7 @@ class ReplayedStates(RecurrentStates):
         return ReplayedCopy(self._stretches).goes_back_to(length)
 
     def copy(self, count: int) -> ReplayedCopy:
-        return ReplayedCopy([one.first(min(count, one.end)) for one in self.pairs.stretches if one.length <= count])
+        return ReplayedCopy([one.first(min(count, one.end)) for one in self.snapshot.stretches if one.length <= count])
 
     def begin_with(self, copy: ReplayedCopy, count: int) -> None:
         self._begin_at(copy.behind(count))
@@ -249,11 +250,6 @@ class ReplayedStates(RecurrentStates):
         else:
             self._begin_at(ReplayedCopy(self._stretches).behind(length))
         self._stretches = [one for one in self._stretches if one.length <= length]
-
-
-def _floats(*shape: int) -> torch.Tensor:
-    """Room for numbers that the library reads and writes, whatever dtype and device are PyTorch's defaults."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def new_states(layout: Layout, prompt_tokens: int, takes_back: bool = False) -> RecurrentStates:

@@ -107,11 +107,11 @@ class WindowState:
             self.make_ready(held + count, key, value)
         start = self.length - self.first + held
         seen = max(0, self.kind.first_seen(self.length + held) - self.first)
-        pairs = []
+        seen_by = []
         for buffer, states in ((self.keys[place], key), (self.values[place], value)):
             buffer[:, :, start : start + count] = states if self.rounding is None else self.rounding(states)
-            pairs.append(buffer[:, :, seen : start + count])
-        return pairs[0], pairs[1]
+            seen_by.append(buffer[:, :, seen : start + count])
+        return seen_by[0], seen_by[1]
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the nodes ``path`` (ascending) of the last pass."""
@@ -125,14 +125,14 @@ class WindowState:
         self.length += len(path)
 
     @property
-    def pairs(self) -> WindowCopy:
+    def snapshot(self) -> WindowCopy:
         """The committed ones, not copied."""
         own = slice(self.length - self.first)
         return WindowCopy(self.kind, self.first, self.keys[:, :, :, own], self.values[:, :, :, own])
 
     def goes_back_to(self, length: int) -> int:
         """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
-        return self.pairs.goes_back_to(length) if len(self.keys) else length
+        return self.snapshot.goes_back_to(length) if len(self.keys) else length
 
     def copy(self, count: int) -> WindowCopy:
         """A copy of what stands of the text's first ``count`` tokens, to which it can go back."""
@@ -147,8 +147,8 @@ class WindowState:
         slots = max(count - self.first, window_slots(self.kind, 1, self._most))
         old = copy.keys[:, :, :, own], copy.values[:, :, :, own]
         self.keys, self.values = (one.new_empty(*one.shape[:3], slots, one.shape[4]) for one in old)
-        for buffer, pairs in zip((self.keys, self.values), old, strict=True):
-            buffer[:, :, :, : count - self.first] = pairs
+        for buffer, entries in zip((self.keys, self.values), old, strict=True):
+            buffer[:, :, :, : count - self.first] = entries
         self.length = count
 
     def rewind(self, length: int) -> None:

@@ -435,6 +435,13 @@ def read(given: Mapping[str, Any], fields: Fields, place: str = "") -> dict[str,
     return values
 
 
+def read_body(body: Any, fields: Fields) -> dict[str, Any]:
+    """`read` of the value of a whole body."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return read(body, fields)
+
+
 def require(kind: Kind, value: Any, place: str) -> None:
     """Raise a 400 with the place of a value that is not of a kind."""
     if not kind.fits(value):

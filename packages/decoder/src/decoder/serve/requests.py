@@ -22,6 +22,7 @@ from decoder.serve.fields import (
     STREAM_OPTIONS,
     TEXT_OF_RESPONSE,
     read,
+    read_body,
     refuse,
     require,
 )
@@ -141,7 +142,7 @@ def parse(body: Any, chat: bool) -> Asked:
     Raises:
         ApiError: 400, with the field that is at fault.
     """
-    values = _read(body, CHAT if chat else COMPLETION)
+    values = read_body(body, CHAT if chat else COMPLETION)
     if chat:
         return _asked(values, [messages_of(values["messages"])], **_of_chat(values))
     return _asked(values, _prompts(values["prompt"]), echo=values["echo"])
@@ -153,7 +154,7 @@ def parse_response(body: Any, kept: Kept) -> Asked:
     Raises:
         ApiError: 400, with the field that is at fault.
     """
-    values = _read(body, RESPONSE)
+    values = read_body(body, RESPONSE)
     require(INPUT, values["input"], "input")
     text = read(values["text"], TEXT_OF_RESPONSE, "text")
     effort = read(values["reasoning"], REASONING, "reasoning")["effort"]
@@ -188,12 +189,6 @@ _TOLD = (
     *("prompt_cache_key", "safety_identifier"),
 )
 _TOLD_WITH_DEFAULT = ("metadata", "parallel_tool_calls", "top_logprobs", "truncation", "store")
-
-
-def _read(body: Any, fields: Any) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return read(body, fields)
 
 
 def _asked(

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoder.serve.errors import ApiError
-from decoder.serve.fields import DETOKENIZE, TOKENIZE, read
+from decoder.serve.fields import DETOKENIZE, TOKENIZE, read_body
 from decoder.serve.messages import messages_of
 from decoder.serve.requests import template_kwargs_of
 from decoder.text.prompts import chat_ids
@@ -40,7 +40,7 @@ class Tokenize:
 
 def read_tokenize(body: Any) -> Tokenize:
     """What a body asks for; raises ApiError 400."""
-    values = _read(body, TOKENIZE)
+    values = read_body(body, TOKENIZE)
     text = values["content"] if values["prompt"] is None else values["prompt"]
     if (text is None) == (values["messages"] is None):
         raise ApiError(400, "send one of prompt, content and messages", "prompt")
@@ -54,10 +54,4 @@ def read_tokenize(body: Any) -> Tokenize:
 
 def read_detokenize(body: Any) -> list[int]:
     """The token ids of a body; raises ApiError 400."""
-    return _read(body, DETOKENIZE)["tokens"]
-
-
-def _read(body: Any, fields: Any) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return read(body, fields)
+    return read_body(body, DETOKENIZE)["tokens"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.backends.attention import Pairs, Scores, one_by_one
+from decoder.backends.attention import Entries, Scores, one_by_one
 from decoder.backends.cuda import bitwise_split_kv, split_kv
 from decoder.cache.base import LayeredCache
 
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[Measured]", query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores
+        texts: "Sequence[Measured]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
         return one_by_one(partial(_measured, scores.scaling), texts, query, keys, values)
@@ -53,7 +53,7 @@ class ByPosition(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[ByPosition]", query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores
+        texts: "Sequence[ByPosition]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
         return one_by_one(partial(_by_position, scores.scaling), texts, query, keys, values)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from torch import nn
 
 from decoder.backends import bitwise_check
-from decoder.backends.base import FREE, AttentionShape, Forwards, PassBatch, PassOutput, PassRule, Tree
+from decoder.backends.base import FREE, AttentionShape, Forwards, PassBackend, PassBatch, PassOutput, PassRule, Tree
 from decoder.backends.bitwise import has_experts, rounds_to_tf32
 from decoder.backends.cuda import attention_check, rows_check, split_kv
 from decoder.backends.cuda.attention_kinds import ByPosition, Measured
@@ -36,9 +35,7 @@ from decoder.cache.base import LayeredCache
 from decoder.work import Work
 
 if TYPE_CHECKING:
-    from decoder.drafters.draft_vocabulary import DraftVocabulary
     from decoder.model.target import Target
-    from decoder.sampling.params import SamplingParams
 
 # Libraries choose other kernels for other numbers of rows, so all bitwise passes have this width. In half precision a
 # product of so many rows takes about as long as reading its weights, and trees of the paper's size fit. More rows would
@@ -47,7 +44,7 @@ _WIDTH = 64
 _CHUNKS = (512, 128)  # wider pieces of a prompt, where these turn out to have the same bits
 
 
-class CudaBackend:
+class CudaBackend(PassBackend):
     """`PassBackend` for a model that is not `unavailable`.
 
     Args:
@@ -57,7 +54,6 @@ class CudaBackend:
 
     name = CUDA
     warm_up_runs = 4  # one is run, one recorded, and two are replayed
-    flattens: bool | None = None
 
     def __init__(self, target: "Target", recorder: Recorder | None = None):
         self._target, self._pass = target, ModulePass(target)
@@ -76,19 +72,16 @@ class CudaBackend:
 
     @property
     def fault(self) -> str | None:
-        """See `PassBackend`."""
         return self.recorder.fault
 
     @property
     def covers(self) -> str:
-        """See `PassBackend`."""
         if self.recorder.fault is not None:
             return f"passes run unrecorded: {self.recorder.fault}"
         fused = [name for name, one in (("norms", self._forwards), ("rotary embeddings", self.rotary)) if one]
         return f"passes of up to {WIDEST_RECORDED} tokens, fused {' and '.join(fused) or 'nothing'}"
 
     def renewing(self) -> Work[None]:
-        """See `PassBackend`."""
         target = self._target
         shape = target.attention_shape_now
         if shape != self._tested:
@@ -113,7 +106,6 @@ class CudaBackend:
         return self._target.bitwise.rule or FREE
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
-        """See `PassBackend`."""
         cache.prepare(self._target.layout, self._target.pool)
         cache.begin(count)
 
@@ -175,7 +167,6 @@ class CudaBackend:
         return output.first(count)
 
     def width(self, nodes: int) -> int:
-        """See `PassBackend`."""
         rule = self._bitwise
         return padded_width(nodes) if rule.width is None else nodes + rule.padding(nodes)
 
@@ -221,13 +212,4 @@ class CudaBackend:
             bitwise.rule = None
 
     def computed_by(self) -> str:
-        """See `PassBackend`."""
         return f"{self.covers}; torch {torch.__version__}, transformers {transformers.__version__}"
-
-    def choice(self, params: "SamplingParams") -> None:
-        """See `PassBackend`."""
-        return None
-
-    def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> None:
-        """See `PassBackend`."""
-        return None

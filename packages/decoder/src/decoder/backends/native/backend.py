@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from decoder.backends import bitwise_check
-from decoder.backends.base import FREE, Chain, Forwards, PassBatch, PassOutput, PassRule
+from decoder.backends.base import FREE, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import replaced, under_autocast
 from decoder.backends.modules import ModulePass, cache_of, ids_of, one_text_at_a_time
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 NATIVE = "native library"
 
 
-class NativeBackend:
+class NativeBackend(PassBackend):
     """`PassBackend` for a model that is not `unavailable`.
 
     Attributes:
@@ -53,9 +53,6 @@ class NativeBackend:
     """
 
     name = NATIVE
-    warm_up_runs = 1
-    flattens: bool | None = None
-    fault: str | None = None
 
     def __init__(self, target: "Target"):
         self._target, self._modules = target, ModulePass(target)
@@ -74,12 +71,10 @@ class NativeBackend:
 
     @property
     def covers(self) -> str:
-        """See `PassBackend`."""
         runs = "transformers' modules with its products and attention" if self.whole is None else "passes in one call"
         return f"{runs}; weights as {', '.join(sorted(self._kinds())) or 'they are'}"
 
     def renewing(self) -> Work[None]:
-        """See `PassBackend`."""
         target = self._target
         shared, whole = target.shared_layers(), _runs_as_a_whole(target)
         outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
@@ -97,12 +92,10 @@ class NativeBackend:
         self._forwards, self.called = forwards, called
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
-        """See `PassBackend`."""
         cache.prepare(self._layout)
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:
-        """See `PassBackend`."""
         target = self._target
         if under_autocast():  # which chooses dtypes inside of the model's own modules
             return target.reference.run(batch)
@@ -128,10 +121,6 @@ class NativeBackend:
         features = torch.cat(found.inputs, -1)[0] if found.inputs else None
         return PassOutput(found.hidden[0], logits, found.queries, features)
 
-    def width(self, nodes: int) -> int:
-        """See `PassBackend`."""
-        return nodes
-
     def rule(self, demanded: bool) -> tuple[PassRule | None, str]:
         """See `PassBackend`: the library's bits hold by construction; what else runs is tested."""
         fault = self._multiplied_elsewhere() or fault_of(partial(bitwise_check.model_fault, self._target))
@@ -150,7 +139,6 @@ class NativeBackend:
         return None
 
     def computed_by(self) -> str:
-        """See `PassBackend`."""
         by = [f"{count} {kind}" for kind, count in sorted(self._kinds().items())] or ["no packed products"]
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
         return f"{', '.join(by)}, native attention; {versions}; {native.library_name()}"
@@ -163,11 +151,9 @@ class NativeBackend:
         return Counter(product.kind.__name__.removesuffix("Weight") for product in products if product is not None)
 
     def choice(self, params: "SamplingParams") -> NativeChoice | None:
-        """See `PassBackend`."""
         return native_choice(params, self._target.device)
 
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
-        """See `PassBackend`."""
         return native_levels(self._target, heads, vocabulary, self.called)
 
 

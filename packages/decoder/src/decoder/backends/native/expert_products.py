@@ -6,6 +6,7 @@ from ctypes import byref
 
 import torch
 
+from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.packed_weight import NativeWeight
 from decoder.backends.native.structures import Expert, Experts
@@ -19,7 +20,7 @@ class Room(threading.local):
     def address(self, numbers: int) -> int:
         """Where so many float32 numbers have room."""
         if self.numbers is None or len(self.numbers) < numbers:
-            self.numbers = torch.empty(numbers, dtype=torch.float32, device="cpu")
+            self.numbers = floats(numbers)
         return self.numbers.data_ptr()
 
 

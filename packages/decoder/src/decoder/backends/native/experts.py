@@ -11,8 +11,9 @@ from torch import nn
 from transformers.integrations.moe import _default_apply_gate
 
 from decoder.backends.base import BackendFault
+from decoder.backends.faults import holds
 from decoder.backends.forwards import is_changed
-from decoder.backends.memory import available_memory
+from decoder.backends.memory import available_memory, floats
 from decoder.backends.native import library as native
 from decoder.backends.native.expert_products import ROOM, ExpertProducts
 from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, joined, packable, renewed
@@ -105,8 +106,7 @@ class PackedRouter(Packed):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E] of rows [..., d], and weights and experts [T, k] that they choose."""
         x = hidden.reshape(-1, hidden.shape[-1]).to(self.held.dtype).contiguous()
-        logits = torch.empty(len(x), self.structure.count, dtype=torch.float32, device="cpu")
-        weights = torch.empty(len(x), self.structure.used, dtype=torch.float32, device="cpu")
+        logits, weights = floats(len(x), self.structure.count), floats(len(x), self.structure.used)
         ids = torch.empty(len(x), self.structure.used, dtype=torch.int64, device="cpu")
         at = (one.data_ptr() for one in (logits, ids, weights))
         given, is_bf16 = byref(self.structure), x.dtype == torch.bfloat16
@@ -276,17 +276,15 @@ def chooses_alike(module: Any) -> bool:
         return False
     own = copy.deepcopy(module).float()
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)) / weight.shape[1] ** 0.5
-    try:
+
+    def same() -> bool:
         theirs, ours = (
             torch.zeros(8, count).scatter_(1, ids, weights.float())
             for _, weights, ids in (type(own).forward(own, x), PackedRouter(own).forward(x))
         )
         return torch.allclose(ours, theirs, rtol=_CLOSE, atol=_CLOSE)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        # What takes or returns something else may fail in any way.
-        return False
+
+    return holds(same)
 
 
 def gating_of(module: Any) -> dict[str, float]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from decoder.backends.base import Forwards
+from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.packed_linear import PackedHead, PackedLinears, packed_by
 from decoder.backends.native.packed_weight import NativeWeight
@@ -76,7 +77,7 @@ class NativeLevels:
             vocabulary=vocabulary.product,
             ids=None if ids is None else ids.data_ptr(),
         )
-        self._library, self._room = native.library(), torch.empty(0, dtype=torch.float32, device="cpu")
+        self._library, self._room = native.library(), floats(0)
 
     @stage("draft")
     def fill(self, wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
@@ -103,7 +104,7 @@ class NativeLevels:
         branches, width = sum(_heads(one).beam for one in wanted), max(_heads(one).width for one in wanted)
         numbers = self._library.draft_numbers(byref(self._drafter), branches, width)
         if len(self._room) < numbers:
-            self._room = torch.empty(numbers, dtype=torch.float32, device="cpu")
+            self._room = floats(numbers)
         given = byref(self._drafter), texts, len(wanted), self._room.data_ptr(), native.threads()
         if self._library.draft_levels(*given):
             raise MemoryError("no memory for the levels of draft heads")
@@ -126,7 +127,7 @@ def _heads(wanted: "LevelsWanted") -> "HeadLevels":
 
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=torch.float32, device="cpu").copy_(weight.detach())
+    return floats(*weight.shape).copy_(weight.detach())
 
 
 def _product(weight: NativeWeight | None) -> PackedWeight:

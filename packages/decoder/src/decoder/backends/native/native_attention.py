@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.backends.attention import Pairs, Scores
+from decoder.backends.attention import Entries, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
 from decoder.backends.native.structures import Attention, SequenceKV
@@ -32,7 +32,7 @@ class NewTokens(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[NewTokens]", query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores
+        texts: "Sequence[NewTokens]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
         heads = query[0].transpose(0, 1)
@@ -87,7 +87,7 @@ def native_attention(
     given = heads.dtype
     dtype = given if given in _DTYPES else torch.float32
     heads = heads.to(dtype)
-    keys, values = ([_in_rows(pairs.to(dtype)) for pairs in each] for each in (keys, values))
+    keys, values = ([_in_rows(one.to(dtype)) for one in each] for each in (keys, values))
     texts = (SequenceKV * len(keys))()
     for text, key, value, own in zip(texts, keys, values, new, strict=True):
         _, text.key_head, text.key_slot, _ = key.stride()
@@ -125,6 +125,6 @@ def bounds(scores: Scores) -> dict[str, float]:
     return {"step": step, "back": back, "softcap": scores.softcap or 0.0}
 
 
-def _in_rows(pairs: torch.Tensor) -> torch.Tensor:
+def _in_rows(entries: torch.Tensor) -> torch.Tensor:
     """Keys or values with the numbers of each side by side."""
-    return pairs if pairs.stride(3) == 1 else pairs.contiguous()
+    return entries if entries.stride(3) == 1 else entries.contiguous()

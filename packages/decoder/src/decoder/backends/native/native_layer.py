@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles
 from decoder.backends.native.experts import PackedBlock
@@ -173,8 +174,3 @@ def factors(norm: Any) -> torch.Tensor:
     """What a norm multiplies by, in float32: its weights, and in some families one more."""
     weight = norm.weight.detach().float()
     return weight + 1 if type(norm).__name__.startswith(_ONE_MORE) else weight
-
-
-def floats(*shape: int) -> torch.Tensor:
-    """What the library reads as float32, whatever PyTorch's default is."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native import memory
 from decoder.backends.native.packed_weight import NativeWeight
@@ -106,7 +107,7 @@ def unpacked_rows(
     numbers = numbers.contiguous().long()
     if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < shape[0]:
         raise IndexError(f"rows from {int(numbers.min())} to {int(numbers.max())} of {shape[0]}")
-    out = torch.empty(*numbers.shape, shape[1], dtype=torch.float32, device="cpu")
+    out = floats(*numbers.shape, shape[1])
     given = kind.place, packed.data_ptr(), shape[1], numbers.data_ptr(), numbers.numel(), out.data_ptr()
     native.library().unpack_rows(*given, native.threads() if numbers.numel() > 1 else 1)
     return out
@@ -208,9 +209,7 @@ class QuantisedWeight(NativeWeight):
         outputs, inputs = sum(layer.out_features for layer in layers), layers[0].in_features
         assert len(layers) <= MOST_PARTS and all(not layer.out_features % width() for layer in layers[:-1])
         biases = [
-            torch.zeros(layer.out_features, dtype=torch.float32, device="cpu")
-            if layer.bias is None
-            else layer.bias.detach().float()
+            floats(layer.out_features).zero_() if layer.bias is None else layer.bias.detach().float()
             for layer in layers
         ]
         bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases)

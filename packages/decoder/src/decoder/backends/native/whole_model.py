@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from decoder.backends.attention import Scores
+from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles, AngleTable
 from decoder.backends.native.families import parts_of
 from decoder.backends.native.llama import turned_by
 from decoder.backends.native.native_attention import NewTokens, bounds, native_attention
-from decoder.backends.native.native_layer import NativeLayer, NativeScratch, floats
+from decoder.backends.native.native_layer import NativeLayer, NativeScratch
 from decoder.backends.native.packed_linear import joined
 from decoder.backends.native.structures import Attention, Layer, Pass, RecurrentState, SequenceKV
 from decoder.cache.base import LayeredCache

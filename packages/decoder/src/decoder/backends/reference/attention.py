@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from decoder.backends.attention import Pairs, Scores, one_by_one
+from decoder.backends.attention import Entries, Scores, one_by_one
 from decoder.backends.base import Chain, Tree
 from decoder.backends.transfers import upload
 from decoder.cache.layout import FULL, LayerKind
@@ -55,7 +55,7 @@ class Masked:
 
     @staticmethod
     def attend(
-        texts: "Sequence[Masked]", query: torch.Tensor, keys: Pairs, values: Pairs, scores: Scores
+        texts: "Sequence[Masked]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
         return one_by_one(partial(_attend, scores), texts, query, keys, values)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from decoder.backends.attention import Scores
-from decoder.backends.base import Forwards, PassBatch, PassOutput, PassRule
+from decoder.backends.base import Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.forwards import under_autocast
 from decoder.backends.modules import ModulePass, one_text_at_a_time
 from decoder.backends.native.quantised import QuantisedLinear
@@ -18,15 +18,13 @@ from decoder.cache.recurrent import CHANGED, NodeStates
 from decoder.work import Work
 
 if TYPE_CHECKING:
-    from decoder.drafters.draft_vocabulary import DraftVocabulary
     from decoder.model.target import Target
-    from decoder.sampling.params import SamplingParams
 
 _PART, _MOST = 32, 127  # inputs that are rounded together, and the largest whole number
 _AT_ONCE = 2**18  # weights that are restored at a time
 
 
-class Reference:
+class Reference(PassBackend):
     """`PassBackend`: transformers' own modules, and `Masked` attention.
 
     Args:
@@ -36,16 +34,12 @@ class Reference:
 
     name = "reference"
     covers = "transformers' own modules"
-    warm_up_runs = 1
-    flattens: bool | None = None
-    fault: str | None = None
 
     def __init__(self, target: "Target", why: str = ""):
         self._target, self._pass, self._why = target, ModulePass(target), why
         self.called: Forwards = {}
 
     def renewing(self) -> Work[None]:
-        """See `PassBackend`."""
         # Weights in formats of their own are restored, so that nothing is multiplied by what is to be compared.
         restored: Forwards = {
             one: partial(_restored, one) for one in self._target.modules if isinstance(one, QuantisedLinear)
@@ -68,12 +62,10 @@ class Reference:
         return {layer: partial(_cast, layer) for layer in linear}
 
     def prepare(self, cache: LayeredCache, count: int) -> None:
-        """See `PassBackend`."""
         cache.prepare(self._target.layout)
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:
-        """See `PassBackend`."""
         if len(batch.texts) > 1 and not self.flattens:
             return one_text_at_a_time(self, batch)
         device, new = self._target.device, []
@@ -100,25 +92,11 @@ class Reference:
         finally:
             self._pass.asked, self._pass.compares_masks = None, False
 
-    def width(self, nodes: int) -> int:
-        """See `PassBackend`."""
-        return nodes
-
     def rule(self, demanded: bool) -> tuple[PassRule | None, str]:
-        """See `PassBackend`."""
         return None, self._why
 
     def computed_by(self) -> str:
-        """See `PassBackend`."""
         return self.covers
-
-    def choice(self, params: "SamplingParams") -> None:
-        """See `PassBackend`."""
-        return None
-
-    def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> None:
-        """See `PassBackend`."""
-        return None
 
 
 def _cast(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
