@@ -14,8 +14,9 @@ from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
 from decoder.model.target import Target
 from decoder.sampling.acceptance import exact, walk
-from decoder.sampling.sampler import Sampler, TreeDraws
+from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
+from decoder.sampling.tree_draws import TreeDraws
 
 from .conftest import VOCAB, clocked, drafted_levels, random_heads, some, take, tiny_llama
 

@@ -20,8 +20,8 @@ from decoder.parallel.ranks import Ranks, linked
 from decoder.prefix_reuse import PrefixReuse
 from decoder.sampling.acceptance import Step, Walk, walk
 from decoder.sampling.constraint_path import keep_within
-from decoder.sampling.sampler import TreeDraws
 from decoder.sampling.token_tree import TokenTree
+from decoder.sampling.tree_draws import TreeDraws
 from decoder.scheduler import Fits, Scheduler, failure_of
 from decoder.sequence import Sequence
 from decoder.timings import stage

@@ -15,8 +15,9 @@ from decoder.heads import Heads
 from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
 from decoder.sampling.params import SamplingParams
-from decoder.sampling.sampler import Sampler, TreeDraws
+from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
+from decoder.sampling.tree_draws import TreeDraws
 from decoder.stats import Statistics
 from decoder.work import Work
 

@@ -10,8 +10,9 @@ from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
 from decoder.drafters.layer_levels import make_levels
 from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
 from decoder.drafters.tuning.cost_tuned import CostTuned
-from decoder.sampling.sampler import Sampler, TreeDraws
+from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree, rank_paths
+from decoder.sampling.tree_draws import TreeDraws
 
 
 class Medusa(Drafter):

@@ -16,8 +16,9 @@ from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import Average, LevelPolicy
-from decoder.sampling.sampler import Sampler, TreeDraws
+from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree, rank_paths
+from decoder.sampling.tree_draws import TreeDraws
 from decoder.stats import Statistics
 from decoder.work import Work
 

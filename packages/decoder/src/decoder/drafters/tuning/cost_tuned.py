@@ -17,8 +17,9 @@ from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, Candidate
 from decoder.drafters.tuning.cost_slope import CostSlope
 from decoder.drafters.tuning.level_policy import Average, Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import WIDEST
-from decoder.sampling.sampler import Sampler, TreeDraws
+from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
+from decoder.sampling.tree_draws import TreeDraws
 from decoder.work import Work
 
 _DEEPEST = 8  # levels of conditioned heads at most
