@@ -53,7 +53,7 @@ def obvious(query, key, value, mask, scaling):
 
 def assert_obvious(query, key, value, mask=None, scaling=0.3):
     actual, weights = tree_attention(
-        Layer, query, key, value, None, scaling=scaling, texts=[Masked(query.shape[2], mask)]
+        Layer, query, key, value, None, scaling=scaling, sequences=[Masked(query.shape[2], mask)]
     )
     assert weights is None
     assert actual.dtype == query.dtype
@@ -102,7 +102,7 @@ def test_large_scores_on_either_side_neither_overflow_nor_vanish(way, new, monke
 def test_many_small_weights_still_sum_to_one(way, dtype, monkeypatch):
     use(way, monkeypatch)
     query, key, _ = case(4, 2, 64, cached=20_000, new=3, dtype=dtype)
-    actual, _ = tree_attention(Layer, query * 0, key, torch.ones_like(key), None, texts=[Masked(3)])
+    actual, _ = tree_attention(Layer, query * 0, key, torch.ones_like(key), None, sequences=[Masked(3)])
     torch.testing.assert_close(actual, torch.ones_like(actual), rtol=4e-3 if dtype == torch.bfloat16 else 5e-4, atol=0)
 
 
@@ -120,9 +120,9 @@ def test_any_layout_is_read_as_it_lies(way, new, monkeypatch):
 def test_queries_are_left_for_the_drafter():
     query, key, value = case(4, 2, 8, cached=13, new=3)
     recorded = {}
-    tree_attention(Layer, query, key, value, None, texts=[Masked(3)], queries=recorded, observed=3)
+    tree_attention(Layer, query, key, value, None, sequences=[Masked(3)], queries=recorded, observed=3)
     assert torch.equal(recorded[0], query)
-    tree_attention(Layer, query, key, value, None, texts=[Masked(3)], queries=recorded, observed=2)
+    tree_attention(Layer, query, key, value, None, sequences=[Masked(3)], queries=recorded, observed=2)
     assert torch.equal(recorded[0], query[:, :, 1:])
     assert recorded[0].untyped_storage().nbytes() < query.untyped_storage().nbytes(), "a view keeps a whole chunk"
 
@@ -148,7 +148,7 @@ def test_no_step_copies_the_cache_or_holds_all_scores_of_a_long_text(with_native
         assert key.data_ptr() == cache.keys[0].data_ptr()
         assert value.data_ptr() == cache.values[0].data_ptr()
         texts = [NewTokens(cached, new, None)]
-        tree_attention(Layer, query, key, value, None, texts=texts)
+        tree_attention(Layer, query, key, value, None, sequences=texts)
 
     assert allocated(step) < cache.keys[0].nbytes / 2
 

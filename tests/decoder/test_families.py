@@ -326,7 +326,7 @@ def test_attention_never_ignores_what_a_model_asks_of_it(asked, reason):
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     arguments = {"attention_mask": None, **asked}
     if reason is None:
-        assert tree_attention(layer, query, key, key, texts=[Masked(3)], **arguments)[0].shape == (1, 3, 4, 8)
+        assert tree_attention(layer, query, key, key, sequences=[Masked(3)], **arguments)[0].shape == (1, 3, 4, 8)
     else:
         with pytest.raises(ValueError, match=f"llama uses .*{reason}"):
             tree_attention(layer, query, key, key, **arguments)

@@ -35,7 +35,7 @@ def attention_seconds(dec: decoder.Decoder, length: int, width: int) -> float:
     for _ in range(15):
         start = time.process_time()
         for _ in range(config.num_hidden_layers):
-            tree_attention(module, query, key, value, None, texts=[NewTokens(length, width, None)])
+            tree_attention(module, query, key, value, None, sequences=[NewTokens(length, width, None)])
         times.append(time.process_time() - start)
     return median(times)
 

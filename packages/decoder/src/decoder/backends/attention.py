@@ -23,7 +23,7 @@ _HARMLESS = frozenset(
 )
 
 Entries = Sequence[torch.Tensor]
-"""Keys or values of a layer, of each text of a pass: [B, G, slots, D], each D numbers next to each other."""
+"""Keys or values of a layer, of each sequence of a pass: [B, G, slots, D], each D numbers next to each other."""
 
 
 class Scores(NamedTuple):
@@ -68,7 +68,7 @@ class AskedMask:
         self._sees = sees
 
     def unlike(self, kind: LayerKind, longest: int) -> bool:
-        """Whether it is another mask than that of a layer of a kind, in texts of at most ``longest`` tokens."""
+        """Whether it is another mask than that of a layer of a kind, in sequences of at most ``longest`` tokens."""
         size = min(sum(kind.reach) or longest, longest)
         queries = {0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1, longest - 1}
         compared = {
@@ -89,16 +89,16 @@ def _asked_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) ->
 
 
 class Attending(Protocol):
-    """One text's new tokens, as one kind of attention takes them."""
+    """One sequence's new tokens, as one kind of attention takes them."""
 
     @property
     def tokens(self) -> int: ...
 
     @staticmethod
     def attend(
-        texts: Sequence[Any], query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
+        sequences: Sequence[Any], query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
-        """[B, T, H, Dv], contiguous: attention of the new tokens of all texts, queries [B, H, T, D], in a row."""
+        """[B, T, H, Dv], contiguous: attention of the new tokens of all sequences, queries [B, H, T, D], in a row."""
 
 
 def tree_attention(
@@ -110,7 +110,7 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    texts: Sequence[Attending] = (),
+    sequences: Sequence[Attending] = (),
     kinds: Sequence[LayerKind] = (),
     positions: torch.Tensor | None = None,
     temperature: Temperature | None = None,
@@ -121,14 +121,15 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of T new tokens over the cached ones and themselves; of several texts in one pass each over its own.
+    """Attention of T new tokens over the cached ones and themselves; of several sequences, of each over its own.
 
     Args:
         module: the model's attention layer, with its ``layer_idx`` and ``config``.
-        query: [B, H, T, D]. key, value: as the cache has returned them, usually views of it. Of several texts, whose
-            tokens stand behind each other in the queries [1, H, T, D], they are tuples with an entry per text.
-        texts: the texts of the pass, all of one kind of attention.
-        kinds: by layer, which tokens see which; without them all layers attend to the whole text.
+        query: [B, H, T, D]. key, value: as the cache has returned them, usually views of it. Of several sequences,
+            whose tokens stand behind each other in the queries [1, H, T, D], they are tuples with an entry per
+            sequence.
+        sequences: the sequences of the pass, all of one kind of attention.
+        kinds: by layer, which tokens see which; without them all layers attend to the whole sequence.
         positions: of the new tokens, int64 [T].
         temperature: what the layer multiplies its queries by beside.
         queries: where given, the layer's last ``observed`` queries are left there under its index.
@@ -151,7 +152,7 @@ def tree_attention(
     unknown = not_known(module, attention_mask, kwargs, kind)
     if unknown:
         raise ValueError(f"{module.config.model_type} uses {unknown}, which cannot be accelerated")
-    if not texts:
+    if not sequences:
         raise LookupError("its layers hand nothing on to attention")
     if temperature is not None:
         assert positions is not None
@@ -166,15 +167,15 @@ def tree_attention(
     if asked is not None:
         asked[module.layer_idx] = scores
     keys, values = (one if isinstance(one, tuple) else (one,) for one in (key, value))
-    return texts[0].attend(texts, query, keys, values, scores), None
+    return sequences[0].attend(sequences, query, keys, values, scores), None
 
 
 def one_by_one(
-    attend: Any, texts: Sequence[Attending], query: torch.Tensor, keys: Entries, values: Entries
+    attend: Any, sequences: Sequence[Attending], query: torch.Tensor, keys: Entries, values: Entries
 ) -> torch.Tensor:
-    """`Attending.attend` by a function that takes one text: a text, its queries, keys and values to [B, H, T, Dv]."""
-    own = query.split([text.tokens for text in texts], 2)
-    outputs = [attend(*parts).transpose(1, 2) for parts in zip(texts, own, keys, values, strict=True)]
+    """`Attending.attend` by a function of one sequence: of it, its queries, keys and values, to [B, H, T, Dv]."""
+    own = query.split([sequence.tokens for sequence in sequences], 2)
+    outputs = [attend(*parts).transpose(1, 2) for parts in zip(sequences, own, keys, values, strict=True)]
     # Some models take a view of this, as they may of what transformers' own functions return.
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0].contiguous()
 
@@ -188,7 +189,7 @@ def not_known(module: Any, attention_mask: torch.Tensor | None, kwargs: dict, ki
         if name == "is_causal" and value is False:
             asked = "attention in both directions"
         elif name == "sliding_window" and value is not None:
-            # Some hand on a window that is longer than any text.
+            # Some hand on a window that is longer than any sequence.
             if kind != LayerKind("window", value) and value < module.config.max_position_embeddings:
                 asked = f"a sliding window of {value} tokens in a layer of {kind}"
         elif name not in _HARMLESS and name != "is_causal" and value is not None:

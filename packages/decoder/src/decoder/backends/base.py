@@ -36,7 +36,7 @@ class AttentionShape(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Tokens of a text in a row, from position ``first`` on: each sees those before it and what the cache holds.
+    """Tokens of a sequence in a row, from position ``first`` on: each sees those before it and what the cache holds.
 
     Their ids may be on the device, int64 [T].
     """
@@ -88,15 +88,15 @@ class Tree(NamedTuple):
 
 
 class PassBatch(NamedTuple):
-    """What a pass runs, the tokens of all texts in a row.
+    """What a pass runs, the tokens of all sequences in a row.
 
     Attributes:
-        texts: the new tokens of each text, with its cache, to which their keys and values are written.
+        sequences: the new tokens of each sequence, with its cache, to which their keys and values are written.
         logits: whether the language-model head runs, too.
         observed: of how many tokens, from the last one on, queries are returned.
     """
 
-    texts: Sequence[Chain | Tree]
+    sequences: Sequence[Chain | Tree]
     logits: bool
     observed: int = 0
 
@@ -131,7 +131,7 @@ class PassOutput(NamedTuple):
 
     @staticmethod
     def joined(outputs: Sequence["PassOutput"]) -> "PassOutput":
-        """The outputs of several texts in a row, copied."""
+        """The outputs of several sequences in a row, copied."""
 
         def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             found = [part for part in parts if part is not None]
@@ -185,7 +185,7 @@ class PassBackend(Protocol):
         covers: what it does for this model, in words.
         called: the forwards of modules that drafters call outside of passes: final norm, head, those of draft heads.
         warm_up_runs: how often a pass of one shape is run until it runs as it always will.
-        flattens: whether several texts are run in one pass, or each has a pass of its own; None until that is tried.
+        flattens: whether several sequences are run in one pass, and not each in its own; None until that is tried.
         fault: what has failed while it ran; None if nothing has.
     """
 
@@ -216,14 +216,14 @@ class PassBackend(Protocol):
         """
 
     def run(self, batch: PassBatch) -> PassOutput:
-        """Run the new tokens of all texts. Another pass may overwrite the outputs."""
+        """Run the new tokens of all sequences. Another pass may overwrite the outputs."""
 
     def width(self, nodes: int) -> int:
         """How many rows a verification of ``nodes`` nodes computes, and how many cache slots it writes."""
         return nodes
 
     def rule(self, demanded: bool) -> tuple[PassRule | None, str]:
-        """The rule under which its bits depend on nothing but a token's text, and what it says in words.
+        """The rule under which its bits depend on nothing but a token's sequence, and what it says in words.
 
         Without one, why there is none. ``demanded`` is whether the user insists.
         """

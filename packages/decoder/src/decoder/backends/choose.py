@@ -91,7 +91,7 @@ def _reference(target: "Target", of_device: str, why: str) -> Work[Reference]:
 
 @torch.inference_mode()
 def runs_flattened(target: "Target", backend: PassBackend) -> bool:
-    """Whether several texts can be run in one pass, each over its own cache, with the same result as alone."""
+    """Whether several sequences can be run in one pass, each over its own cache, with the same result as alone."""
     trees = [TokenTree(0), TokenTree(1 % target.vocab_size)]
     trees[0].add(0, 0, "test")
 
@@ -102,8 +102,8 @@ def runs_flattened(target: "Target", backend: PassBackend) -> bool:
             length = cache.capacity - backend.width(2)
             backend.run(PassBatch([Chain([0] * length, 0, cache)], False))
             cache.keep(range(length))
-        texts = [Tree(tree, cache) for tree, cache in zip(trees, caches, strict=True)]
-        return [backend.run(PassBatch(texts, True))]
+        sequences = [Tree(tree, cache) for tree, cache in zip(trees, caches, strict=True)]
+        return [backend.run(PassBatch(sequences, True))]
 
     try:
         with replaced(backend.called):

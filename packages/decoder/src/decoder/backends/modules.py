@@ -43,7 +43,7 @@ class ModulePass:
     def run(
         self, batch: PassBatch, new: Sequence[Attending], forwards: Forwards, around: Around | None = None
     ) -> PassOutput:
-        """Run the tokens of a batch, of which ``new`` describes each text's to attention; see `run_ids`."""
+        """Run the tokens of a batch, of which ``new`` describes each sequence's to attention; see `run_ids`."""
         ids = ids_of(batch, self._target.device)
         return self.run_ids(batch.logits, ids, cache_of(batch), new, batch.observed, forwards, around)
 
@@ -57,7 +57,7 @@ class ModulePass:
         forwards: Forwards,
         around: Around | None = None,
     ) -> PassOutput:
-        """The same for ids [2, T]: tokens and positions of all texts in a row.
+        """The same for ids [2, T]: tokens and positions of all sequences in a row.
 
         Args:
             logits, observed: as in `PassBatch`.
@@ -69,7 +69,8 @@ class ModulePass:
         use_cache = not target.mixers
         inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=use_cache)
         queries: dict[int, torch.Tensor] = {}
-        attending = dict(texts=new, kinds=target.layout.kinds, positions=ids[1], asked=self.asked, observed=observed)
+        kinds, asked = target.layout.kinds, self.asked
+        attending = dict(sequences=new, kinds=kinds, positions=ids[1], asked=asked, observed=observed)
         with self._patched(forwards), around or nullcontext():
             output = module(**inputs, **attending, queries=queries if observed else None)
             features = torch.cat(self._features, -1)[0] if self._features else None
@@ -145,28 +146,28 @@ def _run_tempered(layer: Any, *args: Any, **named: Any) -> Any:
 
 
 def ids_of(batch: PassBatch, device: torch.device) -> torch.Tensor:
-    """Tokens and positions of all texts of a batch in a row, int64 [2, T]."""
-    first = batch.texts[0]
+    """Tokens and positions of all sequences of a batch in a row, int64 [2, T]."""
+    first = batch.sequences[0]
     if isinstance(first.tokens, torch.Tensor):
         return torch.stack((first.tokens, upload(first.positions, device)))
-    tokens = [token for text in batch.texts for token in text.tokens]
-    return upload([tokens, [position for text in batch.texts for position in text.positions]], device)
+    tokens = [token for sequence in batch.sequences for token in sequence.tokens]
+    return upload([tokens, [position for sequence in batch.sequences for position in sequence.positions]], device)
 
 
 def cache_of(batch: PassBatch) -> LayeredCache | FlattenedCaches:
     """The cache that a pass over a batch is given."""
-    if len(batch.texts) == 1:
-        return batch.texts[0].cache
-    return FlattenedCaches([text.cache for text in batch.texts], [len(text.tokens) for text in batch.texts])
+    if len(batch.sequences) == 1:
+        return batch.sequences[0].cache
+    return FlattenedCaches([one.cache for one in batch.sequences], [len(one.tokens) for one in batch.sequences])
 
 
-def one_text_at_a_time(backend: PassBackend, batch: PassBatch) -> PassOutput:
-    """`PassBackend.run`, with a pass for each text."""
-    ends = list(accumulate(len(text.tokens) for text in batch.texts))
+def one_sequence_at_a_time(backend: PassBackend, batch: PassBatch) -> PassOutput:
+    """`PassBackend.run`, with a pass for each sequence."""
+    ends = list(accumulate(len(sequence.tokens) for sequence in batch.sequences))
     first = ends[-1] - batch.observed  # of the tokens whose queries are wanted
     outputs = []
-    for text, (start, end) in zip(batch.texts, pairwise([0, *ends]), strict=True):
+    for sequence, (start, end) in zip(batch.sequences, pairwise([0, *ends]), strict=True):
         observed = end - max(start, min(first, end)) if batch.observed else 0
-        own = backend.run(PassBatch([text], batch.logits, observed))
-        outputs.append(PassOutput.joined([own]) if len(batch.texts) > 1 else own)
+        own = backend.run(PassBatch([sequence], batch.logits, observed))
+        outputs.append(PassOutput.joined([own]) if len(batch.sequences) > 1 else own)
     return PassOutput.joined(outputs)

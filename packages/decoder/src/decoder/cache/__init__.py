@@ -1,1 +1,1 @@
-"""Keys and values: of the whole text for the target, and of parts of it for draft passes."""
+"""Keys and values: of the whole sequence for the target, and of parts of it for draft passes."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LayeredCache(Cache, ABC):
     """Keys and values [layers, batch, KV heads, slots, head size]; a pass writes its entries behind those that stand.
 
-    All layers that attend to the whole text share a buffer, so that what a step commits moves in one operation and not
-    in one per layer. Layers of other kinds have a state for each kind.
+    All layers that attend to the whole sequence share a buffer, so that what a step commits moves in one operation and
+    not in one per layer. Layers of other kinds have a state for each kind.
 
     Where passes have fixed shapes (on CUDA), ``kv_length`` holds the number of entries that stand, int64 [1] in device
     memory: a recorded pass reads there where to write and how far to look, and is handed whole buffers. Elsewhere it
@@ -33,9 +33,9 @@ class LayeredCache(Cache, ABC):
         passes: the passes of fixed shape over these buffers, which go with them.
         pool: where buffers come from and go back to when the cache goes; None where no passes over it are recorded, so
             that buffers are freed with the cache.
-        lender: the pool that other caches of the text may have buffers from.
+        lender: the pool that other caches of the sequence may have buffers from.
         layout: the layers, as `prepare` was told.
-        states: by kind, what other layers than those that attend to the whole text keep.
+        states: by kind, what other layers than those that attend to the whole sequence keep.
 
     Args:
         capacity: slots, entries per layer and KV head.
@@ -43,7 +43,7 @@ class LayeredCache(Cache, ABC):
 
     purpose: ClassVar[str] = "text"
     prompt_tokens = 0
-    """The text's first tokens, of which recurrent layers know that they are its prompt; see `mixers.has_two_forms`."""
+    """How many of its first tokens recurrent layers know to be a prompt's; see `mixers.has_two_forms`."""
     recordable: ClassVar[bool] = True
     """Whether passes over it may be recorded, and its slots be written to by others than `update`."""
     pool: BufferPool | None = None
@@ -65,7 +65,7 @@ class LayeredCache(Cache, ABC):
         self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __del__(self):
-        # However a text ends (done, closed, cancelled, failed), its caches go, and at once: nothing refers to them.
+        # However a sequence ends (done, closed, cancelled, failed), its caches go, and at once: nothing refers to them.
         if self.pool is not None:
             self.pool.give_back(self)
 
@@ -116,7 +116,7 @@ class LayeredCache(Cache, ABC):
         """Write a layer's new entries [B, G, T, D]; returns what to attend to, the new entries last.
 
         That is [B, G, kv_length + T, D], or with fixed shapes the layer's whole buffers. Of a layer that does not
-        attend to the whole text it is what its new tokens may see.
+        attend to the whole sequence it is what its new tokens may see.
         """
         state = self.states.get(self.layout.kinds[layer_idx]) if self.states else None
         if isinstance(state, WindowState):

@@ -1,4 +1,4 @@
-"""The base class of the caches that draft passes use: fixed slots for the text, and room behind for drafted tokens."""
+"""The base class of the caches of draft passes: fixed slots for the sequence, and room behind for drafted tokens."""
 
 from decoder.cache.base import LayeredCache
 from decoder.cache.full import FullCache
@@ -11,8 +11,8 @@ class DraftCache(LayeredCache):
     pass writes over these, except for the first ones, as many as `hold` has set. Keys carry their own rotary positions,
     so attention does not depend on the order of the slots.
 
-    What layers keep that do not attend to the whole text is taken as it is from the text's full cache, behind which
-    drafted tokens are written there.
+    What layers keep that do not attend to the whole sequence is taken as it is from the sequence's full cache, behind
+    which drafted tokens are written there.
 
     Args:
         budget: slots for committed tokens.
@@ -33,7 +33,7 @@ class DraftCache(LayeredCache):
             raise ValueError(f"the draft cache has room for {self.room} drafted tokens; {self._held + count} came")
 
     def follow(self, full: FullCache) -> None:
-        """Draft behind the text of this cache."""
+        """Draft behind the sequence of this cache."""
         self.layout, self.states, self._follows = full.layout, full.states, True
 
     @property

@@ -21,10 +21,10 @@ _PART = 16  # tokens that take about as long to run as so many bytes to copy
 
 
 class Copies(NamedTuple):
-    """What a cache holds of the beginning of a text, copied.
+    """What a cache holds of the beginning of a sequence, copied.
 
     Attributes:
-        parts: as `FullCache.parts`, of the text's first tokens.
+        parts: as `FullCache.parts`, of the sequence's first tokens.
         beside: of each of `FullCache.states`.
     """
 
@@ -36,7 +36,7 @@ class Copies(NamedTuple):
         return sum(part.nbytes for part in self.parts) + sum(own.nbytes for own in self.beside)
 
     def goes_back_to(self, length: int) -> int:
-        """The longest beginning with at most ``length`` tokens that a text can begin with; 0 is none."""
+        """The longest beginning with at most ``length`` tokens that a sequence can begin with; 0 is none."""
         return _agreed(length, self.beside)
 
 
@@ -49,8 +49,8 @@ class FullCache(LayeredCache):
 
     Args:
         capacity: how many positions it holds: those of prompt, output and the widest tree.
-        growable: whether a full buffer is replaced by one half as long again, for texts whose length is open. A text
-            of any length then copies each entry twice on average. Otherwise more positions are an error.
+        growable: whether a full buffer is replaced by one half as long again, for sequences whose length is open. A
+            sequence of any length then copies each entry twice on average. Otherwise more positions are an error.
         takes_back: whether tokens are committed that may have to be taken back, as those of a draft model are: then the
             states of recurrent layers are kept behind each pass.
 
@@ -109,7 +109,7 @@ class FullCache(LayeredCache):
         return self.decoded([part.index_select(3, index) for part in self.parts])
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, G, length, D] of all committed tokens in a layer that attends to the whole text.
+        """Keys and values [B, G, length, D] of all committed tokens in a layer that attends to the whole sequence.
 
         They may be looked at until the next call or pass.
         """
@@ -117,7 +117,7 @@ class FullCache(LayeredCache):
         return key[:, :, : self.length], value[:, :, : self.length]
 
     def beginning(self, count: int, keeping: Collection[int]) -> list[torch.Tensor]:
-        """Keys and values [layers, B, G, n, D], by kind, that some layers have of the text's first ``count`` tokens."""
+        """Keys and values [layers, B, G, n, D], by kind, that some layers have of the first ``count`` tokens."""
         found = []
         for kind, layers in self.layout.members.items():
             held = self if kind == FULL else self.states[kind]
@@ -144,12 +144,12 @@ class FullCache(LayeredCache):
         return Copies(copies, beside)
 
     def beginning_with(self, copies: Copies, count: int, shape: AttentionShape, device: torch.device) -> Work[None]:
-        """Commit the text's first tokens to the empty cache, which stays empty until all are there.
+        """Commit the sequence's first tokens to the empty cache, which stays empty until all are there.
 
         Args:
             copies: what `copying` gave for a cache of the same form.
             count: how many tokens, to which the copies can go back.
-            shape: of the layers that attend to the whole text.
+            shape: of the layers that attend to the whole sequence.
             device: the model's.
         """
         parts = [part[:, :, :, :count] for part in copies.parts]
@@ -180,7 +180,7 @@ class FullCache(LayeredCache):
     def rewind(self, length: int) -> int:
         """Take back the newest tokens, so that at most ``length`` stay; returns how many do.
 
-        They may be fewer: a window may have given up what the next token would see, and then the text begins anew.
+        They may be fewer: a window may have given up what the next token would see, and then the sequence begins anew.
         """
         self.length = self.goes_back_to(length)
         for state in self.states.values():
@@ -188,11 +188,11 @@ class FullCache(LayeredCache):
         return self.length
 
     def goes_back_to(self, length: int) -> int:
-        """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
+        """The longest of the sequence's beginnings with at most ``length`` tokens that it can go back to."""
         return _agreed(length, list(self.states.values()))
 
     def mark(self) -> None:
-        """See that the text can go back to where it is now, as far as that costs something only for some layers."""
+        """See that the sequence can go back to where it is now, as far as that costs something only for some layers."""
         if (recurrent := self.recurrent) is not None:
             recurrent.mark()
 

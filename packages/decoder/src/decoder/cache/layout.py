@@ -1,4 +1,4 @@
-"""What each layer of a model sees and keeps of a text."""
+"""What each layer of a model sees and keeps of a sequence."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -10,7 +10,7 @@ import torch
 class Reach(NamedTuple):
     """How far tokens see: to ``back`` tokens before the last multiple of ``step`` that is not behind them.
 
-    A step of 0 stands for the whole text.
+    A step of 0 stands for the whole sequence.
     """
 
     step: int
@@ -30,8 +30,8 @@ class LayerKind(NamedTuple):
 
     Attributes:
         name: "full", all tokens before them; "window", as many as ``size`` with themselves; "chunk", those in the same
-            of the pieces of ``size`` tokens that the text is cut into; "recurrent", the state behind the token before
-            alone; "none", nothing.
+            of the pieces of ``size`` tokens that the sequence is cut into; "recurrent", the state behind the token
+            before alone; "none", nothing.
         size: in tokens; 0 for the others.
     """
 
@@ -79,7 +79,8 @@ class Layout:
 
     Args:
         kinds: by layer its kind; layers that attend to something may be recurrent as well.
-        keeping: the layers that keep entries of a text, ascending. Others that attend use what an earlier one keeps.
+        keeping: the layers that keep entries of a sequence, ascending. Others that attend use what an earlier one
+            keeps.
         mixers: how many recurrent layers there are.
 
     Attributes:
@@ -103,7 +104,7 @@ class Layout:
 
     @classmethod
     def of_full(cls, layers: int) -> "Layout":
-        """So many layers that attend to the whole text."""
+        """So many layers that attend to the whole sequence."""
         return cls([FULL] * layers)
 
     @property
@@ -113,7 +114,7 @@ class Layout:
 
     @cached_property
     def full(self) -> tuple[int, ...]:
-        """The layers that keep the entries of the whole text."""
+        """The layers that keep the entries of the whole sequence."""
         return self.members.get(FULL, ())
 
     @cached_property

@@ -15,7 +15,7 @@ class PartialCache(DraftCache):
 
     The first ``sink`` positions stay. The other slots hold the most important entries in decreasing order; accepted
     tokens replace them from the end towards the sink, and when they would pass it the selection is made anew. As long
-    as the whole text fits, the cache simply holds all of it.
+    as the whole sequence fits, the cache simply holds all of it.
 
     Args:
         budget: slots for committed tokens, |B| in the paper.
@@ -86,7 +86,7 @@ class PartialCache(DraftCache):
         """Copy the newest ``count`` entries of ``full`` to the slots from ``slot`` on."""
         self.allocate_as(full)
         if not len(self.keys):
-            return  # no layer attends to the whole text
+            return  # no layer attends to the whole sequence
         newest = full.span(full.length - count, full.length)
         for mine, theirs in zip((self.keys, self.values), newest, strict=True):
             mine[:, :, :, slot : slot + count] = theirs
@@ -100,8 +100,8 @@ def ranked(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor) -> torch
 def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The products [B, G, n] of ``query`` [B, G, 1, D] with n ``keys`` [B, G, n, D].
 
-    They are made in pieces of one size. A product with all keys copies them in bf16, and as the text grows no copy fits
-    where an earlier one was: behind 100,000 tokens a process held 250 MB of such holes.
+    They are made in pieces of one size. A product with all keys copies them in bf16, and as the sequence grows no copy
+    fits where an earlier one was: behind 100,000 tokens a process held 250 MB of such holes.
     """
     count = keys.shape[2]
     size = min(count, _PIECE)

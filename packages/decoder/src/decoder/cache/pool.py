@@ -1,4 +1,4 @@
-"""Reuse of cache buffers: those of a finished text serve the next one, with the passes that were recorded over them."""
+"""Reuse of cache buffers: a finished sequence's serve the next one, with the passes that were recorded over them."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,13 +25,13 @@ class Buffers(NamedTuple):
 
 
 class BufferPool:
-    """Lends a new cache the buffers of one that is gone, so that a text replays what an earlier one has recorded.
+    """Lends a new cache the buffers of one that is gone, so that a sequence replays what an earlier one has recorded.
 
     Recording the passes of all widths takes seconds, as long as generating some hundred tokens. A recorded pass reads
-    the text's length from device memory and ignores what lies behind it in the buffers, so buffers may be larger than
-    needed and may hold remains of earlier texts. The pool keeps one set of buffers for full caches, of the text that
-    ended last, and one for draft caches. Buffers more than twice as large as the next text needs are freed before it
-    begins.
+    the sequence's length from device memory and ignores what lies behind it in the buffers, so buffers may be larger
+    than needed and may hold remains of earlier sequences. The pool keeps one set of buffers for full caches, of the
+    sequence that ended last, and one for draft caches. Buffers more than twice as large as the next sequence needs are
+    freed before it begins.
 
     Args:
         device: the device of the buffers.
@@ -78,6 +78,6 @@ class BufferPool:
 
 
 def rounded(capacity: int) -> int:
-    """``capacity`` rounded up by at most a sixteenth (or 256 slots), so that texts of similar length share buffers."""
+    """``capacity`` rounded up by at most a sixteenth (or 256 slots), so that sequences of like length share buffers."""
     step = max(_SMALLEST_STEP, (1 << capacity.bit_length()) // (2 * _STEPS))
     return -(-capacity // step) * step

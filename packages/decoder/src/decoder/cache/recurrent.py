@@ -1,4 +1,4 @@
-"""What recurrent layers keep of a text: the state behind each token from which the text may go on."""
+"""What recurrent layers keep of a sequence: the state behind each token from which the sequence may go on."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 _NODES = 80  # of a pass, whose states are all kept; of a longer chain only the last ones are
 CHANGED = "have changed while a text was decoded: begin the text anew"
-_MARKS, _MARKS_BACK = 17, 128  # of a text, and of one whose tokens are taken back
+_MARKS, _MARKS_BACK = 17, 128  # of a sequence, and of one whose tokens are taken back
 
 
 class MixerState(LinearAttentionLayer):
@@ -61,7 +61,7 @@ class OneStateCache(Cache):
     """The cache that a mixer is given: the state behind an earlier token, which it changes to that behind its last one.
 
     Args:
-        before: the state; None at the beginning of a text.
+        before: the state; None at the beginning of a sequence.
     """
 
     def __init__(self, before: MixerState | None):
@@ -85,7 +85,7 @@ def _nbytes(states: States) -> int:
 
 
 class RecurrentCopy(NamedTuple):
-    """The states behind some of a text's tokens, by the length of the text with them."""
+    """The states behind some of a sequence's tokens, by the length of the sequence with them."""
 
     marks: dict[int, States]
 
@@ -103,7 +103,7 @@ class RecurrentCopy(NamedTuple):
 
 
 class RecurrentStates(ABC):
-    """The states of all mixers of a model, recurrent layers, behind the tokens of one text.
+    """The states of all mixers of a model, recurrent layers, behind the tokens of one sequence.
 
     Attributes:
         length: how many tokens are committed.
@@ -125,24 +125,24 @@ class RecurrentStates(ABC):
 
     @abstractmethod
     def mark(self) -> None:
-        """See that the text can go back to where it is now."""
+        """See that the sequence can go back to where it is now."""
 
     @property
     @abstractmethod
     def snapshot(self) -> Any:
-        """The states to which the text can go back."""
+        """The states to which the sequence can go back."""
 
     def goes_back_to(self, length: int) -> int:
-        """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
+        """The longest of the sequence's beginnings with at most ``length`` tokens that it can go back to."""
         return self.snapshot.goes_back_to(length)
 
     @abstractmethod
     def copy(self, count: int) -> Any:
-        """What stands of the text's first ``count`` tokens; states do not change, so nothing is copied."""
+        """What stands of the sequence's first ``count`` tokens; states do not change, so nothing is copied."""
 
     @abstractmethod
     def begin_with(self, copy: Any, count: int) -> None:
-        """Begin, while empty, with the text's first ``count`` tokens, to which the copy can go back."""
+        """Begin, while empty, with the sequence's first ``count`` tokens, to which the copy can go back."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -157,11 +157,11 @@ class NodeStates(RecurrentStates):
 
     Args:
         mixers: how many there are.
-        prompt_tokens: as `LayeredCache.prompt_tokens`. Who takes over the text takes over no more than these.
+        prompt_tokens: as `LayeredCache.prompt_tokens`. Who takes over the sequence takes over no more than these.
         takes_back: whether tokens are committed that may have to be taken back: then each pass leaves a mark.
 
     Attributes:
-        committed: the states behind the last committed token; empty at the beginning of the text.
+        committed: the states behind the last committed token; empty at the beginning of the sequence.
         marks: by length, states behind earlier tokens.
     """
 
@@ -182,10 +182,10 @@ class NodeStates(RecurrentStates):
         return sum(map(_nbytes, kept.values()))
 
     def begin(self, parents: Sequence[int], held: int = 0) -> None:
-        """A pass is to come over nodes with these ``parents``, -1 for those behind the text.
+        """A pass is to come over nodes with these ``parents``, -1 for those behind the sequence.
 
         Args:
-            held: how many nodes of the passes before are tokens that stand between the text and these nodes.
+            held: how many nodes of the passes before are tokens that stand between the sequence and these nodes.
         """
         del self._nodes[held:]
         if len(self._nodes) < held:
@@ -231,7 +231,7 @@ class NodeStates(RecurrentStates):
         if self._takes_back and len(self.marks) > _MARKS_BACK:
             del self.marks[min(self.marks)]
         elif not self._takes_back and len(self.marks) > _MARKS:
-            # Of a long text they stand twice as far from each other.
+            # Of a long sequence they stand twice as far from each other.
             for mark in sorted(self.marks)[::2]:
                 del self.marks[mark]
 

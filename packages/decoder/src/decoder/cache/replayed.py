@@ -1,4 +1,5 @@
-"""What recurrent layers of the native library keep of a text: a state now and then, and the inputs of tokens behind it.
+"""What recurrent layers of the native library keep of a sequence: a state now and then, and the inputs of tokens behind
+it.
 
 A state takes megabytes, and the inputs of a token a fiftieth of that. So no state is written behind a token that may
 not stay: the next pass runs the inputs of the tokens that did stay again, from the last state that was written, which
@@ -14,13 +15,15 @@ from decoder.backends.memory import floats
 from decoder.cache.layout import RECURRENT, Layout, StateSizes
 from decoder.cache.recurrent import NodeStates, RecurrentStates
 
-_LONG_CHAIN = 16  # tokens of a text that are committed together, behind all but the last of which a state is written
-_STRETCHES = 17  # that are kept of a text
+_LONG_CHAIN = (
+    16  # tokens of a sequence that are committed together, behind all but the last of which a state is written
+)
+_STRETCHES = 17  # that are kept of a sequence
 _TAKEN_BACK, _STRETCHES_BACK = 16, 8  # tokens of a stretch, where some are taken back, and how many stretches are kept
 
 
 class Replay(NamedTuple):
-    """What a pass does with a text.
+    """What a pass does with a sequence.
 
     Attributes:
         before: the state that it begins from, [mixers, state].
@@ -41,7 +44,7 @@ class Replay(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """The state behind a text's first ``length`` tokens, [mixers, state], and the inputs of those behind them.
+    """The state behind a sequence's first ``length`` tokens, [mixers, state], and the inputs of those behind them.
 
     ``inputs`` are [mixers, tokens, numbers]. Neither ever changes.
     """
@@ -55,12 +58,12 @@ class Stretch(NamedTuple):
         return self.length + self.inputs.shape[1]
 
     def first(self, count: int) -> "Stretch":
-        """What there is of a text's first ``count`` tokens."""
+        """What there is of a sequence's first ``count`` tokens."""
         return self._replace(inputs=self.inputs[:, : count - self.length])
 
 
 class ReplayedCopy(NamedTuple):
-    """Stretches of a text, in order."""
+    """Stretches of a sequence, in order."""
 
     stretches: Sequence[Stretch]
 
@@ -77,12 +80,12 @@ class ReplayedCopy(NamedTuple):
         return []
 
     def behind(self, count: int) -> Stretch:
-        """What leads to the state behind a text's first ``count`` tokens, to which it can go back."""
+        """What leads to the state behind a sequence's first ``count`` tokens, to which it can go back."""
         return next(one for one in self.stretches if one.length <= count <= one.end).first(count)
 
 
 class ReplayedStates(RecurrentStates):
-    """The states of all mixers of a model behind the tokens of one text, for the native library.
+    """The states of all mixers of a model behind the tokens of one sequence, for the native library.
 
     Args:
         sizes: of the states.
@@ -131,10 +134,10 @@ class ReplayedStates(RecurrentStates):
         return sum({one.data_ptr(): one.nbytes for one in states}.values())
 
     def begin(self, parents: Sequence[int], held: int = 0, stays: bool = False) -> None:
-        """A pass is to come over nodes with these ``parents``, -1 for those behind the text.
+        """A pass is to come over nodes with these ``parents``, -1 for those behind the sequence.
 
         Args:
-            held: how many nodes of the passes before are tokens that stand between the text and these nodes.
+            held: how many nodes of the passes before are tokens that stand between the sequence and these nodes.
             stays: whether the nodes are a chain of which all are committed, or none.
         """
         del self._nodes[held:]
@@ -216,7 +219,7 @@ class ReplayedStates(RecurrentStates):
         if self._takes_back:
             del self._stretches[:-most]
         elif len(self._stretches) > most:
-            # Of a long text they stand twice as far from each other.
+            # Of a long sequence they stand twice as far from each other.
             del self._stretches[::2]
 
     def mark(self) -> None:
@@ -224,7 +227,7 @@ class ReplayedStates(RecurrentStates):
 
     @property
     def snapshot(self) -> ReplayedCopy:
-        """The stretches to which the text can go back, itself last."""
+        """The stretches to which the sequence can go back, itself last."""
         return ReplayedCopy([one for one in self._stretches if one.length < self._first] + [self._now()])
 
     def goes_back_to(self, length: int) -> int:
@@ -253,7 +256,7 @@ class ReplayedStates(RecurrentStates):
 
 
 def new_states(layout: Layout, prompt_tokens: int, takes_back: bool = False) -> RecurrentStates:
-    """Of the mixers of a layout at the beginning of a text, in the form of those who run its passes."""
+    """Of the mixers of a layout at the beginning of a sequence, in the form of those who run its passes."""
     if layout.state_sizes is not None:
         return ReplayedStates(layout.state_sizes, takes_back)
     return NodeStates(len(layout.members[RECURRENT]), prompt_tokens, takes_back)

@@ -25,7 +25,7 @@ class RecentCache(DraftCache):
         room: slots for drafted tokens.
 
     Attributes:
-        seen: how many tokens of the text were added so far, whether their entries are still here or not.
+        seen: how many tokens of the sequence were added so far, whether their entries are still here or not.
     """
 
     def __init__(self, budget: int, sink: int, room: int):
@@ -64,7 +64,7 @@ class RecentCache(DraftCache):
                 mine[:, :, : self.sink] = theirs.gather(2, index.expand(-1, -1, -1, theirs.shape[3]))
 
     def commit(self, count: int) -> None:
-        """Commit the first ``count`` tokens of a draft pass, which was run over the text itself, not over guesses.
+        """Commit the first ``count`` tokens of a draft pass, which was run over the sequence itself, not over guesses.
 
         Only for a cache that follows no full one.
         """
@@ -73,7 +73,7 @@ class RecentCache(DraftCache):
         self._commit(self, start=self._filled, count=count)
 
     def _commit(self, source: LayeredCache, start: int, count: int) -> None:
-        """Copy the entries of the text's next ``count`` tokens, which are in ``source`` from slot ``start`` on."""
+        """Copy the entries of the sequence's next ``count`` tokens, which are in ``source`` from slot ``start`` on."""
         end = self.seen + count
         window = self.budget - self.sink
         first = max(self.seen, end - window)

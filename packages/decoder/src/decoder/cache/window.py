@@ -1,4 +1,4 @@
-"""Keys and values of layers in which tokens see a window or a chunk of the text: those that can still be seen."""
+"""Keys and values of layers in which tokens see a window or a chunk of the sequence: those that can still be seen."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -38,15 +38,15 @@ class WindowCopy(NamedTuple):
 
 
 class WindowState:
-    """Entries of the layers of one kind, in the order of the text, in buffers [layers, B, G, slots, D].
+    """Entries of the layers of one kind, in the order of the sequence, in buffers [layers, B, G, slots, D].
 
     A pass writes behind what stands. Where the buffers are full, what no later token sees is given up, and the rest
-    moves to their beginning, so that they stay as large however long the text becomes.
+    moves to their beginning, so that they stay as large however long the sequence becomes.
 
     Args:
         kind: what tokens see.
         layers: how many layers there are.
-        most: how many tokens the text ever has; None if that is open.
+        most: how many tokens the sequence ever has; None if that is open.
         rounding: applied to keys and values; None keeps them as they are.
 
     Attributes:
@@ -100,7 +100,7 @@ class WindowState:
         """Write a layer's new entries [B, G, T, D], behind ``held`` ones that are not committed.
 
         Returns:
-            What the new tokens attend to, in the order of the text, themselves last: [B, G, n, D].
+            What the new tokens attend to, in the order of the sequence, themselves last: [B, G, n, D].
         """
         count = key.shape[2]
         if not place:  # of a pass whose cache nobody has told that it comes
@@ -131,17 +131,17 @@ class WindowState:
         return WindowCopy(self.kind, self.first, self.keys[:, :, :, own], self.values[:, :, :, own])
 
     def goes_back_to(self, length: int) -> int:
-        """The longest of the text's beginnings with at most ``length`` tokens that it can go back to."""
+        """The longest of the sequence's beginnings with at most ``length`` tokens that it can go back to."""
         return self.snapshot.goes_back_to(length) if len(self.keys) else length
 
     def copy(self, count: int) -> WindowCopy:
-        """A copy of what stands of the text's first ``count`` tokens, to which it can go back."""
+        """A copy of what stands of the sequence's first ``count`` tokens, to which it can go back."""
         own = slice(count - self.first)
         keys, values = (one[:, :, :, own].clone() for one in (self.keys, self.values))
         return WindowCopy(self.kind, self.first, keys, values)
 
     def begin_with(self, copy: WindowCopy, count: int) -> None:
-        """Begin, while empty, with the text's first ``count`` tokens, to which the copy can go back."""
+        """Begin, while empty, with the sequence's first ``count`` tokens, to which the copy can go back."""
         self.first = max(copy.first, self.kind.first_seen(max(0, count - _BACK)))
         own = slice(self.first - copy.first, count - copy.first)
         slots = max(count - self.first, window_slots(self.kind, 1, self._most))
@@ -157,6 +157,6 @@ class WindowState:
 
 
 def window_slots(kind: LayerKind, count: int, most: int | None) -> int:
-    """Slots of a window, for passes over ``count`` tokens of a text of at most ``most`` tokens."""
+    """Slots of a window, for passes over ``count`` tokens of a sequence of at most ``most`` tokens."""
     slots = sum(kind.reach) + _BACK + max(count, _AHEAD)
     return slots if most is None else max(count, min(slots, most))

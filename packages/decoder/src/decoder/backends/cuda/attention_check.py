@@ -57,7 +57,7 @@ def attention_fault(
     nodes: Sequence[int],
     device: torch.device,
 ) -> str | None:
-    """Compare the tokens of trees and chains, behind texts of several lengths, with each token alone."""
+    """Compare the tokens of trees and chains, behind sequences of several lengths, with each token alone."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:

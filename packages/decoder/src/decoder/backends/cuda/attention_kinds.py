@@ -1,4 +1,4 @@
-"""What a text's new tokens are to the attention kernels of a device: behind a length in its memory, or by position."""
+"""New tokens as the attention kernels of a device take them: behind a length in its memory, or by position."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -34,10 +34,10 @@ class Measured(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[Measured]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
+        sequences: "Sequence[Measured]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
-        return one_by_one(partial(_measured, scores.scaling), texts, query, keys, values)
+        return one_by_one(partial(_measured, scores.scaling), sequences, query, keys, values)
 
 
 class ByPosition(NamedTuple):
@@ -53,21 +53,21 @@ class ByPosition(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[ByPosition]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
+        sequences: "Sequence[ByPosition]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
-        return one_by_one(partial(_by_position, scores.scaling), texts, query, keys, values)
+        return one_by_one(partial(_by_position, scores.scaling), sequences, query, keys, values)
 
 
 def _measured(
-    scaling: float, text: Measured, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    scaling: float, sequence: Measured, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    output = split_kv.split_kv_attention(query.to(key.dtype), key, value, text.kv_length, text.mask, scaling)
+    output = split_kv.split_kv_attention(query.to(key.dtype), key, value, sequence.kv_length, sequence.mask, scaling)
     return output.to(query.dtype)
 
 
 def _by_position(
-    scaling: float, text: ByPosition, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    scaling: float, sequence: ByPosition, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    output = bitwise_split_kv.bitwise_split_kv_attention(query.to(key.dtype), key, value, text.tails, scaling)
+    output = bitwise_split_kv.bitwise_split_kv_attention(query.to(key.dtype), key, value, sequence.tails, scaling)
     return output.to(query.dtype)

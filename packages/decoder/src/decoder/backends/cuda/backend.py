@@ -28,7 +28,7 @@ from decoder.backends.cuda.rotary import FusedRotary, fused_rotary, rotary_repla
 from decoder.backends.cuda.tails import tail_slots
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import under_autocast
-from decoder.backends.modules import ModulePass, ids_of, one_text_at_a_time
+from decoder.backends.modules import ModulePass, ids_of, one_sequence_at_a_time
 from decoder.backends.norms import fused_norms
 from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
@@ -110,40 +110,40 @@ class CudaBackend(PassBackend):
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:
-        """See `PassBackend`; passes over one text are padded, recorded and replayed."""
-        if len(batch.texts) == 1:
+        """See `PassBackend`; passes over one sequence are padded, recorded and replayed."""
+        if len(batch.sequences) == 1:
             return self._run_one(batch)
         if not self.flattens or self._bitwise.width is not None:
-            return one_text_at_a_time(self, batch)
+            return one_sequence_at_a_time(self, batch)
         new, device = [], self._target.device
-        for text in batch.texts:
-            self.prepare(text.cache, len(text.tokens))
-            mask = text.mask()
-            new.append(Measured.behind(text.cache, len(text.tokens), None if mask is None else upload(mask, device)))
+        for sequence in batch.sequences:
+            self.prepare(sequence.cache, len(sequence.tokens))
+            mask = None if (own := sequence.mask()) is None else upload(own, device)
+            new.append(Measured.behind(sequence.cache, len(sequence.tokens), mask))
         # Its shape changes with every step.
         return self._pass.run(batch, new, self._forwards, rotary_replaced(self.rotary))
 
     def _run_one(self, batch: PassBatch) -> PassOutput:
-        (text,), device = batch.texts, self._target.device
-        cache, count = text.cache, len(text.tokens)
+        (sequence,), device = batch.sequences, self._target.device
+        cache, count = sequence.cache, len(sequence.tokens)
         rule = self._bitwise if cache.purpose == "text" else FREE
         # Padding is the first token again. No other token sees it, and its entries are never committed.
         padding = rule.padding(count)
-        if rule.width is None and isinstance(text, Tree):
+        if rule.width is None and isinstance(sequence, Tree):
             padding = padded_width(count) - count
         width, observed = count + padding, batch.observed and batch.observed + padding
-        ids = ids_of(batch, torch.device("cpu") if not isinstance(text.tokens, torch.Tensor) else device)
+        ids = ids_of(batch, torch.device("cpu") if not isinstance(sequence.tokens, torch.Tensor) else device)
         if padding:
             ids = torch.cat((ids, ids[:, :1].expand(-1, padding)), 1)
         self.prepare(cache, width)
         length = cache.get_seq_length()
         seen: torch.Tensor | None
         if rule.width is not None:
-            depths = [position - length for position in text.positions] + [0] * padding
-            seen = tail_slots(length, depths[:count], text.mask(), width)
+            depths = [position - length for position in sequence.positions] + [0] * padding
+            seen = tail_slots(length, depths[:count], sequence.mask(), width)
         else:
             # Chains get a mask too, so that they share a pass with trees.
-            seen = text.mask(width if width > 1 else None)
+            seen = sequence.mask(width if width > 1 else None)
         kind = batch.logits, width, seen is None, rule.width is None, observed
 
         def run(ids: torch.Tensor, seen: torch.Tensor | None) -> PassOutput:

@@ -1,10 +1,11 @@
 """Split-KV attention that gives a token the same bits whatever else is in its pass.
 
 A token at position p sees its prefix, the keys before T(p), and its tail (`tails`). The prefix is cut into
-splits of SPLIT keys from the first one on, whatever the text's length, the cache's capacity and the number of tokens in
-the pass. A program sums one split for a tile of rows of fixed shape, in which a row's keys from its T(p) on have no
-weight; splits behind T(p) are left out. A second kernel, with a program for each token and head, merges a row's splits
-in the order of the text and goes on with its tail, whose keys it gathers from the slots that `tail_slots` gives.
+splits of SPLIT keys from the first one on, whatever the sequence's length, the cache's capacity and the number of
+tokens in the pass. A program sums one split for a tile of rows of fixed shape, in which a row's keys from its T(p) on
+have no weight; splits behind T(p) are left out. A second kernel, with a program for each token and head, merges a row's
+splits in the order of the sequence and goes on with its tail, whose keys it gathers from the slots that `tail_slots`
+gives.
 
 A sum's order also follows from how the compiler lays out a tile. So one loop serves all blocks of keys, those that some
 rows do not see as well, and no argument that differs between passes makes Triton compile another version.
@@ -18,7 +19,7 @@ from decoder.backends.cuda.split_kv import LaunchShape, device_properties, launc
 from decoder.backends.cuda.tails import COLUMNS
 
 SPLIT = 1024
-"""Keys of a split. Shorter ones keep more of a GPU busy over a short text; longer ones leave less to be merged."""
+"""Keys of a split. Shorter ones keep more of a GPU busy over a short sequence; longer ones leave less to be merged."""
 
 _ROWS = 64  # query rows of a tile in half precision, whatever the number of rows
 _TOKENS = 64  # that are attended to at once; splits of more would take much memory
@@ -29,10 +30,10 @@ _TAIL_WARPS = 8  # of a program that holds a whole tail
 def bitwise_split_kv_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tails: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Attention of T new tokens of one text, each over its prefix and its tail.
+    """Attention of T new tokens of one sequence, each over its prefix and its tail.
 
-    The launch depends on shapes, dtypes and the device alone, so a CUDA graph of it stays right while the text grows.
-    Precision and the first call are as in `split_kv.split_kv_attention`, except that weights of the tail are not
+    The launch depends on shapes, dtypes and the device alone, so a CUDA graph of it stays right while the sequence
+    grows. Precision and the first call are as in `split_kv.split_kv_attention`, except that weights of the tail are not
     rounded.
 
     Args:

@@ -146,7 +146,7 @@ class FixedPass:
 
     @property
     def lasting(self) -> bool:
-        """Whether it is worth passing on to another text: it is recorded, or known not to be recordable."""
+        """Whether it is worth passing on to another sequence: it is recorded, or known not to be recordable."""
         return self._replay is not None or not self._recordable
 
     def __call__(self, run: Run, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:

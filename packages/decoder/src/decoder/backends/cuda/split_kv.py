@@ -10,7 +10,7 @@ import torch
 # Merging more splits than this would take longer than they save.
 _MOST_SPLITS = 256
 
-# The device that the emulation of the kernels on a CPU assumes; even a short text is then split.
+# The device that the emulation of the kernels on a CPU assumes; even a short sequence is then split.
 _EMULATED_MULTIPROCESSORS = 8
 _EMULATED_SHARED_MEMORY = 2**20
 
@@ -78,8 +78,8 @@ def launch_shape(rows: int, pairs: int, dim: int, value_dim: int, dtype: torch.d
     Tiles are as large as the compiler keeps in registers (`tests/decoder/compile_kernels.py` shows what it makes of
     them), with eight warps to a multiprocessor, for which registers always suffice. The splits fill all multiprocessors
     once, since a second, partly filled round would take as long as the first. Neither their number nor their borders
-    depend on the cache's capacity, so the bits of a result do not, either. Over a short text some splits have no keys;
-    they end at once, and the merging kernel gives them no weight.
+    depend on the cache's capacity, so the bits of a result do not, either. Over a short sequence some splits have no
+    keys; they end at once, and the merging kernel gives them no weight.
     """
     width = max(padded(dim), padded(value_dim))
     warps, stages = 4, 2
@@ -118,7 +118,7 @@ def split_kv_attention(
     """Attention of T new tokens over L cached ones and themselves, where L is read on the device.
 
     The launch depends on shapes, dtypes and the device alone and not on L, so a CUDA graph of it stays right while the
-    text grows. Query heads are packed per KV head, and no key or value is replicated. The keys are split among
+    sequence grows. Query heads are packed per KV head, and no key or value is replicated. The keys are split among
     programs. Each computes the softmax over its part, and a second kernel merges these by their sums (flash-decoding).
     Sums are in float32 (float64 for float64), and float32 products are not rounded to TF32. The first call with a head
     size, dtype or width of tree compiles, which is not possible while a graph is being captured.

@@ -81,7 +81,7 @@ def _attend(
     return accumulator, highest, total
 
 
-# Numbers of new tokens and of splits change along a text, and must not make Triton compile anew.
+# Numbers of new tokens and of splits change along a sequence, and must not make Triton compile anew.
 @triton.jit(do_not_specialize=["new"], do_not_specialize_on_alignment=["kv_length", "mask"])
 def attend_split(
     query,

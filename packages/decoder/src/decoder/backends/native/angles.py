@@ -20,10 +20,10 @@ class Angles(NamedTuple):
 class AngleTable:
     """What the model's own module gives for every position up to the highest that was asked for.
 
-    A model whose angles depend on the length of the text does not come here. A row is looked up in a few microseconds.
-    The module takes some ten operators for it, and PyTorch computes cosines and sines of several rows with several
-    threads, which then wait for more work on the cores that the library's own threads need, for 8 ms each time: with
-    SmolLM2-135M on two cores, verifications took a third more time.
+    A model whose angles depend on the length of the sequence does not come here. A row is looked up in a few
+    microseconds. The module takes some ten operators for it, and PyTorch computes cosines and sines of several rows
+    with several threads, which then wait for more work on the cores that the library's own threads need, for 8 ms each
+    time: with SmolLM2-135M on two cores, verifications took a third more time.
 
     Args:
         rotary: the module, ``rotary_emb`` of the model.

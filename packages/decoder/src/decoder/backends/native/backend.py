@@ -1,4 +1,4 @@
-"""The backend of CPUs: passes by the native library, whose bits for a token follow from its text alone.
+"""The backend of CPUs: passes by the native library, whose bits for a token follow from its sequence alone.
 
 Models of the Llama family are run as a whole. Of others transformers' modules run, with linear layers, norms,
 activations and attention that give a row the same bits wherever it stands.
@@ -16,7 +16,7 @@ from decoder.backends import bitwise_check
 from decoder.backends.base import FREE, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import replaced, under_autocast
-from decoder.backends.modules import ModulePass, cache_of, ids_of, one_text_at_a_time
+from decoder.backends.modules import ModulePass, cache_of, ids_of, one_sequence_at_a_time
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.activations import activations
@@ -99,24 +99,25 @@ class NativeBackend(PassBackend):
         target = self._target
         if under_autocast():  # which chooses dtypes inside of the model's own modules
             return target.reference.run(batch)
-        if len(batch.texts) > 1 and not self.flattens:
-            return one_text_at_a_time(self, batch)
+        if len(batch.sequences) > 1 and not self.flattens:
+            return one_sequence_at_a_time(self, batch)
         new = []
-        for text in batch.texts:
-            self.prepare(text.cache, len(text.tokens))
-            if (states := text.cache.recurrent) is not None:
+        for sequence in batch.sequences:
+            cache, count = sequence.cache, len(sequence.tokens)
+            self.prepare(cache, count)
+            if (states := cache.recurrent) is not None:
                 if not isinstance(states, ReplayedStates):
                     raise ValueError(f"the layers of {target.name} {CHANGED}")
-                states.begin(text.parents, text.cache.held, isinstance(text, Chain))
-            new.append(NewTokens(text.cache.get_seq_length(), len(text.tokens), text.mask(), text.positions[0]))
+                states.begin(sequence.parents, cache.held, isinstance(sequence, Chain))
+            new.append(NewTokens(cache.get_seq_length(), count, sequence.mask(), sequence.positions[0]))
         if self.whole is None:
             return self._modules.run(batch, new, self._forwards)
         with replaced(self.called):
-            ids, cache = ids_of(batch, target.device), cache_of(batch)
-            found = self.whole.run(ids, cache, new, batch.observed, target.feature_layers)
+            ids = ids_of(batch, target.device)
+            found = self.whole.run(ids, cache_of(batch), new, batch.observed, target.feature_layers)
             logits = target.head(target.norm(found.hidden))[0] if batch.logits else None
-        for text in batch.texts:
-            if isinstance(states := text.cache.recurrent, ReplayedStates):
+        for sequence in batch.sequences:
+            if isinstance(states := sequence.cache.recurrent, ReplayedStates):
                 states.finish()
         features = torch.cat(found.inputs, -1)[0] if found.inputs else None
         return PassOutput(found.hidden[0], logits, found.queries, features)

@@ -1,4 +1,4 @@
-"""All levels of draft heads in one call of the native library, for several texts together."""
+"""All levels of draft heads in one call of the native library, for several sequences together."""
 
 from collections.abc import Sequence
 from ctypes import byref, c_double
@@ -86,26 +86,31 @@ class NativeLevels:
         Raises:
             MemoryError: there is no memory for it.
         """
-        texts = (Drafts * len(wanted))()
+        sequences = (Drafts * len(wanted))()
         held = []
         own = _own_levels(wanted) if wanted[0].own_level else [None] * len(wanted)
-        for text, one, first in zip(texts, wanted, own, strict=True):
+        for drafts, one, first in zip(sequences, wanted, own, strict=True):
             sampler, levels = one.sampler, _heads(one)
             penalised = sampler.window.penalised
             do_sample = levels.coupled and not sampler.params.greedy
             state = one.state if one.state.dtype in _DTYPES else one.state.float()
             out = (c_double * self._numbers(one))(*(first or ()))
             held.append((penalised, state := state.contiguous(), out))
-            text.choosing = sampler.native_drafts.choosing(do_sample, penalised)
-            text.position, text.newest = len(sampler.context), sampler.context[-1]
-            text.state, text.state_is_bf16 = state.data_ptr(), state.dtype == torch.bfloat16
-            text.given, text.levels, text.width, text.beam = first is not None, one.count, levels.width, levels.beam
-            text.out = native.address(out)
+            drafts.choosing = sampler.native_drafts.choosing(do_sample, penalised)
+            drafts.position, drafts.newest = len(sampler.context), sampler.context[-1]
+            drafts.state, drafts.state_is_bf16 = state.data_ptr(), state.dtype == torch.bfloat16
+            drafts.given, drafts.levels, drafts.width, drafts.beam = (
+                first is not None,
+                one.count,
+                levels.width,
+                levels.beam,
+            )
+            drafts.out = native.address(out)
         branches, width = sum(_heads(one).beam for one in wanted), max(_heads(one).width for one in wanted)
         numbers = self._library.draft_numbers(byref(self._drafter), branches, width)
         if len(self._room) < numbers:
             self._room = floats(numbers)
-        given = byref(self._drafter), texts, len(wanted), self._room.data_ptr(), native.threads()
+        given = byref(self._drafter), sequences, len(wanted), self._room.data_ptr(), native.threads()
         if self._library.draft_levels(*given):
             raise MemoryError("no memory for the levels of draft heads")
         return [list(out) for _, _, out in held]
@@ -136,7 +141,7 @@ def _product(weight: NativeWeight | None) -> PackedWeight:
 
 
 def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
-    """What the states themselves predict: the best scores and tokens of each text, among all tokens."""
+    """What the states themselves predict: the best scores and tokens of each sequence, among all tokens."""
     target = wanted[0].levels.target
     logits = target.head(target.norm(torch.cat([one.state for one in wanted])))
     best = []

@@ -1,4 +1,4 @@
-"""Attention by the native library: all texts of a pass in one call, each token over the keys that it sees."""
+"""Attention by the native library: all sequences of a pass in one call, each token over the keys that it sees."""
 
 from collections.abc import Sequence
 from ctypes import byref
@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NewTokens(NamedTuple):
-    """One text's new tokens.
+    """One sequence's new tokens.
 
     Attributes:
         length: the cached tokens' number.
@@ -32,13 +32,13 @@ class NewTokens(NamedTuple):
 
     @staticmethod
     def attend(
-        texts: "Sequence[NewTokens]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
+        sequences: "Sequence[NewTokens]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
         heads = query[0].transpose(0, 1)
         if heads.stride()[1:] != (heads.shape[2], 1):
             heads = heads.contiguous()
-        output = native_attention(heads, heads.shape[1], keys, values, texts, scores)
+        output = native_attention(heads, heads.shape[1], keys, values, sequences, scores)
         return output.view(1, *heads.shape[:2], -1)
 
 
@@ -66,17 +66,17 @@ def native_attention(
     new: Sequence[NewTokens],
     scores: Scores,
 ) -> torch.Tensor:
-    """Attention of the new tokens of several texts, which stand behind each other, each over its own text.
+    """Attention of the new tokens of several sequences, which stand behind each other, each over its own sequence.
 
-    A token's numbers depend on its query and on the keys and values that it sees, in the order of the text, and on
+    A token's numbers depend on its query and on the keys and values that it sees, in the order of the sequence, and on
     nothing else that is in the call.
 
     Args:
         heads: [T, H or more, D], the first H of each token its queries; rows of all heads stand side by side.
         query_heads: H.
-        keys, values: by text [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones.
-            In layers that do not attend to the whole text those are of the positions just before the first new one.
-        new: by text its new tokens.
+        keys, values: by sequence [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones.
+            In layers that do not attend to the whole sequence those are of the positions just before the first new one.
+        new: by sequence its new tokens.
 
     Returns:
         [T, H x Dv], in the queries' dtype.
@@ -88,20 +88,20 @@ def native_attention(
     dtype = given if given in _DTYPES else torch.float32
     heads = heads.to(dtype)
     keys, values = ([_in_rows(one.to(dtype)) for one in each] for each in (keys, values))
-    texts = (SequenceKV * len(keys))()
-    for text, key, value, own in zip(texts, keys, values, new, strict=True):
-        _, text.key_head, text.key_slot, _ = key.stride()
-        _, text.value_head, text.value_slot, _ = value.stride()
-        text.keys, text.values = key.data_ptr(), value.data_ptr()
-        text.length, text.count = (own.length if scores.kind == FULL else own.position), own.tokens
-        text.first = 0 if scores.kind == FULL else own.position - key.shape[2] + own.tokens
-        text.mask = None if own.mask is None else own.mask.data_ptr()
+    sequences = (SequenceKV * len(keys))()
+    for sequence, key, value, own in zip(sequences, keys, values, new, strict=True):
+        _, sequence.key_head, sequence.key_slot, _ = key.stride()
+        _, sequence.value_head, sequence.value_slot, _ = value.stride()
+        sequence.keys, sequence.values = key.data_ptr(), value.data_ptr()
+        sequence.length, sequence.count = (own.length if scores.kind == FULL else own.position), own.tokens
+        sequence.first = 0 if scores.kind == FULL else own.position - key.shape[2] + own.tokens
+        sequence.mask = None if own.mask is None else own.mask.data_ptr()
     tokens, _, dim = heads.shape
     value_dim = values[0].shape[3]
     out = heads.new_empty(tokens, query_heads * value_dim)
     sinks = None if scores.sinks is None else scores.sinks.detach().float().contiguous()
     call = Attention(
-        texts,
+        sequences,
         heads.data_ptr(),
         out.data_ptr(),
         heads.stride(0),

@@ -22,7 +22,7 @@ from decoder.work import Progress, Work
 
 Linear = nn.Linear | QuantisedLinear
 
-TOKENS = 8  # of a text that take about as long as packing a product
+TOKENS = 8  # of a sequence that take about as long as packing a product
 SHARE = 0.5  # the share of available memory that packed copies may take
 _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of `functional.rms_norm` where it is given none
 

@@ -115,10 +115,10 @@ class WholeModel:
         observed: int,
         wanted: Sequence[int],
     ) -> WholePass:
-        """Run ids [2, T], tokens and positions of all texts in a row.
+        """Run ids [2, T], tokens and positions of all sequences in a row.
 
         Args:
-            new: by text its new tokens.
+            new: by sequence its new tokens.
             observed: of how many tokens, from the last one on, queries are returned.
             wanted: the layers whose inputs are returned; their number stands for the input of the final norm.
         """
@@ -252,7 +252,7 @@ class WholeModel:
         del held
 
     def _memories(self, caches: Sequence[LayeredCache]) -> tuple[Array[RecurrentState] | None, list[Array]]:
-        """What recurrent layers keep of the texts, and what must be held while the library reads it."""
+        """What recurrent layers keep of the sequences, and what must be held while the library reads it."""
         replays = [states.replay for cache in caches if isinstance(states := cache.recurrent, ReplayedStates)]
         if not replays:
             return None, []
@@ -273,23 +273,23 @@ class WholeModel:
     def _texts(self, kind: LayerKind, caches: Sequence[LayeredCache], new: Sequence[NewTokens]) -> Array[SequenceKV]:
         """What the caches hold in the layers of a kind, with room for the new tokens."""
         structures = (SequenceKV * len(caches))()
-        for structure, cache, text in zip(structures, caches, new, strict=True):
+        for structure, cache, sequence in zip(structures, caches, new, strict=True):
             held = cache.states.get(kind, cache)
             assert isinstance(held, LayeredCache | WindowState)
             if isinstance(held, LayeredCache):
-                held.make_ready(text.tokens, self._pair, self._pair)
-                structure.first, structure.length = 0, text.length
+                held.make_ready(sequence.tokens, self._pair, self._pair)
+                structure.first, structure.length = 0, sequence.length
             else:
-                held.make_ready(cache.held + text.tokens, self._pair, self._pair)
-                structure.first, structure.length = held.first, text.position
+                held.make_ready(cache.held + sequence.tokens, self._pair, self._pair)
+                structure.first, structure.length = held.first, sequence.position
             structure.key_layer, _, structure.key_head, structure.key_slot, _ = held.keys.stride()
             structure.value_layer, _, structure.value_head, structure.value_slot, _ = held.values.stride()
             structure.keys, structure.values = held.keys.data_ptr(), held.values.data_ptr()
-            structure.count = text.tokens
-            structure.mask = None if text.mask is None else text.mask.data_ptr()
+            structure.count = sequence.tokens
+            structure.mask = None if sequence.mask is None else sequence.mask.data_ptr()
         return structures
 
 
 def caches_of(cache: LayeredCache | FlattenedCaches) -> Sequence[LayeredCache]:
-    """The caches of the texts of a pass."""
+    """The caches of the sequences of a pass."""
     return cache.caches if isinstance(cache, FlattenedCaches) else [cache]

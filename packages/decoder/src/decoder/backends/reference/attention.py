@@ -15,12 +15,13 @@ _MAX_SCORES = 64 * 2**20
 
 
 class Masked:
-    """One text's new tokens, whose keys and values stand last, behind those of the positions just before its first one.
+    """One sequence's new tokens, whose keys and values stand last, behind those of the positions just before its first
+    one.
 
     Args:
         tokens: how many they are, T.
         mask: which of them sees which, bool [T, T]; None is plain causal.
-        positions: theirs; needed where a layer does not attend to the whole text.
+        positions: theirs; needed where a layer does not attend to the whole sequence.
     """
 
     def __init__(self, tokens: int, mask: torch.Tensor | None = None, positions: Sequence[int] = ()):
@@ -28,10 +29,10 @@ class Masked:
         self._blocked: dict[tuple[LayerKind, int], torch.Tensor] = {}
 
     @classmethod
-    def of(cls, text: Chain | Tree, device: torch.device) -> "Masked":
+    def of(cls, sequence: Chain | Tree, device: torch.device) -> "Masked":
         """Those that a pass is given."""
-        mask = text.mask()
-        return cls(len(text.tokens), None if mask is None else upload(mask, device), text.positions)
+        mask = sequence.mask()
+        return cls(len(sequence.tokens), None if mask is None else upload(mask, device), sequence.positions)
 
     def blocked(self, kind: LayerKind, key: torch.Tensor) -> torch.Tensor | None:
         """Which of the last of a layer's keys [B, G, n, D] the new tokens do not see: bool [T, m]; None sees all."""
@@ -55,14 +56,16 @@ class Masked:
 
     @staticmethod
     def attend(
-        texts: "Sequence[Masked]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
+        sequences: "Sequence[Masked]", query: torch.Tensor, keys: Entries, values: Entries, scores: Scores
     ) -> torch.Tensor:
         """See `Attending`."""
-        return one_by_one(partial(_attend, scores), texts, query, keys, values)
+        return one_by_one(partial(_attend, scores), sequences, query, keys, values)
 
 
-def _attend(scores: Scores, text: Masked, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    blocked = text.blocked(scores.kind, key)
+def _attend(
+    scores: Scores, sequence: Masked, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    blocked = sequence.blocked(scores.kind, key)
     return masked_softmax(query, key, value, blocked, scores.scaling, scores.sinks, scores.softcap)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from decoder.backends.attention import Scores
 from decoder.backends.base import Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.forwards import under_autocast
-from decoder.backends.modules import ModulePass, one_text_at_a_time
+from decoder.backends.modules import ModulePass, one_sequence_at_a_time
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.reference.attention import Masked
 from decoder.backends.reference.mixers import token_by_token
@@ -66,18 +66,18 @@ class Reference(PassBackend):
         cache.begin(count)
 
     def run(self, batch: PassBatch) -> PassOutput:
-        if len(batch.texts) > 1 and not self.flattens:
-            return one_text_at_a_time(self, batch)
+        if len(batch.sequences) > 1 and not self.flattens:
+            return one_sequence_at_a_time(self, batch)
         device, new = self._target.device, []
         if self._target.mixers and under_autocast():
             raise ValueError(f"{self._target.name} has recurrent layers, which are not run under autocast")
-        for text in batch.texts:
-            self.prepare(text.cache, len(text.tokens))
-            if (recurrent := text.cache.recurrent) is not None:
+        for sequence in batch.sequences:
+            self.prepare(sequence.cache, len(sequence.tokens))
+            if (recurrent := sequence.cache.recurrent) is not None:
                 if not isinstance(recurrent, NodeStates):
                     raise ValueError(f"the layers of {self._target.name} {CHANGED}")
-                recurrent.begin(text.parents, text.cache.held)
-            new.append(Masked.of(text, device))
+                recurrent.begin(sequence.parents, sequence.cache.held)
+            new.append(Masked.of(sequence, device))
         return self._pass.run(batch, new, self._forwards)
 
     def run_asking(self, asked: dict[int, Scores], batch: PassBatch, compares_masks: bool) -> PassOutput:

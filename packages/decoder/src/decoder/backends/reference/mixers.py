@@ -21,7 +21,7 @@ from decoder.cache.recurrent import MixerState, NodeStates, OneStateCache
 # The methods by which a layer leaves its state in transformers' cache.
 _LEAVING = frozenset(("update_conv_state", "update_recurrent_state", "set_linear_cache"))
 # What passes hand to attention alone.
-_OURS = frozenset(("asked", "kinds", "observed", "positions", "queries", "temperature", "texts"))
+_OURS = frozenset(("asked", "kinds", "observed", "positions", "queries", "temperature", "sequences"))
 
 
 def mixers_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -134,7 +134,7 @@ def _run(mixer: nn.Module, own_forward: Callable, index: int, two_forms: bool, *
         return own_forward(*args, **named)
     named = {name: value for name, value in named.items() if name not in _OURS}
     hidden = next(one for one in given if isinstance(one, torch.Tensor))
-    texts = zip(cache.caches, cache.counts, strict=True) if isinstance(cache, FlattenedCaches) else [(cache, None)]
+    sequences = zip(cache.caches, cache.counts, strict=True) if isinstance(cache, FlattenedCaches) else [(cache, None)]
     products = _Products(mixer, hidden)
     outputs: list[torch.Tensor | None] = []
     beside: tuple | None = None
@@ -146,8 +146,8 @@ def _run(mixer: nn.Module, own_forward: Callable, index: int, two_forms: bool, *
         beside = output[1:] if isinstance(output, tuple) else None
         return output[0] if isinstance(output, tuple) else output
 
-    for text, count in texts:
-        states = text.recurrent
+    for sequence, count in sequences:
+        states = sequence.recurrent
         assert isinstance(states, NodeStates)
         for node in range(hidden.shape[1] if count is None else count):
             token, before = len(outputs), states.before(index, node)
