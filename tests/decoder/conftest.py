@@ -124,7 +124,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(kernel_check, "_PASSES", ((1, False), (5, True)))
     monkeypatch.setattr(kernel_check, "_LENGTHS", (0, 70))
     monkeypatch.setattr(bitwise_split_kv, "bitwise_split_kv_attention", eager_attention_by_position)
-    monkeypatch.setattr(attention_check, "_LENGTHS_ON_DEVICE", (1, 97, 300))
+    monkeypatch.setattr(attention_check, "_LENGTHS", (1, 97, 300))
     monkeypatch.setattr(rotary, "rotate", eager_rotation)
     buffer = LayeredCache._buffer
     monkeypatch.setattr(LayeredCache, "_buffer", lambda *args: buffer(*args).fill_(float("nan")))

@@ -166,7 +166,7 @@ SHAPE = AttentionShape(2, 1, 16, 16, torch.float32)
 @pytest.fixture
 def short_test(monkeypatch):
     """The test at load, of as much as an emulation does in a second."""
-    for name, value in dict(_LENGTHS_ON_DEVICE=(SPLIT + DEPTH + 1, 150), _NODES_ON_DEVICE=(9, 3), _CHAIN=5).items():
+    for name, value in dict(_LENGTHS=(SPLIT + DEPTH + 1, 150), _NODES=(9, 3), _CHAIN=5).items():
         monkeypatch.setattr(attention_check, name, value)
 
 

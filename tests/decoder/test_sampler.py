@@ -112,11 +112,11 @@ def test_the_window_slides_with_the_text():
         sampler = Sampler(SamplingParams(repetition_penalty=2.0, penalty_window=window), 6, CPU, [1, 2, 2])
         for _ in range(40):
             recent = set(sampler.context[-window:]) if window else set()
-            in_window = sampler.in_window()
+            in_window = sampler.draft_context().in_window()
             marked = set() if in_window is None else set(in_window.nonzero().flatten().tolist())
             assert marked == recent
             drafted = torch.randint(6, (len(sampler.context) % 5,), generator=generator).tolist()
-            ahead = sampler.in_window(drafted)
+            ahead = sampler.draft_context(drafted).in_window()
             marked = set() if ahead is None else set(ahead.nonzero().flatten().tolist())
             assert marked == (set([*sampler.context, *drafted][-window:]) if window else set())
             sampler.push(int(torch.randint(6, (1,), generator=generator)))

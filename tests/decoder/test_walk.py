@@ -73,7 +73,7 @@ def grown_tree(params, context, depth, logits, generator):
 
 def state(sampler):
     """All that later choices depend on, and what the user gets."""
-    window = sampler.in_window()
+    window = sampler.draft_context().in_window()
     return sampler.context, None if window is None else window.tolist(), sampler.logprobs, sampler.top_logprobs
 
 
@@ -203,10 +203,10 @@ def test_where_a_walk_ended_the_device_knows_as_well_as_the_host(params):
         path, tokens = take(exact, tree, logits, host)
         assert len(path) > depth
         assert (draws.last_node.tolist(), behind.newest().tolist()) == (path[-1:], tokens[-1:])
-        assert behind.in_window() is None or torch.equal(behind.in_window(), host.in_window())
+        assert behind.in_window() is None or torch.equal(behind.in_window(), host.draft_context().in_window())
         assert torch.equal(behind.noise(2), host.draft_context().noise(2))
         # Drafts behind it go on as they do behind a text, but that none leaves the window.
-        before = host.in_window()
+        before = host.draft_context().in_window()
         behind.push(torch.tensor([4]))
         assert behind.newest().tolist() == [4]
         assert torch.equal(behind.noise(1), host.draft_context([4]).noise(1))

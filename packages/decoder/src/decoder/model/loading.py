@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _readable(what: str, source: str | os.PathLike, reason: Callable[[Exception], str] = _first_line) -> Iterator[None]:
+def _readable(what: str, source: str | os.PathLike) -> Iterator[None]:
     """Any exception in this block becomes an OSError that says what could not be read, except out of memory."""
     try:
         yield
@@ -200,4 +200,4 @@ def _readable(what: str, source: str | os.PathLike, reason: Callable[[Exception]
         if out_of_memory(error):
             raise
         # Parsers, validators and the hub client raise many unrelated types for one fact.
-        raise OSError(f"the {what} {source} cannot be read: {reason(error)}") from error
+        raise OSError(f"the {what} {source} cannot be read: {_first_line(error)}") from error

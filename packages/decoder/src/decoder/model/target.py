@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from decoder.backends.base import FREE, AttentionShape, Chain, PassBackend, PassBatch, PassOutput, PassRule, Tree
 from decoder.backends.bitwise import Bitwise, BitwiseSetting
 from decoder.backends.choose import BITWISE, FLATTENED, Chosen, Finding, choosing
-from decoder.backends.forwards import replaced, under_autocast
+from decoder.backends.forwards import replaced, structure_of, under_autocast
 from decoder.backends.modules import standing_for, tempered
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.probe import probe
@@ -199,15 +198,7 @@ class Target:
     @property
     def structure(self) -> object:
         """What tells the model from one of other layers; not its weights."""
-
-        def of(module: nn.Module) -> tuple:
-            hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-            forward = id(module.__dict__.get("forward", type(module).forward))
-            weight = module._parameters.get("weight")
-            return id(module), type(module), forward, hooks, None if weight is None else (weight.dtype, weight.shape)
-
-        around = torch.get_num_threads(), self.device, _has_any_global_hook()
-        return *around, self.layers, tuple(map(of, self.modules))
+        return self.device, self.layers, structure_of(self.modules)
 
     def make_bitwise(self, wanted: BitwiseSetting) -> None:
         """Make the bits of a token's logits independent of what else is in their pass, if `bitwise` finds a way.

@@ -134,10 +134,6 @@ class Sampler:
             context.push(token)
         return context
 
-    def in_window(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
-        """The tokens that are penalised behind ``drafted``, bool [V]; None when nothing is penalised."""
-        return self.draft_context(drafted).in_window()
-
     def allowed(self, drafted: Sequence[int] = ()) -> torch.Tensor | None:
         """The tokens that may follow ``drafted``, bool [V]; None where all may, or the drafts themselves may not.
 

@@ -1,7 +1,5 @@
 """The test of attention that promises bits on a device: tokens alone and among others, and against one softmax."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from decoder.backends.base import AttentionShape
@@ -14,12 +12,8 @@ from decoder.sampling.token_tree import TokenTree
 
 _CHAIN = 45
 # Where tails begin to move, on both sides of a split, and more splits than are merged at once.
-_LENGTHS_ON_DEVICE = (1, DEPTH, COLUMNS, 700, SPLIT + DEPTH - 1, SPLIT + DEPTH + 1, 3000, 20 * SPLIT)
-_NODES_ON_DEVICE = (60, 5, 16)
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sequence[int], torch.Tensor | None], torch.Tensor]
-"""Attention of queries [1, H, T, D] over a cache's keys and values, where the new tokens' pairs stand
-behind the cached ones: takes these three, the cached tokens' number, the depths of the new ones, and their mask."""
+_LENGTHS = (1, DEPTH, COLUMNS, 700, SPLIT + DEPTH - 1, SPLIT + DEPTH + 1, 3000, 20 * SPLIT)
+_NODES = (60, 5, 16)
 
 
 def _by_kernel(query, key, value, length, depths, mask) -> torch.Tensor:
@@ -29,9 +23,9 @@ def _by_kernel(query, key, value, length, depths, mask) -> torch.Tensor:
 
 @torch.inference_mode()
 def kernel_fault(shape: AttentionShape, device: torch.device) -> str | None:
-    """Test the kernels of a device against one softmax in float64, and the bits of tokens as `attention_fault` does."""
+    """Test the kernels of a device against one softmax in float64, and the bits of tokens beside others."""
     generator = torch.Generator(device).manual_seed(1)
-    for length in _LENGTHS_ON_DEVICE:
+    for length in _LENGTHS:
         query, key, value = (
             torch.randn(1, heads, slots, dim, generator=generator, device=device).to(shape.dtype)
             for heads, slots, dim in (
@@ -46,32 +40,26 @@ def kernel_fault(shape: AttentionShape, device: torch.device) -> str | None:
         fault = difference(actual, expected, ALLOWED[shape.dtype])
         if fault:
             return f"{fault} in attention behind {length} tokens"
-    return attention_fault(shape, _by_kernel, _LENGTHS_ON_DEVICE, _NODES_ON_DEVICE, device)
+    return _bits_fault(shape, device)
 
 
 @torch.inference_mode()
-def attention_fault(
-    shape: AttentionShape,
-    attend: Attend,
-    lengths: Sequence[int],
-    nodes: Sequence[int],
-    device: torch.device,
-) -> str | None:
+def _bits_fault(shape: AttentionShape, device: torch.device) -> str | None:
     """Compare the tokens of trees and chains, behind sequences of several lengths, with each token alone."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator, device=device).to(shape.dtype)
 
-    most = max(*nodes, _CHAIN)
-    slots = max(lengths) + most
+    most = max(*_NODES, _CHAIN)
+    slots = max(_LENGTHS) + most
     key, value = random(1, shape.kv_heads, slots, shape.dim), random(1, shape.kv_heads, slots, shape.value_dim)
     query = random(1, shape.heads, most, shape.dim)
-    trees = [tree_of(count) for count in nodes]
-    for number, length in enumerate(lengths):
+    trees = [tree_of(count) for count in _NODES]
+    for number, length in enumerate(_LENGTHS):
         tree = trees[number % len(trees)]
         for depths, mask in ((tree.depths, tree.ancestor_mask()), (list(range(_CHAIN)), None)):
-            found = attend(query[:, :, : len(depths)], key, value, length, depths, mask)
+            found = _by_kernel(query[:, :, : len(depths)], key, value, length, depths, mask)
             for node in (0, 1, len(depths) // 2, len(depths) - 1):
                 # Write the token's own path over the tree for a while, which saves a copy of the cache.
                 end = length + depths[node] + 1
@@ -80,7 +68,7 @@ def attention_fault(
                     path = (length + mask[node].nonzero()[:, 0]).to(device)
                     for states in (key, value):
                         states[:, :, length:end] = states[:, :, path]
-                alone = attend(query[:, :, node : node + 1], key, value, end - 1, [0], None)
+                alone = _by_kernel(query[:, :, node : node + 1], key, value, end - 1, [0], None)
                 for states, other in zip((key, value), others, strict=True):
                     states[:, :, length:end] = other
                 if not torch.equal(alone[0, :, 0], found[0, :, node]):

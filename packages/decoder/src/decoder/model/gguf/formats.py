@@ -44,19 +44,18 @@ class Format:
         return None if find_spec("gguf") else f"which the package gguf unpacks: {INSTALL}"
 
 
-def unpacked(blocks: np.ndarray, format: Format, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+def unpacked(blocks: np.ndarray, format: Format, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of a tensor as ``dtype``, rounded from float32.
 
     Args:
         blocks: bytes [rows, bytes of a row].
         format: one whose `Format.fault` is None.
-        out: a contiguous tensor [rows, columns] for them.
 
     Raises:
         FloatingPointError: some are infinite or no numbers.
     """
     rows, columns = len(blocks), blocks.shape[1] // format.bytes * format.elements
-    out = torch.empty(rows, columns, dtype=dtype) if out is None else out
+    out = torch.empty(rows, columns, dtype=dtype)
     flat, unpack = out.view(-1), format.unpack or _by_package(format)
     blocks = blocks.reshape(-1, format.bytes)
     step = max(1, _AT_ONCE // format.elements)
