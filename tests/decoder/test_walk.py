@@ -502,7 +502,7 @@ def test_a_walk_keeps_to_its_device(params, monkeypatch):
         shape = (len(numbers), len(numbers[0])) if isinstance(numbers[0], list | tuple) else (len(numbers),)
         return torch.empty(shape, dtype=torch.long, device=device)
 
-    for module in ("sampler", "draft_context", "penalty_window"):
+    for module in ("sampler", "draft_context", "penalty_window", "tree_draws"):
         monkeypatch.setattr(f"decoder.sampling.{module}.upload", upload)
     tree = TokenTree(3)
     tree.add_path([4, 5, 6, 7, 8], "draft")
