@@ -1,4 +1,4 @@
-"""Which texts may be decoded together: as many as memory has room for, up to a number."""
+"""Which sequences may be decoded together: as many as memory has room for, up to a number."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,16 +22,16 @@ class CacheBytes(NamedTuple):
 
 
 def memory_for_caches(device: torch.device, prefixes: PrefixReuse | None) -> CacheBytes:
-    """Bytes that running texts may take, beside what may yet be kept of ended ones."""
+    """Bytes that running sequences may take, beside what may yet be kept of ended ones."""
     kept = 0 if prefixes is None else prefixes.max_bytes - prefixes.nbytes
     return CacheBytes(*(max(0, available_memory(one) - kept) for one in (device, _CPU)))
 
 
 class Admission:
-    """The `scheduler.Fits` of an engine that decodes many texts.
+    """The `scheduler.Fits` of an engine that decodes many sequences.
 
     Args:
-        max_batch: how many texts run together at most.
+        max_batch: how many sequences run together at most.
         memory: bytes that were available before the first of them.
     """
 
@@ -53,7 +53,7 @@ class Admission:
     def plan(self, sequence: Sequence, needed: Callable[[Sequence], CacheBytes]) -> None:
         """Count on the bytes that ``needed`` tells for the caches of a sequence, for as long as it exists.
 
-        It is asked again and again, since a text of open length needs more as it grows.
+        It is asked again and again, since a sequence of open length needs more as it grows.
         """
         self._needed[sequence] = needed
 

@@ -1,4 +1,4 @@
-"""The engine decodes all running texts together, step by step: schedule, draft, verify, accept, commit.
+"""The engine decodes all running sequences together, step by step: schedule, draft, verify, accept, commit.
 
 Callers run `Engine.step`. Who takes part in one is decided by the `Scheduler`; the pipeline itself is `Engine.decode`.
 """
@@ -30,8 +30,8 @@ from decoder.timings import stage
 class Engine:
     """Decodes sequences together: a finished one leaves, a waiting one joins.
 
-    With exact acceptance a text follows from the target and its sampler alone. It depends neither on its drafter nor on
-    the texts that run beside it.
+    With exact acceptance a sequence follows from the target and its sampler alone. It depends neither on its drafter
+    nor on the sequences that run beside it.
 
     Args:
         target: the model.
@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def decoding(self) -> int:
-        """How many texts a step decodes."""
+        """How many sequences a step decodes."""
         return self.scheduler.decoding
 
     @property
@@ -189,7 +189,7 @@ class Engine:
 
     @stage("commit")
     def _commit(self, sequence: Sequence, tree: TokenTree, verification: Verification, walked: Walk) -> list[int]:
-        """Append the walk's tokens to the text, until it ends, and commit the path to the cache and the drafter."""
+        """Append the walk's tokens to the sequence, until it ends, and commit the path to the cache and the drafter."""
         ranks = self.target.ranks
         taken = ranks.first(lambda: _follow(sequence, walked))
         if ranks.rank:
@@ -206,7 +206,7 @@ class Engine:
 
 
 def _follow(sequence: Sequence, walked: Iterable[Step]) -> list[Step]:
-    """Append the tokens of a walk to the text until it ends; returns the steps that were taken."""
+    """Append the tokens of a walk to the sequence until it ends; returns the steps that were taken."""
     taken = []
     for step in walked:
         sequence.sampler.take(step[1])

@@ -1,4 +1,4 @@
-"""Prefix reuse: a prompt that begins like an earlier text takes over its keys and values and prefills only the rest."""
+"""Prefix reuse: a prompt that begins as an earlier sequence takes over its keys and values and prefills the rest."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which ar
 
 @dataclass(eq=False)
 class _Kept:
-    """The beginning of an earlier text: tokens int32 [n], and what `FullCache.copying` gave, entries of ``dtype``."""
+    """The first tokens of an earlier sequence, int32 [n], and what `FullCache.copying` gave, entries of ``dtype``."""
 
     tokens: torch.Tensor
     form: CacheForm
@@ -40,12 +40,12 @@ class _Kept:
 
 
 def _kind(tokens: torch.Tensor, form: CacheForm) -> Hashable:
-    """What is equal for two texts of which one may take over a part of the other."""
+    """What is equal for two sequences of which one may take over a part of the other."""
     return form, tuple(tokens[:_SHORTEST].tolist())
 
 
-class _KeptTexts:
-    """The kept texts, found by their first tokens: there may be thousands, and nearly all of them begin otherwise.
+class _KeptSequences:
+    """The kept sequences, found by their first tokens: there may be thousands, and nearly all of them begin otherwise.
 
     Attributes:
         nbytes: of all of them.
@@ -57,7 +57,7 @@ class _KeptTexts:
         self._alike: dict[Hashable, list[_Kept]] = {}
 
     def like(self, tokens: torch.Tensor, form: CacheForm) -> list[_Kept]:
-        """Those that have as many tokens as are worth it in common with a text, in a cache of this form."""
+        """Those that have as many tokens as are worth it in common with a sequence, in a cache of this form."""
         return list(self._alike.get(_kind(tokens, form), ()))
 
     def add(self, one: _Kept) -> None:
@@ -95,24 +95,24 @@ def prefix_reuse(target: Target, max_bytes: int) -> "PrefixReuse | None":
 
 
 class PrefixReuse:
-    """Keeps copies of the caches of texts that have ended; the one that was used least recently leaves first.
+    """Keeps copies of the caches of sequences that have ended; the one that was used least recently leaves first.
 
     Entries are functions of the model and the tokens before them, so they may be taken over as long as the model is the
     same. Whether it is shows in two ways: by its parameters (which tensors they are, and how often PyTorch has seen
     them written to), and by the last entry that is taken over, which is computed again and compared. Where it has
-    changed, all is forgotten, and what a text that runs then has computed is not kept: it may be of both models.
+    changed, all is forgotten, and what a sequence that runs then has computed is not kept: it may be of both models.
 
-    With `Target.bitwise`, and in float64 as far as roundings matter, a text is the one without reuse. Elsewhere entries
-    that were decoded differ by rounding from entries that were prefilled, as they do between two methods.
+    With `Target.bitwise`, and in float64 as far as roundings matter, a sequence is the one without reuse. Elsewhere
+    entries that were decoded differ by rounding from entries that were prefilled, as they do between two methods.
 
     Args:
         target: the model.
-        max_bytes: how many bytes are kept at most; of a longer text the beginning is.
+        max_bytes: how many bytes are kept at most; of a longer sequence the beginning is.
     """
 
     def __init__(self, target: Target, max_bytes: int):
         self.target, self.max_bytes = target, max_bytes
-        self._kept = _KeptTexts()
+        self._kept = _KeptSequences()
         self._model_state: object = None
         self._begun_with: WeakKeyDictionary[FullCache, object] = WeakKeyDictionary()  # the model's state
 
@@ -122,11 +122,11 @@ class PrefixReuse:
         return self._kept.nbytes
 
     def clear(self) -> None:
-        """Forget all texts."""
-        self._kept = _KeptTexts()
+        """Forget all sequences."""
+        self._kept = _KeptSequences()
 
     def begin(self, cache: FullCache) -> None:
-        """Note with which model a text begins; only the caches of such texts are kept."""
+        """Note with which model a sequence begins; only the caches of such sequences are kept."""
         self._check_model()
         self._begun_with[cache] = self._model_state
 
@@ -157,7 +157,7 @@ class PrefixReuse:
     def confirm(self, reused: "Reused", cache: FullCache) -> bool:
         """Whether the prefilled rest shows that the model is still the one of the entries that were taken over.
 
-        If it is not, all texts are forgotten, and the cache is empty again.
+        If it is not, all sequences are forgotten, and the cache is empty again.
         """
         pairs = zip(cache.entry_at(reused.count), reused.pair, strict=True)
         if self.target.ranks.all(all(self._same(*pair, cache.form) for pair in pairs)):
@@ -173,8 +173,8 @@ class PrefixReuse:
         tolerance = max(math.sqrt(torch.finfo(new.dtype).eps), 2 * form.error)
         return new.dtype == old.dtype and torch.allclose(new, old, tolerance, tolerance * float(old.abs().amax()))
 
-    def keeping(self, text: Sequence[int], cache: FullCache) -> Work[None]:
-        """Keep a copy of the entries of a text that has ended; ``cache`` holds those of its first tokens."""
+    def keeping(self, sequence: Sequence[int], cache: FullCache) -> Work[None]:
+        """Keep a copy of the entries of a sequence that has ended; ``cache`` holds those of its first tokens."""
         self._check_model()
         if self._begun_with.get(cache) is not self._model_state:
             return
@@ -184,11 +184,11 @@ class PrefixReuse:
         count = cache.goes_back_to(min(cache.length, room))
         if count < _SHORTEST or under_autocast():
             return
-        tokens = torch.tensor(text[:count], dtype=torch.int32)
+        tokens = torch.tensor(sequence[:count], dtype=torch.int32)
         for one in self._kept.like(tokens, cache.form):
             shared = one.shared(tokens)
             if shared == count:
-                # There already, in a text that goes on or is the same.
+                # There already, in a sequence that goes on or is the same.
                 self._kept.use(one)
                 return
             if shared == len(one.tokens):
@@ -202,7 +202,7 @@ class PrefixReuse:
             self._kept.add(_Kept(tokens, cache.form, cache.keys.dtype, copies))
 
     def _check_model(self) -> None:
-        """Forget all texts if a parameter is another tensor than before, or was written to."""
+        """Forget all sequences if a parameter is another tensor than before, or was written to."""
         parameters = map(own_part, self.target.model.parameters())
         state: list[object] = [
             (one.data_ptr(), one.dtype, 0 if one.is_inference() else one._version) for one in parameters

@@ -1,4 +1,4 @@
-"""The scheduler: which texts run, which wait, and what takes longer than a step, in parts between two steps.
+"""The scheduler: which sequences run, which wait, and what takes longer than a step, in parts between two steps.
 
 Such long work is a prompt, what a drafter does before a step, copies of caches, and weights that have changed.
 """
@@ -22,8 +22,8 @@ from decoder.work import Work, finish, timed
 
 logger = logging.getLogger(__name__)
 
-_TOKENS = 512  # of long work, after which a step takes no more where texts wait for tokens
-_OTHERS_TOKENS = 3  # in chunks of a prompt: after so many for others some go to the text that came first
+_TOKENS = 512  # of long work, after which a step takes no more where sequences wait for tokens
+_OTHERS_TOKENS = 3  # in chunks of a prompt: after so many for others some go to the sequence that came first
 
 Fits = Callable[[list[Sequence], Sequence], bool]
 """Tells whether a waiting sequence (the second argument) may join those that are running."""
@@ -43,13 +43,13 @@ class Scheduler:
     Args:
         target: the model.
         fits: tells whether a waiting sequence may join, by its arguments alone. It is not asked while nothing runs, so
-            that any text can begin alone. Where texts have grown so that the last one would not be let in any more,
-            that one waits again (preemption), and a text of open length that would not even be let in alone ends. None
-            lets every sequence join at once.
-        prefixes: where texts begin and what becomes of their caches; None to prefill every prompt as a whole.
+            that any sequence can begin alone. Where sequences have grown so that the last one would not be let in any
+            more, that one waits again (preemption), and a sequence of open length that would not even be let in alone
+            ends. None lets every sequence join at once.
+        prefixes: where sequences begin and what becomes of their caches; None to prefill every prompt as a whole.
         short_steps: whether no step takes more than a short chunk of long work, so that its caller can let others join
-            and leave between two chunks. Else texts that are decoded wait for little of it at a time, and where there
-            are none all of it is done.
+            and leave between two chunks. Else sequences that are decoded wait for little of it at a time, and where
+            there are none all of it is done.
 
     Attributes:
         running: the sequences that have joined.
@@ -69,11 +69,11 @@ class Scheduler:
         self._pending: dict[Sequence, _Pending] = {}  # of those that run, in the order in which they came
         self._weights: Work[None] | None = None  # being prepared: nobody runs before
         self._leaving: dict[Sequence, Work[None]] = {}  # whose caches are being copied
-        self._tokens_of_others = 0  # of long work, since the text that came first had some
+        self._tokens_of_others = 0  # of long work, since the sequence that came first had some
 
     @property
     def decoding(self) -> int:
-        """How many texts a step decodes: those that run, and wait for no work."""
+        """How many sequences a step decodes: those that run, and wait for no work."""
         return len(self.running) - len(self._pending)
 
     @property
@@ -117,8 +117,8 @@ class Scheduler:
     def _preempt(self) -> None:
         """Let those that joined last wait again while all together would outgrow the memory.
 
-        Only caches of texts of open length grow. What such a text had in its cache is prefilled when it joins again, so
-        it loses time and no token. One that outgrows the memory alone ends.
+        Only caches of sequences of open length grow. What such a sequence had in its cache is prefilled when it joins
+        again, so it loses time and no token. One that outgrows the memory alone ends.
         """
         if self.fits is None or not any(sequence.cache.growable for sequence in self.running):
             return
@@ -190,9 +190,9 @@ class Scheduler:
     def _go_on(self) -> None:
         """Go on with the work that sequences wait for.
 
-        Beside texts that are decoded it is a part of a long prompt in each step, so that these do not wait for all of
-        it. The work of which the least is left goes first, so that a short prompt does not wait for a long one. But
-        now and then it is that of the text that came first, so that it does not wait for ever.
+        Beside sequences that are decoded it is a part of a long prompt in each step, so that these do not wait for all
+        of it. The work of which the least is left goes first, so that a short prompt does not wait for a long one. But
+        now and then it is that of the sequence that came first, so that it does not wait for ever.
         """
         tokens, chunk = 0, self.target.prefill_chunk(self.short_steps)
         while self._pending and not self._enough(tokens):
@@ -221,7 +221,7 @@ class Scheduler:
                         pending.left = progress.left
                         return tokens
         except BaseException:
-            # No text of its own can be blamed. This one cannot go on, its work is not whole.
+            # No sequence of its own can be blamed. This one cannot go on, its work is not whole.
             self.cancel(sequence)
             raise
         del self._pending[sequence]
@@ -258,5 +258,5 @@ def failure_of(sequence: Sequence) -> Iterator[None]:
 
 
 def _of_all(error: Exception) -> bool:
-    """Whether an exception tells that no text can go on."""
+    """Whether an exception tells that no sequence can go on."""
     return out_of_memory(error) or is_lost(error)

@@ -1,4 +1,4 @@
-"""Where a text, and drafts behind it, stand in the text's constraint."""
+"""Where a sequence, and drafts behind it, stand in the sequence's constraint."""
 
 from collections.abc import Iterable, Sequence
 from weakref import ref
@@ -12,7 +12,7 @@ _LONGEST_CHAIN = 64  # forced tokens that are looked for behind one place
 
 
 class ConstraintNode:
-    """A place in a constraint: the end of a text, or of a path of tokens behind it."""
+    """A place in a constraint: the end of a sequence, or of a path of tokens behind it."""
 
     __slots__ = ("__weakref__", "_parent", "chain", "children", "depth", "mask", "token")
 
@@ -27,20 +27,20 @@ class ConstraintNode:
 
     @property
     def parent(self) -> "ConstraintNode | None":
-        """The place before; None once the text has gone on from there."""
+        """The place before; None once the sequence has gone on from there."""
         return None if self._parent is None else self._parent()
 
 
 class ConstraintPath:
-    """The places of one text in its constraint, each found out at most once, by moving one state to and fro.
+    """The places of one sequence in its constraint, each found out at most once, by moving one state to and fro.
 
     Args:
         state: the state at the beginning of the output.
-        vocabulary: that of the text.
+        vocabulary: that of the sequence.
         output: the tokens of the output so far.
 
     Attributes:
-        end: the place at the end of the text.
+        end: the place at the end of the sequence.
     """
 
     def __init__(self, state: ConstraintState, vocabulary: Vocabulary, output: Iterable[int] = ()):
@@ -50,7 +50,7 @@ class ConstraintPath:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """The text goes on with this token, behind which nothing is asked if it is an end token.
+        """The sequence goes on with this token, behind which nothing is asked if it is an end token.
 
         Raises:
             ValueError: the token may not follow.
@@ -72,7 +72,7 @@ class ConstraintPath:
         return node.children[token]
 
     def find(self, tokens: Iterable[int]) -> ConstraintNode | None:
-        """The place behind these tokens at the end of the text; None where they leave the constraint."""
+        """The place behind these tokens at the end of the sequence; None where they leave the constraint."""
         node = self.end
         for token in tokens:
             found = self.child(node, token)
@@ -118,7 +118,7 @@ class ConstraintPath:
 
     @property
     def finished(self) -> bool:
-        """Whether the text must end here, without any end token."""
+        """Whether the sequence must end here, without any end token."""
         return not self._ends and not bool(self.mask(self.end).any())
 
     def _allows(self, node: ConstraintNode, token: int) -> bool:

@@ -1,4 +1,4 @@
-"""The draft context: a text with drafted tokens behind it, and the penalty window and noise to rank further drafts."""
+"""The draft context: a sequence with drafted tokens behind it, and the penalty window and noise to rank more drafts."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,18 +10,18 @@ from decoder.sampling.noise import NoiseRows
 from decoder.sampling.penalty_window import PenaltyWindow
 
 Allowed = Callable[[Sequence[int]], torch.Tensor | None]
-"""Given drafted tokens behind a text: the tokens that may follow them, bool [V]; None where all may."""
+"""Given drafted tokens behind a sequence: the tokens that may follow them, bool [V]; None where all may."""
 
 
 class DraftContext:
-    """A text with drafted tokens behind it, some of which may be known to the device only.
+    """A sequence with drafted tokens behind it, some of which may be known to the device only.
 
-    Nothing here waits for the device. A context is valid until the text itself goes on.
+    Nothing here waits for the device. A context is valid until the sequence itself goes on.
 
     Args:
-        window: the text's penalty window, which is not changed.
-        noise: the text's noise.
-        text: the token ids of the text.
+        window: the sequence's penalty window, which is not changed.
+        noise: the sequence's noise.
+        sequence: the token ids of the sequence.
         output: the tokens of the output, as a window that holds them all; of size 0 where they do not matter.
         allowed: which tokens may follow; None where all may.
     """
@@ -30,13 +30,13 @@ class DraftContext:
         self,
         window: PenaltyWindow,
         noise: NoiseRows,
-        text: Sequence[int],
+        sequence: Sequence[int],
         output: PenaltyWindow,
         allowed: Allowed | None = None,
     ):
         self._window, self._counts = window, window.counts
         self._output, self._output_counts, self._allowed = output, output.counts, allowed
-        self._noise, self._text = noise, text
+        self._noise, self._sequence = noise, sequence
         self._tokens: list[int | torch.Tensor] = []
         self._one: torch.Tensor | None = None
         # What a verification has added whose results the host has not read: how many tokens, and the last of them.
@@ -62,7 +62,7 @@ class DraftContext:
             newest: the last one of them, int64 [1] on the device.
             counts: how often each token occurs in the penalty window behind them, int32 [V]; None without a penalty.
         """
-        context = cls(base._window, base._noise, base._text, base._output)
+        context = cls(base._window, base._noise, base._sequence, base._output)
         context._added, context._most_added, context._newest = added, most_added, newest
         if counts is not None:
             context._counts = counts
@@ -89,14 +89,14 @@ class DraftContext:
 
     @property
     def position(self) -> int:
-        """That of the next token, where the host knows the text."""
-        return len(self._text) + len(self._tokens)
+        """That of the next token, where the host knows the sequence."""
+        return len(self._sequence) + len(self._tokens)
 
     def newest(self) -> torch.Tensor:
         """The last token, int64 [1]."""
         if self._newest is not None and not self._tokens:
             return self._newest
-        token = self._tokens[-1] if self._tokens else self._text[-1]
+        token = self._tokens[-1] if self._tokens else self._sequence[-1]
         return token if isinstance(token, torch.Tensor) else upload([token], self._counts.device)
 
     def in_window(self) -> torch.Tensor | None:
@@ -123,13 +123,14 @@ class DraftContext:
         """The noise of ``count`` positions, float64 [count, V], the first of them ``skip`` behind the next position.
 
         If ``token_ids`` [v] are given, it is that of these tokens alone, [count, v]; the same tensor in all calls of a
-        text makes noise that is computed once serve many.
+        sequence makes noise that is computed once serve many.
         """
         start = len(self._tokens) + skip
-        # Noise is made for many positions at once, from the end of the text on, so that the next step finds its own.
+        # Noise is made for many positions at once, from the end of the sequence on, so that the next step finds its
+        # own.
         if self._added is None:
-            return self._noise.rows(len(self._text), count, start, token_ids)
-        rows = self._noise.rows(len(self._text), self._most_added + start + count, 0, token_ids)
+            return self._noise.rows(len(self._sequence), count, start, token_ids)
+        rows = self._noise.rows(len(self._sequence), self._most_added + start + count, 0, token_ids)
         return rows.index_select(0, self._added + torch.arange(start, start + count, device=rows.device))
 
     def _count(self, counts: torch.Tensor, token: int | torch.Tensor, change: int) -> None:

@@ -1,4 +1,4 @@
-"""The window of the repetition penalty: the newest tokens of a text."""
+"""The window of the repetition penalty: the newest tokens of a sequence."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from decoder.backends.transfers import upload
 
 
 class PenaltyWindow:
-    """The newest tokens of the text, to which the repetition penalty applies.
+    """The newest tokens of the sequence, to which the repetition penalty applies.
 
     Args:
         size: how many tokens a full window has; 0 when nothing is penalised.
-        text: the token ids of the text so far.
+        sequence: the token ids of the sequence so far.
 
     Attributes:
         tokens: the tokens in the window, the oldest first.
         counts: how often each token occurs among them, int32 [V].
     """
 
-    def __init__(self, size: int, vocab_size: int, device: torch.device, text: Sequence[int]):
+    def __init__(self, size: int, vocab_size: int, device: torch.device, sequence: Sequence[int]):
         self.size = size
-        self.tokens = deque(text[-size:] if size else ())
+        self.tokens = deque(sequence[-size:] if size else ())
         self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         if self.tokens:
             tokens = upload(list(self.tokens), device)
@@ -32,7 +32,7 @@ class PenaltyWindow:
         self._host = (self.counts.numpy(), self._penalised.numpy()) if device.type == "cpu" else None
 
     def push(self, token: int) -> None:
-        """Add the text's next token; the oldest one leaves a full window."""
+        """Add the sequence's next token; the oldest one leaves a full window."""
         if not self.size:
             return
         self.tokens.append(token)

@@ -24,7 +24,7 @@ LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 
 class Drawn(NamedTuple):
-    """A token drawn at a node of a tree, which enters the text only if the walk comes to that node.
+    """A token drawn at a node of a tree, which enters the sequence only if the walk comes to that node.
 
     Attributes:
         token: its id.
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of one text, and ranks drafts for it: it has the text's penalty window and its noise.
+    """Chooses the tokens of one sequence, and ranks drafts for it: it has the sequence's penalty window and its noise.
 
     Args:
         params: the user's sampling parameters.
@@ -52,10 +52,10 @@ class Sampler:
         collect_top_logprobs: how many of the most likely tokens to collect at every position in ``top_logprobs``.
         choice: what chooses tokens by given parameters faster than operators do, and chooses the same; it may have
             nothing for some.
-        vocabulary: the text's vocabulary, for parameters that need more of it than its size.
+        vocabulary: the sequence's vocabulary, for parameters that need more of it than its size.
 
     Attributes:
-        context: the token ids of the text so far, prompt and output.
+        context: the token ids of the sequence so far, prompt and output.
         logprobs: the log-probabilities of the output's tokens, if they are collected.
         top_logprobs: the most likely tokens at the positions of the output, as in `GenerationOutput`, if they are
             collected.
@@ -108,7 +108,7 @@ class Sampler:
 
     @property
     def constraint(self) -> ConstraintPath | None:
-        """Where the text stands in its constraint, if it has one."""
+        """Where the sequence stands in its constraint, if it has one."""
         return None if self._restriction is None else self._restriction.path
 
     @property
@@ -118,7 +118,7 @@ class Sampler:
 
     @property
     def finished(self) -> bool:
-        """Whether the constraint ends the text here, where no token does."""
+        """Whether the constraint ends the sequence here, where no token does."""
         return self.constraint is not None and self.constraint.finished
 
     @property
@@ -127,7 +127,7 @@ class Sampler:
         return self.logprobs is not None or self.top_logprobs is not None
 
     def draft_context(self, drafted: Sequence[int] = ()) -> DraftContext:
-        """The state that drafts are ranked with, where the text goes on with ``drafted``."""
+        """The state that drafts are ranked with, where the sequence goes on with ``drafted``."""
         allowed = None if self._restriction is None else self.allowed
         context = DraftContext(self.window, self.noise, self.context, self.output, allowed)
         for token in drafted:
@@ -148,14 +148,14 @@ class Sampler:
         return self._restriction.allowed(output, node)
 
     def _conditions(self, drafted: Sequence[int] = ()) -> Conditions:
-        """Those of a node of a tree, of which penalties are those of the text alone."""
+        """Those of a node of a tree, of which penalties are those of the sequence alone."""
         counts = self.output.counts if self.output.size else None
         return Conditions(self.window.penalised, counts, self.allowed(drafted))
 
     def filtered(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
         """The target's logits [V] after hook, penalty and filters: unnormalised log-probabilities, float64 [V].
 
-        The hook is given the text with ``drafted`` behind it. The penalty window is that of the text alone.
+        The hook is given the sequence with ``drafted`` behind it. The penalty window is that of the sequence alone.
         """
         if self.logits_hook is not None:
             shape = logits.shape
@@ -257,7 +257,7 @@ class Sampler:
         return self.drawn(token, score, *download(torch.cat(columns)))
 
     def take(self, drawn: Drawn) -> int:
-        """Append a drawn token to the text, and what is collected to ``logprobs`` and ``top_logprobs``.
+        """Append a drawn token to the sequence, and what is collected to ``logprobs`` and ``top_logprobs``.
 
         Raises:
             ConstraintError: there was no token to draw.
@@ -278,7 +278,7 @@ class Sampler:
         return drawn.token
 
     def push(self, token: int) -> None:
-        """Append a token to the text."""
+        """Append a token to the sequence."""
         self.context.append(token)
         self.window.push(token)
         self.output.push(token)
@@ -301,7 +301,7 @@ class Sampler:
         token will be chosen, without it log q alone. The penalty window of the first position serves all of them.
 
         Args:
-            context: the text with the tokens drafted so far.
+            context: the sequence with the tokens drafted so far.
             token_ids: as for `processed`.
             skip: how many positions lie between the end of ``context`` and the first row.
             weak: whether they are of heads and not of the model itself, see `SamplingParams.for_weak_drafts`.

@@ -23,7 +23,7 @@ class TreeDraws:
     Args:
         tree: the candidates, T nodes.
         logits: the target's logits [T or more, V], a row per node.
-        sampler: the sampler of the text, whose last token is the tree's root.
+        sampler: the sampler of the sequence, whose last token is the tree's root.
         apart: whether sums over the vocabulary are made node by node. On a device, their order may follow from the
             number of rows and where they lie.
 
@@ -72,8 +72,8 @@ class TreeDraws:
     def _window_counts(self, device: torch.device) -> torch.Tensor:
         """How often each token occurs in the penalty window of each node, int32 [T, V].
 
-        A node's window is the text's, with the tokens of the node's path added and the oldest ones dropped to make room
-        for them. This also finds, for `draft_context`, the token that leaves the window when one more enters.
+        A node's window is the sequence's, with the tokens of the node's path added and the oldest ones dropped to make
+        room for them. This also finds, for `draft_context`, the token that leaves the window when one more enters.
         """
         tree, window = self._tree, self.sampler.window
         changes: list[tuple[int, int]] = []  # a flat index into the counts, and what to add there
@@ -126,7 +126,7 @@ class TreeDraws:
 
     @property
     def draft_context(self) -> DraftContext:
-        """The draft context of the next step: the text with the walk's tokens, which the host need not know yet."""
+        """The draft context of the next step: the sequence with the walk's tokens, which the host need not know yet."""
         node, base = self.last_node, self.sampler.draft_context()
         newest = self._tokens.index_select(0, node)
         added = node.new_ones(1) if self._depths is None else self._depths.index_select(0, node) + 1
