@@ -380,7 +380,9 @@ def preempted(monkeypatch):
 def room_for(monkeypatch, dec, tokens, small_tokens=0, layers=0):
     """Memory for the caches of so many tokens, the draft cache of 64 of each text included; of the small model's; and
     for so many of the draft layer's, whose window makes them all alike."""
-    room = dec.target.kv_bytes * tokens + layers * DraftLayerCache.planned_bytes(dec.heads["eagle3"], POSITIONS)
+    room = dec.target.kv_bytes * tokens
+    if layers:
+        room += layers * DraftLayerCache.planned_bytes(dec.heads["eagle3"], POSITIONS)
     if small_tokens:
         room += dec.draft_target.kv_bytes * small_tokens
     room /= 0.6
