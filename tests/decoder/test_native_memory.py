@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoder.backends.native import memory
+from decoder.backends import large_pages
 
 
 def test_every_tensor_has_its_own_zeros() -> None:
     shapes = [(3, 5), (1000, 700), (0, 4), (1,), (40 << 18,), (7, 3)]
-    tensors = [memory.zeros(shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.bfloat16, torch.float32)]
+    tensors = [
+        large_pages.zeros(shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.bfloat16, torch.float32)
+    ]
     assert not any(tensor.any() for tensor in tensors)
     for number, tensor in enumerate(tensors, 1):
         tensor.fill_(number)
@@ -22,14 +24,14 @@ def test_every_tensor_has_its_own_zeros() -> None:
 
 def test_a_copy_is_contiguous() -> None:
     matrix = torch.arange(600.0).view(20, 30)
-    copy = memory.contiguous(matrix.T)
+    copy = large_pages.contiguous(matrix.T)
     assert copy.is_contiguous() and torch.equal(copy, matrix.T)
 
 
 def test_memory_is_given_back() -> None:
-    first, second = (memory.zeros((1000,), torch.float32) for _ in range(2))
-    assert memory._last is not None
-    mapping = memory._last[0]
+    first, second = (large_pages.zeros((1000,), torch.float32) for _ in range(2))
+    assert large_pages._last is not None
+    mapping = large_pages._last[0]
     del first
     gc.collect()
     assert mapping() is not None and not second.any()
@@ -42,7 +44,7 @@ def test_memory_is_given_back() -> None:
 def test_large_pages_are_asked_for() -> None:
     """As the system lists them: `hg` among a mapping's flags. In a process of its own, whose mappings are few."""
     program = (
-        "import torch; from decoder.backends.native import memory; held = memory.zeros((1 << 22,), torch.uint8);"
+        "import torch; from decoder.backends import large_pages; held = large_pages.zeros((1 << 22,), torch.uint8);"
         "print(sum('hg' in line.split() for line in open('/proc/self/smaps') if line.startswith('VmFlags')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from transformers import Cache
 
+from decoder.backends import large_pages
 from decoder.backends.forwards import under_autocast
 from decoder.cache.layout import RECURRENT, LayerKind, Layout
 from decoder.cache.pool import BufferPool, Buffers
@@ -193,7 +194,7 @@ class LayeredCache(Cache, ABC):
 
     def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:
         batch, groups, _, dim = like.shape
-        return like.new_empty(layers, batch, groups, self.capacity, dim)
+        return large_pages.empty((layers, batch, groups, self.capacity, dim), like.dtype, like.device)
 
     @property
     def recurrent(self) -> RecurrentStates | None:

@@ -11,8 +11,8 @@ from ctypes import byref
 
 import torch
 
+from decoder.backends import large_pages
 from decoder.backends.native import library as native
-from decoder.backends.native import memory
 from decoder.backends.native.structures import BF16, FP32, INT8, PackedWeight
 
 _CHECKED_AT_ONCE = 2**24  # numbers, so that the check takes little memory
@@ -68,7 +68,7 @@ class NativeWeight:
         """In panels of outputs and pairs of inputs, [panels, pairs, 2 x lanes, 2]."""
         whole = self._in_panels(weight, torch.bfloat16, weight.shape[1] % 2)
         # Pairs are moved as one number each: in half the time.
-        return memory.contiguous(whole.view(torch.int32).transpose(1, 2)).view(torch.bfloat16)
+        return large_pages.contiguous(whole.view(torch.int32).transpose(1, 2)).view(torch.bfloat16)
 
     def _in_panels(self, weight: torch.Tensor, dtype: torch.dtype, padding: int = 0) -> torch.Tensor:
         """[panels, 2 x lanes, inputs], with zeros for what is missing."""
@@ -103,7 +103,7 @@ class Fp32Weight(NativeWeight):
     _kind = FP32
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return memory.contiguous(self._in_panels(weight, torch.float32).transpose(1, 2))
+        return large_pages.contiguous(self._in_panels(weight, torch.float32).transpose(1, 2))
 
 
 class Int8Weight(NativeWeight):
@@ -121,7 +121,7 @@ class Int8Weight(NativeWeight):
         """In panels of outputs and fours of inputs, [panels, fours, 2 x lanes, 4], with 128 added."""
         above = self._rounded(weight) + 128
         whole = self._in_panels(above, torch.uint8, -weight.shape[1] % 4)
-        return memory.contiguous(whole.unflatten(2, (-1, 4)).transpose(1, 2))
+        return large_pages.contiguous(whole.unflatten(2, (-1, 4)).transpose(1, 2))
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         return (weight.float() / self._scales_of(weight)[:, None]).round_()

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from decoder.backends import large_pages
 from decoder.backends.memory import floats
 from decoder.backends.native import library as native
-from decoder.backends.native import memory
 from decoder.backends.native.packed_weight import NativeWeight
 from decoder.backends.native.structures import MOST_PARTS, QUANTISED, Quantised, QuantisedPart
 
@@ -79,7 +79,7 @@ class QuantisedMatrix:
             raise ValueError(f"rows of {row_bytes} bytes are no whole blocks of {kind.name}")
         blocks = blocks.contiguous()
         self.kind, self.shape = kind, (outputs, count * kind.inputs)
-        packed = memory.zeros((-(-outputs // width()), count * kind.packed_bytes), torch.uint8)
+        packed = large_pages.zeros((-(-outputs // width()), count * kind.packed_bytes), torch.uint8)
         given = kind.place, blocks.data_ptr(), *self.shape, packed.data_ptr()
         native.library().pack_weights(*given, native.threads())
         self.weight = nn.Parameter(packed, requires_grad=False)
