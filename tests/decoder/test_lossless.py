@@ -49,7 +49,7 @@ OPTIONS = {
 }
 
 
-LENGTH = 60
+LENGTH = 80
 DRAFTING = [method for method in methods() if method != "ar"]
 CASES = [("tokenswift", name) for name in OPTIONS]
 CASES += [(method, name) for method in DRAFTING if method != "tokenswift" for name in ("paper", "narrow", "paths")]
