@@ -203,3 +203,15 @@ def test_plain_steps_are_run_where_a_costly_first_level_does_not_pay(second, bes
         policy.observe(expected, 1.0, (0.0 if not levels else 1.1 + 0.02 * levels) * luck.uniform(0.9, 1.1))
     assert policy.best == best
     assert policy.rate(best) > policy.rate(1)
+
+
+def test_a_step_takes_time_whatever_verifications_were_measured_to_cost():
+    """Where steps of two sequences become those of one, the costs that they were measured beside are others'."""
+    policy = LevelPolicy(2)
+    for _ in range(50):
+        policy.observe([Expected(1.0, 5.0)], 5.0, 0.0, -4.0)
+    assert policy.overhead(0) < -3
+    assert policy.whole(3.0, 0) == pytest.approx(0.3) and policy.whole(5.0, 0) == pytest.approx(
+        5.0 + policy.overhead(0)
+    )
+    assert policy.rate(0) > 0

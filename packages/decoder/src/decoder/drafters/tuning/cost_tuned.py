@@ -168,7 +168,7 @@ class CostTuned(Drafter):
         levels = max(1, policy.best)  # and not one that is on trial
         tokens, cost = self._best(0)[1]
         seconds = policy.seconds(levels) - policy.seconds(0)
-        return (1 - covered) * policy.tokens(1, levels) >= seconds * tokens / (cost + policy.overhead(0))
+        return (1 - covered) * policy.tokens(1, levels) >= seconds * tokens / policy.whole(cost, 0)
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
         if levels and self._source is self._draft_model:
@@ -196,11 +196,11 @@ class CostTuned(Drafter):
 
     def _best(self, levels: int) -> tuple[int, Expected]:
         """How many of the candidates to verify behind so many levels, and what this brings and costs."""
-        overhead, widest = self._policy.overhead(levels), self.context.target.most_nodes or WIDEST
+        widest = self.context.target.most_nodes or WIDEST
         tokens, rate, best = 0.0, 0.0, (1, Expected(1.0, self._costs[1]))
         for nodes, node in enumerate(self._candidates.likeliest()[:widest], start=1):
             tokens += self._candidates.chances[node]
-            if (found := tokens / (self._costs[nodes] + overhead)) > rate:
+            if (found := tokens / self._policy.whole(self._costs[nodes], levels)) > rate:
                 rate, best = found, (nodes, Expected(tokens, self._costs[nodes]))
         return best
 

@@ -64,9 +64,17 @@ class LevelPolicy:
         """Seconds of a step with so many levels beyond its verification; no time for drafts where not tried yet."""
         return self._drafting[levels].value + self._rest.value
 
+    def whole(self, cost: float, levels: int) -> float:
+        """Seconds of a step with so many levels whose verification costs ``cost``.
+
+        What steps took beyond that may be less than nothing, where verifications are cheaper than they were measured to
+        be, or where steps of several sequences became those of one. No step is taken to be ten times as fast.
+        """
+        return max(cost + self.overhead(levels), 0.1 * cost)
+
     def seconds(self, levels: int) -> float:
         """Of usual steps with so many levels."""
-        return sum(level.value for level in self._cost[: levels + 1]) + self.overhead(levels)
+        return self.whole(sum(level.value for level in self._cost[: levels + 1]), levels)
 
     def rate(self, levels: int) -> float:
         """Tokens per second of usual steps with so many levels; 0 before any step was seen."""
