@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from weakref import ref
 
+import numpy as np
 import torch
 
 from decoder.constraints.base import ConstraintState, Vocabulary
@@ -89,7 +90,8 @@ class ConstraintPath:
         """
         if node.mask is None:
             if node.token in self._ends or node.chain:
-                node.mask = torch.zeros(self._size, dtype=torch.bool)
+                # PyTorch would write so many zeros with threads, which then wait on the cores that passes need.
+                node.mask = torch.from_numpy(np.zeros(self._size, np.bool_))
                 node.mask[list(node.chain or ())[:1]] = True
             else:
                 self._move(node)
