@@ -53,6 +53,17 @@ def test_heads_that_were_trained_on_a_model_of_that_name_are_its_own(folder, bas
     }
 
 
+def test_a_files_heads_may_lie_beside_its_folder(folder):
+    """As `make qwen` leaves the files, beside whose folders the heads that are shipped for them lie."""
+    (folder / "tiny" / "tiny-q4.gguf").touch()
+    DraftHeads(8, kind="gated").save_pretrained(folder / "heads-tiny", base_model="data/tiny/tiny-q4.gguf")
+    DraftHeads(8, kind="gated").save_pretrained(folder / "heads-other", base_model="data/tiny/tiny-q8.gguf")
+    found = names(heads_beside(folder / "tiny" / "tiny-q4.gguf"))
+    assert found == dict.fromkeys(("tokenswift", "medusa", "tokenswift-fused", "auto"), "heads-tiny")
+    DraftHeads(8, kind="gated").save_pretrained(folder / "tiny" / "heads-nearer", base_model="tiny-q4.gguf")
+    assert set(names(heads_beside(folder / "tiny" / "tiny-q4.gguf")).values()) == {"heads-nearer"}
+
+
 def test_a_draft_model_of_eagle3_tells_its_model_too(folder):
     config = Eagle3Config.for_model(tiny_llama().config)
     Eagle3DraftModel(config, own_head=True).save_pretrained(folder / "heads-one", base_model="owner/tiny")

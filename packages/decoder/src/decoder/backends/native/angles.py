@@ -35,7 +35,7 @@ class AngleTable:
 
     def __init__(self, rotary: Any, types: Sequence[str], kinds: int, turned: int, dtype: torch.dtype):
         self._rotary, self._types, self._kinds, self._turned, self._dtype = rotary, types, kinds, turned, dtype
-        self._made_of: list[tuple[int, int]] = []
+        self._made_of: list[object] = []
         self._rows: list[Angles] = []
 
     def at(self, positions: torch.Tensor) -> list[Angles]:
@@ -43,7 +43,9 @@ class AngleTable:
         if is_changed(self._rotary):  # something of the user's wants to be called
             found = self._computed(positions)
             return found if self._types else found * self._kinds
-        made_of = [(id(one), 0 if one.is_inference() else one._version) for one in self._rotary.buffers()]
+        # Its frequencies, and the factors of the angles: what the user changes takes effect with the next pass.
+        made_of: list[object] = [one for one in vars(self._rotary).values() if isinstance(one, float)]
+        made_of += [(id(one), 0 if one.is_inference() else one._version) for one in self._rotary.buffers()]
         if made_of != self._made_of:
             self._made_of, self._rows = made_of, []
         has, needed = len(self._rows[0].cosines) if self._rows else 0, int(positions.max()) + 1

@@ -16,7 +16,7 @@ from decoder.backends.forwards import is_changed
 from decoder.backends.memory import available_memory, floats
 from decoder.backends.native import library as native
 from decoder.backends.native.expert_products import ROOM, ExpertProducts
-from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, joined, packable, renewed
+from decoder.backends.native.packed_linear import SHARE, TOKENS, Linear, Packed, PackedCopy, joined, packable, renewed
 from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.native.quantised_experts import PARTS, QuantisedExperts
@@ -39,7 +39,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _CLOSE = 1e-4  # by which weights of experts may be off in float32
 
 
-class PackedExperts(Packed):
+class PackedExperts(PackedCopy):
     """`forward` of a module of experts, with a packed copy of their weights."""
 
     held: ExpertProducts
@@ -63,7 +63,7 @@ class PackedExperts(Packed):
         return self.held(hidden, ids, weights)
 
 
-class PackedRouter(Packed):
+class PackedRouter(PackedCopy):
     """`forward` of a module that chooses experts, of equal ones the first.
 
     Attributes:

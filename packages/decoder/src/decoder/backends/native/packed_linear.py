@@ -3,6 +3,7 @@
 Layers with the same input can be joined to one product, as the library's whole passes read them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,15 +33,15 @@ class DraftRows(nn.Linear):
 
 
 class Packed:
-    """Owns a forward with packed weights, those of ``given``: a module, or the layers of one product.
+    """Owns a forward with packed weights; ``kind`` is how they are held."""
 
-    Attributes:
-        held: the packed weights.
-        kind: how they are held.
-    """
+    kind: type
+
+
+class PackedCopy(Packed, ABC):
+    """Packed weights of ``given``, a module or the layers of one product, in the attribute ``held``."""
 
     held: Any
-    kind: type
 
     def __init__(self, given: Any):
         self._fingerprint: list[torch.Tensor] = []
@@ -57,12 +58,12 @@ class Packed:
     def _fingerprint_of(self, given: Any) -> list[torch.Tensor]:
         return fingerprint_of([given])
 
+    @abstractmethod
     def _pack(self, given: Any) -> None:
         """Set ``held`` and ``kind``."""
-        raise NotImplementedError
 
 
-class PackedLinears(Packed):
+class PackedLinears(PackedCopy):
     """One linear layer, or several with the same input, as one product with a packed copy of their weights.
 
     Attributes:
@@ -90,7 +91,7 @@ class PackedLinears(Packed):
         return weight(x) if x.dtype == weight.dtype else weight(x.to(weight.dtype)).to(x.dtype)
 
 
-class PackedHead(Packed):
+class PackedHead(PackedCopy):
     """`DraftHead.forward` with packed weights: layers with the same input are one product, and no module is called.
 
     A head takes so little time that calls of modules would be half of it. A draft may be off by a rounding.
@@ -192,7 +193,7 @@ def packing(modules: Iterable[nn.Module], groups: Sequence[Sequence[Linear]] = (
     return found
 
 
-def renewed(packed: MutableMapping[Any, Any], module: nn.Module, kind: type[Packed]) -> Any:
+def renewed(packed: MutableMapping[Any, Any], module: nn.Module, kind: type[PackedCopy]) -> Any:
     """What of ``packed`` belongs to a module, made where there is none, with the weights as they are now."""
     if module in packed:
         packed[module].renew(module)

@@ -1,4 +1,4 @@
-"""Memory for weights: places of their own, zeros, and given back."""
+"""Memory in large pages: places of their own, zeros, and given back."""
 
 import gc
 import subprocess
@@ -38,6 +38,19 @@ def test_memory_is_given_back() -> None:
     del second
     gc.collect()
     assert mapping() is None
+
+
+@pytest.mark.parametrize("count", [100, 3 << 20])
+def test_caches_have_memory_of_their_own_that_goes_with_them(count: int) -> None:
+    filled, last = large_pages._last, large_pages.zeros((8,), torch.uint8)
+    first, second = (large_pages.empty((2, count), torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    assert first.shape == (2, count) and first.dtype == torch.bfloat16 and first.is_contiguous()
+    first.fill_(1), second.fill_(2)
+    assert bool((first == 1).all()) and bool((second == 2).all()) and not last.any()
+    # Not in the mapping that weights share, which would hold it as long as any of them.
+    assert filled is None or large_pages._last is not None
+    shared = large_pages._last[0]()
+    assert not 0 <= first.data_ptr() - last.data_ptr() < len(shared)
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages")
