@@ -59,10 +59,11 @@ def random_heads(model, num_heads=3, kind="chained", seed=1):
 
 def new_heads(config, levels):
     """An EAGLE-3 draft model of the shape of a model's layer, with the draft vocabulary of every second token."""
+    inner = config.intermediate_size  # some have a size for each layer
     shape = Eagle3Config(
         target_hidden_size=config.hidden_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=inner if isinstance(inner, int) else inner[0],
         attention_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.hidden_size // config.num_attention_heads,

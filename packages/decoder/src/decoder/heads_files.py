@@ -92,6 +92,32 @@ def read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, tor
         raise ValueError(f"{path} is not a whole safetensors file: copy or fetch it again") from error
 
 
+def files_of_tensors(folder: Path) -> dict[str, str]:
+    """By the name of each tensor of the model in a folder, its file; empty without files.
+
+    Raises ValueError for damaged ones.
+    """
+    if (folder / MODEL_INDEX).is_file():
+        files = read_json(folder / MODEL_INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError(f"{folder / MODEL_INDEX} has no weight_map from tensors to files")
+        return files
+    if not (folder / MODEL_WEIGHTS).is_file():
+        return {}
+    with open_tensors(folder / MODEL_WEIGHTS) as file:
+        return dict.fromkeys(file.keys(), MODEL_WEIGHTS)
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file of a model. Raises OSError where there is none, and ValueError for a damaged one."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}, which its index names")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: copy or fetch it again") from error
+
+
 def refuse_misfits(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], which: str) -> None:
     """Raise ValueError unless the ``tensors`` of a checkpoint have the names and shapes of those that are expected.
 

@@ -55,10 +55,11 @@ def load(
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
             checkpoint's, the native library multiplies it here and bitwise decoding holds, otherwise float32; matrices
-            of a quantised GGUF file stay in its own formats on a CPU for which there is the native library. "int4"
-            and "int8" round the weights of the model's linear layers (`model.quantising`), on a CPU: the text is
-            that of the model with these weights. All else, and the draft model, is then bfloat16 if the native
-            library multiplies it here and bitwise decoding holds, otherwise float32.
+            of a quantised GGUF file, and the MXFP4 experts of a gpt-oss folder, stay in their own formats on a CPU for
+            which there is the native library. "int4" and "int8" round the weights of the model's linear layers
+            (`model.quantising`), on a CPU: the text is that of the model with these weights. All else, and the draft
+            model, is then bfloat16 if the native library multiplies it here and bitwise decoding holds, otherwise
+            float32.
         bitwise: see `Decoder`.
         prefix_cache_bytes: see `Decoder`.
         tensor_parallel: whether the processes that torchrun has started share the model: each holds a part of the
@@ -93,7 +94,7 @@ def load(
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
         config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, rounded, ranks))
         chosen, narrow = dtype == "auto" and device.type == "cpu", False
-        kept = chosen and ranks.size == 1 and keeps_formats(model, **model_kwargs)
+        kept = chosen and ranks.size == 1 and keeps_formats(model, config, **model_kwargs)
         if rounded or chosen:
             # The model's own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
             # Beside rounded weights, and those of a GGUF file, any model's other numbers may be rounded to bfloat16.
@@ -114,7 +115,7 @@ def load(
         # four bits already, which another rounding before would change.
         read_as = ("float32" if is_gguf(model) else "auto") if rounded else dtype
         if kept:
-            target = read_quantised(model, getattr(torch, dtype))
+            target = read_quantised(model, config, getattr(torch, dtype), **model_kwargs)
         else:
             target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
         if rounded:

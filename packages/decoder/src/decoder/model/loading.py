@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +26,7 @@ from decoder.model.gguf.quantised import holds_quantised, quantised_model
 from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
 from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
+from decoder.model.mxfp4 import has_mxfp4, keeps_mxfp4, read_mxfp4
 from decoder.model.wrapped import language_config, reading_alone, without_report
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
@@ -123,8 +125,12 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
         # transformers looks for an adapter beside the model, too, and would ask the hub for it.
         adapter = {name: kwargs[name] for name in ("cache_dir", "local_files_only") if name in kwargs}
         config = _own_config(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})
-        alone = {} if "config" in kwargs else reading_alone(config, source)
-        kwargs = {"adapter_kwargs": adapter, **_NO_CODE, **alone, **kwargs}
+        alone = own = {} if "config" in kwargs else reading_alone(config, source)
+        if has_mxfp4(config) and device.type == "cpu" and not {"config", "quantization_config"} & kwargs.keys():
+            # transformers would do so anyway, once it has looked for packages that it needs on other devices.
+            config.quantization_config |= {"dequantize": True}
+            own = {"config": config}
+        kwargs = {"adapter_kwargs": adapter, **_NO_CODE, **own, **kwargs}
         with _readable("model", source), without_report(bool(alone)):
             model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
     # transformers fills missing and mismatched tensors with random numbers.
@@ -156,23 +162,40 @@ def _from_gguf(source: str | os.PathLike, **kwargs: Any) -> tuple[PreTrainedMode
     return model, found
 
 
-def keeps_formats(source: str | os.PathLike, **kwargs: Any) -> bool:
-    """Whether `read_quantised` reads the model: a GGUF file of such formats, with no ``kwargs`` but for the hub."""
-    return (
-        gguf.is_gguf(source) and not kwargs.keys() - set(HUB_ARGUMENTS) and holds_quantised(gguf.open_checked(source))
-    )
+def keeps_formats(source: str | os.PathLike, config: PreTrainedConfig, **kwargs: Any) -> bool:
+    """Whether `read_quantised` reads the model of a ``config``, with these ``kwargs``, which must be the hub's alone.
+
+    It does a GGUF file of formats that the native library multiplies, and gpt-oss with MXFP4 weights.
+    """
+    if kwargs.keys() - set(HUB_ARGUMENTS):
+        return False
+    return holds_quantised(gguf.open_checked(source)) if gguf.is_gguf(source) else keeps_mxfp4(config)
 
 
-def read_quantised(source: str | os.PathLike, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a GGUF file on the CPU, its matrices in the file's own formats and all else in ``dtype``.
+def read_quantised(
+    source: str | os.PathLike, config: PreTrainedConfig, dtype: torch.dtype, **from_hub: Any
+) -> PreTrainedModel:
+    """A model on the CPU, its quantised weights in the formats that they are stored in and all else in ``dtype``.
 
     Raises:
         ValueError: weights are missing, are no numbers, or are none of this model's.
         OSError: it cannot be read.
     """
-    model = quantised_model(gguf.open_checked(source), read_config(source), dtype)
+    if gguf.is_gguf(source):
+        model = quantised_model(gguf.open_checked(source), config, dtype)
+    else:
+        model = read_mxfp4(_folder_of(source, **from_hub), config, dtype)
     model.name_or_path = model.config.name_or_path = str(source)
     return model
+
+
+def _folder_of(source: str | os.PathLike, **from_hub: Any) -> Path:
+    """The folder of a model, or where the hub's client keeps its files."""
+    if Path(source).is_dir():
+        return Path(source)
+    from_hub = {name: value for name, value in from_hub.items() if name != "trust_remote_code"}
+    with _readable("model", source):
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "model*.safetensors"], **from_hub))
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -21,6 +21,9 @@ QUANTISED_DTYPES = (INT4, INT8)
 GGUF = "gguf"
 """The name of the dtype of a model whose weights are in the formats of the GGUF file that they were read from."""
 
+MXFP4 = "mxfp4"
+"""That of a model whose experts are in the blocks of its folder."""
+
 _FORMATS = {INT4: "Q4_1", INT8: "Q8_0"}
 _OUTPUTS = 16  # that lie interleaved
 _NAME = "_weights_format"  # of a model's attribute
@@ -28,7 +31,7 @@ _NUMBERS = {format.name: number for number, format in FORMATS.items()}
 
 
 def weights_name(model: nn.Module) -> str | None:
-    """Which of `QUANTISED_DTYPES` a model's weights are, or `GGUF`, if one of them."""
+    """Which of `QUANTISED_DTYPES` a model's weights are, or `GGUF` or `MXFP4`, if one of them."""
     return getattr(model, _NAME, None)
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from decoder.draft_heads import refuse_not_finite
-from decoder.heads_files import CONFIG, MODEL_INDEX, MODEL_WEIGHTS, read_json, refuse_misfits
+from decoder.heads_files import CONFIG, files_of_tensors, open_tensors, read_json, refuse_misfits
 from decoder.model.wrapped import NAMES, language_config
 from decoder.mtp.module import MtpModule
 
@@ -92,7 +91,7 @@ def _places(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str
     prefix, found = _prefix(config), {}
     if prefix is None:
         return {}
-    for published, file in _files(folder).items():
+    for published, file in files_of_tensors(folder).items():
         name = published
         for pattern, alone in NAMES.items():
             name = re.sub(pattern, alone, name)
@@ -116,35 +115,13 @@ def _published_name(name: str, config: Mapping[str, Any]) -> str:
     return f"{prefix}{name}"
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """By the name of each of the model's tensors, its file. Raises ValueError for damaged files."""
-    if (folder / MODEL_INDEX).is_file():
-        files = read_json(folder / MODEL_INDEX).get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError(f"{folder / MODEL_INDEX} has no weight_map from tensors to files")
-        return files
-    if not (folder / MODEL_WEIGHTS).is_file():
-        return {}
-    with _opened(folder / MODEL_WEIGHTS) as file:
-        return dict.fromkeys(file.keys(), MODEL_WEIGHTS)
-
-
-def _opened(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}, which its index names")
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: copy or fetch it again") from error
-
-
 def _checked(folder: Path, config: Mapping[str, Any], weights: bool) -> tuple[MtpModule, dict[str, torch.Tensor]]:
     """The module without weights, and its tensors, whose names and shapes are right; on the meta device if no
     ``weights`` are asked for. Raises ValueError if they are not."""
     tensors: dict[str, torch.Tensor] = {}
     places = _places(folder, config)
     for file in sorted({file for _, file in places.values()}):
-        with _opened(folder / file) as opened:
+        with open_tensors(folder / file) as opened:
             held = set(opened.keys())
             for name, (published, its_file) in places.items():
                 if its_file == file and published in held:
