@@ -6,9 +6,10 @@
 #include "attention.h"
 
 enum {
-    SPLIT = KEYS_TOGETHER,
-    BLOCK = 64
-};                               // keys whose weights are summed together, and keys that are transposed together
+    SPLIT = KEYS_TOGETHER, // keys whose weights are summed together,
+    BLOCK = 64,            // keys that are transposed together,
+    WIDENED = 128          // and values that are widened together, of as many numbers as a register tile has
+};
 enum { TILE = 6 };               // rows that share a register tile
 enum { FEW = QUERY_HEADS_HELD }; // rows whose scores a core holds at a time
 enum { MOST_PARTIAL = 1 << 24 }; // numbers of attention over splits that wait to be merged
@@ -47,6 +48,20 @@ INLINE void transposed_tile(const int part, const Cache cache, const void *from,
         if (!part || n < numbers) memcpy(out + n * BLOCK, &rows[n], sizeof(vec));
 }
 
+// The same of 2 LANES numbers that are widened, which takes half as many exchanges as one after another.
+INLINE void transposed_words(const uint16_t *from, const int32_t *slots, int64_t slot, int64_t at, float *out) {
+    vec rows[LANES];
+    UNROLL(16)
+    for (int key = 0; key < LANES; key++) rows[key] = load(from + at + slots[key] * slot, 0, 0, LANES);
+    transpose(rows);
+    UNROLL(16)
+    for (int n = 0; n < LANES; n++) {
+        const uvec lower = (uvec)rows[n] << 16, upper = (uvec)rows[n] & 0xffff0000u;
+        memcpy(out + 2 * n * BLOCK, &lower, sizeof lower);
+        memcpy(out + (2 * n + 1) * BLOCK, &upper, sizeof upper);
+    }
+}
+
 // The keys in some slots as [dim, BLOCK], or in pairs as [dim / 2, BLOCK]; there are any numbers behind the last one.
 INLINE void transposed_block(const Cache cache, const Rows *rows, const int32_t *slots, int64_t count, float *out) {
     const int64_t each = cache == PAIRED_CACHE ? 2 : 1, dim = rows->a->dim / each;
@@ -56,6 +71,11 @@ INLINE void transposed_block(const Cache cache, const Rows *rows, const int32_t 
         for (int64_t i = 0; i < dim; i += LANES) {
             const int64_t keys = count - first, numbers = dim - i, at = head + i * each;
             float *to = out + i * BLOCK + first;
+            if (cache == BF16_CACHE && keys >= LANES && numbers >= 2 * LANES) {
+                transposed_words(from, slots + first, slot, at, to);
+                i += LANES;
+                continue;
+            }
             if (keys >= LANES && numbers >= LANES)
                 transposed_tile(0, cache, from, slots + first, slot, at, keys, numbers, to);
             else transposed_tile(1, cache, from, slots + first, slot, at, keys, numbers, to);
@@ -70,15 +90,32 @@ static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t coun
     }
 }
 
+// What a core's cache should hold soon: keys and values of a block, each side by side, `step` bytes for each number of a
+// head. One after another while others are multiplied: the processor waits where too many are asked for at once.
+typedef struct {
+    const char *keys, *values;
+    int64_t step;
+} Ahead;
+
+INLINE void fetch(const Ahead *ahead, int64_t number, const int numbers) {
+    UNROLL(4)
+    for (int i = 0; i < 2 * numbers; i++) {
+        const int64_t at = number * ahead->step + i * ahead->step / 2;
+        __builtin_prefetch(ahead->keys + at, 0, 2);
+        __builtin_prefetch(ahead->values + at, 0, 2);
+    }
+}
+
 // scores [count, BLOCK] of queries [count, dim], with rows of SPLIT numbers.
-INLINE void single_score_tile(
-    const int count, const float *queries, int64_t dim, const float *keys, float scaling, float *scores) {
+INLINE void single_score_tile(const int count, const float *queries, int64_t dim, const float *keys, float scaling,
+    const Ahead *ahead, float *scores) {
     for (int first = 0; first < BLOCK; first += WIDE * LANES) {
         vec sums[TILE * WIDE];
         UNROLL(24)
         for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
         for (int64_t k = 0; k < dim; k++) {
             vec key[WIDE];
+            if (ahead && !first) fetch(ahead, k, 1);
             UNROLL(4)
             for (int i = 0; i < WIDE; i++) key[i] = load(keys, k * BLOCK + first + i * LANES, 0, LANES);
             UNROLL(6)
@@ -106,65 +143,66 @@ INLINE void fewest_and_most(const int count, const int32_t *seen, int64_t *least
     }
 }
 
-// Weighted sums [count, value_dim] of the values in some slots, `seen` of them for each row; weights have rows of SPLIT
-// numbers. They go on from what stands in `out`, if `go_on`.
-INLINE void single_value_tile(const int count, const Rows *rows, const int32_t *slots, const int32_t *seen,
-    const float *weights, int go_on, float *out) {
-    int64_t least, most;
-    fewest_and_most(count, seen, &least, &most);
-    const int64_t dim = rows->a->value_dim, slot = rows->text->value_slot;
-    const int64_t head = rows->kv_head * rows->text->value_head;
-    const int is_bf16 = rows->a->is_bf16;
-    for (int64_t first = 0; first < dim; first += WIDE * LANES) {
-        vec sums[TILE * WIDE];
-        const int64_t left = dim - first;
-        UNROLL(6)
-        for (int r = 0; r < count; r++) {
-            UNROLL(4)
-            for (int i = 0; i < WIDE; i++) {
-                sums[r * WIDE + i] = (vec){0};
-                if (go_on && i * LANES < left)
-                    sums[r * WIDE + i] = load(out, r * dim + first + i * LANES, 0, left - i * LANES);
-            }
+// A tile's numbers of the values in some slots from number `first` on, widened, as [count, WIDE x LANES]; zeros behind those
+// that there are.
+INLINE void widened_tile(
+    const Rows *rows, const int32_t *slots, int64_t count, int64_t first, const int is_bf16, float *out) {
+    const int64_t slot = rows->text->value_slot, left = rows->a->value_dim - first;
+    const int64_t head = rows->kv_head * rows->text->value_head + first;
+    for (int64_t k = 0; k < count; k++) {
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) {
+            const int64_t numbers = left - i * LANES, at = head + slots[k] * slot + i * LANES;
+            vec widened = {0};
+            if (numbers >= LANES) widened = load(rows->text->values, at, is_bf16, LANES);
+            else if (numbers > 0) widened = load(rows->text->values, at, is_bf16, numbers);
+            store(out, (k * WIDE + i) * LANES, 0, widened, LANES);
         }
-#define OVER_KEYS(number)                                                                                              \
-    for (int64_t k = 0; k < least; k++) {                                                                              \
-        const int64_t at = head + slots[k] * slot + first;                                                             \
-        vec value[WIDE];                                                                                               \
-        UNROLL(4)                                                                                                      \
-        for (int i = 0; i < WIDE; i++) value[i] = number;                                                              \
-        UNROLL(6)                                                                                                      \
-        for (int r = 0; r < count; r++) {                                                                              \
-            UNROLL(4)                                                                                                  \
-            for (int i = 0; i < WIDE; i++)                                                                             \
-                sums[r * WIDE + i] = fused(splat(weights[r * SPLIT + k]), value[i], sums[r * WIDE + i]);               \
-        }                                                                                                              \
     }
-        if (left >= WIDE * LANES) {
-            if (is_bf16) OVER_KEYS(load(rows->text->values, at + i * LANES, 1, LANES))
-            else OVER_KEYS(load(rows->text->values, at + i * LANES, 0, LANES))
-        } else {
-            OVER_KEYS(i * LANES < left ? load(rows->text->values, at + i * LANES, is_bf16, left - i * LANES) : (vec){0})
+}
+
+// Add to up to a tile's numbers [count, `left`] of rows the weighted sums of widened values, `seen` of them for each row;
+// `out` has rows of `dim` numbers, weights have rows of SPLIT. They begin with zeros unless `go_on`.
+INLINE void single_value_tile(const int count, const float *values, int64_t dim, int64_t left, const int32_t *seen,
+    const float *weights, int go_on, float *out) {
+    int64_t least, most, k = 0;
+    fewest_and_most(count, seen, &least, &most);
+    vec sums[TILE * WIDE];
+    UNROLL(6)
+    for (int r = 0; r < count; r++) {
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) {
+            sums[r * WIDE + i] = (vec){0};
+            if (go_on && i * LANES < left) sums[r * WIDE + i] = load(out, r * dim + i * LANES, 0, left - i * LANES);
         }
-        // What a row does not see may be no number, which a weight of zero would not hide.
-        for (int64_t k = least; k < most; k++) {
-            UNROLL(4)
-            for (int i = 0; i < WIDE; i++) {
-                if (i * LANES >= left) break;
-                const int64_t at = head + slots[k] * slot + first + i * LANES;
-                const vec value = load(rows->text->values, at, is_bf16, left - i * LANES);
-                UNROLL(6)
-                for (int r = 0; r < count; r++)
-                    if (k < seen[r])
-                        sums[r * WIDE + i] = fused(splat(weights[r * SPLIT + k]), value, sums[r * WIDE + i]);
-            }
-        }
+    }
+    for (; k < least; k++) {
+        vec value[WIDE];
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) value[i] = load(values, (k * WIDE + i) * LANES, 0, LANES);
         UNROLL(6)
         for (int r = 0; r < count; r++) {
             UNROLL(4)
             for (int i = 0; i < WIDE; i++)
-                if (i * LANES < left) store(out, r * dim + first + i * LANES, 0, sums[r * WIDE + i], left - i * LANES);
+                sums[r * WIDE + i] = fused(splat(weights[r * SPLIT + k]), value[i], sums[r * WIDE + i]);
         }
+    }
+    // What a row does not see may be no number, which a weight of zero would not hide.
+    for (; k < most; k++) {
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            if (k >= seen[r]) continue;
+            const vec weight = splat(weights[r * SPLIT + k]);
+            UNROLL(4)
+            for (int i = 0; i < WIDE; i++)
+                sums[r * WIDE + i] = fused(weight, load(values, (k * WIDE + i) * LANES, 0, LANES), sums[r * WIDE + i]);
+        }
+    }
+    UNROLL(6)
+    for (int r = 0; r < count; r++) {
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++)
+            if (i * LANES < left) store(out, r * dim + i * LANES, 0, sums[r * WIDE + i], left - i * LANES);
     }
 }
 
@@ -180,14 +218,15 @@ INLINE void add_pairs(const int count, const uint16_t *of_rows, int64_t stride, 
 }
 
 // `single_score_tile` of queries and keys in pairs.
-INLINE void paired_score_tile(
-    const int count, const uint16_t *queries, int64_t dim, const float *keys, float scaling, float *scores) {
+INLINE void paired_score_tile(const int count, const uint16_t *queries, int64_t dim, const float *keys, float scaling,
+    const Ahead *ahead, float *scores) {
     _Static_assert(!BF16_PAIRS_MULTIPLY || BLOCK == WIDE * LANES, "a block of keys is one tile wide");
     vec sums[TILE * WIDE];
     UNROLL(24)
     for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
     for (int64_t k = 0; k < dim; k += 2) {
         uvec key[WIDE];
+        if (ahead) fetch(ahead, k, 2);
         UNROLL(4)
         for (int i = 0; i < WIDE; i++) key[i] = (uvec)load(keys, k / 2 * BLOCK + i * LANES, 0, LANES);
         add_pairs(count, queries + k, dim, key, sums);
@@ -246,21 +285,26 @@ INLINE void paired_value_tile(const int count, const Rows *rows, const int32_t *
 }
 
 // A function for each number of rows: inlined together they would not keep their sums in registers.
-#define FOR_ROWS(N, tile, cached)                                                                                      \
-    ONCE void tile##_scores_of_##N(                                                                                    \
-        const cached *queries, int64_t dim, const float *keys, float scaling, float *scores) {                         \
-        tile##_score_tile(N, queries, dim, keys, scaling, scores);                                                     \
+#define FOR_ROWS(N)                                                                                                    \
+    ONCE void single_scores_of_##N(                                                                                    \
+        const float *queries, int64_t dim, const float *keys, float scaling, const Ahead *ahead, float *scores) {      \
+        single_score_tile(N, queries, dim, keys, scaling, ahead, scores);                                              \
     }                                                                                                                  \
-    ONCE void tile##_values_of_##N(                                                                                    \
-        const Rows *rows, const int32_t *slots, const int32_t *seen, const cached *weights, int go_on, float *out) {   \
-        tile##_value_tile(N, rows, slots, seen, weights, go_on, out);                                                  \
+    ONCE void paired_scores_of_##N(                                                                                    \
+        const uint16_t *queries, int64_t dim, const float *keys, float scaling, const Ahead *ahead, float *scores) {   \
+        paired_score_tile(N, queries, dim, keys, scaling, ahead, scores);                                              \
+    }                                                                                                                  \
+    ONCE void single_values_of_##N(const float *values, int64_t dim, int64_t left, const int32_t *seen,                \
+        const float *weights, int go_on, float *out) {                                                                 \
+        single_value_tile(N, values, dim, left, seen, weights, go_on, out);                                            \
+    }                                                                                                                  \
+    ONCE void paired_values_of_##N(                                                                                    \
+        const Rows *rows, const int32_t *slots, const int32_t *seen, const uint16_t *weights, int go_on, float *out) { \
+        paired_value_tile(N, rows, slots, seen, weights, go_on, out);                                                  \
     }
-#define FOR_ALL_ROWS(tile, cached)                                                                                     \
-    FOR_ROWS(1, tile, cached)                                                                                          \
-    FOR_ROWS(2, tile, cached)                                                                                          \
-    FOR_ROWS(3, tile, cached) FOR_ROWS(4, tile, cached) FOR_ROWS(5, tile, cached) FOR_ROWS(6, tile, cached)
-FOR_ALL_ROWS(single, float)
-FOR_ALL_ROWS(paired, uint16_t)
+FOR_ROWS(1)
+FOR_ROWS(2)
+FOR_ROWS(3) FOR_ROWS(4) FOR_ROWS(5) FOR_ROWS(6)
 
 #define BY_COUNT(count, call, ...)                                                                                     \
     switch (count) {                                                                                                   \
@@ -272,34 +316,48 @@ FOR_ALL_ROWS(paired, uint16_t)
         default: call##6(__VA_ARGS__);                                                                                 \
     }
 
-// Of up to TILE of `count` queries, in the form in which `gather_queries` leaves them.
-static void scores_of(
-    const Attention *a, int64_t count, const void *queries, const float *keys, float scaling, float *scores) {
+    // Of up to TILE of `count` queries, in the form in which `gather_queries` leaves them.
+    static void scores_of(const Attention *a, int64_t count, const void *queries, const float *keys, float scaling,
+        const Ahead *ahead, float *scores) {
     if (cache_of(a) == PAIRED_CACHE) {
-        BY_COUNT(count, paired_scores_of_, queries, a->dim, keys, scaling, scores)
+        BY_COUNT(count, paired_scores_of_, queries, a->dim, keys, scaling, ahead, scores)
         return;
     }
-    BY_COUNT(count, single_scores_of_, queries, a->dim, keys, scaling, scores)
+    BY_COUNT(count, single_scores_of_, queries, a->dim, keys, scaling, ahead, scores)
 }
 
-// Of up to TILE of `count` rows, whose weights stand from number `first` on.
-static void values_of(const Rows *rows, int64_t count, const int32_t *slots, const int32_t *seen, const float *weights,
-    int64_t first, int go_on, float *out) {
-    if (cache_of(rows->a) == PAIRED_CACHE) {
-        BY_COUNT(count, paired_values_of_, rows, slots, seen, (const uint16_t *)weights + first, go_on, out)
+// Weighted sums of the values in some slots, `seen` of them for each of `count` rows. Weights stand in rows of SPLIT
+// numbers, from number `first` on.
+ONCE void add_values(const Rows *rows, int64_t count, const int32_t *slots, const int32_t *seen, const float *weights,
+    int64_t first, int go_on, float *sums) {
+    const Attention *a = rows->a;
+    const int64_t dim = a->value_dim;
+    if (cache_of(a) == PAIRED_CACHE) {
+        for (int64_t r = 0; r < count; r += TILE) {
+            const uint16_t *of_rows = (const uint16_t *)(weights + r * SPLIT) + first;
+            BY_COUNT(count - r, paired_values_of_, rows, slots, seen + r, of_rows, go_on, sums + r * dim)
+        }
         return;
     }
-    BY_COUNT(count, single_values_of_, rows, slots, seen, weights + first, go_on, out)
-}
-
-// Fetch the vectors in some neighbouring slots, of `dim` numbers each, to a core's cache.
-INLINE void prefetch(
-    const Attention *a, const void *from, int64_t head, int64_t slot, int64_t first, int64_t count, int64_t dim) {
-    const int64_t size = a->is_bf16 ? 2 : 4, side_by_side = slot == dim;
-    const int64_t pieces = side_by_side ? 1 : count, bytes = (side_by_side ? count : 1) * dim * size;
-    const char *here = (const char *)from + (head + first * slot) * size;
-    for (int64_t piece = 0; piece < pieces; piece++, here += slot * size)
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(here + i);
+    float values[WIDENED * WIDE * LANES] __attribute__((aligned(64)));
+    int64_t most = 0, at = 0;
+    for (int64_t r = 0; r < count; r++) most = seen[r] > most ? seen[r] : most;
+    do {
+        const int64_t here = most - at < WIDENED ? most - at : WIDENED;
+        int32_t some[FEW];
+        for (int64_t r = 0; r < count; r++)
+            some[r] = seen[r] < at ? 0 : seen[r] - at < here ? seen[r] - (int32_t)at : (int32_t)here;
+        for (int64_t i = 0; i < dim; i += WIDE * LANES) {
+            if (a->is_bf16) widened_tile(rows, slots + at, here, i, 1, values);
+            else widened_tile(rows, slots + at, here, i, 0, values);
+            for (int64_t r = 0; r < count; r += TILE) {
+                const float *of_rows = weights + r * SPLIT + first + at;
+                float *to = sums + r * dim + i;
+                BY_COUNT(count - r, single_values_of_, values, dim, dim - i, some + r, of_rows, go_on || at, to)
+            }
+        }
+        at += WIDENED;
+    } while (at < most);
 }
 
 // The keys of a split that some rows look at, by position: those in `slots` are `common` to all of them, and those in
@@ -345,6 +403,16 @@ INLINE SoftmaxState softmax_block(int paired, float cap, float *scores, int64_t 
     return (SoftmaxState){largest, sum(total)};
 }
 
+// What is wanted behind the block of keys that begins in this slot: the keys behind it, and its own values. Nothing where
+// other numbers stand between them.
+INLINE Ahead ahead_of(const Rows *rows, int64_t slot) {
+    const SequenceKV *t = rows->text;
+    const int64_t size = rows->a->is_bf16 ? 2 : 4, dim = rows->a->dim;
+    if (t->key_slot != dim || t->value_slot != dim) return (Ahead){0};
+    return (Ahead){(const char *)t->keys + (rows->kv_head * t->key_head + (slot + BLOCK) * dim) * size,
+        (const char *)t->values + (rows->kv_head * t->value_head + slot * dim) * size, BLOCK * size};
+}
+
 // Rows over the keys of a split. Fills states and sums of values.
 ONCE void over_split(
     const Rows *rows, const void *queries, int64_t count, const Keys *k, SoftmaxState *states, float *sums) {
@@ -357,13 +425,11 @@ ONCE void over_split(
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
     for (int64_t first = k->begin / BLOCK * BLOCK; first < k->common; first += BLOCK) {
         const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
-        prefetch(a, rows->text->values, rows->kv_head * rows->text->value_head, rows->text->value_slot, slots[first],
-            last - first, a->value_dim);
-        prefetch(a, rows->text->keys, rows->kv_head * rows->text->key_head, rows->text->key_slot, slots[first] + BLOCK,
-            last + BLOCK < k->common ? BLOCK : k->common - last, a->dim);
+        const Ahead ahead = ahead_of(rows, slots[first]);
         transposed_keys(rows, slots + first, last - first, keys);
         for (int64_t r = 0; r < count; r += TILE)
-            scores_of(a, count - r, row_of(queries, r * a->dim, paired), keys, scaling, scores + r * SPLIT + first);
+            scores_of(a, count - r, row_of(queries, r * a->dim, paired), keys, scaling,
+                r || !ahead.step ? NULL : &ahead, scores + r * SPLIT + first);
     }
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t first = k->common; first < k->seen[r]; first += BLOCK) {
@@ -371,7 +437,7 @@ ONCE void over_split(
             float few[TILE * SPLIT];
             transposed_keys(rows, k->own + r / per_token * SPLIT + first - k->common, extra, keys);
             for (int64_t h = r; h < r + per_token; h += TILE) {
-                scores_of(a, r + per_token - h, row_of(queries, h * a->dim, paired), keys, scaling, few);
+                scores_of(a, r + per_token - h, row_of(queries, h * a->dim, paired), keys, scaling, NULL, few);
                 for (int64_t n = 0; n < TILE && h + n < r + per_token; n++)
                     memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT,
                         (extra < BLOCK ? extra : BLOCK) * sizeof(float));
@@ -380,16 +446,15 @@ ONCE void over_split(
     const float cap = a->softcap * 1.44269504f;
     for (int64_t r = 0; r < count; r++)
         states[r] = softmax_block(paired, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
-    int32_t seen[FEW];
+    int32_t seen[FEW] = {0};
     const int32_t begin = (int32_t)k->begin;
     for (int64_t r = 0; r < count; r++) seen[r] = (k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common) - begin;
-    for (int64_t r = 0; r < count; r += TILE)
-        values_of(rows, count - r, slots + begin, seen + r, scores + r * SPLIT, begin, 0, sums + r * a->value_dim);
+    add_values(rows, count, slots + begin, seen, scores, begin, 0, sums);
     for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r] - begin;
     for (int64_t r = 0; r < count; r += per_token)
-        for (int64_t h = r; k->seen[r] > k->common && h < r + per_token; h += TILE)
-            values_of(rows, r + per_token - h, k->own + r / per_token * SPLIT, seen + h, scores + h * SPLIT, k->common,
-                1, sums + h * a->value_dim);
+        if (k->seen[r] > k->common)
+            add_values(rows, per_token, k->own + r / per_token * SPLIT, seen + r, scores + r * SPLIT, k->common, 1,
+                sums + r * a->value_dim);
 }
 
 // The first position that a token at this one sees.
@@ -465,13 +530,15 @@ ONCE void merge(SoftmaxState *to, float *sums, SoftmaxState other, const float *
         memcpy(sums, others, dim * sizeof(float));
         return;
     }
-    const float largest = other.largest > to->largest ? other.largest : to->largest;
-    const float kept = power_of_two(splat(to->largest - largest))[0],
-                added = power_of_two(splat(other.largest - largest))[0];
-    to->largest = largest;
+    const float further = other.largest - to->largest;
+    const float less = power_of_two(splat(further > 0 ? -further : further))[0];
+    const float kept = further > 0 ? less : 1, added = further > 0 ? 1 : less;
+    if (further > 0) to->largest = other.largest;
     to->total = to->total * kept + other.total * added;
-    for (int64_t i = 0; i < dim; i += LANES)
-        store(sums, i, 0, load(sums, i, 0, dim - i) * kept + load(others, i, 0, dim - i) * added, dim - i);
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES)
+        store(sums, i, 0, load(sums, i, 0, LANES) * kept + load(others, i, 0, LANES) * added, LANES);
+    if (i < dim) store(sums, i, 0, load(sums, i, 0, dim - i) * kept + load(others, i, 0, dim - i) * added, dim - i);
 }
 
 // Queries of rows side by side, as float32, or as they are for pairs.
