@@ -12,7 +12,9 @@ from decoder.eagle3.checkpoint import is_eagle3, read_draft_model, verifier_of
 from decoder.eagle3.draft_model import KIND as EAGLE3
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.heads_files import CONFIG, MODEL_INDEX, fetch, local_folder, read_json
+from decoder.model.gguf import is_gguf
 from decoder.mtp.checkpoint import holds_mtp, read_mtp, usable_mtp
+from decoder.mtp.gguf import read_mtp_of_file, usable_in_file
 from decoder.mtp.module import KIND as MTP
 from decoder.mtp.module import MtpModule
 
@@ -25,7 +27,9 @@ KINDS = (*LINEAR_KINDS, EAGLE3, MTP)
 
 
 def kind_in(folder: str | os.PathLike) -> str | None:
-    """The kind of the heads in a folder; None where its configuration names none that is known."""
+    """The kind of the heads in a folder or GGUF file; None where there are none that are known."""
+    if is_gguf(folder):
+        return MTP if usable_in_file(Path(folder)) else None
     try:
         config = read_json(Path(folder) / CONFIG)
     except (OSError, ValueError):
@@ -47,13 +51,15 @@ def base_model_in(folder: str | os.PathLike) -> str | None:
 
 
 def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
-    """The heads in a folder or Hugging Face hub repository, whatever their kind; arguments of
+    """The heads in a folder, GGUF file or Hugging Face hub repository, whatever their kind; arguments of
     `DraftHeads.from_pretrained`.
 
     Raises:
         OSError: there is no such folder, file or reachable hub repository.
         ValueError: the contents are not heads of a known format.
     """
+    if is_gguf(source):
+        return read_mtp_of_file(Path(source))
     folder = local_folder(str(source), **from_hub)
     config = read_json(folder / CONFIG)
     built_in = read_mtp if holds_mtp(folder, config) else DraftHeads.read
@@ -61,12 +67,14 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
 
 
 def load_built_in(model: str | os.PathLike, **from_hub: Any) -> MtpModule:
-    """The multi-token-prediction module in the folder or hub repository of a model.
+    """The multi-token-prediction module in the folder, GGUF file or hub repository of a model.
 
     Raises:
         OSError: there is no such folder, file or reachable hub repository.
         ValueError: the model has none that can be read.
     """
+    if is_gguf(model):
+        return read_mtp_of_file(Path(model))
     folder = Path(model)
     if not folder.exists():
         folder = fetch(str(model), [CONFIG, MODEL_INDEX, "*.safetensors"], **from_hub)

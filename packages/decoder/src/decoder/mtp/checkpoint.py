@@ -21,6 +21,8 @@ _NAMED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families whose module is called ``mtp``."""
 _NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families where it is a layer behind the last one."""
+FAMILIES = (*_NAMED, *_NUMBERED)
+"""transformers' names of the families whose modules are read."""
 _PARTS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

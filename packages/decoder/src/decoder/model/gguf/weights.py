@@ -24,11 +24,16 @@ def sources(file: GgufFile, config: PreTrainedConfig) -> dict[str, Source]:
         ours = architecture.parameter(number, own)
         if ours is None:
             raise ValueError(f"{file.path} has a tensor {named(name)}, unknown in {file.architecture} models: {ELSE}")
-        # Gates come before what they gate.
-        names = (*found[ours].tensors, name) if ours in found else (name,)
-        names = tuple(sorted(names, key=lambda each: "gate_exps" not in each and "attn_qkv" not in each))
-        found[ours] = Source(names, **architecture.change(config, own))
+        found[ours] = join_sources(found.get(ours), name, architecture.change(config, own))
     return found
+
+
+def join_sources(source: Source | None, name: str, change: dict) -> Source:
+    """A parameter's ``source`` with one more tensor, called ``name``; ``change`` is what differs from a plain one."""
+    # Gates come before what they gate.
+    names = (name,) if source is None else (*source.tensors, name)
+    names = tuple(sorted(names, key=lambda each: "gate_exps" not in each and "attn_qkv" not in each))
+    return Source(names, **change)
 
 
 def state_dict(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
