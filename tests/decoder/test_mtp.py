@@ -372,3 +372,47 @@ def test_a_model_with_vision_around_it_has_its_module_beside(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(around))
     module = decoder.load_heads(tmp_path)
     assert torch.equal(module.fc.weight, tensors["fc"]) and module.config.model_type == "qwen3_5_text"
+
+
+@pytest.mark.parametrize("saved", ["qwen3_5_text", "deepseek_v3"], indirect=True)
+@pytest.mark.parametrize("method", ["medusa", "auto"])
+def test_a_kept_beginning_is_gone_on_from(saved, dec, method):
+    """The module's entries are those of a fresh text, so that it drafts as well behind what is taken over."""
+    reusing, sampling = Decoder(dec.model, heads=dec.heads, prefix_cache_bytes=2**24), SAMPLED
+    text = list(range(40)) * 2
+    options = TREE if method == "medusa" else None
+    whole = dec.generate(text, 40, "ar", sampling).token_ids
+    first = reusing.generate(text, 20, method, sampling, options)
+    assert first.token_ids == whole[:20] and not first.stats.reused_tokens
+    for given in (text + whole[:20], text, [*text[:70], 1, 2, 3, 4]):
+        fresh, out = (one.generate(given, 20, method, sampling, options) for one in (dec, reusing))
+        assert out.token_ids == fresh.token_ids and out.stats.reused_tokens >= 48
+        if method == "medusa":
+            assert out.stats.accepted_by_depth == fresh.stats.accepted_by_depth
+    # What no module has followed is read anew for it, and for others taken over.
+    other = [*reversed(range(48))]
+    for method_then, reused in (("ar", False), (method, False), (method, True), ("ar", True)):
+        out = reusing.generate(other, 20, method_then, sampling)
+        assert bool(out.stats.reused_tokens) == reused
+        assert out.token_ids == dec.generate(other, 20, "ar", sampling).token_ids
+
+
+@pytest.mark.parametrize("saved", ["qwen3_5_text"], indirect=True)
+def test_entries_that_were_taken_over_are_those_that_would_be_computed(saved, dec):
+    text = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    states = torch.randn(59, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def seen(part):
+        return PassOutput(states[part], None, {}, None)
+
+    whole, earlier, later = levels_of(dec, text), levels_of(dec, text[:50] + [1] * 10), levels_of(dec, text)
+    whole.read_features(seen(slice(0, 59)))
+    earlier.read_features(seen(slice(0, 59)))
+    later.read_features(seen(slice(0, 20)))  # of what was not confirmed
+    later.begin_with(earlier.kept(59), 49)
+    later.read_features(seen(slice(49, 59)))
+    sampler = Sampler(SamplingParams(temperature=0), VOCAB, torch.device("cpu"), text)
+    for ours, expected in zip(*(drafted_levels(one, one.state, sampler, 3) for one in (later, whole)), strict=True):
+        assert [token for token, _ in ours.rows[0]] == [token for token, _ in expected.rows[0]]
+        scores = ([score for _, score in one.rows[0]] for one in (ours, expected))
+        assert next(scores) == pytest.approx(next(scores), abs=1e-6)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 
 from decoder.backends.base import PassOutput
-from decoder.drafters.base import ReadsFeatures, ReadsPrompt
+from decoder.drafters.base import ReadsPrompt, feature_reader
 from decoder.model.target import Target
 from decoder.prefix_reuse import PrefixReuse, Reused
 from decoder.sequence import Sequence
@@ -32,14 +32,11 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
     prompt, observed = sequence.sampler.context[:-1], drafter.observed_queries
     if prefixes is not None:
         prefixes.begin(cache)
-    scores = sequence.prompt_scores
-    reader = drafter if isinstance(drafter, ReadsFeatures) and drafter.reads_features else None
+    scores, reader = sequence.prompt_scores, feature_reader(drafter)
     if scores is not None:
         scores.begin()
         short = True  # logits of many tokens take much memory
-    if scores is not None or reader is not None:
-        # What is read of the whole prompt comes from passes over the whole prompt.
-        prefixes = None
+        prefixes = None  # they come from passes over the whole prompt
 
     def read(output: PassOutput) -> None:
         if reader is not None:
@@ -49,7 +46,7 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
 
     reused: Reused | None = None
     if prefixes is not None:
-        reused = yield from prefixes.taking_over(prompt, cache, observed)
+        reused = yield from prefixes.taking_over(prompt, cache, observed, reader)
     first = 0 if reused is None else reused.count
     if not statistics.steps:  # of the prompt, and not of what a preempted text has written
         statistics.reused_tokens = first
@@ -67,6 +64,8 @@ def _prefill(target: Target, sequence: Sequence, prefixes: PrefixReuse | None, s
         asked = observed if end == len(prompt) else 0
         queries = target.prefill(prompt[begin:end], cache, asked, read, scores is not None)
         if prefixes and reused and begin == first and not prefixes.confirm(reused, cache):
+            if reader is not None:
+                reader.begin_with(None, 0)
             return (yield from _prefill(target, sequence, None, short))
         if prefixes is not None:
             cache.mark()

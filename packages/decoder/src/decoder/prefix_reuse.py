@@ -9,8 +9,10 @@ import torch
 
 from decoder.backends.forwards import under_autocast
 from decoder.backends.memory import available_memory
+from decoder.cache.draft_layer import DraftLayerCache, KeptEntries
 from decoder.cache.form import CacheForm
 from decoder.cache.full import Copies, FullCache
+from decoder.drafters.base import FeatureReader
 from decoder.model.target import Target
 from decoder.parallel.sharding import own_part
 from decoder.work import Work
@@ -21,16 +23,26 @@ _SHORTEST = 16  # tokens; prompts of all kinds begin with the same few, which ar
 
 @dataclass(eq=False)
 class _Kept:
-    """The first tokens of an earlier sequence, int32 [n], and what `FullCache.copying` gave, entries of ``dtype``."""
+    """The first tokens of an earlier sequence, int32 [n], and what `FullCache.copying` gave, entries of ``dtype``.
+
+    ``entries`` are those of the draft layer that followed it, if one did.
+    """
 
     tokens: torch.Tensor
     form: CacheForm
     dtype: torch.dtype
     copies: Copies
+    entries: KeptEntries | None
 
     def __post_init__(self):
-        self.nbytes = self.tokens.nbytes + self.copies.nbytes
+        self.nbytes = self.tokens.nbytes + self.copies.nbytes + (self.entries.nbytes if self.entries else 0)
         self.kind = _kind(self.tokens, self.form)
+
+    def followed_by(self, reader: FeatureReader | None) -> int:
+        """Of how many tokens there are all entries that a drafter goes on from."""
+        if reader is None:
+            return len(self.tokens)
+        return self.entries.entries if self.entries is not None and self.entries.layer is reader.heads else 0
 
     def shared(self, tokens: torch.Tensor) -> int:
         """How many tokens it has in common with the beginning of ``tokens``."""
@@ -130,12 +142,15 @@ class PrefixReuse:
         self._check_model()
         self._begun_with[cache] = self._model_state
 
-    def taking_over(self, prompt: Sequence[int], cache: FullCache, computed: int) -> "Work[Reused | None]":
+    def taking_over(
+        self, prompt: Sequence[int], cache: FullCache, computed: int, reader: FeatureReader | None = None
+    ) -> "Work[Reused | None]":
         """Fill an empty cache with the entries of as many of the prompt's first tokens as are kept, if any.
 
         Args:
             prompt: the tokens to be prefilled.
             computed: how many of its last tokens must be prefilled in any case.
+            reader: what follows the text with entries of its own, which begins likewise.
         """
         tokens = torch.tensor(prompt, dtype=torch.int32)
         alike = self._kept.like(tokens, cache.form)
@@ -144,7 +159,8 @@ class PrefixReuse:
 
         def usable(one: _Kept) -> int:
             # The last token that is shared is prefilled, too: its entry is compared.
-            return one.copies.goes_back_to(min(one.shared(tokens) - 1, len(prompt) - max(1, computed)))
+            most = min(one.shared(tokens) - 1, len(prompt) - max(1, computed), one.followed_by(reader))
+            return one.copies.goes_back_to(most)
 
         best = max(alike, key=usable)
         count = usable(best)
@@ -152,6 +168,8 @@ class PrefixReuse:
             return None
         self._kept.use(best)
         yield from self.target.beginning_with(cache, best.copies, count, best.dtype)
+        if reader is not None:
+            reader.begin_with(best.entries, count)
         return Reused(count, cache.entry_at(count, best.copies))
 
     def confirm(self, reused: "Reused", cache: FullCache) -> bool:
@@ -173,13 +191,18 @@ class PrefixReuse:
         tolerance = max(math.sqrt(torch.finfo(new.dtype).eps), 2 * form.error)
         return new.dtype == old.dtype and torch.allclose(new, old, tolerance, tolerance * float(old.abs().amax()))
 
-    def keeping(self, sequence: Sequence[int], cache: FullCache) -> Work[None]:
-        """Keep a copy of the entries of a sequence that has ended; ``cache`` holds those of its first tokens."""
+    def keeping(self, sequence: Sequence[int], cache: FullCache, reader: FeatureReader | None = None) -> Work[None]:
+        """Keep a copy of the entries of a sequence that has ended; ``cache`` holds those of its first tokens.
+
+        ``reader`` has followed it with entries of its own.
+        """
         self._check_model()
         if self._begun_with.get(cache) is not self._model_state:
             return
         entry_bytes = cache.form.token_bytes(self.target.attention_shape, len(cache.layout.full))
         beside = sum(state.snapshot.nbytes for state in cache.states.values())
+        if reader is not None:
+            entry_bytes += DraftLayerCache.entry_bytes(reader.heads)
         room = max(0, self.max_bytes - beside) // (entry_bytes + torch.int32.itemsize)
         count = cache.goes_back_to(min(cache.length, room))
         if count < _SHORTEST or under_autocast():
@@ -187,7 +210,9 @@ class PrefixReuse:
         tokens = torch.tensor(sequence[:count], dtype=torch.int32)
         for one in self._kept.like(tokens, cache.form):
             shared = one.shared(tokens)
-            if shared == count:
+            if reader is None and one.entries is not None and shared < count:
+                continue  # of the beginning, for a drafter that goes on from it
+            if shared == count and one.followed_by(reader) >= count:
                 # There already, in a sequence that goes on or is the same.
                 self._kept.use(one)
                 return
@@ -196,10 +221,11 @@ class PrefixReuse:
         needed = tokens.nbytes + count * entry_bytes + beside
         self._kept.make_room(needed, self.max_bytes)
         state = self._model_state
+        entries = None if reader is None else reader.kept(count)
         copies = yield from cache.copying(count)
         self._check_model()
         if self._model_state is state and self.nbytes + needed <= self.max_bytes:
-            self._kept.add(_Kept(tokens, cache.form, cache.keys.dtype, copies))
+            self._kept.add(_Kept(tokens, cache.form, cache.keys.dtype, copies, entries))
 
     def _check_model(self) -> None:
         """Forget all sequences if a parameter is another tensor than before, or was written to."""

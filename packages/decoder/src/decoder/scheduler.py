@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from decoder.drafters.base import feature_reader
 from decoder.model.loading import out_of_memory
 from decoder.model.target import Target
 from decoder.parallel.ranks import is_lost
@@ -232,7 +233,7 @@ class Scheduler:
         # `ending` is bound here, since a program that ends takes this module's names away first.
         if self.prefixes is None or sequence.error is not None or ending():
             return
-        work = self.prefixes.keeping(sequence.sampler.context, sequence.cache)
+        work = self.prefixes.keeping(sequence.sampler.context, sequence.cache, feature_reader(sequence.drafter))
         if self.short_steps:
             self._leaving[sequence] = work
         else:

@@ -1,6 +1,7 @@
 """The keys and values that a draft layer has of a text, and behind it of the drafts of one step."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -8,6 +9,26 @@ from decoder.backends.transfers import upload
 from decoder.draft_layer import DraftLayer
 
 _ROOM = 256  # slots beyond the window, or by which the cache of a whole text grows at least
+
+
+class KeptEntries(NamedTuple):
+    """What a draft layer had of the beginning of a text.
+
+    Attributes:
+        layer: the draft layer.
+        pairs: keys and values [kv_heads, n, D] of the text's first n entries.
+    """
+
+    layer: DraftLayer
+    pairs: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.pairs)
+
+    @property
+    def entries(self) -> int:
+        return self.pairs[0].shape[1]
 
 
 class DraftLayerCache:
@@ -23,7 +44,7 @@ class DraftLayerCache:
     """
 
     def __init__(self, layer: DraftLayer, device: torch.device):
-        self.device, self.window = device, layer.sliding_window
+        self.layer, self.device, self.window = layer, device, layer.sliding_window
         (kv_heads, *sizes), slots = layer.entry_shape, (self.window or 0) + _ROOM
         self._pairs = [layer.fc.weight.new_empty(kv_heads, slots, size) for size in sizes]
         self.length = 0  # slots that hold entries
@@ -34,9 +55,14 @@ class DraftLayerCache:
     @staticmethod
     def planned_bytes(layer: DraftLayer, tokens: int) -> int:
         """What the keys and values of a text of so many tokens take, but for what a growing cache has to spare."""
-        kv_heads, *sizes = layer.entry_shape
         slots = max(tokens, _ROOM) if layer.sliding_window is None else layer.sliding_window + _ROOM
-        return kv_heads * slots * sum(sizes) * layer.fc.weight.itemsize
+        return slots * DraftLayerCache.entry_bytes(layer)
+
+    @staticmethod
+    def entry_bytes(layer: DraftLayer) -> int:
+        """What an entry takes."""
+        kv_heads, *sizes = layer.entry_shape
+        return kv_heads * sum(sizes) * layer.fc.weight.itemsize
 
     @property
     def pending(self) -> int:
@@ -64,6 +90,19 @@ class DraftLayerCache:
         gone = 0 if self.window is None else max(0, count - self.window)
         self.entries += gone
         return features[gone:count], tokens[gone:count], positions[gone:count]
+
+    def kept(self, count: int) -> KeptEntries | None:
+        """A copy of the text's first entries, ``count`` at most; None if there are none, or not any more."""
+        count = min(count, self.entries)
+        if not count or self.length != self.entries:
+            return None
+        keys, values = (one[:, :count].clone() for one in self._pairs)
+        return KeptEntries(self.layer, (keys, values))
+
+    def begin_with(self, kept: KeptEntries, count: int) -> None:
+        """Take over the first ``count`` entries of an earlier text that begins likewise; the cache is empty."""
+        keys, values = (one[:, :count].transpose(0, 1) for one in kept.pairs)
+        self.write(keys, values)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append the keys and values [n, kv_heads, D] of the text's next entries."""

@@ -8,7 +8,9 @@ import torch
 
 from decoder.backends.base import PassOutput
 from decoder.backends.verification import Verification
+from decoder.cache.draft_layer import KeptEntries
 from decoder.cache.full import FullCache
+from decoder.draft_layer import DraftLayer
 from decoder.drafters.levels import LevelsWanted
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.heads import Heads
@@ -183,13 +185,31 @@ class ReadsPrompt(Protocol):
         """
 
 
-@runtime_checkable
-class ReadsFeatures(Protocol):
-    """A `Drafter` that can read what the target computes of the prompt; later tokens' comes with verifications."""
+class FeatureReader(Protocol):
+    """Reads what the target computes of the prompt; later tokens' comes with verifications."""
 
-    @property
-    def reads_features(self) -> bool:
-        """Whether it does."""
+    heads: DraftLayer
+
+    def begin_with(self, kept: KeptEntries | None, count: int) -> None:
+        """Called first where the first ``count`` tokens are taken over from an earlier text, whose entries were kept;
+        None begins anew."""
 
     def read_features(self, output: PassOutput) -> None:
         """Called before `start` with the output of the pass over each chunk of committed prompt tokens in turn."""
+
+    def kept(self, count: int) -> KeptEntries | None:
+        """What `begin_with` takes, of at most the first ``count`` tokens of the text; None if there is nothing."""
+
+
+@runtime_checkable
+class ReadsFeatures(Protocol):
+    """A `Drafter` that may have a `FeatureReader`."""
+
+    @property
+    def feature_reader(self) -> FeatureReader | None:
+        """None where nothing is to be read."""
+
+
+def feature_reader(drafter: Drafter) -> FeatureReader | None:
+    """That of a drafter, if it has one."""
+    return drafter.feature_reader if isinstance(drafter, ReadsFeatures) else None

@@ -9,7 +9,7 @@ import torch
 from decoder.backends.base import PassOutput
 from decoder.backends.transfers import upload
 from decoder.backends.verification import Verification
-from decoder.cache.draft_layer import DraftLayerCache
+from decoder.cache.draft_layer import DraftLayerCache, KeptEntries
 from decoder.draft_layer import DraftLayer, attend
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import Advancing, HeadLevels, State
@@ -94,11 +94,11 @@ class LayerLevels(HeadLevels):
     The first level comes with the entries of the tokens accepted in the last step, as one pass. Each further level is a
     pass over the branches that go on.
 
-    The prompt is that of ``context``; `read_features` is given the passes over all its tokens but the last.
+    The prompt is that of ``context``; `read_features` is given the passes over all its tokens but the last, behind
+    those that `begin_with` stands for.
     """
 
     drafts_ahead = False
-    reads_features = True
     heads: DraftLayer
 
     def __init__(self, context: DrafterContext, layer: DraftLayer, width: int, beam: int = 1):
@@ -112,6 +112,18 @@ class LayerLevels(HeadLevels):
         # The next pass may write over its features.
         self._add(features.clone(), self._prompt[first : first + len(features)])
 
+    def begin_with(self, kept: KeptEntries | None, count: int) -> None:
+        """Begin with the first ``count`` entries of an earlier text, or with nothing."""
+        self.text = DraftLayerCache(self.heads, self.target.device)
+        if kept is not None:
+            self.text.begin_with(kept, count)
+
+    def kept(self, count: int) -> KeptEntries | None:
+        """The text's first entries for another text, ``count`` at most; None if they are not there."""
+        if self.text.pending and self.text.entries < count:
+            self._compute(*self.text.take())
+        return self.text.kept(count)
+
     def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
         rows = upload(path, self.target.device)
         self._add(self.heads.features_of(verification).index_select(0, rows), tokens)
@@ -120,11 +132,13 @@ class LayerLevels(HeadLevels):
         """Add entries; if many wait, all but the newest are computed, so that steps without drafts cost little."""
         self.text.add(features, tokens)
         if self.text.pending > _MOST_PENDING:
-            features, ids, positions = self.text.take_all_but_newest()
-            self.heads.take_in(
-                self.heads.combine(features, self.target.norm), self.embed(ids), positions, self._written
-            )
+            self._compute(*self.text.take_all_but_newest())
         self.state = self.text
+
+    def _compute(self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Keep the keys and values of entries behind which nothing is drafted."""
+        states = self.heads.combine(features, self.target.norm)
+        self.heads.take_in(states, self.embed(tokens), positions, self._written)
 
     def _written(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
         self.text.write(keys, values)

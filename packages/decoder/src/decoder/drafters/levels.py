@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from decoder.backends.base import PassOutput
 from decoder.backends.native.levels import DEEPEST, NativeLevels
 from decoder.backends.transfers import download
 from decoder.backends.verification import Verification
@@ -94,13 +93,7 @@ class Levels(ABC):
     """Whether levels can be drafted behind a walk whose end only the device knows."""
     stops_early: ClassVar[bool] = False
     """Whether there may be fewer levels than were asked for."""
-    reads_features: ClassVar[bool] = False
-    """Whether they read what the target computes of each token of the prompt."""
     target: Target
-
-    def read_features(self, output: PassOutput) -> None:
-        """Take in what the target has computed of prompt tokens, see `ReadsFeatures`."""
-        return
 
     def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in that a step has accepted ``path`` and added ``tokens`` to the text."""

@@ -2,12 +2,11 @@
 
 from typing import ClassVar
 
-from decoder.backends.base import PassOutput
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.draft_layer import DraftLayer
 from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
-from decoder.drafters.layer_levels import make_levels
+from decoder.drafters.layer_levels import LayerLevels, make_levels
 from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.sampling.sampler import Sampler
@@ -37,11 +36,8 @@ class Medusa(Drafter):
         self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
 
     @property
-    def reads_features(self) -> bool:
-        return self.heads.reads_features
-
-    def read_features(self, output: PassOutput) -> None:
-        self.heads.read_features(output)
+    def feature_reader(self) -> LayerLevels | None:
+        return self.heads if isinstance(self.heads, LayerLevels) else None
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         if self._candidates is not None or self.heads.state is None:

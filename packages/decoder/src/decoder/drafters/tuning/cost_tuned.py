@@ -6,11 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from decoder.backends.base import PassOutput
 from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
-from decoder.drafters.layer_levels import make_levels
+from decoder.drafters.layer_levels import LayerLevels, make_levels
 from decoder.drafters.levels import HeadLevels, Level, Levels, LevelsWanted, State
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree, Kind
@@ -79,12 +78,8 @@ class CostTuned(Drafter):
         return self.context.costs.missing(cache)
 
     @property
-    def reads_features(self) -> bool:
-        return any(source.reads_features for source in self._sources)
-
-    def read_features(self, output: PassOutput) -> None:
-        for source in self._sources:
-            source.read_features(output)
+    def feature_reader(self) -> LayerLevels | None:
+        return next((source for source in self._sources if isinstance(source, LayerLevels)), None)
 
     def prompt_reader(self) -> Callable[[int], None] | None:
         model = self._draft_model
