@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -65,22 +66,23 @@ class QuantisedMatrix:
 
     Args:
         kind: the format.
-        blocks: the blocks of a file, row by row, uint8 [out, bytes]; a multiple of the block's inputs.
+        blocks: the blocks of a file, row by row, uint8 [out, bytes]; a multiple of the block's inputs. An array may be
+            one that cannot be written to, such as a file's own bytes.
 
     Attributes:
         shape: (out, in).
         weight: the packed matrix, uint8 [panels, bytes].
     """
 
-    def __init__(self, kind: WeightFormat, blocks: torch.Tensor):
-        outputs, row_bytes = blocks.shape
+    def __init__(self, kind: WeightFormat, blocks: torch.Tensor | np.ndarray):
+        given_blocks = np.ascontiguousarray(blocks.numpy() if isinstance(blocks, torch.Tensor) else blocks)
+        outputs, row_bytes = given_blocks.shape
         count, rest = divmod(row_bytes, kind.bytes_of_block)
-        if rest or blocks.dtype != torch.uint8:
+        if rest or given_blocks.dtype != np.uint8:
             raise ValueError(f"rows of {row_bytes} bytes are no whole blocks of {kind.name}")
-        blocks = blocks.contiguous()
         self.kind, self.shape = kind, (outputs, count * kind.inputs)
         packed = large_pages.zeros((-(-outputs // width()), count * kind.packed_bytes), torch.uint8)
-        given = kind.place, blocks.data_ptr(), *self.shape, packed.data_ptr()
+        given = kind.place, given_blocks.ctypes.data, *self.shape, packed.data_ptr()
         native.library().pack_weights(*given, native.threads())
         self.weight = nn.Parameter(packed, requires_grad=False)
 

@@ -94,7 +94,7 @@ def _matrices(file: GgufFile, name: str) -> list[QuantisedMatrix]:
     kind, tensor = _kind_of(file, name), file.tensors[name]
     assert kind is not None
     each = np.split(tensor.blocks, tensor.shape[0])
-    matrices = [QuantisedMatrix(kind, torch.from_numpy(blocks.copy())) for blocks in each]
+    matrices = [QuantisedMatrix(kind, blocks) for blocks in each]
     if not all(matrix.finite for matrix in matrices):
         raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}")
     file.release(name)
@@ -135,8 +135,7 @@ def _matrix(file: GgufFile, source: Source, kind: WeightFormat) -> QuantisedMatr
     if source.columns is not None:
         blocks = blocks.reshape(len(blocks), -1, kind.bytes_of_block)[:, _blocks_in_order(file, source, kind)]
         blocks = blocks.reshape(len(blocks), -1)
-    # A copy, since PyTorch would warn of memory that cannot be written to.
-    matrix = QuantisedMatrix(kind, torch.from_numpy(blocks.copy()))
+    matrix = QuantisedMatrix(kind, blocks)
     if not matrix.finite:
         raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}")
     return matrix
