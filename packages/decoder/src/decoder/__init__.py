@@ -3,13 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from decoder.collecting import uncollected
+
 if TYPE_CHECKING:
     from decoder.api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
     # PyTorch and transformers take seconds to import, which `decoder --help` is not to wait for.
-    api = import_module("decoder.api")
+    with uncollected():
+        api = import_module("decoder.api")
     if name == "__all__":
         return api.__all__
     # Not yet all there while the package's own modules are imported.

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.backends.native import library as native
+from decoder.collecting import uncollected
 from decoder.decoder import Decoder
 from decoder.heads import MTP, Heads, HeadsLike, check_heads, load_built_in, load_heads
 from decoder.model.gguf import is_gguf
@@ -32,6 +33,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *QUANTISED_DTYPES
 """The names of dtypes that `load` takes."""
 
 
+@uncollected()
 def load(
     model: str | os.PathLike,
     heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
