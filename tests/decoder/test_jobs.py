@@ -5,6 +5,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -194,6 +195,20 @@ def test_prompts_that_begin_alike_follow_each_other(tmp_path):
     places = [requests.order.index(number) for number in (1, 3, 5, 7)]
     assert max(places) - min(places) == 3
     assert [number for number in requests.order if number % 2 == 0] == [6, 4, 2, 0]
+    assert requests.shares_beginnings
+
+
+def test_long_answers_are_begun_first(tmp_path):
+    asked = [{"max_tokens": 5}, {"max_completion_tokens": 90}, {}, {"max_tokens": 90}, {"max_tokens": -1}]
+    records = [{"prompt": str(number) * (number + 1), **fields} for number, fields in enumerate(asked)]
+    requests = Requests(written(tmp_path / "in.jsonl", records), {})
+    assert requests.order == [4, 2, 3, 1, 0]
+    assert not requests.shares_beginnings
+
+
+def test_chats_begin_alike_by_their_template(tmp_path):
+    records = [{"messages": [{"role": "user", "content": str(number)}]} for number in range(2)]
+    assert Requests(written(tmp_path / "in.jsonl", records), {}).shares_beginnings
 
 
 def test_defaults_fill_what_lines_leave_out(tmp_path):
@@ -285,6 +300,39 @@ def test_a_job_that_is_killed_for_good_goes_on(saved, tmp_path, kills):
     assert rows_of(cut) == rows_of(whole)
 
 
+def test_what_threads_ask_for_is_decoded_together_and_none_waits_for_anothers(answering, tmp_path, monkeypatch):
+    """As the blocks of an actor of Ray's."""
+    records = mixed(16)
+    requests = Requests(written(tmp_path / "in.jsonl", records), {})
+    expected = answered(answering, requests.path, tmp_path / "out.jsonl")
+    short, long = [requests[number] for number in (0, 1)], [requests[number] for number in range(2, 16)]
+    rows, ended, together = {}, [], []
+    both, turn = threading.Barrier(2), answering.service.worker.turn
+
+    def counted():
+        turn()
+        together.append(answering.service.worker.running)
+
+    def read(lines):
+        both.wait(60)
+        yield from lines
+
+    def answer(lines):
+        answering.answer(read(lines), 0, lambda line, row: rows.update({line.number: row}))
+        ended.append(len(lines))
+
+    monkeypatch.setattr(answering.service.worker, "turn", counted)
+    threads = [threading.Thread(target=answer, args=(lines,)) for lines in (short, long)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ended == [2, 14] and max(together) > 2
+    for number, row in rows.items():
+        row["response"]["body"]["created"] = expected[number]["response"]["body"]["created"]
+    assert [rows[number] for number in range(16)] == expected
+
+
 class InProcess:
     """What of Ray's module is used, with an actor for each block, all in this process."""
 
@@ -295,7 +343,7 @@ class InProcess:
     def init(self, **given): ...
     def shutdown(self): ...
 
-    def ActorPoolStrategy(self, size):
+    def ActorPoolStrategy(self, size, **given):
         return size
 
     def from_items(self, items, override_num_blocks):

@@ -1,6 +1,7 @@
 """Answers requests of a file with a decoder of this process, as a server would."""
 
 import hashlib
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -80,6 +81,8 @@ class Answering:
         most = Settings(name, max_batch, 2**30, positions, timeout=0.0, grace=0.0, **settings)
         self.service = Service(dec, most, own_threads=False)
         self._together = max_batch
+        self._turns = threading.Condition()
+        self._turning = False  # whether a thread takes a turn of the worker's
 
     def identity(self) -> Identity:
         """What tells the answers of this model from those of another one, or of another version."""
@@ -88,30 +91,52 @@ class Answering:
     def answer(self, lines: Iterable[Line], created: int, done: Callable[[Line, Row], None]) -> None:
         """Answer all ``lines``, which are read as they are needed; ``done`` is called with each one's row.
 
+        What several threads ask for is decoded together: one of them takes a turn, and the others wait for its end. All
+        else each does for its own requests, one thread at a time.
+
         Raises:
             Broken: the decoder has failed.
             Exception: as ``done`` raises.
         """
         lines, worker = iter(lines), self.service.worker
         running: list[_Asked] = []
+        line = next(lines, None)
         try:
-            while True:
-                while worker.waiting + worker.running < self._together and (line := next(lines, None)):
-                    try:
-                        running.append(_Asked(self.service, line))
-                    except ApiError as refused:
-                        done(line, _row(line, refused, created))
-                if not running:
-                    return
-                worker.turn()
-                for one in running:
-                    if one.ended is not None:
-                        whole = one.ended if isinstance(one.ended, ApiError) else one.answer.whole(one.ended)
-                        done(one.line, _row(one.line, whole, created))
+            while line is not None or running:
+                with self._turns:
+                    while line is not None and worker.waiting + worker.running < self._together:
+                        try:
+                            running.append(_Asked(self.service, line))
+                        except ApiError as refused:
+                            done(line, _row(line, refused, created))
+                        line = next(lines, None)
+                self._turn()
+                with self._turns:
+                    for one in running:
+                        if one.ended is not None:
+                            whole = one.ended if isinstance(one.ended, ApiError) else one.answer.whole(one.ended)
+                            done(one.line, _row(one.line, whole, created))
                 running = [one for one in running if one.ended is None]
         finally:
             for one in running:
                 worker.cancel(one.job)
+
+    def _turn(self) -> None:
+        """Take a turn of the worker's if it has work, or wait for the end of another thread's."""
+        worker = self.service.worker
+        with self._turns:
+            if self._turning:
+                self._turns.wait()
+                return
+            if not worker.waiting + worker.running:
+                return
+            self._turning = True
+        try:
+            worker.turn()
+        finally:
+            with self._turns:
+                self._turning = False
+                self._turns.notify_all()
 
 
 def _row(line: Line, answer: dict[str, Any] | ApiError, created: int) -> Row:

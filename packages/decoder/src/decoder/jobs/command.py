@@ -19,7 +19,10 @@ from decoder.options import TokenSwiftOptions
 from decoder.prefix_reuse import prefix_reuse, usual_bytes
 from decoder.serve.settings import name_of
 
-_BATCHES = 2  # of requests in a block of Ray's, so that few are answered again where an actor dies
+# An actor has twice the requests that it decodes together, so that others follow those that are done, in parts: its
+# answers come part by part, and where no requests are left, none has many more of them than another.
+_BLOCKS = 4
+_BATCHES = 2
 
 
 def batch(args: argparse.Namespace) -> None:
@@ -43,7 +46,7 @@ def batch(args: argparse.Namespace) -> None:
             if cluster is None:
                 _here(job, load)
             else:
-                _on_cluster(job, load, cluster, args.max_batch * _BATCHES)
+                _on_cluster(job, load, cluster, -(-args.max_batch * _BATCHES // _BLOCKS))
             errors = job.finish()
         except (OSError, Broken) as error:
             if not job.begun:
@@ -105,7 +108,7 @@ def _on_cluster(job: Job, load: Callable[[], Answering], cluster: Cluster, block
     begun = False
     with (
         _Telling(job, len(rest)) as done,
-        closing(cluster.map(partial(_ready, load, job.created), asked, block)) as rows,
+        closing(cluster.map(partial(_ready, load, job.created), asked, block, _BLOCKS)) as rows,
     ):
         for line, row, identity in rows:
             if not begun:

@@ -15,6 +15,7 @@ URLS = {"/v1/chat/completions": True, "/v1/completions": False}
 
 PARQUET = ".parquet"
 _OF_OPENAI = ("custom_id", "method", "url", "body")
+_LONGEST = 2**31  # tokens
 _BEGINNING = 512  # characters by which prompts that begin alike are found
 
 
@@ -122,29 +123,32 @@ class Requests:
 
     Attributes:
         order: all numbers, in the order in which they are best answered: prompts that begin alike one after the other,
-            and long ones first, so that the last texts do not run alone.
-        shares_beginnings: whether there are prompts that begin alike.
+            and those with long answers first, then long prompts, so that the last texts do not run alone.
+        shares_beginnings: whether there are prompts that begin alike, as chats do by their template.
     """
 
     def __init__(self, path: Path, defaults: Mapping[str, Any]):
         self.path, self.defaults = path, dict(defaults)
         self._records: Records = ParquetRows(path) if path.suffix == PARQUET else JsonLines(path)
         seen: dict[str, int] = {}
-        beginnings, lengths = array("q"), array("q")
+        beginnings, answers, lengths, chats = array("q"), array("q"), array("q"), 0
         for line in self:
             if line.custom_id in seen:
                 first = self._records.place(seen[line.custom_id])
                 raise ValueError(f"{self._records.place(line.number)} has the custom_id of {first}: {line.custom_id}")
             seen[line.custom_id] = line.number
+            chats += line.chat
             text = json.dumps(line.body.get("messages" if line.chat else "prompt"))
             beginnings.append(int.from_bytes(hashlib.sha256(text[:_BEGINNING].encode()).digest()[:7], "big"))
+            answers.append(_most_tokens(line.body))
             lengths.append(len(text))
         shared = Counter(beginnings)
-        self.shares_beginnings = len(shared) < len(self)
+        self.shares_beginnings = len(shared) < len(self) or chats > 1
         alone = {one for one, count in shared.items() if count == 1}
 
-        def rank(number: int) -> tuple[int, int]:
-            return 0 if beginnings[number] in alone else beginnings[number], -lengths[number]
+        def rank(number: int) -> tuple[int, int, int]:
+            beginning = 0 if beginnings[number] in alone else beginnings[number]
+            return beginning, -answers[number], -lengths[number]
 
         self.order = sorted(range(len(self)), key=rank)
 
@@ -183,6 +187,12 @@ class Requests:
         if body.get("stream"):
             raise ValueError(f"{place}: stream has no place in a file of requests: leave it out")
         return Line(number, custom_id, chat, {**self.defaults, **body})
+
+
+def _most_tokens(body: Mapping[str, Any]) -> int:
+    """How long an answer may become, as far as it is told."""
+    most = body.get("max_tokens", body.get("max_completion_tokens"))
+    return min(most, _LONGEST) if type(most) is int and most >= 0 else _LONGEST
 
 
 def _of_openai(record: dict[str, Any], place: str) -> tuple[Any, bool, dict[str, Any]]:

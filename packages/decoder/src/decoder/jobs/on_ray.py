@@ -19,7 +19,7 @@ from decoder.decoder import Decoder
 from decoder.model.quantising import dtype_name
 
 Do = Callable[[list[Any]], list[Any]]
-"""Does the items of a block: the result of each."""
+"""Does the items of a block: the result of each. It may be called in several threads."""
 
 _SECONDS_TO_CONNECT = 10
 
@@ -64,12 +64,15 @@ class Cluster:
         if self.gpus < 0:
             raise ValueError(f"Ray's gpus must not be below 0, but is {self.gpus:g}")
 
-    def map(self, ready: Ready, items: Sequence[Any], block: int) -> Generator[tuple[Any, Any, Identity], None, None]:
+    def map(
+        self, ready: Ready, items: Sequence[Any], block: int, together: int = 1
+    ) -> Generator[tuple[Any, Any, Identity], None, None]:
         """Each item with its result, as blocks are done, and who has done it.
 
         Args:
             ready: see `Ready`; it is sent to the actors.
-            block: how many items an actor is given at once, and does again where one dies.
+            block: how many items an actor is given at once.
+            together: how many blocks an actor does at a time, each in a thread, and again where it dies.
 
         Raises:
             ValueError: Ray is not installed; or an actor is not like the first one: its node is named.
@@ -79,14 +82,14 @@ class Cluster:
             return
         with _connected(self.address) as ray:
             try:
-                yield from self._map(ray, ready, items, block)
+                yield from self._map(ray, ready, items, block, together)
             except ray.exceptions.RayError as error:
                 cause = getattr(error, "cause", None) or error
                 words = " ".join(str(cause).split())[-300:]
                 raise OSError(f"Ray: {words}") from error
 
     def _map(
-        self, ray: Any, ready: Ready, items: Sequence[Any], block: int
+        self, ray: Any, ready: Ready, items: Sequence[Any], block: int, together: int
     ) -> Generator[tuple[Any, Any, Identity], None, None]:
         blocks = -(-len(items) // block)
         asked = ray.data.from_items([{"item": pickle.dumps(item)} for item in items], override_num_blocks=blocks)
@@ -95,7 +98,11 @@ class Cluster:
             _Actor,
             fn_constructor_args=(ready, self.cpus),
             batch_size=block,
-            compute=ray.data.ActorPoolStrategy(size=self.actors),
+            # No more are sent to an actor than it does and one more, so that none is left to one where another is idle.
+            compute=ray.data.ActorPoolStrategy(
+                size=self.actors, max_tasks_in_flight_per_actor=together + 1, enable_true_multi_threading=True
+            ),
+            max_concurrency=together,
             num_cpus=self.cpus,
             num_gpus=self.gpus,
         )
@@ -148,10 +155,11 @@ class _Actor:
 
     def __init__(self, ready: Ready, cpus: int):
         torch.set_num_threads(cpus)
-        self._do, identity = ready()
+        self._cpus, (self._do, identity) = cpus, ready()
         self._by = pickle.dumps((socket.gethostname(), identity))
 
     def __call__(self, block: dict[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
+        torch.set_num_threads(self._cpus)  # of this thread
         items = [bytes(item) for item in block["item"]]
         results = self._do([pickle.loads(item) for item in items])
         return {"item": items, "result": [pickle.dumps(one) for one in results], "by": [self._by] * len(items)}
