@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -187,6 +188,13 @@ def test_a_journal_of_something_else_is_refused(answering, tmp_path):
             second.open()
 
 
+def test_answers_go_to_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path.relative_to(tmp_path)):
+        with pytest.raises(IsADirectoryError, match="is a folder: choose a file"):
+            Job(None, folder)
+
+
 def test_prompts_that_begin_alike_follow_each_other(tmp_path):
     long = "This is a system prompt that many share. " * 20
     records = [{"prompt": (long if number % 2 else "") + f"{number}" * (number + 1)} for number in range(8)]
@@ -230,6 +238,14 @@ def test_parquet_in_and_out(answering, tmp_path):
     table = datasets.Dataset.from_parquet(str(out))
     assert table["custom_id"][:] == ["x", "y"] and table["finish_reason"][:] == ["length", "length"]
     assert [json.loads(body)["choices"][0]["text"] for body in table["body"]] == table["text"][:]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PAR1 cut"])
+def test_a_damaged_parquet_file_is_named(tmp_path, content):
+    pytest.importorskip("datasets")
+    (tmp_path / "in.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match=r"in\.parquet is no whole Parquet file"):
+        Requests(tmp_path / "in.parquet", {})
 
 
 def test_the_command(saved, tmp_path, capsys):
@@ -343,6 +359,9 @@ class InProcess:
     def init(self, **given): ...
     def shutdown(self): ...
 
+    def cluster_resources(self):
+        return {"CPU": 2.0}
+
     def ActorPoolStrategy(self, size, **given):
         return size
 
@@ -372,6 +391,16 @@ def test_an_address_without_ray_is_told(ray):
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(OSError, match=f"there is no Ray cluster at {address} .*: start one, or use --ray auto"):
         list(Cluster(address).map(None, [1], 1))
+
+
+@pytest.mark.parametrize(("asked", "words"), [({"actors": 3}, "3 CPUs .* has 2"), ({"gpus": 0.5}, "0.5 GPUs .* has 0")])
+def test_actors_that_would_wait_for_ever_are_told(ray, monkeypatch, caplog, asked, words):
+    with pytest.raises(ValueError, match=words):
+        list(Cluster("auto", **asked).map(None, [1], 1))
+    # A cluster may grow.
+    monkeypatch.setattr("decoder.jobs.on_ray._reach", lambda address: None)
+    [row] = Cluster("there:1", **asked).map(lambda: (lambda items: items, {}), [1], 1)
+    assert row[:2] == (1, 1) and re.search(words, caplog.text)
 
 
 def test_a_worker_unlike_the_first_is_told_with_its_node_and_what_is_done_is_kept(ray):

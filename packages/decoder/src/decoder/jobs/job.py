@@ -28,11 +28,13 @@ class Job:
 
     Raises:
         FileExistsError: there are answers already.
-        OSError: OUT's folder is missing.
+        OSError: OUT is a folder, or its own folder is missing.
         ValueError: the journal is damaged, or another job's.
     """
 
     def __init__(self, requests: Requests, output: Path):
+        if output.is_dir():
+            raise IsADirectoryError(f"{output} is a folder: choose a file for the answers")
         self.requests, self.output = requests, output
         self.created = int(time.time())
         self._path = output.with_name(output.name + ".journal")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ URLS = {"/v1/chat/completions": True, "/v1/completions": False}
 """Whether a path is that of chats."""
 
 PARQUET = ".parquet"
+_MAGIC = b"PAR1"  # ends a file of Parquet
 _OF_OPENAI = ("custom_id", "method", "url", "body")
 _LONGEST = 2**31  # tokens
 _BEGINNING = 512  # characters by which prompts that begin alike are found
@@ -82,11 +84,17 @@ class ParquetRows:
     """The rows of a Parquet file, read by `datasets`. Columns without a value in a row are left out of it.
 
     Raises:
-        ValueError: `datasets` is not installed.
+        ValueError: `datasets` is not installed, or it is no such file.
+        OSError: it cannot be read.
     """
 
     def __init__(self, path: Path):
-        self.path, self._rows = path, datasets_module().Dataset.from_parquet(str(path), keep_in_memory=False)
+        datasets = datasets_module()
+        with open(path, "rb") as file:
+            file.seek(-min(len(_MAGIC), path.stat().st_size), os.SEEK_END)
+            if file.read() != _MAGIC:
+                raise ValueError(f"{path} is no whole Parquet file")
+        self.path, self._rows = path, datasets.Dataset.from_parquet(str(path), keep_in_memory=False)
 
     def __len__(self) -> int:
         return len(self._rows)

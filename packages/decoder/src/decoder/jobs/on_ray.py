@@ -6,7 +6,7 @@ Scheduling, transport and retries are Ray's. A block whose actor dies is done ag
 import logging
 import pickle
 import socket
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,6 +21,9 @@ from decoder.model.quantising import dtype_name
 Do = Callable[[list[Any]], list[Any]]
 """Does the items of a block: the result of each. It may be called in several threads."""
 
+logger = logging.getLogger(__name__)
+
+_OWN = "auto"  # the address of a cluster that is started on this machine
 _SECONDS_TO_CONNECT = 10
 
 Identity = dict[str, Any]
@@ -75,18 +78,30 @@ class Cluster:
             together: how many blocks an actor does at a time, each in a thread, and again where it dies.
 
         Raises:
-            ValueError: Ray is not installed; or an actor is not like the first one: its node is named.
+            ValueError: Ray is not installed; this machine has less than the actors ask for; or an actor is not like the
+                first one: its node is named.
             OSError: there is no cluster at the address, or an actor has failed.
         """
         if not items:
             return
         with _connected(self.address) as ray:
+            self._check_room(ray.cluster_resources())
             try:
                 yield from self._map(ray, ready, items, block, together)
             except ray.exceptions.RayError as error:
                 cause = getattr(error, "cause", None) or error
                 words = " ".join(str(cause).split())[-300:]
                 raise OSError(f"Ray: {words}") from error
+
+    def _check_room(self, resources: Mapping[str, float]) -> None:
+        """Tell where Ray has less than the actors ask for: those that find no room wait for it, silently."""
+        for name, each in (("CPU", self.cpus), ("GPU", self.gpus)):
+            asked, there = each * self.actors, resources.get(name, 0)
+            if asked > there:
+                words = f"{asked:g} {name}s are asked for, for {self.actors} actors, and Ray has {there:g}"
+                if self.address == _OWN:  # it will not grow
+                    raise ValueError(f"{words}: ask for less")
+                logger.warning("%s: what finds no room waits", words)
 
     def _map(
         self, ray: Any, ready: Ready, items: Sequence[Any], block: int, together: int
@@ -100,9 +115,11 @@ class Cluster:
             batch_size=block,
             # No more are sent to an actor than it does and one more, so that none is left to one where another is idle.
             compute=ray.data.ActorPoolStrategy(
-                size=self.actors, max_tasks_in_flight_per_actor=together + 1, enable_true_multi_threading=True
+                size=self.actors,
+                max_tasks_in_flight_per_actor=together + 1,
+                max_concurrent_calls_per_actor=together,
+                enable_true_multi_threading=True,
             ),
-            max_concurrency=together,
             num_cpus=self.cpus,
             num_gpus=self.gpus,
         )
@@ -127,9 +144,10 @@ def _connected(address: str) -> Iterator[Any]:
         import ray.data
     except ModuleNotFoundError:
         raise ValueError("--ray needs Ray: pip install 'tokenswift-decoder[ray]'") from None
-    for logger in ("ray", "ray.data"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    given: dict[str, Any] = {"include_dashboard": False} if address == "auto" else {"address": address}
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    own = {"address": "local", "include_dashboard": False}
+    given: dict[str, Any] = own if address == _OWN else {"address": address}
     try:
         _reach(address)
         ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **given)
