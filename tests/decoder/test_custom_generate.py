@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.cache.argument import cache_named
 
 from .conftest import VOCAB, random_heads, tiny_llama
 from .test_using_it import byte_tokenizer
@@ -198,7 +199,9 @@ class Unknown(LogitsProcessor):
 
 
 def filled_cache(model, ids):
-    return model(ids[:, :5], past_key_values=DynamicCache(config=model.config)).past_key_values
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :5], **cache_named(model, cache))
+    return cache
 
 
 REFUSED = {
@@ -210,7 +213,7 @@ REFUSED = {
     "Unknown": dict(logits_processor=[Unknown()]),
     "output_attentions": dict(output_attentions=True, return_dict_in_generate=True),
     "output_hidden_states": dict(output_hidden_states=True, return_dict_in_generate=True),
-    "past_key_values": dict(past_key_values=filled_cache),
+    "keeps a cache of its own": dict(past_key_values=filled_cache),
     "position_ids": dict(position_ids=lambda model, ids: torch.arange(ids.shape[1])[None] + 3),
     "inputs_embeds": dict(inputs_embeds=lambda model, ids: model.get_input_embeddings()(ids)),
     "attention_mask": dict(attention_mask=lambda model, ids: torch.tensor([[1] * (ids.shape[1] - 1) + [0]])),

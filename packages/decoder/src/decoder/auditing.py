@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.backends.reference.mixers import has_two_forms, mixers_of
+from decoder.cache.argument import cache_named
 from decoder.cache.rounding import rounding_cache
 from decoder.constraints.base import Vocabulary
 from decoder.sampling.filters import first_argmax
@@ -124,7 +125,7 @@ def audit_tokens(
     with evaluating(model):
         for start, end in pairwise(_borders(model, len(prompt_ids), len(text) - 1)):
             rows = end - max(start, first)
-            output = model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=max(1, rows))
+            output = model(ids[:, start:end], **cache_named(model, cache), use_cache=True, logits_to_keep=max(1, rows))
             for position in range(max(start, first), end):
                 logits = output.logits[0, position - end]
                 sampler = sampler or Sampler(
@@ -169,12 +170,12 @@ def rounding(model: PreTrainedModel, token_ids: Sequence[int], kv_dtype: str | N
     count = min(_MEASURED, ids.shape[1])
     with evaluating(model):
         at_once = model(
-            ids, past_key_values=rounding_cache(kv_dtype, model), use_cache=True, logits_to_keep=count
+            ids, **cache_named(model, rounding_cache(kv_dtype, model)), use_cache=True, logits_to_keep=count
         ).logits[0]
         cache = rounding_cache(kv_dtype, model)
         borders = [0, *range(ids.shape[1] - count, ids.shape[1] + 1)]
         one_by_one = [
-            model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+            model(ids[:, start:end], **cache_named(model, cache), use_cache=True, logits_to_keep=1).logits[0]
             for start, end in pairwise(borders)
             if end > start
         ]

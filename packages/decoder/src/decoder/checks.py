@@ -1,8 +1,11 @@
 """What comes from outside: numbers that no float holds, text that no UTF-8 holds and names that are twice in an object
 are refused, with their place."""
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 MARK = "\ufeff"
@@ -44,6 +47,18 @@ def shown(value: object) -> str:
     except ValueError:  # such an integer within a list
         return f"this {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def meant(value: object, known: Iterable[str]) -> str:
+    """Which of the known names an unknown one may be, in words that follow it in a message; "" where none is near."""
+    near = difflib.get_close_matches(str(value)[:_MOST_SHOWN], known, 1) if isinstance(value, str) else []
+    return f" (is {near[0]} meant?)" if near else ""
+
+
+def meant_beside(path: str | os.PathLike) -> str:
+    """`meant` of a path that is not there, among what lies where it should."""
+    folder = Path(path).parent
+    return meant(Path(path).name, [one.name for one in folder.iterdir()]) if folder.is_dir() else ""
 
 
 def fault(value: object) -> str | None:

@@ -9,13 +9,14 @@ from decoder.arguments import check_arguments
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
 from decoder.backends.transfers import download
+from decoder.cache.argument import cache_named
 from decoder.cache.draft_layer import DraftLayerCache
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.rounding import rounding_cache
 from decoder.cache.window import window_slots
-from decoder.checks import check, decoded, parse_json, shown
+from decoder.checks import check, decoded, meant, meant_beside, parse_json, shown
 from decoder.cli.continuation import stream_on
 from decoder.cli.journal import Journal, damaged, named, whole_lines
 from decoder.draft_heads import DraftHead
@@ -74,6 +75,7 @@ __all__ = [
     "TokenTree",
     "attend",
     "available_memory",
+    "cache_named",
     "chat_ids",
     "check",
     "check_arguments",
@@ -96,6 +98,8 @@ __all__ = [
     "layer_kinds",
     "linked",
     "loading",
+    "meant",
+    "meant_beside",
     "named",
     "native",
     "open_checked",

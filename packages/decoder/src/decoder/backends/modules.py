@@ -19,6 +19,7 @@ from decoder.backends.attention import Attending, Scores, Temperature
 from decoder.backends.base import Forwards, PassBackend, PassBatch, PassOutput
 from decoder.backends.forwards import replaced
 from decoder.backends.transfers import upload
+from decoder.cache.argument import cache_named
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 
@@ -67,7 +68,7 @@ class ModulePass:
         module = target.model if logits else target.decoder
         # MiniMax makes a cache of a class of its own, and takes another one only where it need make none.
         use_cache = not target.mixers
-        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], past_key_values=cache, use_cache=use_cache)
+        inputs = dict(input_ids=ids[:1], position_ids=ids[1:], use_cache=use_cache) | cache_named(module, cache)
         queries: dict[int, torch.Tensor] = {}
         kinds, asked = target.layout.kinds, self.asked
         attending = dict(sequences=new, kinds=kinds, positions=ids[1], asked=asked, observed=observed)

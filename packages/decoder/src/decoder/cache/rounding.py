@@ -18,7 +18,7 @@ class _Rounding:
 
 
 def rounding_cache(kv_dtype: str | None, model: PreTrainedModel) -> DynamicCache:
-    """A cache for ``past_key_values`` with which the plain model computes what decoding with ``kv_dtype`` computes."""
+    """A cache for `cache_named` with which the plain model computes what decoding with ``kv_dtype`` computes."""
     kind, settings = _cache_class(model), {}
     if kind is DynamicCache:
         settings = {"config": model.config}

@@ -7,6 +7,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from decoder.cache.argument import CACHE_NAMES
+
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _OF_MODES = (
     "num_beams",
@@ -18,7 +20,7 @@ _OF_MODES = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
 )
-_HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_HARMLESS = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
 
 def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
@@ -44,8 +46,9 @@ def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_k
             raise ValueError(f"{name} is not available with custom_generate, whose passes are of drafted tokens too")
     if config.cache_implementation == "quantized":
         raise ValueError("cache_implementation='quantized' would change the text: leave it out with custom_generate")
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise ValueError("past_key_values cannot be given with custom_generate, which keeps a cache of its own")
+    given = [name for name in CACHE_NAMES if getattr(model_kwargs.get(name), "_is_user_defined", False)]
+    if given:
+        raise ValueError(f"{given[0]} cannot be given with custom_generate, which keeps a cache of its own")
     others = sorted(name for name, value in model_kwargs.items() if name not in _HARMLESS and value is not None)
     if others:
         raise ValueError(f"{others[0]} cannot be honoured with custom_generate: give input_ids and attention_mask")

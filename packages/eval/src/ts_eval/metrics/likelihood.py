@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.auditing import evaluating
-from decoder.parts import rounding_cache
+from decoder.parts import cache_named, rounding_cache
 from ts_eval.metrics.base import MeanOverTexts
 
 _CHUNK = 256
@@ -33,7 +33,9 @@ def perplexity(model: PreTrainedModel, token_ids: Sequence[int], prompt_ids: Seq
         for start in range(0, len(text) - 1, _CHUNK):
             end = min(start + _CHUNK, len(text) - 1)
             scored = end - max(start, first)
-            output = model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=max(1, scored))
+            output = model(
+                ids[:, start:end], **cache_named(model, cache), use_cache=True, logits_to_keep=max(1, scored)
+            )
             if scored > 0:
                 targets = ids[0, end - scored + 1 : end + 1]
                 total += float(torch.nn.functional.cross_entropy(output.logits[0].double(), targets, reduction="sum"))
