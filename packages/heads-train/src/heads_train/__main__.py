@@ -2,6 +2,6 @@
 
 import sys
 
-from heads_train.cli import main
+from heads_train.command import main
 
 sys.exit(main())
