@@ -12,7 +12,7 @@ from ts_eval import metrics
 from ts_eval.cli import main
 from ts_eval.report import TABLES, html, plots, read_results, texts
 from ts_eval.report.headline import cards, identity_in_words
-from ts_eval.report.table import text_table, title_of
+from ts_eval.report.table import acceptance_table, text_table, title_of
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,23 @@ def test_the_page_says_what_is_faster_and_what_the_texts_are_each_in_its_own_way
     assert '<section class="card slower"><h2>tokenswift</h2>' in text
     assert '<span class="mark same">✓</span>all 2 texts' in text
     assert f"<h1>{title_of(results)}</h1>" in text and title_of(results).startswith("reference-model: ")
+
+
+def test_prompts_without_titles_are_counted_in_the_title(folder):
+    results = read_results(folder)
+    run = results["methods"]["ar"]["runs"][0]
+    results["methods"]["ar"]["runs"] = [{**run, "prompt": f"mixed.jsonl:{number}"} for number in (1, 2, 1, 4)]
+    assert title_of(results) == "reference-model: 3 prompts of mixed.jsonl"
+    results["methods"]["ar"]["runs"][1]["prompt"] = "a story: 2"
+    assert title_of(results) == "reference-model: mixed.jsonl:1, a story: 2, mixed.jsonl:4"
+
+
+def test_depths_at_which_hardly_anything_is_accepted_have_no_column(folder):
+    results = read_results(folder)
+    results["methods"]["tokenswift"]["acceptance_by_depth"] = [0.5, 0.0, 0.006, 0.004, 0.0, 0.0]
+    results["methods"] = {name: results["methods"][name] for name in ("ar", "tokenswift")}
+    header, rows = acceptance_table(results)
+    assert header[-1] == "depth 3" and all(len(row) == len(header) for row in rows)
 
 
 def test_a_slow_method_does_not_flatten_the_plot(folder):

@@ -96,14 +96,14 @@ def length_table(results: dict, speedups: bool = True) -> tuple[list[str], list[
 def acceptance_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """Header and rows: acceptance by source (part of alpha) and by depth (share of steps), methods that draft only."""
     drafting = {name: row for name, row in results["methods"].items() if row["acceptance_by_depth"]}
-    depths = max((len(row["acceptance_by_depth"]) for row in drafting.values()), default=0)
+    depths = max((_shown_depths(row["acceptance_by_depth"]) for row in drafting.values()), default=0)
     sources = list(dict.fromkeys(source for row in drafting.values() for source in row["acceptance_by_source"]))
     rows = [
         [
             name,
             number(row["acceptance_rate"]),
             *(number(row["acceptance_by_source"].get(source)) for source in sources),
-            *(number(share) for share in row["acceptance_by_depth"]),
+            *(number(share) for share in row["acceptance_by_depth"][:depths]),
             *[NONE] * (depths - len(row["acceptance_by_depth"])),
         ]
         for name, row in drafting.items()
@@ -163,6 +163,11 @@ def spread(values: Sequence[float] | None) -> str:
     return NONE if values is None else "-".join(f"{value:.2f}" for value in values)
 
 
+def _shown_depths(shares: Sequence[float]) -> int:
+    """Up to where a depth is more than 0.00: chains from the text are long, and columns of zeros make a wide table."""
+    return max((depth for depth, share in enumerate(shares, 1) if share >= 0.005), default=1)
+
+
 def gigabytes(value: int | None) -> str:
     """Bytes in units of 10^9."""
     return NONE if value is None else number(value / 1e9, 2)
@@ -174,6 +179,10 @@ def title_of(results: dict) -> str:
     model = settings["model"].rstrip("/").rpartition("/")[2]
     titles = list(dict.fromkeys(run["prompt"] for run in results["methods"]["ar"]["runs"]))
     named = ", ".join(titles)
+    # Prompts without a title are called by their line in the file.
+    lines = [title.rpartition(":") for title in titles]
+    if len(titles) > 1 and all(line.isdecimal() and file == lines[0][0] for file, _, line in lines):
+        return f"{model}: {len(titles)} prompts of {lines[0][0]}"
     if len(named) > TITLE_LETTERS:
         named = textwrap.shorten(titles[0], TITLE_LETTERS, placeholder=" ...")
         named += f" and {len(titles) - 1} more" if len(titles) > 1 else ""
