@@ -101,6 +101,8 @@ def test_heads_of_a_row_are_refused_where_there_are_none_to_use(data, tmp_path):
     for row, reason in (
         ("ar:heads=x", "ar drafts without heads: leave out 'heads=x' in 'ar:heads=x'"),
         ("auto:heads=", "unknown option 'heads='"),
+        ("sufix", "unknown method 'sufix' (is suffix meant?)"),
+        ("auto:tre=1,2", "unknown option 'tre=1,2' in 'auto:tre=1,2' (is tree meant?)"),
         ("hf:heads=x", "takes no options"),
         ("tokenswift:heads=nowhere", "there is no heads folder nowhere"),
     ):

@@ -8,8 +8,9 @@ import argparse
 import difflib
 import gc
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from decoder.cli.completion import candidates, script
@@ -29,7 +30,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0].partition("=")[0]
-        near = difflib.get_close_matches(unknown, self._option_string_actions, 1)
+        known: Iterable[str] = self._option_string_actions
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            unknown, known = choice[1], re.findall(r"[\w.-]+", choice[2])
+        near = difflib.get_close_matches(unknown, known, 1)
         meant = f"is {near[0]} meant? " if near else ""
         say(f"{message[:_LONGEST_MESSAGE]} ({meant}--help lists the flags)")
         sys.exit(WRONG_INPUT)

@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from decoder.checks import shown
+from decoder.checks import meant, shown
 from decoder.drafters import METHODS
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.triforce import TriForce
@@ -136,7 +136,7 @@ def _method(dec: "Decoder", method: str | None, options: TokenSwiftOptions) -> t
     elif method is None:
         method = "tokenswift" if dec.heads else "prompt-lookup"
     if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"unknown method {shown(method)}: choose one of {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {shown(method)}{meant(method, METHODS)}: choose one of {', '.join(METHODS)}")
     if issubclass(METHODS[method], CostTuned) and options.verification != "exact":
         raise ValueError(
             "cost-tuned trees (methods auto and suffix) follow the clock, and so would the text of "

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from decoder.checks import meant
 from decoder.heads_files import (
     CONFIG,
     PUBLISHED_NAME,
@@ -145,7 +146,7 @@ class DraftHeads(nn.Module):
     ):
         super().__init__()
         if kind not in KINDS:
-            raise ValueError(f"unknown kind of heads {kind!r}; known kinds are {', '.join(KINDS)}")
+            raise ValueError(f"unknown kind of heads {kind!r}{meant(kind, KINDS)}; known kinds are {', '.join(KINDS)}")
         for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads), ("gate_width", gate_width)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

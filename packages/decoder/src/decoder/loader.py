@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.backends.native import library as native
+from decoder.checks import meant
 from decoder.collecting import uncollected
 from decoder.decoder import Decoder
 from decoder.heads import MTP, Heads, HeadsLike, check_heads, load_built_in, load_heads
@@ -81,7 +82,7 @@ def load(
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
+        raise ValueError(f"unknown dtype {dtype!r}{meant(dtype, DTYPES)}: use one of {', '.join(DTYPES)}")
     rounded = dtype if dtype in QUANTISED_DTYPES else None
     if rounded and (device.type != "cpu" or tensor_parallel):
         raise ValueError(f"dtype {dtype!r} is for one process on a CPU: use device 'cpu', or another dtype")

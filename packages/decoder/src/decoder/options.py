@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decoder.checks import shown
+from decoder.checks import meant, shown
 
 MIN_BUDGET, MAX_BUDGET = 64, 4096  # of the default; the paper takes the 4,096 tokens of its prompts (section 4.1)
 PAPER_TREE, PAPER_NGRAMS = (1, 3, 3, 3), 20  # section 3.3, and its k
@@ -98,7 +98,8 @@ class TokenSwiftOptions:
             choices["kv_dtype"] = KV_DTYPES
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}")
+                value = getattr(self, name)
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {shown(value)}{meant(value, known)}")
 
     @property
     def fixed_tree(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:

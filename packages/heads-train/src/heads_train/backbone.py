@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decoder import DraftHeads
-from decoder.parts import check_source, is_gguf, read_config, read_model, read_tokenizer
+from decoder.parts import check_source, is_gguf, meant_beside, read_config, read_model, read_tokenizer
 from heads_train.states import StateCache
 
 _EPSILONS = ("rms_norm_eps", "norm_eps")
@@ -25,7 +25,8 @@ def _check_local(name: str) -> None:
         check_source("model", name)
     elif looks_local and not Path(name).is_dir():
         where = "" if Path(name).is_absolute() else " (looked for below the current folder)"
-        raise FileNotFoundError(f"there is no model folder at {name}{where}: give one that is there, or a hub id")
+        near = meant_beside(name)
+        raise FileNotFoundError(f"there is no model folder at {name}{near}{where}: give one that is there, or a hub id")
 
 
 def load_config(name: str) -> PretrainedConfig:

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from decoder.parts import check, decoded, out_of_memory, parse_yaml, shown
+from decoder.parts import check, decoded, meant, out_of_memory, parse_yaml, shown
 from heads_train.callbacks import (
     Checkpoints,
     ExportHeads,
@@ -223,8 +223,8 @@ def find_config(name: str) -> str:
     shipped = CONFIGS / name
     if Path(name).name == name and shipped.is_file():
         return str(shipped)
-    names = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-    raise FileNotFoundError(f"there is no configuration {name}; shipped are {names}")
+    names = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+    raise FileNotFoundError(f"there is no configuration {name}{meant(name, names)}; shipped are {', '.join(names)}")
 
 
 def with_bases(name: str) -> list[Path]:

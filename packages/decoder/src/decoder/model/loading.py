@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from decoder.checks import meant_beside
 from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
 from decoder.model.gguf.config import read_config as gguf_config
@@ -64,10 +65,13 @@ def check_source(what: str, source: str | os.PathLike) -> None:
     if path.exists():
         raise NotADirectoryError(f"{source} is a file, and a {what} folder is needed")
     # A mistyped name in an existing folder must not be looked up on the hub.
+    near = meant_beside(path)
     if path.parent.is_dir() and path.parent != Path():
-        raise FileNotFoundError(f"there is no {what} folder at {source}: give one that is there, or a hub id")
+        raise FileNotFoundError(f"there is no {what} folder at {source}{near}: give one that is there, or a hub id")
     if not HUB_ID.fullmatch(str(source)):
-        raise FileNotFoundError(f"there is no {what} folder at {source}, and it is no hub id (owner/name): give either")
+        raise FileNotFoundError(
+            f"there is no {what} folder at {source}{near}, and it is no hub id (owner/name): give either"
+        )
 
 
 def read_tokenizer(source: str | os.PathLike, **from_hub: Any) -> PreTrainedTokenizerBase:

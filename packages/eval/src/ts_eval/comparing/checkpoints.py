@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from decoder.parts import is_gguf, open_checked
+from decoder.parts import is_gguf, meant_beside, open_checked
 
 
 def refuse_missing(what: str, path: str | None, holding: str | None = "config.json") -> None:
@@ -16,7 +16,8 @@ def refuse_missing(what: str, path: str | None, holding: str | None = "config.js
         open_checked(path)
         return
     if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
-        raise FileNotFoundError(f"there is no {what} folder {path}, and it is no hub id (owner/name) either")
+        near = meant_beside(path)
+        raise FileNotFoundError(f"there is no {what} folder {path}{near}, and it is no hub id (owner/name) either")
     if holding and Path(path).is_dir() and not (Path(path) / holding).is_file():
         raise FileNotFoundError(f"the {what} folder {path} holds no {holding}")
 

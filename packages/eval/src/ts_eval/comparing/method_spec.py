@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 import decoder
 from decoder.drafters import METHODS, prompt_lookup
 from decoder.options import parse_tree
+from decoder.parts import meant
 
 HF_ASSISTED = "hf-assisted"
 HF: dict[str, dict] = {
@@ -61,7 +62,7 @@ class MethodSpec:
         """Raises ValueError for an unknown method or option, or a value that does not read as the option's kind."""
         name, *pairs = text.split(":")
         if name not in (*row_names(), ENDPOINT):
-            raise ValueError(f"unknown method {name!r}: choose from {', '.join(row_names())}")
+            raise ValueError(f"unknown method {name!r}{meant(name, row_names())}: choose from {', '.join(row_names())}")
         if text.startswith(f"{LLAMA_CPP}:endpoint="):
             return cls(text, name, endpoint=text.partition("=")[2])
         if name in LLAMA and pairs:
@@ -84,7 +85,10 @@ class MethodSpec:
                     f"kv_dtype makes another text: leave it out of {text!r}, and give --kv-dtype for all rows"
                 )
             if option not in defaults or not equals:
-                raise ValueError(f"unknown option {pair!r} in {text!r}: options are heads, {', '.join(defaults)}")
+                known = ["heads", *defaults]
+                raise ValueError(
+                    f"unknown option {pair!r} in {text!r}{meant(option, known)}: options are {', '.join(known)}"
+                )
             try:
                 options[option] = parse_tree(value) if option == "tree" else _read_like(defaults[option], value)
             except ValueError as error:

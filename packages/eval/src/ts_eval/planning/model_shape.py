@@ -15,6 +15,7 @@ from decoder.parts import (
     is_gguf,
     layer_kinds,
     loading,
+    meant,
     parse_json,
     quantised_bytes,
     refuse_unshareable,
@@ -174,7 +175,7 @@ def held_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     if dtype == "auto":
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}")
+        raise ValueError(f"unknown dtype {dtype!r}{meant(dtype, DTYPES)}: use one of {', '.join(DTYPES)}")
     return getattr(torch, dtype_around() if dtype in QUANTISED_DTYPES else dtype)
 
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from decoder.sampling.params import SamplingParams
 
 NATIVE = "native library"
+OWN_NUMBERS = "the model's numbers"
+"""How the report calls weights of no quantised format."""
 
 
 class NativeBackend(PassBackend):
@@ -72,7 +74,8 @@ class NativeBackend(PassBackend):
     @property
     def covers(self) -> str:
         runs = "transformers' modules with its products and attention" if self.whole is None else "passes in one call"
-        return f"{runs}; weights as {', '.join(sorted(self._kinds())) or 'they are'}"
+        formats = [OWN_NUMBERS if name == "Native" else name for name in sorted(self._kinds())]
+        return f"{runs}; weights as {', '.join(formats) or 'they are'}"
 
     def renewing(self) -> Work[None]:
         target = self._target
