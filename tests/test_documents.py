@@ -5,6 +5,7 @@ A block of commands is read by bash itself, with functions in place of the progr
 
 import argparse
 import re
+import statistics
 import subprocess
 import tomllib
 from pathlib import Path
@@ -18,7 +19,7 @@ from heads_train import cli as heads_cli
 ROOT = Path(__file__).parents[1]
 FOLDERS = [ROOT / "docs", ROOT / "packages"]
 PAGES = [*ROOT.glob("*.md"), ROOT / "data/README.md", *sorted(page for one in FOLDERS for page in one.rglob("*.md"))]
-PROGRAMS = ["python", "decoder", "heads-train", "ts-eval", "torchrun", "make", "pip", "pytest"]
+PROGRAMS = ["python", "python3", "decoder", "heads-train", "ts-eval", "torchrun", "make", "pip", "pytest"]
 PROGRAMS += ["ruff", "mypy", "coverage", "source", "mkdir", "cp"]  # whose arguments are not looked at
 EXTRAS = {"torchao", "bitsandbytes", "accelerate", "coverage", "openai"}  # packages that pages tell people to install
 
@@ -159,3 +160,35 @@ def test_a_planted_fault_is_found(tmp_path, monkeypatch):
         check_decoder(call[3:], monkeypatch)
     with pytest.raises(AssertionError, match="nonsense"):
         calls_of(unknown)
+
+
+def sentences_of(page):
+    """The numbers of words of the page's sentences; code, tables, headings and addresses of links are left out."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(?:    .*| *\|.*|#.*|<.*|!!!.*)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    parts = [part for paragraph in re.split(r"\n\s*\n|\n\s*[-*] |\n\d+\. ", text) for part in PERIOD.split(paragraph)]
+    return [len(part.split()) for part in parts if len(part.split()) > 1]
+
+
+PERIOD = re.compile(r"(?<=[.?!])\s+")
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+OF_USERS = [*READMES, ROOT / "packages/decoder/PERFORMANCE.md", *sorted(ROOT.glob("docs/guides/*.md"))]
+
+
+@pytest.mark.parametrize("page", OF_USERS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_half_of_a_pages_sentences_have_fewer_than_20_words(page):
+    assert statistics.median(sentences_of(page)) < 20
+
+
+def test_the_readmes_are_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+    assert len((ROOT / "packages/decoder/README.md").read_text(encoding="utf-8").split()) <= 1500
+
+
+def test_a_long_sentence_is_counted(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\nTwo words. And [these four](of/a/link.md) are.\n\n    code that is none\n\n| a | table |\n"
+    )
+    assert sentences_of(page) == [2, 4]

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 LEFT_OUT = {
     "make": "installs and fetches",
     "pip": "installs",
+    "python3": "makes an environment",
     "torchrun": "tests/decoder/test_torchrun.py",
     "serve": "tests/decoder/test_serve_command.py",
     "decoder chat": "tests/decoder/test_commands.py",
