@@ -37,7 +37,7 @@ def test_every_script_is_tried():
 
 
 def test_a_long_story_is_the_one_of_plain_decoding(run, tmp_path, capsys):
-    run("long_story", "--model", REFERENCE, "--new-tokens", 40, "--output", "story.txt")
+    run("long_story", "--model", REFERENCE, "--max-new-tokens", 40, "--output", "story.txt")
     sampling = decoder.SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.2, penalty_window=1024, seed=7)
     opening = "The lighthouse had been dark for eleven years when the lamp began to turn again. "
     plain = decoder.load(REFERENCE).generate(opening, 40, "ar", sampling, ignore_eos=True)
@@ -67,7 +67,7 @@ def test_a_chat_sends_the_turns_before(capsys):
 
 def test_methods_are_compared_on_the_lines_of_a_file(run, tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("It was a dark night, and\n\nThe captain said that\n", encoding="utf-8")
-    run("compare_prompts", "--model", REFERENCE, "--prompts", "mine.txt", "--methods", "suffix", "--new-tokens", 8)
+    run("compare_prompts", "--model", REFERENCE, "--prompts", "mine.txt", "--methods", "suffix", "--max-new-tokens", 8)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[-3:-1]] == ["ar", "suffix"]
     assert all(line.endswith("the same text") for line in lines[-3:-1])

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--methods", nargs="+", default=["auto"])
-    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--output", type=Path, default=Path("runs/my-prompts"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def main() -> None:
         ["ar", *args.methods],
         model=args.model,
         prompts=str(as_rows(args.prompts, chat, args.output)),
-        max_new_tokens=args.new_tokens,
+        max_new_tokens=args.max_new_tokens,
         runs=1,
         sampling={"temperature": 0.7, "min_p": 0.0, "repetition_penalty": 1.0},
         output=args.output / "comparison",

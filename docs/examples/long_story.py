@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder, hub id or GGUF file")
     parser.add_argument("--heads", help="draft heads for it")
     parser.add_argument("--opening", default=OPENING)
-    parser.add_argument("--new-tokens", type=int, default=4000)
+    parser.add_argument("--max-new-tokens", type=int, default=4000)
     parser.add_argument("--output", default="story.txt")
     args = parser.parse_args()
     dec = decoder.load(args.model, heads=args.heads)
-    stats = write(dec, args.opening, args.new_tokens, args.output).stats
+    stats = write(dec, args.opening, args.max_new_tokens, args.output).stats
     rate = stats.generated / stats.decode_seconds
     print(f"\n\n{stats.generated} tokens, {rate:.1f} tokens/s, {stats.tokens_per_step:.2f} tokens per step")
 

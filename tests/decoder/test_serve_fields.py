@@ -270,6 +270,10 @@ def test_the_nearest_known_name_is_given(name, meant):
     assert meant in refused({**ASKED[False], name: 1.5}, False).message
 
 
+def test_the_nearest_known_value_is_given():
+    assert refused({**ASKED[False], "method": "sufix"}, False).message.endswith(" (is suffix meant?)")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

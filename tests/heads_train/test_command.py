@@ -54,4 +54,4 @@ def test_another_lightning_has_its_own_parser_asked(monkeypatch):
 
 def test_a_mistyped_configuration_is_told_with_the_one_that_is_near(capsys):
     assert command.main(["fit", "--config", "smollm2-gatd.yaml"]) == 2
-    assert "there is no configuration smollm2-gatd.yaml (is smollm2-gated.yaml meant?)" in capsys.readouterr().err
+    assert "there is no configuration smollm2-gatd.yaml (is smollm2-gated meant?)" in capsys.readouterr().err

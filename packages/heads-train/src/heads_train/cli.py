@@ -224,7 +224,9 @@ def find_config(name: str) -> str:
     if Path(name).name == name and shipped.is_file():
         return str(shipped)
     names = sorted(path.name for path in CONFIGS.glob("*.yaml"))
-    raise FileNotFoundError(f"there is no configuration {name}{meant(name, names)}; shipped are {', '.join(names)}")
+    # Without what all of them end in, by which any two would be alike.
+    near = meant(Path(name).stem, [Path(one).stem for one in names])
+    raise FileNotFoundError(f"there is no configuration {name}{near}; shipped are {', '.join(names)}")
 
 
 def with_bases(name: str) -> list[Path]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from decoder.checks import meant
 from decoder.drafters import METHODS
 from decoder.serve.body import field_of, inside, shortened
 from decoder.serve.errors import ApiError
@@ -445,7 +446,7 @@ def read_body(body: Any, fields: Fields) -> dict[str, Any]:
 def require(kind: Kind, value: Any, place: str) -> None:
     """Raise a 400 with the place of a value that is not of a kind."""
     if not kind.fits(value):
-        refuse(place, f"must be {kind.words}")
+        refuse(place, f"must be {kind.words}{meant(value, kind.schema.get('enum', ()))}")
 
 
 def refuse(place: str, words: str) -> None:
