@@ -17,7 +17,9 @@ from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, drafted_levels, tiny_llama
+from .conftest import VOCAB, drafted_levels, random_heads, tiny_llama
+from .test_families import tiny
+from .test_windows import FAMILIES as WINDOWED
 
 LAYERS = (1, 2, 4)
 TREE = TokenSwiftOptions(tree=(3, 2, 2, 1))
@@ -325,3 +327,11 @@ def test_speculators_reads_it_and_computes_the_same(tmp_path, window):
         for ours, found in zip(model(features, ahead), logits, strict=True):
             # The last positions wrap around, each in its own way.
             assert torch.allclose(model.lm_head(ours)[:, :-3], found[:, :-3], atol=1e-5)
+
+
+def test_layers_that_hand_on_several_states_are_told():
+    """Those of Gemma 3n."""
+    model_type, overrides = WINDOWED["gemma3n_text"]
+    other = tiny(model_type, **overrides)
+    with pytest.raises(ValueError, match="hand on 4 states of each token, and EAGLE-3 heads read one"):
+        Decoder(other, heads=random_heads(other, kind="eagle3"))

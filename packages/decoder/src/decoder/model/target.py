@@ -271,10 +271,12 @@ class Target:
         """Return the inputs of these layers with every pass, for an EAGLE-3 draft model; see `PassOutput.features`.
 
         Raises:
-            ValueError: the model's layers are not found.
+            ValueError: the model's layers are not found, or hand on more than a hidden state of each token.
         """
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise ValueError(f"{self.name} has no list of layers whose inputs could be read")
+        if (states := getattr(self.model.config, "altup_num_inputs", 1)) > 1:
+            raise ValueError(f"layers of {self.name} hand on {states} states of each token, and EAGLE-3 heads read one")
         self.feature_layers = tuple(layers)
 
     def beginning_with(self, cache: FullCache, copies: Copies, count: int, dtype: torch.dtype) -> Work[None]:
