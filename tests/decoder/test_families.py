@@ -246,6 +246,12 @@ REFUSED = {
     "rwkv": ("rwkv", {}, "recurrent state"),
     "recurrent_gemma": ("recurrent_gemma", {}, "layers, which are not known|recurrent state"),
     "gemma, both directions": ("gemma", dict(use_bidirectional_attention=True), "attend in both directions"),
+    "gemma3_text, no tokens in a window": ("gemma3_text", dict(sliding_window=0), "with a sliding_window of 0"),
+    "mixtral, more than all experts": (
+        "mixtral",
+        dict(num_local_experts=4, num_experts_per_tok=5),
+        "a num_experts_per_tok of 5, and 4 experts",
+    ),
     "llama, dynamic": ("llama", rope("dynamic", factor=2.0), "dynamic rotary scaling"),
     "phi3, longrope": (
         "phi3",

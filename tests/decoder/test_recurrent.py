@@ -6,6 +6,7 @@ from transformers import AutoConfig
 
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.backends.base import Chain, PassBatch, Tree
+from decoder.backends.native.backend import NATIVE as NATIVE_BACKEND
 from decoder.backends.reference.mixers import mixers_of
 from decoder.cache.full import FullCache
 from decoder.cache.partial import ranked
@@ -305,6 +306,26 @@ REFUSED = {
 def test_what_cannot_be_done_is_told_from_the_configuration(model_type):
     with pytest.raises(ValueError, match=f"^{model_type} .*{REFUSED[model_type]}"):
         refuse_unsupported(AutoConfig.for_model(model_type))
+
+
+CHANGES = {
+    "a hook": lambda model: model.model.layers[0].linear_attn.register_forward_hook(lambda *given: None),
+    "a window": lambda model: setattr(model.config, "sliding_window", 3),
+    "a scale": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 1.5),
+    "an activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_model_that_the_library_does_not_run_any_more_goes_on_by_its_modules(with_native, change):
+    model, prompt = made("qwen3_5_text, 32"), tokens(20, 1)
+    dec = Decoder(model)
+    greedy = SamplingParams(temperature=0)
+    dec.generate(prompt, 4, "ar", greedy)
+    assert dec.target.backend.name == NATIVE_BACKEND
+    change(model)
+    assert dec.generate(prompt, 12, "suffix", greedy).token_ids == generated(model, prompt, 12)
+    assert dec.target.backend.name == "reference" and "has recurrent layers" in dec.report()
 
 
 def test_recurrent_layers_are_not_run_under_autocast(decoders):

@@ -47,6 +47,7 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
             raise ValueError(f"{name} is no causal language model; only decoder-only causal models can be accelerated")
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
     layer_kinds(config)
+    _refuse_experts(config)
     _refuse_quantised(config)
     # Gemma 4 names the kind of tokens that do, and there are only those of text.
     both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
@@ -94,6 +95,8 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
             continue
         kind, setting = _ATTENTION.get(name, ("full", ""))
         size = getattr(config, setting, None)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"{config.model_type} has {name.replace('_', ' ')} layers with a {setting} of {size}")
         if name not in _WHOLE and not isinstance(size, int):
             words = f"{name.replace('_', ' ')} layers"
             raise ValueError(f"{config.model_type} has {words}, which are not known and cannot be accelerated")
@@ -108,6 +111,16 @@ def decoder_of(model: PreTrainedModel) -> Any:
     found = model.get_decoder()
     # transformers does not find that of Llama 4 without its vision.
     return getattr(model, "model", found) if found is model else found
+
+
+def _refuse_experts(config: PreTrainedConfig) -> None:
+    """Raise ValueError for a router that would choose more experts than there are."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((one for name in names if isinstance(one := getattr(config, name, None), int)), None)
+    for name in ("num_experts_per_tok", "top_k_experts"):
+        used = getattr(config, name, None)
+        if count and isinstance(used, int) and used > count:
+            raise ValueError(f"{config.model_type} has a {name} of {used}, and {count} experts")
 
 
 def _refuse_quantised(config: PreTrainedConfig) -> None:

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decoder.backends.base import FREE, AttentionShape, Chain, PassBackend, PassBatch, PassOutput, PassRule, Tree
+from decoder.backends.base import (
+    FREE,
+    AttentionShape,
+    BackendFault,
+    Chain,
+    PassBackend,
+    PassBatch,
+    PassOutput,
+    PassRule,
+    Tree,
+)
 from decoder.backends.bitwise import Bitwise, BitwiseSetting
 from decoder.backends.choose import BITWISE, FLATTENED, Chosen, Finding, choosing
 from decoder.backends.forwards import replaced, structure_of, under_autocast
@@ -152,7 +162,10 @@ class Target:
         # Autocast lasts for a block of the user's, and the reference runs there.
         if self._fixed or under_autocast() or self.structure == self._structure:
             yield from self.reference.renewing()
-            yield from self.backend.renewing()
+            try:
+                yield from self.backend.renewing()
+            except BackendFault:  # it does not run the model as it is now
+                yield from self._choosing()
         else:
             yield from self._choosing()
         self.bitwise.refresh()

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from decoder.backends import bitwise_check
-from decoder.backends.base import FREE, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
+from decoder.backends.base import FREE, BackendFault, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import replaced, under_autocast
 from decoder.backends.modules import ModulePass, cache_of, ids_of, one_sequence_at_a_time
@@ -66,8 +66,9 @@ class NativeBackend(PassBackend):
     @staticmethod
     def unavailable(target: "Target") -> str | None:
         """Why the library does not run a model; None if it does."""
-        if target.more_than_attention is not None and not (target.mixers and _runs_as_a_whole(target)):
-            return f"for attention over keys and values, where {target.name} has {target.more_than_attention}"
+        more = target.more_than_attention
+        if more is not None and not (target.mixers and _runs_as_a_whole(target)):
+            return _for_attention_alone(target, more)
         faults = (native_attention.unavailable(shape, target.device) for shape in target.attention_shapes_now)
         return next((fault for fault in faults if fault is not None), None)
 
@@ -80,6 +81,8 @@ class NativeBackend(PassBackend):
     def renewing(self) -> Work[None]:
         target = self._target
         shared, whole = target.shared_layers(), _runs_as_a_whole(target)
+        if not whole and (more := target.more_than_attention) is not None:
+            raise BackendFault(_for_attention_alone(target, more))
         outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
         parts = [parts_of(layer) for layer in target.decoder.layers] if whole else []
         groups = [group for own in parts for group in own.groups]
@@ -159,6 +162,10 @@ class NativeBackend(PassBackend):
 
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
         return native_levels(self._target, heads, vocabulary, self.called)
+
+
+def _for_attention_alone(target: "Target", more: str) -> str:
+    return f"for attention over keys and values, where {target.name} has {more}"
 
 
 def _runs_as_a_whole(target: "Target") -> bool:
