@@ -16,9 +16,11 @@ import torch
 from decoder import Decoder
 from decoder import __main__ as command
 from decoder.jobs.answering import Answering, settled
+from decoder.jobs.command import reuse_for
 from decoder.jobs.job import Job
 from decoder.jobs.lines import Requests
 from decoder.jobs.on_ray import Cluster
+from decoder.stats import Statistics
 
 from ..forked import forked
 from .conftest import tiny_llama
@@ -203,7 +205,7 @@ def test_prompts_that_begin_alike_follow_each_other(tmp_path):
     places = [requests.order.index(number) for number in (1, 3, 5, 7)]
     assert max(places) - min(places) == 3
     assert [number for number in requests.order if number % 2 == 0] == [6, 4, 2, 0]
-    assert requests.shares_beginnings
+    assert requests.shared_tokens is None
 
 
 def test_long_answers_are_begun_first(tmp_path):
@@ -211,12 +213,39 @@ def test_long_answers_are_begun_first(tmp_path):
     records = [{"prompt": str(number) * (number + 1), **fields} for number, fields in enumerate(asked)]
     requests = Requests(written(tmp_path / "in.jsonl", records), {})
     assert requests.order == [4, 2, 3, 1, 0]
-    assert not requests.shares_beginnings
+    assert requests.shared_tokens == 0
 
 
 def test_chats_begin_alike_by_their_template(tmp_path):
-    records = [{"messages": [{"role": "user", "content": str(number)}]} for number in range(2)]
-    assert Requests(written(tmp_path / "in.jsonl", records), {}).shares_beginnings
+    """So they follow each other, and of each as much is kept as the next one may take over."""
+    records = []
+    for number in range(4):
+        records.append({"prompt": f"{number} has another beginning", "max_tokens": 5})
+        body = {"messages": [{"role": "user", "content": str(number)}], "max_tokens": 3}
+        records.append({"custom_id": f"c{number}", "url": "/v1/chat/completions", "body": body})
+    source = written(tmp_path / "in.jsonl", records)
+    requests = Requests(source, {})
+    assert sorted(requests.order[:4]) == [1, 3, 5, 7]
+
+    dec, template = chat_decoder(), "You are asked by many. "
+    dec.tokenizer.chat_template = template + TEMPLATE
+    expected = answered(Answering(dec, "tiny", 1), source, tmp_path / "alone.jsonl")
+    dec.prefixes = reuse_for(dec.target, requests.shared_tokens)
+    used, reused = Statistics.count_step, []
+
+    def counted(statistics, *args):
+        reused.append(statistics.reused_tokens)
+        used(statistics, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Statistics, "count_step", counted)
+        rows = answered(Answering(dec, "tiny", 1), source, tmp_path / "out.jsonl")
+    assert sum(count >= len(template) for count in reused) >= 3
+    assert 0 < dec.prefixes.nbytes <= dec.prefixes.max_bytes
+    assert [row["response"]["body"]["choices"] for row in rows] == [
+        row["response"]["body"]["choices"] for row in expected
+    ]
+    assert reuse_for(dec.target, 0) is None and reuse_for(dec.target, None).max_bytes > dec.prefixes.max_bytes
 
 
 def test_defaults_fill_what_lines_leave_out(tmp_path):

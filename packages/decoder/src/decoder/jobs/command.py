@@ -8,6 +8,8 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import torch
+
 from decoder.checks import parse_json
 from decoder.cli.flags import check_flags, check_sources, from_flags, load_from_flags
 from decoder.cli.terminal import BrokeOff, StatusLine
@@ -15,8 +17,9 @@ from decoder.jobs.answering import Answering, Broken, Row
 from decoder.jobs.job import Job
 from decoder.jobs.lines import Line, Requests
 from decoder.jobs.on_ray import Cluster, Do
+from decoder.model.target import Target
 from decoder.options import TokenSwiftOptions
-from decoder.prefix_reuse import prefix_reuse, usual_bytes
+from decoder.prefix_reuse import PrefixReuse, prefix_reuse, usual_bytes
 from decoder.serve.settings import name_of
 
 # An actor has twice the requests that it decodes together, so that others follow those that are done, in parts: its
@@ -41,7 +44,7 @@ def batch(args: argparse.Namespace) -> None:
     check_sources(args)
     requests = Requests(args.requests, _defaults(args.defaults))
     with Job(requests, args.answers) as job:
-        load = partial(answering_from, args, requests.shares_beginnings)
+        load = partial(answering_from, args, requests.shared_tokens)
         try:
             if cluster is None:
                 _here(job, load)
@@ -65,13 +68,25 @@ def _defaults(text: str | None) -> dict[str, Any]:
     return found
 
 
-def answering_from(args: argparse.Namespace, shares_beginnings: bool) -> Answering:
+def reuse_for(target: Target, shared_tokens: int | None) -> PrefixReuse | None:
+    """What keeps as much of texts as others may begin with; see `Requests.shared_tokens`.
+
+    What is kept of each text costs more than it saves where no prompt begins like another. Of a template it is enough
+    to keep that of the text before.
+    """
+    most = usual_bytes(target)
+    if shared_tokens is not None:
+        needed = shared_tokens * (target.kv_bytes + torch.int32.itemsize) + target.beside_bytes(shared_tokens)
+        most = min(most, needed) if shared_tokens else 0
+    return prefix_reuse(target, most)
+
+
+def answering_from(args: argparse.Namespace, shared_tokens: int | None) -> Answering:
     """Load what the flags name. Raises as `decoder.load` does, and ValueError without a tokenizer."""
     dec = load_from_flags(args)
     if dec.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer, which a file of requests needs")
-    # What is kept of each text costs more than it saves where no prompt begins like another.
-    dec.prefixes = prefix_reuse(dec.target, usual_bytes(dec.target)) if shares_beginnings else None
+    dec.prefixes = reuse_for(dec.target, shared_tokens)
     return Answering(
         dec, name_of(args.model), args.max_batch, method=args.method, options=from_flags(TokenSwiftOptions, args)
     )

@@ -18,6 +18,7 @@ PARQUET = ".parquet"
 _MAGIC = b"PAR1"  # ends a file of Parquet
 _OF_OPENAI = ("custom_id", "method", "url", "body")
 _LONGEST = 2**31  # tokens
+_OF_TEMPLATE = 128  # tokens that a chat template puts before the first message, at most
 _BEGINNING = 512  # characters by which prompts that begin alike are found
 
 
@@ -132,30 +133,31 @@ class Requests:
     Attributes:
         order: all numbers, in the order in which they are best answered: prompts that begin alike one after the other,
             and those with long answers first, then long prompts, so that the last texts do not run alone.
-        shares_beginnings: whether there are prompts that begin alike, as chats do by their template.
+        shared_tokens: how many tokens of a prompt may begin another one, too: those of a chat template, or any number,
+            which is None.
     """
 
     def __init__(self, path: Path, defaults: Mapping[str, Any]):
         self.path, self.defaults = path, dict(defaults)
         self._records: Records = ParquetRows(path) if path.suffix == PARQUET else JsonLines(path)
         seen: dict[str, int] = {}
-        beginnings, answers, lengths, chats = array("q"), array("q"), array("q"), 0
+        beginnings, answers, lengths, chats = array("q"), array("q"), array("q"), array("b")
         for line in self:
             if line.custom_id in seen:
                 first = self._records.place(seen[line.custom_id])
                 raise ValueError(f"{self._records.place(line.number)} has the custom_id of {first}: {line.custom_id}")
             seen[line.custom_id] = line.number
-            chats += line.chat
+            chats.append(line.chat)
             text = json.dumps(line.body.get("messages" if line.chat else "prompt"))
             beginnings.append(int.from_bytes(hashlib.sha256(text[:_BEGINNING].encode()).digest()[:7], "big"))
             answers.append(_most_tokens(line.body))
             lengths.append(len(text))
         shared = Counter(beginnings)
-        self.shares_beginnings = len(shared) < len(self) or chats > 1
+        self.shared_tokens = (_OF_TEMPLATE if sum(chats) > 1 else 0) if len(shared) == len(self) else None
         alone = {one for one, count in shared.items() if count == 1}
 
         def rank(number: int) -> tuple[int, int, int]:
-            beginning = 0 if beginnings[number] in alone else beginnings[number]
+            beginning = -chats[number] if beginnings[number] in alone else beginnings[number]
             return beginning, -answers[number], -lengths[number]
 
         self.order = sorted(range(len(self)), key=rank)
