@@ -432,6 +432,16 @@ def test_actors_that_would_wait_for_ever_are_told(ray, monkeypatch, caplog, aske
     assert row[:2] == (1, 1) and re.search(words, caplog.text)
 
 
+def test_few_items_are_shared_by_all_actors(ray):
+    blocks = []
+
+    def ready():
+        return (lambda items: blocks.append(items) or items), {}
+
+    assert len(list(Cluster("auto", actors=2).map(ready, [1, 2, 3], 8))) == 3
+    assert blocks == [[1, 2], [3]]
+
+
 def test_a_worker_unlike_the_first_is_told_with_its_node_and_what_is_done_is_kept(ray):
     versions = iter(("1", "1", "2"))
 

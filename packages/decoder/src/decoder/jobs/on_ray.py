@@ -74,7 +74,7 @@ class Cluster:
 
         Args:
             ready: see `Ready`; it is sent to the actors.
-            block: how many items an actor is given at once.
+            block: how many items an actor is given at once, at most.
             together: how many blocks an actor does at a time, each in a thread, and again where it dies.
 
         Raises:
@@ -106,6 +106,7 @@ class Cluster:
     def _map(
         self, ray: Any, ready: Ready, items: Sequence[Any], block: int, together: int
     ) -> Generator[tuple[Any, Any, Identity], None, None]:
+        block = min(block, -(-len(items) // self.actors))  # so that none is idle where there are few
         blocks = -(-len(items) // block)
         asked = ray.data.from_items([{"item": pickle.dumps(item)} for item in items], override_num_blocks=blocks)
         # Ray starts an actor that has died again, elsewhere if it must, and gives it its blocks once more.
