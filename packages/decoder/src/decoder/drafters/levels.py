@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from decoder.backends.native.levels import DEEPEST, NativeLevels
+from decoder.backends.native.levels import NativeLevels
+from decoder.backends.native.structures import MOST_LEVELS
 from decoder.backends.transfers import download
 from decoder.backends.verification import Verification
 from decoder.draft_heads import DraftHeads
@@ -310,7 +311,7 @@ def _by_library(wanted: Sequence[LevelsWanted]) -> dict[int, list[float]]:
     """What `Levels.read` takes of those texts whose levels the native library can fill."""
     groups: dict[tuple[NativeLevels, bool], list[int]] = {}
     for text, one in enumerate(wanted):
-        can = one.sampler.native_drafts is not None and one.count <= DEEPEST
+        can = one.sampler.native_drafts is not None and one.count <= MOST_LEVELS
         found = one.levels.native() if can else None
         if found is not None:
             groups.setdefault((found, one.own_level), []).append(text)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from decoder.model.target import Target
 
 _DTYPES = (torch.float32, torch.bfloat16)
-DEEPEST = 64  # levels at most, as levels.c has it
 
 
 class NativeLevels:

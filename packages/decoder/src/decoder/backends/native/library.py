@@ -27,18 +27,7 @@ import torch
 from decoder.backends.faults import in_words
 from decoder.backends.native import compiling
 from decoder.backends.native.compiling import COMPILERS, INSTRUCTION_SETS, OF_MACHINE
-from decoder.backends.native.structures import (
-    STRUCTURES,
-    Attention,
-    Drafter,
-    Drafts,
-    Experts,
-    Format,
-    Layer,
-    PackedWeight,
-    Pass,
-    Sampling,
-)
+from decoder.backends.native.structures import FUNCTIONS, STRUCTURES, Format
 
 _PACKAGE = Path(__file__).parent  # where a package has the library that it brings
 _FORCED = "TOKENSWIFT_INSTRUCTIONS"
@@ -54,42 +43,14 @@ class _Size(ctypes.Structure):
     _fields_ = (("name", c_char_p), ("bytes", c_int64))
 
 
-_ARGUMENTS = {
-    "linear": (POINTER(PackedWeight), c_void_p, c_int64, c_int, c_void_p, c_int),
-    "before_attention": (POINTER(Layer), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
-    "behind_attention": (POINTER(Layer), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
-    "expert_numbers": (POINTER(Experts), c_int64),
-    "run_experts": (POINTER(Experts), c_void_p, c_int64, *4 * (c_void_p,), c_int, c_int),
-    "run_block": (POINTER(Experts), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
-    "route": (POINTER(Experts), c_void_p, c_int64, *3 * (c_void_p,), c_int, c_int),
-    "gate_attended": (POINTER(Layer), c_void_p, c_int64, c_void_p, c_int, c_int),
-    "mixer_sizes": (POINTER(Layer), c_void_p),
-    "attend": (POINTER(Attention), c_int64, c_int),
-    "run_layers": (POINTER(Pass), POINTER(Attention), c_int64, c_int),
-    "sample_candidates": (POINTER(Sampling), c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64),
-    "rank_drafts": (POINTER(Sampling), c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
-    "draft_numbers": (POINTER(Drafter), c_int64, c_int64),
-    "draft_levels": (POINTER(Drafter), POINTER(Drafts), c_int64, c_void_p, c_int),
+# Those that are the same for every instruction set; all others are `FUNCTIONS`.
+_OF_LIBRARY: dict[str, tuple] = {
     "pack_weights": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "unpack_rows": (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int),
     "weight_format": (c_int,),
     "use_instructions": (c_char_p,),
-    **dict.fromkeys(
-        (
-            "multiplies_bf16",
-            "panel_width",
-            "quantised_width",
-            "rows_together",
-            "rows_held",
-            "keys_together",
-            "most_dim",
-        ),
-        (),
-    ),
+    **dict.fromkeys(("multiplies_bf16", "panel_width", "quantised_width", "rows_together"), ()),
 }
-
-
-_LONG = ("sample_candidates", "draft_numbers", "expert_numbers")  # what they return
 
 
 def _loaded() -> ctypes.CDLL | str:
@@ -299,9 +260,10 @@ def _opened(file: Path) -> ctypes.CDLL:
         raise NativeUnavailable(f"the library has other structures than this program: {wrong}")
     if library.instructions() is None:
         raise NativeUnavailable("the library was made for another processor")
-    for name, arguments in _ARGUMENTS.items():
+    for name, arguments in _OF_LIBRARY.items():
         getattr(library, name).argtypes = arguments
-    for name in _LONG:
-        getattr(library, name).restype = c_int64
+    for name, (result, types) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, types
     library.weight_format.restype = POINTER(Format)
     return library

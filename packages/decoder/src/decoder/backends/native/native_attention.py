@@ -9,7 +9,7 @@ import torch
 from decoder.backends.attention import Entries, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
-from decoder.backends.native.structures import Attention, SequenceKV
+from decoder.backends.native.structures import MOST_DIM, QUERY_HEADS_HELD, Attention, SequenceKV
 from decoder.cache.layout import FULL
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -49,12 +49,12 @@ def unavailable(shape: AttentionShape, device: torch.device) -> str | None:
     if shape.dtype not in _DTYPES:
         return "for float32 and bfloat16"
     try:
-        library = native.library()
+        native.library()
     except native.NativeUnavailable as error:
         return str(error)
-    if max(shape.dim, shape.value_dim) > library.most_dim():
-        return f"for heads of at most {library.most_dim()} numbers"
-    most = library.rows_held()
+    if max(shape.dim, shape.value_dim) > MOST_DIM:
+        return f"for heads of at most {MOST_DIM} numbers"
+    most = QUERY_HEADS_HELD
     return f"for at most {most} query heads to a KV head" if shape.heads > most * shape.kv_heads else None
 
 

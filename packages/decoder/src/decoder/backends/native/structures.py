@@ -1,186 +1,129 @@
-"""What Python and the native library share: the structures and constants of library.h, in its order."""
+"""What Python and the native library share: the structures, constants and functions of library.h, read from that file.
 
-import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+What is declared there is declared once. The sizes of structures are compared with the library's when it is loaded.
+"""
+
+import re
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
+from decoder.backends.native.compiling import FOLDER
 
-class Shared(ctypes.Structure):
-    """A structure of library.h by the same name, whose size is compared with the library's when that is loaded."""
-
-
-def members(*declared: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """Fields as ctypes takes them, of declarations as C has them: a type, and the names of members of that type."""
-    return [(name, kind) for kind, names in declared for name in names.split()]
+_HEADER = re.sub(r"//[^\n]*|\\\n", "", (FOLDER / "library.h").read_text())
+_KINDS: dict[str, Any] = {"int": c_int, "int32_t": c_int32, "int64_t": c_int64, "uint64_t": c_uint64}
+_KINDS |= {"float": c_float, "double": c_double}
 
 
-FP32, BF16, INT8, QUANTISED = range(4)  # kinds of weights
+class Shared(Structure):
+    """A structure of library.h by the same name."""
 
 
-class PackedWeight(Shared):
-    _fields_ = members(
-        (c_int64, "inputs outputs"),
-        (c_void_p, "weight bias scales"),
-        (c_int32, "kind"),
-    )
+class PackedWeight(Shared): ...
 
 
-MOST_PARTS = 3  # of a product with quantised weights
+class QuantisedPart(Shared): ...
 
 
-class QuantisedPart(Shared):
-    _fields_ = members(
-        (c_int64, "format outputs"),
-        (c_void_p, "weight"),
-    )
+class Quantised(Shared): ...
 
 
-class Quantised(Shared):
-    _fields_ = members(
-        (c_int64, "count"),
-        (QuantisedPart * MOST_PARTS, "parts"),
-    )
+class Format(Shared): ...
 
 
-class Format(Shared):
-    _fields_ = members(
-        (c_char_p, "name"),
-        (c_int32, "number inputs bytes packed_bytes head_bytes infinite"),
-    )
+class Expert(Shared): ...
 
 
-class Expert(Shared):
-    _fields_ = members((PackedWeight, "gate up down"))
+class Experts(Shared): ...
 
 
-SILU, GELU, CLAMPED = range(3)  # how experts are gated
-SOFTMAX, SIGMOID = range(2)  # how their weights are made
-MOST_EXPERTS, MOST_GROUPS = 1024, 64
+class Mixer(Shared): ...
 
 
-class Experts(Shared):
-    _fields_ = members(
-        (POINTER(Expert), "experts"),
-        (c_int64, "count used"),
-        (PackedWeight, "router shared_gate"),
-        (c_void_p, "correction"),
-        (c_int64, "groups groups_used"),
-        (c_int32, "scoring normalised activation shared"),
-        (c_float, "scaling limit alpha"),
-    )
+class RecurrentState(Shared): ...
 
 
-MOST_WIDTH = 8  # of convolutions
+class Layer(Shared): ...
 
 
-class Mixer(Shared):
-    _fields_ = members(
-        (PackedWeight, "gates"),
-        (c_void_p, "from conv conv_bias decay decay_bias skip factors"),
-        (c_int64, "keys values key_dim dim width group"),
-        (c_float, "eps"),
-        (c_int32, "delta gates_first"),
-    )
+class SequenceKV(Shared): ...
 
 
-class RecurrentState(Shared):
-    _fields_ = members(
-        (c_void_p, "before after kept"),
-        (c_int64, "room"),
-        (c_void_p, "replayed"),
-        (c_int64, "replays folded count"),
-        (c_void_p, "parents slots"),
-    )
+class Attention(Shared): ...
 
 
-class Layer(Shared):
-    _fields_ = members(
-        (PackedWeight, "qkv o gate_up down"),
-        (c_void_p, "norm_in norm_before_mlp head_norm"),
-        (c_int64, "size heads kv_heads dim"),
-        (c_float, "eps head_eps"),
-        (c_void_p, "norm_behind_attention norm_behind_mlp"),
-        (c_int32, "kind place gelu gated"),
-        (c_int64, "rotary_dim"),
-        (c_void_p, "sinks"),
-        (POINTER(Experts), "experts"),
-        (POINTER(Mixer), "mixer"),
-    )
+class Pass(Shared): ...
 
 
-class SequenceKV(Shared):
-    _fields_ = members(
-        (c_void_p, "keys values"),
-        (c_int64, "key_layer key_head key_slot value_layer value_head value_slot first length count"),
-        (c_void_p, "mask"),
-    )
+class Sampling(Shared): ...
 
 
-class Attention(Shared):
-    _fields_ = members(
-        (POINTER(SequenceKV), "texts"),
-        (c_void_p, "queries out"),
-        (c_int64, "query_token heads kv_heads dim value_dim"),
-        (c_float, "scaling"),
-        (c_int32, "is_bf16"),
-        (c_void_p, "sinks"),
-        (c_int64, "step back"),
-        (c_float, "softcap"),
-    )
+class Head(Shared): ...
 
 
-class Pass(Shared):
-    _fields_ = members(
-        (POINTER(POINTER(Layer)), "layers"),
-        (c_int64, "first last rows"),
-        (c_void_p, "states heads"),
-        (c_int64, "heads_layer"),
-        (POINTER(c_void_p), "cosines sines"),
-        (c_void_p, "scratch"),
-        (c_int64, "kinds"),
-        (POINTER(RecurrentState), "memories"),
-        (c_void_p, "mixed"),
-    )
+class Drafter(Shared): ...
 
 
-class Sampling(Shared):
-    _fields_ = members(
-        (c_void_p, "penalised"),
-        (c_double, "penalty temperature log_min_p"),
-        (c_uint64, "seed"),
-        (c_int32, "do_sample"),
-    )
+class Drafts(Shared): ...
 
 
-class Head(Shared):
-    _fields_ = members(
-        (PackedWeight, "readers down"),
-        (c_void_p, "norm_in norm_out"),
-        (c_float, "eps"),
-    )
+def _constants() -> dict[str, int]:
+    """Those of all enumerations."""
+    found: dict[str, int] = {}
+    for listed in re.findall(r"enum \{([^{}]*)\}", _HEADER):
+        for number, one in enumerate(listed.split(",")):
+            name, _, value = one.partition("=")
+            found[name.strip()] = int(value or number)
+    return found
 
 
-class Drafter(Shared):
-    _fields_ = members(
-        (POINTER(Head), "heads"),
-        (c_int64, "count size"),
-        (c_int32, "conditioned chained vocabulary_is_bf16 embeddings_are_bf16"),
-        (c_void_p, "embeddings ones"),
-        (c_float, "embedding_eps logit_scale"),
-        (PackedWeight, "vocabulary"),
-        (c_void_p, "ids"),
-    )
+_CONSTANTS = _constants()
 
 
-class Drafts(Shared):
-    _fields_ = members(
-        (Sampling, "choosing"),
-        (c_int64, "position"),
-        (c_void_p, "state"),
-        (c_int32, "state_is_bf16 given"),
-        (c_int64, "newest levels width beam"),
-        (c_void_p, "out"),
-    )
+def _numbers(names: str) -> list[int]:
+    return [_CONSTANTS[name] for name in names.split()]
+
+
+FP32, BF16, INT8, QUANTISED = _numbers("FP32 BF16 INT8 QUANTISED")  # kinds of weights
+SILU, GELU, CLAMPED = _numbers("SILU GELU CLAMPED")  # how experts are gated
+SOFTMAX, SIGMOID = _numbers("SOFTMAX SIGMOID")  # how their weights are made
+MOST_EXPERTS, MOST_GROUPS = _numbers("MOST_EXPERTS MOST_GROUPS")
+MOST_PARTS, MOST_WIDTH, MOST_LEVELS = _numbers("MOST_PARTS MOST_WIDTH MOST_LEVELS")
+MOST_DIM, QUERY_HEADS_HELD = _numbers("MOST_DIM QUERY_HEADS_HELD")
+
+
+def _kind(declared: str) -> Any:
+    """A type of C, with its stars: pointers to structures are such, all others are addresses."""
+    name, stars = declared.replace("const", "").replace("*", "").strip(), declared.count("*")
+    if name == "char" and stars:
+        return c_char_p
+    known = _KINDS.get(name)
+    whole = isinstance(known, type) and issubclass(known, Shared)
+    kind, left = (known, stars) if whole or not stars else (c_void_p, stars - 1)
+    for _ in range(left):
+        kind = POINTER(kind)
+    return kind
+
+
+def _members(body: str) -> list[tuple[str, Any]]:
+    """The members that are declared in the ``body`` of a structure."""
+    found = []
+    for declared in filter(None, map(str.strip, body.split(";"))):
+        # A type, and names with stars in front and a length behind of their own.
+        of_all, listed = re.findall(r"^((?:const )?\w+)(.*)$", declared, re.DOTALL)[0]
+        for stars, name, length in re.findall(r"([^\w,]*(?:const[^\w,]*)?)(\w+)(?:\[(\w+)\])?", listed):
+            kind = _kind(of_all + stars)
+            found.append((name, kind * _CONSTANTS[length] if length else kind))
+    return found
 
 
 STRUCTURES = tuple(Shared.__subclasses__())
+_BODIES = {name: body for body, name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", _HEADER)}
+for _one in STRUCTURES:
+    _one._fields_ = _members(_BODIES[_one.__name__])
+    _KINDS[_one.__name__] = _one
+
+FUNCTIONS = {
+    name: (_KINDS.get(result), [_kind(re.sub(r"\w+$", "", one)) for one in arguments.split(",")])
+    for result, name, arguments in re.findall(r"X\((\w+), (\w+),\s*\(([^()]*)\),\s*\(", _HEADER)
+}
+"""By name, what each function returns, None for nothing, and the types of its arguments."""

@@ -12,13 +12,11 @@ __asm__(".symver exp, exp@GLIBC_2.2.5\n.symver log, log@GLIBC_2.2.5");
 __asm__(".symver exp, exp@GLIBC_2.17\n.symver log, log@GLIBC_2.17");
 #endif
 
-enum { DEEPEST = 64 };
-
 // A branch that goes on, or its next state.
 typedef struct {
     int64_t text, parent; // the row of the state that it goes on from
     double likely;
-    int64_t depth, tokens[DEEPEST];
+    int64_t depth, tokens[MOST_LEVELS];
 } Branch;
 
 // Where the state of a text's branch, its candidates and the numbers of a level stand.
@@ -188,7 +186,7 @@ int draft_levels(const Drafter *d, const Drafts *texts, int64_t count, float *ro
     l.scores = l.logits + most * d->vocabulary.outputs;
     l.branches = malloc(2 * most * sizeof(Branch)), l.next = l.branches + most;
     l.tokens = malloc(most * width * sizeof(int64_t)), l.out = malloc(count * sizeof(double *));
-    if (!l.branches || !l.tokens || !l.out || levels > DEEPEST) {
+    if (!l.branches || !l.tokens || !l.out || levels > MOST_LEVELS) {
         free(l.branches), free(l.tokens), free(l.out);
         return 1;
     }

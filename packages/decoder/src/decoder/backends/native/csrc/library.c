@@ -66,11 +66,6 @@ int multiplies_bf16(void) { return in_use->multiplies_bf16; }
 int panel_width(void) { return in_use->panel_width; }
 int rows_together(void) { return in_use->rows_together; }
 
-// Keys of attention that are summed together, query heads of a KV head, and numbers of a head that it takes at most.
-int keys_together(void) { return KEYS_TOGETHER; }
-int rows_held(void) { return QUERY_HEADS_HELD; }
-int most_dim(void) { return MOST_DIM; }
-
 #define RETURN_void
 #define RETURN_int return
 #define RETURN_int64_t return

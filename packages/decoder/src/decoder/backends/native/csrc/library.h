@@ -1,4 +1,5 @@
-// What callers see of the library: its structures, which library.py has as ctypes, and its functions.
+// What callers see of the library: its structures and functions. structures.py reads them from here, so they are
+// declared in the forms that stand here already.
 //
 // The functions exist once for each instruction set that was compiled; library.c calls those of the set in use.
 
@@ -208,7 +209,9 @@ typedef struct {
     double *out;
 } Drafts;
 
-enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 }; // see `keys_together` and those behind it
+enum { MOST_LEVELS = 64 }; // of heads
+// Keys of attention that are summed together, query heads of a KV head, and numbers of a head that it takes at most.
+enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 };
 
 // ---------------------------------------------------------------------------------------------------------- layouts
 
