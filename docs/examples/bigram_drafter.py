@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS, DrafterContext
 from decoder.sampling.sampler import Sampler
@@ -46,7 +46,7 @@ class Bigram:
         tree.add_path(chain, "bigram")
         return tree
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self._learn(tokens)
 
     def finish(self, statistics: Statistics) -> None:

@@ -2,22 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
+from decoder.backends.base import PassOutput
 from decoder.draft_heads import DRAFT_TO_TARGET, refuse_not_finite
-
-
-class Seen(Protocol):
-    """What a pass of the model has computed: a `PassOutput`, or a `Verification`."""
-
-    @property
-    def hidden(self) -> torch.Tensor: ...
-
-    @property
-    def features(self) -> torch.Tensor | None: ...
 
 
 class EntryShape(NamedTuple):
@@ -101,7 +92,7 @@ class DraftLayer(nn.Module, ABC):
         """d, the size of its states."""
 
     @abstractmethod
-    def features_of(self, seen: Seen) -> torch.Tensor:
+    def features_of(self, seen: PassOutput) -> torch.Tensor:
         """What it reads of each token of a pass, [n, c]."""
 
     @abstractmethod

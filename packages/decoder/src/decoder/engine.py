@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-from decoder.backends.base import DEEPEST
+from decoder.backends.base import DEEPEST, PassOutput
 from decoder.backends.transfers import download
-from decoder.backends.verification import Verification
 from decoder.drafters.base import DeferredRead, DraftsAhead
 from decoder.drafters.levels import fill_together
 from decoder.drafters.tuning.verify_costs import WIDEST
@@ -150,7 +149,7 @@ class Engine:
                     wanted.append(sequence.wants_levels(sequence.cache, sequence.sampler, depth))
         fill_together([one for one in wanted if one is not None])
 
-    def _verify(self, trees: dict[Sequence, TokenTree]) -> dict[Sequence, Verification]:
+    def _verify(self, trees: dict[Sequence, TokenTree]) -> dict[Sequence, PassOutput]:
         """Run the trees through the model, over the cache of each sequence."""
         observe = any(sequence.drafter.observed_queries for sequence in trees)
         caches = [sequence.cache for sequence in trees]
@@ -158,7 +157,7 @@ class Engine:
 
     @stage("accept")
     def _accept(
-        self, trees: dict[Sequence, TokenTree], verifications: dict[Sequence, Verification]
+        self, trees: dict[Sequence, TokenTree], verifications: dict[Sequence, PassOutput]
     ) -> dict[Sequence, Walk]:
         """The walk of each sequence along the tokens that the target chooses; see `sampling.acceptance`.
 
@@ -188,7 +187,7 @@ class Engine:
         return walks
 
     @stage("commit")
-    def _commit(self, sequence: Sequence, tree: TokenTree, verification: Verification, walked: Walk) -> list[int]:
+    def _commit(self, sequence: Sequence, tree: TokenTree, verification: PassOutput, walked: Walk) -> list[int]:
         """Append the walk's tokens to the sequence, until it ends, and commit the path to the cache and the drafter."""
         ranks = self.target.ranks
         taken = ranks.first(lambda: _follow(sequence, walked))

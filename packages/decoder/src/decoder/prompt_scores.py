@@ -57,7 +57,6 @@ class PromptScores:
         Raises:
             ValueError: there is a NaN among them.
         """
-        assert output.logits is not None
         for logits in output.logits.split(_ROWS):
             following = self._prompt[len(self.found) :][: len(logits)]
             if following:

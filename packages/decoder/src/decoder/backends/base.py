@@ -102,26 +102,26 @@ class PassBatch(NamedTuple):
 
 
 class PassOutput(NamedTuple):
-    """What a pass over T tokens returns.
+    """What a pass over T tokens returns. Where passes are recorded, another pass overwrites it.
 
     Attributes:
         hidden: the hidden states before the final norm, [T, d].
-        logits: [T, V]; None of the decoder alone.
+        logits: of the token that follows each, [T, V]; without rows, of the decoder alone.
         queries: by layer, the queries [1, H, n, D] of the last n tokens; empty unless they were asked for.
         features: the inputs of the layers that an EAGLE-3 draft model reads, joined [T, layers x d]; None if it reads
             none.
     """
 
     hidden: torch.Tensor
-    logits: torch.Tensor | None
+    logits: torch.Tensor
     queries: Mapping[int, torch.Tensor]
     features: torch.Tensor | None
 
     def part(self, rows: slice) -> "PassOutput":
         """The outputs of some tokens, with their queries where those of all were asked for."""
-        logits, features = (None if one is None else one[rows] for one in (self.logits, self.features))
         queries = {layer: query[:, :, rows] for layer, query in self.queries.items()}
-        return PassOutput(self.hidden[rows], logits, queries, features)
+        features = None if self.features is None else self.features[rows]
+        return PassOutput(self.hidden[rows], self.logits[rows], queries, features)
 
     def first(self, count: int) -> "PassOutput":
         """The outputs of the first ``count`` tokens, behind which stands padding."""
@@ -132,14 +132,10 @@ class PassOutput(NamedTuple):
     @staticmethod
     def joined(outputs: Sequence["PassOutput"]) -> "PassOutput":
         """The outputs of several sequences in a row, copied."""
-
-        def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-            found = [part for part in parts if part is not None]
-            return torch.cat(found) if found else None
-
         hidden, logits, queries, features = zip(*outputs, strict=True)
         by_layer = {layer: torch.cat([one[layer] for one in queries], 2) for layer in queries[0]}
-        return PassOutput(torch.cat(hidden), together(logits), by_layer, together(features))
+        joined = None if features[0] is None else torch.cat(features)
+        return PassOutput(torch.cat(hidden), torch.cat(logits), by_layer, joined)
 
 
 class PassRule(NamedTuple):

@@ -75,7 +75,8 @@ class ModulePass:
         with self._patched(forwards), around or nullcontext():
             output = module(**inputs, **attending, queries=queries if observed else None)
             features = torch.cat(self._features, -1)[0] if self._features else None
-            return PassOutput(self._hidden[-1][0], output.logits[0] if logits else None, queries, features)
+            hidden = self._hidden[-1][0]
+            return PassOutput(hidden, output.logits[0] if logits else hidden.new_empty(0, 0), queries, features)
 
     @contextmanager
     def _patched(self, forwards: Forwards) -> Iterator[None]:

@@ -78,7 +78,6 @@ def probe(target: "Target", reference: Reference) -> Probed:
     asked: dict[int, Scores] = {}
     try:
         cache, seen = _run(reference, tree, asked)
-        assert seen.logits is not None
         with replaced(reference.called):
             raw, logits = target.lm_head(target.norm(seen.hidden)).double(), seen.logits.double()
     except torch.OutOfMemoryError:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
@@ -55,7 +55,7 @@ class Auto(CostTuned):
                 return
             length += 1
 
-    def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def _take_in(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.index.extend(tokens)
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from decoder.backends.base import PassOutput
-from decoder.backends.verification import Verification
 from decoder.cache.draft_layer import KeptEntries
 from decoder.cache.full import FullCache
 from decoder.draft_layer import DraftLayer
@@ -115,7 +114,7 @@ class Drafter(Protocol):
         removes nodes deeper than ``depth``, and no draft pass may read positions beyond that depth, either.
         """
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         """Called after each step: ``path`` (root first) is now in ``cache``, and ``tokens`` were added to the text."""
         return
 
@@ -166,7 +165,7 @@ class DraftsAhead(Protocol):
     On CUDA the host then waits once in a step, for this step's tokens and the next step's drafts together.
     """
 
-    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
+    def draft_ahead(self, verification: PassOutput, draws: TreeDraws) -> DeferredRead | None:
         """Launch what the next `propose` needs, behind the end of the walk (``draws``), which only the device knows.
 
         The host must not wait for the device here. The deferred read is received before `commit`, and it may turn out

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.drafters.auto import Auto
 from decoder.drafters.base import DrafterContext
@@ -45,7 +45,7 @@ class Fused(Medusa):
         tree.add_path(self.index.chain(min(self.longest, 2 * length)), "suffix")
         return tree
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         super().commit(cache, verification, path, tokens)
         self.index.extend(tokens)
 

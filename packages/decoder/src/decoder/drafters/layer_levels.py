@@ -8,7 +8,6 @@ import torch
 
 from decoder.backends.base import PassOutput
 from decoder.backends.transfers import upload
-from decoder.backends.verification import Verification
 from decoder.cache.draft_layer import DraftLayerCache, KeptEntries
 from decoder.draft_layer import DraftLayer, attend
 from decoder.drafters.base import DrafterContext
@@ -124,7 +123,7 @@ class LayerLevels(HeadLevels):
             self._compute(*self.text.take())
         return self.text.kept(count)
 
-    def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
+    def follow(self, verification: PassOutput, path: Sequence[int], tokens: Sequence[int]) -> None:
         rows = upload(path, self.target.device)
         self._add(self.heads.features_of(verification).index_select(0, rows), tokens)
 

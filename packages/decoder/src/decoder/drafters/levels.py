@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from decoder.backends.base import PassOutput
 from decoder.backends.native.levels import NativeLevels
 from decoder.backends.native.structures import MOST_LEVELS
 from decoder.backends.transfers import download
-from decoder.backends.verification import Verification
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.heads import Heads
@@ -96,7 +96,7 @@ class Levels(ABC):
     """Whether there may be fewer levels than were asked for."""
     target: Target
 
-    def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
+    def follow(self, verification: PassOutput, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in that a step has accepted ``path`` and added ``tokens`` to the text."""
         return
 
@@ -157,7 +157,7 @@ class HeadLevels(Levels):
     def state_behind(self, sampler: Sampler) -> State | None:
         return self.state
 
-    def follow(self, verification: Verification, path: Sequence[int], tokens: Sequence[int]) -> None:
+    def follow(self, verification: PassOutput, path: Sequence[int], tokens: Sequence[int]) -> None:
         # The next verification may write over its own.
         self.state = verification.hidden[path[-1] : path[-1] + 1].clone()
 

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
+from decoder.backends.base import PassOutput
 from decoder.backends.transfers import download
-from decoder.backends.verification import Verification
 from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.base import Drafter, DrafterContext
@@ -53,5 +53,5 @@ class MagicDec(Drafter):
         tree.add_path(self.target.ranks.agree(download(torch.cat(chain))) if chain else (), "target")
         return tree
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.recent.append(cache)

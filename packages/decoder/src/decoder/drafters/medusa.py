@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.draft_layer import DraftLayer
 from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
@@ -53,7 +53,7 @@ class Medusa(Drafter):
         tree.add_ranked(candidates or (), self.paths, "heads")
         return tree
 
-    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
+    def draft_ahead(self, verification: PassOutput, draws: TreeDraws) -> DeferredRead | None:
         if not self.heads.drafts_ahead:
             return None
         hidden = verification.hidden.index_select(0, draws.last_node)
@@ -63,7 +63,7 @@ class Medusa(Drafter):
     def _receive(self, numbers: list[float]) -> None:
         self._candidates = ranked_tokens(self.heads.read(numbers))
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.heads.follow(verification, path, tokens)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.drafters.base import Drafter, DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
@@ -34,5 +34,5 @@ class PromptLookup(Drafter):
         tree.add_path(self.index.chain(self.count), "lookup")
         return tree
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.index.extend(tokens)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.drafters.base import Drafter, DrafterContext
@@ -123,7 +123,7 @@ class TokenSwift(Drafter):
             tree.add_path(gram, "ngrams")
         return tree
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.grams.extend(tokens)
         self.draft_pass.commit(cache, verification.queries, path[-1])
 
@@ -204,10 +204,10 @@ class TunedTokenSwift(CostTuned):
                     break
         return nodes
 
-    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> None:
+    def draft_ahead(self, verification: PassOutput, draws: TreeDraws) -> None:
         """Nothing: where the draft pass stands, the host must know."""
 
-    def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def _take_in(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.grams.extend(tokens)
         self._current = bool(self.observed_queries) and self.draft_pass.shorter(cache.length)
         if self._current:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
@@ -122,7 +122,7 @@ class TriForce(Drafter):
         self.read += tokens
         return hidden
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.partial.append(cache, verification.queries, path[-1])
 
     def finish(self, statistics: Statistics) -> None:

@@ -10,8 +10,9 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from decoder.backends.base import PassOutput
 from decoder.draft_heads import RMSNorm
-from decoder.draft_layer import Attend, DraftLayer, EntryShape, Seen
+from decoder.draft_layer import Attend, DraftLayer, EntryShape
 from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.timings import stage
 
@@ -200,7 +201,7 @@ class Eagle3DraftModel(DraftLayer):
             last.weight.zero_()
         self.norm.weight.copy_(weight)
 
-    def features_of(self, seen: Seen) -> torch.Tensor:
+    def features_of(self, seen: PassOutput) -> torch.Tensor:
         assert seen.features is not None  # the target returns them wherever it has such a draft model
         return seen.features
 

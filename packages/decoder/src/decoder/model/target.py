@@ -29,7 +29,6 @@ from decoder.backends.probe import probe
 from decoder.backends.reference.backend import Reference
 from decoder.backends.reference.mixers import has_two_forms, mixers_of
 from decoder.backends.transfers import upload
-from decoder.backends.verification import Verification
 from decoder.cache.base import LayeredCache
 from decoder.cache.full import Copies, FullCache
 from decoder.cache.layout import FULL, RECURRENT, Layout
@@ -352,7 +351,7 @@ class Target:
     @stage("verify")
     def forward(
         self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool = False
-    ) -> list[Verification]:
+    ) -> list[PassOutput]:
         """Verify: run every node of each text's tree over that text's full cache.
 
         The position of a node is the number of committed tokens plus its depth. The trees of several texts are verified
@@ -366,9 +365,9 @@ class Target:
         texts = [Tree(*text) for text in zip(trees, caches, strict=True)]
         output = self.backend.run(PassBatch(texts, True, sum(map(len, trees)) if observe else 0))
         if len(trees) == 1:
-            return [Verification.of(output)]
+            return [output]
         borders = pairwise(accumulate(map(len, trees), initial=0))
-        return [Verification.of(output.part(slice(*border))) for border in borders]
+        return [output.part(slice(*border)) for border in borders]
 
     @stage("draft")
     def draft(self, tokens: Sequence[int] | torch.Tensor, position: int, cache: LayeredCache) -> torch.Tensor:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
-from decoder.draft_layer import Attend, DraftLayer, EntryShape, Seen
+from decoder.backends.base import PassOutput
+from decoder.draft_layer import Attend, DraftLayer, EntryShape
 from decoder.model.architectures import decoder_of
 from decoder.timings import stage
 
@@ -96,7 +97,7 @@ class MtpModule(DraftLayer):
         if hidden_size != self.hidden_size or vocab_size not in (None, self.config.vocab_size):
             raise ValueError(f"the built-in heads{self._where} are for a model of {own}: give the folder of this model")
 
-    def features_of(self, seen: Seen) -> torch.Tensor:
+    def features_of(self, seen: PassOutput) -> torch.Tensor:
         return seen.hidden
 
     def combine(self, features: torch.Tensor, norm: nn.Module) -> torch.Tensor:

@@ -121,7 +121,7 @@ class NativeBackend(PassBackend):
         with replaced(self.called):
             ids = ids_of(batch, target.device)
             found = self.whole.run(ids, cache_of(batch), new, batch.observed, target.feature_layers)
-            logits = target.head(target.norm(found.hidden))[0] if batch.logits else None
+            logits = target.head(target.norm(found.hidden))[0] if batch.logits else found.hidden.new_empty(0, 0)
         for sequence in batch.sequences:
             if isinstance(states := sequence.cache.recurrent, ReplayedStates):
                 states.finish()

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from decoder.backends.verification import Verification
+from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
 from decoder.drafters.layer_levels import LayerLevels, make_levels
@@ -244,7 +244,7 @@ class CostTuned(Drafter):
             prior = self._estimate.rate((name, head - 1, *shape), prior)
         return (name, head, *shape), prior
 
-    def draft_ahead(self, verification: Verification, draws: TreeDraws) -> DeferredRead | None:
+    def draft_ahead(self, verification: PassOutput, draws: TreeDraws) -> DeferredRead | None:
         self._choose_source(self.context.running())
         heads = self._source
         if not isinstance(heads, HeadLevels) or not heads.drafts_ahead:
@@ -258,7 +258,7 @@ class CostTuned(Drafter):
         self._drafting += time.perf_counter() - start
         return DeferredRead(numbers, lambda read: self._take_levels(heads.read(read), 0.0))
 
-    def commit(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         for source in self._sources:
             source.follow(verification, path, tokens)
         self._take_in(cache, verification, path, tokens)
@@ -287,7 +287,7 @@ class CostTuned(Drafter):
             self._slope.observe(cost - self._before[0], seconds - self._before[1], self._measured[1])
         self._before = cost, seconds
 
-    def _take_in(self, cache: FullCache, verification: Verification, path: list[int], tokens: list[int]) -> None:
+    def _take_in(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         """Take in the text's newest ``tokens``."""
 
 
