@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
+from decoder.backends.attention import Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.cuda import attention_check, bitwise_split_kv
 from decoder.backends.cuda.bitwise_split_kv import bitwise_split_kv_attention
@@ -66,7 +67,7 @@ def obvious(query, key, value, length, mask=None):
     new = query.shape[2]
     seen = torch.ones(new, new, dtype=torch.bool).tril() if mask is None else mask
     wide = (pairs[:, :, : length + new].double() for pairs in (key, value))
-    return masked_softmax(query.double(), *wide, ~seen.to(DEVICE), SCALING)
+    return masked_softmax(query.double(), *wide, ~seen.to(DEVICE), Scores(SCALING))
 
 
 # Where a tail begins to move and moves on, where a split begins, and where more splits than one tile holds are merged.

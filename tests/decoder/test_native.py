@@ -52,7 +52,7 @@ def obvious(rows, key, value, length, mask=None, heads=6):
     new = len(rows)
     seen = torch.ones(new, new, dtype=torch.bool).tril() if mask is None else mask
     wide = (pairs[:, :, : length + new].double() for pairs in (key, value))
-    output = masked_softmax(rows[None, :, :heads].transpose(1, 2).double(), *wide, ~seen, 0.3)
+    output = masked_softmax(rows[None, :, :heads].transpose(1, 2).double(), *wide, ~seen, Scores(0.3))
     return output[0].transpose(0, 1).flatten(1)
 
 
@@ -117,7 +117,7 @@ def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(monkeypatc
         depths = tree.depths if mask is not None else range(len(tree))
         text = Masked(len(tree), mask, [length + depth for depth in depths])
         wide = (rows[None, :, :6].transpose(1, 2).double(), key.double(), value.double())
-        expected = masked_softmax(*wide, text.blocked(kind, key), 0.3, sinks.double(), 1.5)
+        expected = masked_softmax(*wide, text.blocked(kind, key), Scores(0.3, kind, sinks.double(), 1.5))
         assert near(found, expected[0].transpose(0, 1).flatten(1), dtype)
         for node in range(len(tree)):
             path = tree.path(node) if mask is not None else list(range(node + 1))

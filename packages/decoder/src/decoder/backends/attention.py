@@ -42,13 +42,19 @@ class Scores(NamedTuple):
     softcap: float | None = None
 
     @property
+    def beside(self) -> dict[str, Any]:
+        """What is asked for beside scaling and kind, by the names of the fields."""
+        return {name: value for name, value in self._asdict().items() if name in _BESIDE and value is not None}
+
+    @property
     def more_than_causal(self) -> str | None:
         """In words, what is asked for besides the softmax of scaled products over all earlier tokens."""
-        if self.kind != FULL:
-            return str(self.kind)
-        if self.sinks is not None:
-            return "attention sinks"
-        return None if self.softcap is None else "soft-capped scores"
+        return str(self.kind) if self.kind != FULL else next(map(_BESIDE.__getitem__, self.beside), None)
+
+
+# By the names of fields of `Scores`, what a layer asks for in words, and what models call it that hand it to attention.
+_BESIDE = {"sinks": "attention sinks", "softcap": "soft-capped scores"}
+_HANDED = {"s_aux": "sinks", "softcap": "softcap"}
 
 
 class Temperature(NamedTuple):
@@ -117,8 +123,6 @@ def tree_attention(
     queries: dict[int, torch.Tensor] | None = None,
     observed: int = 0,
     asked: dict[int, Scores] | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention of T new tokens over the cached ones and themselves; of several sequences, of each over its own.
@@ -134,7 +138,7 @@ def tree_attention(
         temperature: what the layer multiplies its queries by beside.
         queries: where given, the layer's last ``observed`` queries are left there under its index.
         asked: where given, what the layer asks for is left there under its index.
-        softcap, s_aux: as models hand them over, see `Scores`.
+        kwargs: what else models hand over, `Scores` among it.
 
     Returns:
         [B, T, H, D], and None for the weights.
@@ -145,6 +149,7 @@ def tree_attention(
         LookupError: the layer has not handed on what the pass was given.
     """
     kind = kinds[module.layer_idx] if kinds else FULL
+    beside = {field: kwargs.pop(name, None) for name, field in _HANDED.items()}
     if isinstance(attention_mask, AskedMask):
         if attention_mask.unlike(kind, module.config.max_position_embeddings):
             raise ValueError(f"{module.config.model_type} has another mask in a layer than its configuration says")
@@ -162,8 +167,7 @@ def tree_attention(
         # A view would keep a long chunk's queries alive.
         last = last if last.shape[2] == query.shape[2] else last.clone()
         queries[module.layer_idx] = for_latents(module, last) if is_latent(module) else last
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = Scores(scaling, kind, s_aux, softcap)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, kind, **beside)
     if asked is not None:
         asked[module.layer_idx] = scores
     keys, values = (one if isinstance(one, tuple) else (one,) for one in (key, value))

@@ -113,6 +113,8 @@ class Target:
         """What the model multiplies its logits by."""
         self.attention_shapes = probed.shapes
         """By kind of layer, of what shape its attention is."""
+        self.asked = probed.asked
+        """By layer, what it asks its attention for."""
         self._state_bytes = probed.state_bytes
         self.more_than_attention = "recurrent layers" if self.mixers else "compressed keys" if probed.latent else None
         """In words, what the model has beside attention over its keys and values; None if it has nothing."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from decoder.backends.attention import Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.check import ALLOWED, difference
 from decoder.backends.cuda import bitwise_split_kv
@@ -36,7 +37,7 @@ def kernel_fault(shape: AttentionShape, device: torch.device) -> str | None:
         )
         actual = _by_kernel(query, key, value, length, range(_CHAIN), None)
         blocked = torch.ones(_CHAIN, _CHAIN, dtype=torch.bool, device=device).triu(1)
-        expected = masked_softmax(query.double(), key.double(), value.double(), blocked, shape.dim**-0.5)
+        expected = masked_softmax(query.double(), key.double(), value.double(), blocked, Scores(shape.dim**-0.5))
         fault = difference(actual, expected, ALLOWED[shape.dtype])
         if fault:
             return f"{fault} in attention behind {length} tokens"

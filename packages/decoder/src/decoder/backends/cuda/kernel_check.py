@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from decoder.backends.attention import Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.check import ALLOWED, difference
 from decoder.backends.cuda import split_kv
@@ -34,7 +35,7 @@ def split_kv_fault(shape: AttentionShape, device: torch.device) -> str | None:
             actual = split_kv.split_kv_attention(query, key, value, on_device, mask, scaling)
             blocked = torch.ones(new, new, dtype=torch.bool, device=device).triu(1) if mask is None else ~mask
             seen = key[:, :, :end].double(), value[:, :, :end].double()
-            expected = masked_softmax(query.double(), *seen, blocked, scaling)
+            expected = masked_softmax(query.double(), *seen, blocked, Scores(scaling))
             fault = difference(actual, expected, ALLOWED[shape.dtype])
             if fault:
                 return f"{fault} at {new} tokens behind {length}"

@@ -27,7 +27,7 @@ from decoder.backends.native.llama import runs_as_a_whole
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_linear import Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding
-from decoder.backends.native.whole_model import WholeModel
+from decoder.backends.native.whole_model import WholeModel, asked_alike
 from decoder.backends.norms import fused_norms
 from decoder.cache.base import LayeredCache
 from decoder.cache.layout import Layout
@@ -69,7 +69,8 @@ class NativeBackend(PassBackend):
         more = target.more_than_attention
         if more is not None and not (target.mixers and _runs_as_a_whole(target)):
             return _for_attention_alone(target, more)
-        faults = (native_attention.unavailable(shape, target.device) for shape in target.attention_shapes_now)
+        faults = [native_attention.unavailable(shape, target.device) for shape in target.attention_shapes_now]
+        faults += map(native_attention.not_known, target.asked.values())
         return next((fault for fault in faults if fault is not None), None)
 
     @property
@@ -92,7 +93,7 @@ class NativeBackend(PassBackend):
         forwards |= yield from packing_experts([*modules, *experts])
         forwards |= shared.forwards(forwards)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
-        self.whole = WholeModel(target.decoder, target.dtype, target.layout) if whole else None
+        self.whole = WholeModel(target.decoder, target.dtype, target.layout, target.asked) if whole else None
         self._layout = target.layout if self.whole is None else self.whole.layout
         self.flattens = True if whole else self.flattens
         self._forwards, self.called = forwards, called
@@ -169,4 +170,8 @@ def _for_attention_alone(target: "Target", more: str) -> str:
 
 
 def _runs_as_a_whole(target: "Target") -> bool:
-    return not target.shared_layers().modules and runs_as_a_whole(target.model, target.dtype, target.layout.kinds)
+    return (
+        not target.shared_layers().modules
+        and runs_as_a_whole(target.model, target.dtype, target.layout.kinds)
+        and asked_alike(target.layout, target.asked)
+    )

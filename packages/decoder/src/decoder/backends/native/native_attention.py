@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import byref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,7 +99,7 @@ def native_attention(
     tokens, _, dim = heads.shape
     value_dim = values[0].shape[3]
     out = heads.new_empty(tokens, query_heads * value_dim)
-    sinks = None if scores.sinks is None else scores.sinks.detach().float().contiguous()
+    asked, _held = settings(scores)
     call = Attention(
         sequences,
         heads.data_ptr(),
@@ -109,20 +109,28 @@ def native_attention(
         keys[0].shape[1],
         dim,
         value_dim,
-        scores.scaling,
-        heads.dtype == torch.bfloat16,
-        sinks=None if sinks is None else sinks.data_ptr(),
-        **bounds(scores),
+        is_bf16=heads.dtype == torch.bfloat16,
+        **asked,
     )
     if native.library().attend(byref(call), len(keys), native.threads()):
         raise MemoryError("no memory for the partial results of attention")
     return out.to(given)
 
 
-def bounds(scores: Scores) -> dict[str, float]:
-    """What the library's `Attention` says of which keys are seen, and of a cap."""
+def settings(scores: Scores) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """What the library's `Attention` says of scores, whose fields it calls as `Scores` does; and what it then reads."""
     step, back = scores.kind.reach
-    return {"step": step, "back": back, "softcap": scores.softcap or 0.0}
+    held = {
+        name: own.detach().float().contiguous() for name, own in scores.beside.items() if isinstance(own, torch.Tensor)
+    }
+    beside = scores.beside | {name: own.data_ptr() for name, own in held.items()}
+    return dict(scaling=scores.scaling, step=step, back=back, **beside), list(held.values())
+
+
+def not_known(scores: Scores) -> str | None:
+    """In words, what a layer asks for that the library does not know."""
+    unknown = scores.beside.keys() - {name for name, *_ in Attention._fields_}
+    return f"for layers without {min(unknown)}" if unknown else None
 
 
 def _in_rows(entries: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles, AngleTable
 from decoder.backends.native.families import parts_of
 from decoder.backends.native.llama import turned_by
-from decoder.backends.native.native_attention import NewTokens, bounds, native_attention
+from decoder.backends.native.native_attention import NewTokens, native_attention, settings
 from decoder.backends.native.native_layer import NativeLayer, NativeScratch
 from decoder.backends.native.packed_linear import joined
 from decoder.backends.native.structures import Attention, Layer, Pass, RecurrentState, SequenceKV
@@ -68,18 +68,19 @@ class WholeModel:
         decoder: the model without its language-model head.
         dtype: of hidden states, keys and values.
         layout: its layers.
+        asked: by layer what it asks its attention for, all layers of a kind the same.
 
     Attributes:
         layout: the same, with the sizes of states.
     """
 
-    def __init__(self, decoder: Any, dtype: torch.dtype, layout: Layout):
+    def __init__(self, decoder: Any, dtype: torch.dtype, layout: Layout, asked: Mapping[int, Scores]):
         self._decoder, self._scratch, self._dtype = decoder, NativeScratch(), dtype
         self._held, self._kinds = [], [kind for kind in layout.members if kind != RECURRENT]
         self.layout = copy(layout)
-        self._scaling, dim = next(
-            (own.scaling, own.head_dim) for one in decoder.layers if (own := one._modules.get("self_attn")) is not None
-        )
+        self._scores = [asked[layout.members[kind][0]]._replace(sinks=None) for kind in self._kinds]
+        self._settings = [settings(scores) for scores in self._scores]
+        dim = next(own.head_dim for one in decoder.layers if (own := one._modules.get("self_attn")) is not None)
         turned = turned_by(decoder.rotary_emb, dim) or dim
         told = hasattr(decoder.rotary_emb, "layer_types") and getattr(decoder.config, "layer_types", None)
         types = [told[layout.members[kind][0]] for kind in self._kinds] if told else []
@@ -184,7 +185,7 @@ class WholeModel:
             if not isinstance(keys, tuple):
                 keys, values = (keys,), (values,)
             sinks = getattr(self._decoder.layers[number].self_attn, "sinks", None)
-            scores = Scores(self._scaling, self._kinds[layer.layer.kind], sinks)
+            scores = self._scores[layer.layer.kind]._replace(sinks=sinks)
             attended = native_attention(heads, self._heads, keys, values, new, scores)
             states = layer.behind_attention(layer.gated(attended, heads), states)
         return WholePass(states, inputs + [states] * wanted.count(len(self._held)), queries)
@@ -220,11 +221,10 @@ class WholeModel:
                     self._kv_heads,
                     self._dim,
                     self._dim,
-                    self._scaling,
-                    self._dtype == torch.bfloat16,
-                    **bounds(Scores(self._scaling, kind)),
+                    is_bf16=self._dtype == torch.bfloat16,
+                    **asked,
                 )
-                for kind in kinds
+                for kind, (asked, _) in zip(kinds, self._settings, strict=False)
             )
         )
         attention[0].out, attention[0].is_bf16 = attended.data_ptr(), self._dtype == torch.bfloat16
@@ -288,6 +288,21 @@ class WholeModel:
             structure.count = sequence.tokens
             structure.mask = None if sequence.mask is None else sequence.mask.data_ptr()
         return structures
+
+
+def asked_alike(layout: Layout, asked: Mapping[int, Scores]) -> bool:
+    """Whether all layers of a kind ask their attention for the same, but for sinks, of which each has its own."""
+    return all(
+        _same(asked[layer]._replace(sinks=None), asked[first]._replace(sinks=None))
+        for kind, (first, *others) in layout.members.items()
+        if kind != RECURRENT
+        for layer in others
+    )
+
+
+def _same(one: Scores, other: Scores) -> bool:
+    pairs: Iterator[tuple[Any, Any]] = zip(one, other, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def caches_of(cache: LayeredCache | FlattenedCaches) -> Sequence[LayeredCache]:

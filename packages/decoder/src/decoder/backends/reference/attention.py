@@ -65,8 +65,7 @@ class Masked:
 def _attend(
     scores: Scores, sequence: Masked, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    blocked = sequence.blocked(scores.kind, key)
-    return masked_softmax(query, key, value, blocked, scores.scaling, scores.sinks, scores.softcap)
+    return masked_softmax(query, key, value, sequence.blocked(scores.kind, key), scores)
 
 
 def masked_softmax(
@@ -74,17 +73,15 @@ def masked_softmax(
     key: torch.Tensor,
     value: torch.Tensor,
     blocked: torch.Tensor | None,
-    scaling: float,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
+    asked: Scores,
 ) -> torch.Tensor:
     """[B, H, T, Dv]: attention of T new tokens over all keys but those of the last n that are ``blocked``, bool [T, n].
 
-    Query heads are packed per KV head, so no key or value is ever replicated.
+    Query heads are packed per KV head, so no key or value is ever replicated. The kind in ``asked`` is not read.
     """
     batch, heads, new, dim = query.shape
     groups, length = key.shape[1], key.shape[2]
-    packed = (query * scaling).reshape(batch, groups, heads // groups, new, dim)
+    packed = (query * asked.scaling).reshape(batch, groups, heads // groups, new, dim)
     transposed_key = key.mT
     rows = max(1, _MAX_SCORES // (batch * heads * length))
     outputs = []
@@ -92,12 +89,12 @@ def masked_softmax(
         part = packed[:, :, :, start : start + rows]
         count = part.shape[3]
         scores = part.reshape(batch, groups, -1, dim) @ transposed_key
-        if softcap is not None:
-            scores = (scores / softcap).tanh() * softcap
+        if asked.softcap is not None:
+            scores = (scores / asked.softcap).tanh() * asked.softcap
         if blocked is not None:
             block = scores.view(batch, groups, -1, count, length)[..., length - blocked.shape[1] :]
             block.masked_fill_(blocked[start : start + rows], -torch.inf)
-        weights = _weights(scores, sinks, count).to(value.dtype)
+        weights = _weights(scores, asked.sinks, count).to(value.dtype)
         outputs.append((weights @ value).reshape(batch, heads, count, value.shape[-1]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
