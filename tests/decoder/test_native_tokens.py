@@ -58,6 +58,47 @@ def test_the_library_draws_the_token_with_the_highest_score_of_all(vocab, scale,
     assert left <= (30 if params.temperature == 0.01 and not scale else 0)
 
 
+def spread(kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Scores of a vocabulary, float64 [30,000]."""
+    scores = torch.randn(30_000, generator=generator, dtype=torch.float64)
+    if kind == "far":
+        # All but one are so far below it that each alone is hopeless; at one position in some 15 one of them wins.
+        return torch.full_like(scores, -13).index_fill(0, torch.tensor([9]), 0)
+    if kind == "filtered":
+        return scores.masked_fill(scores < 2.5, -torch.inf)
+    if kind == "one":
+        return torch.full_like(scores, -torch.inf).index_fill(0, torch.tensor([29_999]), -3.5)
+    return scores * float(kind)
+
+
+@pytest.mark.parametrize("kind", ["0", "0.1", "1", "4", "30", "far", "filtered", "one"])
+def test_the_highest_of_filtered_scores_with_noise_is_found_as_among_all(kind):
+    """Token and score, to the last bit, also where double precision alone tells two scores apart."""
+    generator, seed, chosen = torch.Generator().manual_seed(5), 2**62 + 7, set()
+    choice = CHOICE(SamplingParams(seed=seed))
+    for position in (0, 1, *range(1000, 1060), 2**31):
+        scores = spread(kind, generator)
+        sums = scores + gumbel(seed, torch.tensor([position]), torch.arange(len(scores)))[0]
+        best = int(sums.argmax())
+        assert choice.highest_with_noise(scores, position) == (best, float(sums[best]))
+        scores[best - 1] = scores[best] + (sums[best] - scores[best]) - (sums[best - 1] - scores[best - 1]) - 1e-9
+        if best and kind not in ("one", "filtered"):
+            assert choice.highest_with_noise(scores, position) == (best, float(sums[best]))
+        chosen.add(best)
+    assert len(chosen) > 3 or kind in ("one", "30")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_left_to_operators_which_find_it(value):
+    top_k = SamplingParams(top_k=5, seed=3)
+    for vocab in (500, 40_000):
+        sampler, logits = Sampler(top_k, vocab, CPU, [1], choice=CHOICE), torch.zeros(vocab)
+        drawn = sampler.draw(
+            logits.fill_(-math.inf) if value == -math.inf else logits.index_fill(0, torch.tensor([7]), value)
+        )
+        assert not math.isfinite(drawn.score) and (drawn.token == 7 or value == -math.inf)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("params", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_what_is_collected_is_the_same_whoever_draws(params, dtype):

@@ -5,6 +5,7 @@ always. Where it leaves several, the noise of these is computed as everywhere.
 """
 
 import math
+from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int64
 from dataclasses import fields
 
@@ -65,19 +66,33 @@ class NativeChoice:
         if logits.dtype not in _DTYPES or not logits.is_contiguous():
             return None
         self._own.penalised = None if penalised is None else penalised.data_ptr()
-        is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
-        count = self._sample_candidates(
-            byref(self._own), position, logits.data_ptr(), is_bf16, vocab_size, self._ids, self._scores, _ROOM
-        )
+        count = self._candidates(logits, position)
         if count < 1:
             return None
-        if count == 1:
-            return self._ids[0], self._scores[0]
-        ids = torch.tensor(self._ids[:count])
-        noise = gumbel(self._params.seed, torch.tensor([position]), ids)[0].tolist()
-        sums = [score + extra for score, extra in zip(self._scores, noise, strict=False)]
-        best = max(range(count), key=sums.__getitem__)  # the first of equal ones
-        return self._ids[best], sums[best]
+        return (self._ids[0], self._scores[0]) if count == 1 else self._best(self._scores[:count], position)
+
+    def highest_with_noise(self, scores: torch.Tensor, position: int) -> tuple[int, float] | None:
+        """The token whose score [V], float64, plus noise is the highest, the first of equal ones, and that sum.
+
+        Of these parameters the seed alone counts. None as for `highest`.
+        """
+        count = self._candidates(scores.float(), position)  # a rounding is less than what the library leaves room for
+        return self._best(scores[self._ids[:count]].tolist(), position) if count > 0 else None
+
+    def _candidates(self, logits: torch.Tensor, position: int) -> int:
+        """How many tokens are left, whose ids and scores are noted; fewer than one where the library cannot tell."""
+        is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
+        return self._sample_candidates(
+            byref(self._own), position, logits.data_ptr(), is_bf16, vocab_size, self._ids, self._scores, _ROOM
+        )
+
+    def _best(self, scores: Sequence[float], position: int) -> tuple[int, float]:
+        """The best of the candidates with their noise, which have these scores."""
+        ids = self._ids[: len(scores)]
+        noise = gumbel(self._params.seed, torch.tensor([position]), torch.tensor(ids))[0].tolist()
+        sums = [score + extra for score, extra in zip(scores, noise, strict=True)]
+        best = max(range(len(sums)), key=sums.__getitem__)  # the first of equal ones
+        return ids[best], sums[best]
 
     def best_drafts(
         self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None, do_sample: bool, width: int

@@ -5,31 +5,14 @@ The Gumbel noise of token t at absolute position i is a pure function of (seed, 
 position i is output t + 1 of the generator whose state is the mixed key (seed, i).
 """
 
-import math
-from collections.abc import Iterator
-from functools import lru_cache
-
-import numpy as np
 import torch
 
-from decoder.sampling.filters import highest_of
-
 _CACHED = 2**16  # numbers of noise that are computed together, so that they stay in a processor's caches
-_TOGETHER = 2**13  # tokens whose upper bits are computed together, for the same reason
 _LARGE = 2**15  # tokens; below, computing all the noise takes less time than finding out who needs it
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
-_WORD = 2**64 - 1
-
-_LEAST = -math.log(53 * math.log(2))  # the least noise there is, of the greatest uniform, 1 - 2**-53
-# Scores within so many nats of the best one are taken with their noise. With fewer nats there are fewer of these, and
-# more tokens whose noise is high enough to make up for it.
-_NEAR = 11.0
-# Words below this one may have noise of more than _NEAR + _LEAST. The last step of `mix` leaves their upper 31 bits as
-# they are, so it can be left out; two units of these bits are given away to roundings.
-_LUCKY = ((int(-math.expm1(-math.exp(-_NEAR - _LEAST)) * 2**64) >> 33) + 2) << 33
 
 
 def _shift_right(z: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,82 +50,8 @@ def gumbel(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch
     for some, out in zip(positions.split(size), noise.split(size), strict=True):
         bits = random_bits(seed, some, token_ids)
         # 2k + 1 is what the upper 53 bits are with the last of them set.
-        _gumbel(out.copy_(_shift_right(bits, 11, bits).bitwise_or_(1)))
+        out.copy_(_shift_right(bits, 11, bits).bitwise_or_(1)).mul_(-(2.0**-53)).log1p_().neg_().log_().neg_()
     return noise
-
-
-def _gumbel(odd: torch.Tensor) -> torch.Tensor:
-    """The noise of uniforms 2k + 1 in units of 2**-53, in place."""
-    return odd.mul_(-(2.0**-53)).log1p_().neg_().log_().neg_()
-
-
-def highest_with_noise(scores: np.ndarray, seed: int, position: int) -> tuple[int, float]:
-    """The token whose score plus noise is the highest at a position, the first of equal ones, and that sum.
-
-    The same as the argmax of ``scores + gumbel(...)``; for a large vocabulary in a fourth of the time, unless most
-    scores are nearly equal. Noise is never below `_LEAST`, so a token whose score is more than `_NEAR` below the best
-    one needs noise above ``_NEAR + _LEAST``. One in 1,600 has it, as its upper bits tell. Logarithms are taken for
-    these alone and for those that are near.
-
-    Args:
-        scores: float64 [V], on the host; -inf for tokens that cannot be drawn. The best one is finite and
-            below 1e9, so that rounding a sum changes it by far less than what `_LUCKY` gives away.
-    """
-    key = _key(seed, position)
-    candidates = np.flatnonzero(scores >= scores.max() - _NEAR)
-    if len(candidates) < np.count_nonzero(scores > -math.inf):
-        candidates = np.concatenate([candidates, *_lucky(key, len(scores))])
-    words = _counters(candidates)
-    words += key
-    _mix_words(words)
-    noise = _gumbel(torch.from_numpy(((words >> np.uint64(11)) | np.uint64(1)).astype(np.float64)))
-    sums = scores[candidates] + noise.numpy()
-    best = sums.max()
-    return int(candidates[sums == best].min()), float(best)
-
-
-def _lucky(key: np.uint64, vocab_size: int) -> Iterator[np.ndarray]:
-    """The tokens with noise above ``_NEAR + _LEAST``, and perhaps a few more."""
-    base = _first_counters()
-    for start in range(0, vocab_size, len(base)):
-        words = base[: vocab_size - start] + np.uint64(int(key) + start * _GOLDEN & _WORD)
-        _mix_upper_bits(words)
-        yield start + np.flatnonzero(words < np.uint64(_LUCKY))
-
-
-def _key(seed: int, position: int) -> np.uint64:
-    """The mixed key (seed, position)."""
-    words = np.array([seed + _GOLDEN & _WORD], dtype=np.uint64)
-    _mix_words(words)
-    words += np.uint64((position + 1) * _GOLDEN & _WORD)
-    _mix_words(words)
-    return words[0]
-
-
-def _counters(token_ids: np.ndarray) -> np.ndarray:
-    """What each token adds to the key of a position, uint64."""
-    return (token_ids + 1).astype(np.uint64) * np.uint64(_GOLDEN & _WORD)
-
-
-@lru_cache(maxsize=1)
-def _first_counters() -> np.ndarray:
-    return _counters(np.arange(_TOGETHER))
-
-
-def _mix_words(words: np.ndarray) -> None:
-    """`mix` in place on uint64 on the host, where NumPy takes half the time: its words have no sign to shift around."""
-    _mix_upper_bits(words)
-    words ^= words >> np.uint64(31)
-
-
-def _mix_upper_bits(words: np.ndarray) -> None:
-    """`_mix_words` but for its last step, which changes the lower 33 bits alone."""
-    shifted = words >> np.uint64(30)
-    words ^= shifted
-    words *= np.uint64(_MIX_1 & _WORD)
-    np.right_shift(words, np.uint64(27), out=shifted)
-    words ^= shifted
-    words *= np.uint64(_MIX_2 & _WORD)
 
 
 class _Rows:
@@ -193,10 +102,3 @@ class NoiseRows:
         if self._some is None or self._some.token_ids is not token_ids:
             self._some = _Rows(self._all.seed, token_ids, self._all.block)
         return self._some.of(first, count, skip)
-
-    def highest(self, scores: torch.Tensor, position: int) -> tuple[int, float]:
-        """The token whose score [V] plus noise is the highest, the first of equal ones, and that sum; on the host."""
-        values = scores.numpy(force=True)
-        if self._sparing and not self._all.has(position, position + 1) and math.isfinite(values.max()):
-            return highest_with_noise(values, self._all.seed, position)
-        return highest_of((scores + self.rows(position, 1)[0]).numpy(force=True))

@@ -89,6 +89,7 @@ class Sampler:
         self.noise = NoiseRows(params.seed, vocab_size, device)
         self.draft_params = params.for_weak_drafts()
         self.native = choice(params) if logits_hook is None else None
+        self._noised = choice(SamplingParams(seed=params.seed))  # for distributions that operators have filtered
         self.native_drafts = None if params.restricts else choice(self.draft_params)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
@@ -212,8 +213,9 @@ class Sampler:
             return Drawn(*found)
         filtered = self.filtered(logits)
         if found is None and on_host(filtered):
-            greedy = self.params.greedy
-            found = highest_of(filtered.numpy(force=True)) if greedy else self.noise.highest(filtered, position)
+            if self._noised is not None and not self.params.greedy:
+                found = self._noised.highest_with_noise(filtered, position)
+            found = found or highest_of(self._perturbed(filtered).numpy(force=True))
         if found is not None:
             return self.chosen(filtered, *found)
         scores = self._perturbed(filtered)
