@@ -96,17 +96,10 @@ def load(
         # Refuse what can be refused before gigabytes of weights are read.
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
         config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, rounded, ranks))
-        chosen, narrow = dtype == "auto" and device.type == "cpu", False
+        chosen = dtype == "auto" and device.type == "cpu"
         kept = chosen and ranks.size == 1 and keeps_formats(model, config, **model_kwargs)
-        if rounded or chosen:
-            # The model's own dtype, if that is faster here and rounding cannot make other texts than plain decoding's.
-            # Beside rounded weights, and those of a GGUF file, any model's other numbers may be rounded to bfloat16.
-            own = (
-                bool(rounded)
-                or kept
-                or (getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model))
-            )
-            narrow = own and bitwise is not False and ranks.size == 1 and native.multiplies(torch.bfloat16)
+        narrow = bool(rounded or chosen) and bitwise is not False and ranks.size == 1
+        narrow = narrow and (bool(rounded) or kept or _is_bf16(config, model)) and native.multiplies(torch.bfloat16)
         around = "bfloat16" if narrow else "float32"
         dtype = around if chosen else dtype
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
@@ -123,9 +116,8 @@ def load(
             target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
         if rounded:
             quantise(target, rounded, getattr(torch, around))
-        small = None
-        if draft_model is not None:
-            small = read_model(draft_model, device, dtype=around if rounded else dtype, **of_draft)
+        of_draft["dtype"] = around if rounded else dtype
+        small = None if draft_model is None else read_model(draft_model, device, **of_draft)
         more = bitwise, prefix_cache_bytes, sanitize_control_tokens
         made = Decoder(target, tokenizer, own_heads, small, *more)
         if narrow and not made.bitwise:
@@ -133,6 +125,14 @@ def load(
             small = None if small is None else small.float()
             made = Decoder(target.float(), tokenizer, own_heads, small, *more)
         return made
+
+
+def _is_bf16(config: Any, model: str | os.PathLike) -> bool:
+    """Whether a model's own dtype is bfloat16, which may be faster and is not another rounding.
+
+    Beside rounded weights, and those of a GGUF file, any model's other numbers may be rounded to it.
+    """
+    return getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16") and not is_gguf(model)
 
 
 def _for_hub(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,9 +106,9 @@ class HeadsModule(L.LightningModule):
             raise ValueError(f"model.loss_chunk_tokens must be at least 1, got {loss_chunk_tokens}")
         _check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
         _check_rates(1, beta1=beta1, beta2=beta2)
-        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        if compile and shutil.which(compiler) is None:
-            raise ValueError(f"model.compile needs a C++ compiler: install {compiler}, or name another one in CXX")
+        if compile:
+            _check_compiler()
+        _check_distilling(distill, distill_loss)
         self.config = load_config(model_name_or_path)
         self.shape = target_layers, sliding_window, gate_width, shared
         self.heads = new_heads(self.config, kind, num_heads, *self.shape)
@@ -123,22 +123,19 @@ class HeadsModule(L.LightningModule):
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, (beta1, beta2)
         self.warmup_steps = warmup_steps
         self.head_weights = [1.0] * num_heads if head_weights is None else list(head_weights)
-        total = sum(self.head_weights)
-        if len(self.head_weights) != num_heads or min(self.head_weights) < 0 or not 0 < total < torch.inf:
-            raise ValueError(
-                f"model.head_weights must be {num_heads} numbers of at least 0 and not all 0, got {self.head_weights}"
-            )
+        _check_weights(self.head_weights, num_heads)
         self.draft_vocab_size, self.state_cache = draft_vocab_size, state_cache
         self.draft_weights: tuple[Tensor, Tensor | None] | None = None
-        if distill_loss not in _OBJECTIVES:
-            raise ValueError(f"model.distill_loss must be {' or '.join(_OBJECTIVES)}, got {distill_loss!r}")
-        if distill_loss == "overlap" and not distill:
-            raise ValueError("model.distill_loss overlap needs the model's own distributions: add --model.distill true")
         self.distill, self.distill_loss = distill, distill_loss
         self.loss_chunk_tokens = loss_chunk_tokens
         self.backbone_dtype = backbone_dtype
         self.compile_layers = compile
         self.backbone: Any = None  # a transformers model, here as soon as `configure_model` was called
+        self._make_metrics(num_heads)
+        # A checkpoint holds the heads only; `on_load_checkpoint` checks what is in it.
+        self.strict_loading = False
+
+    def _make_metrics(self, num_heads: int) -> None:
         self.val_metrics: dict[str, float] = {}
         self.val_step: int | None = None
         self.watch = LossWatch()
@@ -147,8 +144,6 @@ class HeadsModule(L.LightningModule):
         self.val_overlaps: Any = nn.ModuleList(MeanMetric() for _ in range(num_heads))
         self.val_accuracies: Any = nn.ModuleList(TopKAccuracy(TOP_K) for _ in range(num_heads))
         self.val_tokens_per_step = TokensPerStep(num_heads, TOP_K)
-        # A checkpoint holds the heads only; `on_load_checkpoint` checks what is in it.
-        self.strict_loading = False
 
     def configure_model(self) -> None:
         if self.backbone is not None:
@@ -454,6 +449,24 @@ class HeadsModule(L.LightningModule):
         refuse_other_run(checkpoint.get("run"), self)
         self.watch.first, self.watch.high = checkpoint["first_loss"], checkpoint["high_batches"]
         self.val_metrics, self.val_step = checkpoint["val_metrics"], checkpoint["val_step"]
+
+
+def _check_weights(weights: Sequence[float], count: int) -> None:
+    if len(weights) != count or min(weights) < 0 or not 0 < sum(weights) < torch.inf:
+        raise ValueError(f"model.head_weights must be {count} numbers of at least 0 and not all 0, got {weights}")
+
+
+def _check_compiler() -> None:
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(f"model.compile needs a C++ compiler: install {compiler}, or name another one in CXX")
+
+
+def _check_distilling(distill: bool, loss: str) -> None:
+    if loss not in _OBJECTIVES:
+        raise ValueError(f"model.distill_loss must be {' or '.join(_OBJECTIVES)}, got {loss!r}")
+    if loss == "overlap" and not distill:
+        raise ValueError("model.distill_loss overlap needs the model's own distributions: add --model.distill true")
 
 
 def _check_rates(end: float = math.inf, **rates: float) -> None:

@@ -144,14 +144,18 @@ class Setup:
         return dict(zip(names, (made.weights + made.drafter + above, above), strict=True))
 
 
-def set_up(experiment: "Experiment") -> Setup:
-    """Check what was asked for, read the prompts and load the model. Raises as `Experiment.run`."""
-    specs = _rows(experiment)
+def _refuse_out_of_range(experiment: "Experiment") -> None:
     for name in ("max_new_tokens", "runs", "num_prompts", "prompt_tokens", "processes", "batch"):
         value, most = getattr(experiment, name), _MOST.get(name, float("inf"))
         if value is not None and not 1 <= value <= most:
             words = "at least 1" if name not in _MOST else f"at least 1 and at most {most:,}"
             raise ValueError(f"{name} must be {words}, not {value}")
+
+
+def set_up(experiment: "Experiment") -> Setup:
+    """Check what was asked for, read the prompts and load the model. Raises as `Experiment.run`."""
+    specs = _rows(experiment)
+    _refuse_out_of_range(experiment)
     sampling = {**defaults.SAMPLING, **(experiment.sampling or {})}
     params = [decoder.SamplingParams(**sampling, seed=experiment.seed + run) for run in range(experiment.runs)]
     for_all = experiment.options or {}

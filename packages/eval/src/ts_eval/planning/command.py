@@ -69,11 +69,8 @@ def plan_from(
         model = str(data / REFERENCE_MODEL)
         draft_model = draft_model or (str(data / DRAFT_MODEL) if (data / DRAFT_MODEL).is_dir() else None)
     on_gpus = bool(gpu) or (bandwidth is None and not measure)
-    if dtype in QUANTISED_DTYPES and (on_gpus or tensor_parallel_size > 1):
-        raise ValueError(
-            f"dtype {dtype!r} is for one process on a CPU: give its --bandwidth or measure it with --measure, and "
-            "leave out --gpu and --tensor-parallel-size"
-        )
+    if on_gpus or tensor_parallel_size > 1:
+        _refuse_quantised(dtype)
     of_draft = dtype_around() if dtype in QUANTISED_DTYPES else dtype
     device = torch.device("cpu" if dtype in QUANTISED_DTYPES else "cuda")
     shape = read_shape(model, dtype, tensor_parallel_size)
@@ -101,6 +98,14 @@ def plan_from(
         **made,
         "longest_text": longest_texts(shape, positions, prompt_tokens, options, num_heads),
     }
+
+
+def _refuse_quantised(dtype: str) -> None:
+    if dtype in QUANTISED_DTYPES:
+        raise ValueError(
+            f"dtype {dtype!r} is for one process on a CPU: give its --bandwidth or measure it with --measure, and "
+            "leave out --gpu and --tensor-parallel-size"
+        )
 
 
 def _bandwidths(gpus: Iterable[str], given: float | None, measure: bool, device: torch.device) -> dict[str, float]:
