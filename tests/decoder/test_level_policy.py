@@ -131,7 +131,7 @@ def test_a_machine_that_is_slow_for_a_while_speaks_for_no_number():
 
 def test_texts_that_take_a_step_together_count_it_once():
     """Each of eight texts tells of every step; a number is tried as rarely as for one text."""
-    policy, luck, tried = LevelPolicy(1, texts=8), random.Random(9), 0
+    policy, luck, tried = LevelPolicy(1, sequences=8), random.Random(9), 0
     for _ in range(640):
         levels = policy.levels
         tried += levels != 1

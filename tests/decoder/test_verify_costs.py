@@ -123,7 +123,7 @@ def test_measuring_commits_nothing(model, form):
 def test_many_texts_share_a_pass(model, monkeypatch):
     """Each pays its share of a pass over all of their trees; beyond the widest one measured its slope goes on."""
     costs, measured = with_seconds(model, monkeypatch, lambda width: 0.08 + 0.001 * width)
-    table = costs.at(FullCache(1), texts=8)
+    table = costs.at(FullCache(1), sequences=8)
     assert table[1] == pytest.approx(0.088 / 8)
     assert table[4] == pytest.approx(0.112 / 8)
     assert table[64] == pytest.approx(0.592 / 8)
@@ -131,7 +131,7 @@ def test_many_texts_share_a_pass(model, monkeypatch):
     assert measured.count(64) == 2
     # Where each text has a pass of its own nothing is shared.
     monkeypatch.setattr(costs.target.backend, "flattens", False)
-    assert costs.at(FullCache(1), texts=8) == costs.at(FullCache(1))
+    assert costs.at(FullCache(1), sequences=8) == costs.at(FullCache(1))
     # A node more costs a text alone an eightieth of a step, one of many an eleventh of theirs.
     assert (table[2] - table[1]) / table[1] > 4 * (1.0 / 81.0)
 

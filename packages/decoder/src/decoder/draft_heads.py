@@ -1,14 +1,11 @@
 """The draft heads: gamma small residual layers on a frozen model's last hidden state, and their checkpoints."""
 
-import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -22,6 +19,7 @@ from decoder.heads_files import (
     read_json,
     read_tensors,
     refuse_misfits,
+    write_checkpoint,
 )
 from decoder.timings import stage
 
@@ -113,7 +111,38 @@ class MedusaHead(nn.Module):
         return features + functional.silu(self.linear(features.to(self.linear.weight.dtype)))
 
 
-class DraftHeads(nn.Module):
+class Drafting(nn.Module):
+    """What draft heads of all kinds are.
+
+    Attributes:
+        source: where they were read from, which errors name.
+        draft_to_target: ids of the tokens drafted, int64 [v]; None drafts all.
+    """
+
+    source: str | None = None
+    draft_to_target: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer(DRAFT_TO_TARGET, None)
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many of the model's tokens they draft; None means all."""
+        return None if self.draft_to_target is None else len(self.draft_to_target)
+
+    @property
+    def _where(self) -> str:
+        """The words that name the checkpoint in an error; none if they were not read from one."""
+        return "" if self.source is None else f" in {self.source}"
+
+    def check_finite(self) -> None:
+        """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
+        for name, tensor in self.named_parameters():
+            refuse_not_finite(name, tensor, self._where)
+
+
+class DraftHeads(Drafting):
     """gamma = ``num_heads`` heads that share the model's language-model head (paper, multi-token self-drafting).
 
     There are five kinds. ``chained`` heads read each other, ``h_i = linear_i(input_norm_i(h_{i-1})) + h_{i-1}``.
@@ -153,7 +182,6 @@ class DraftHeads(nn.Module):
         if gate_width is not None and kind != "gated":
             raise ValueError(f"gate_width is for gated heads, and these are {kind}: leave it out")
         self.hidden_size, self.num_heads, self.norm_eps, self.kind = hidden_size, num_heads, norm_eps, kind
-        self.source: str | None = None  # where `from_pretrained` found them; errors name it
         if shared and not self.conditioned:
             raise ValueError(f"shared is for conditioned and gated heads, and these are {kind}: leave it out")
         self.gate_width, self.shared = (gate_width or 2 * hidden_size) if kind == "gated" else None, shared
@@ -164,14 +192,8 @@ class DraftHeads(nn.Module):
             for _ in range(1 if shared else num_heads)
         ]
         self.heads = nn.ModuleList(made * num_heads if shared else made)
-        self.register_buffer(DRAFT_TO_TARGET, None)
         if draft_to_target is not None:
             self.set_draft_vocabulary(draft_to_target)
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """How many of the model's tokens the heads draft; None means all."""
-        return None if self.draft_to_target is None else len(self.draft_to_target)
 
     def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
         """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless they ascend."""
@@ -179,11 +201,6 @@ class DraftHeads(nn.Module):
             _refuse_no_map(draft_to_target, self._where and f" of the heads{self._where}")
             draft_to_target = draft_to_target.to(next(self.parameters()).device)
         self.draft_to_target = draft_to_target
-
-    @property
-    def _where(self) -> str:
-        """The words that name the checkpoint in an error; none if the heads were not read from one."""
-        return "" if self.source is None else f" in {self.source}"
 
     @property
     def conditioned(self) -> bool:
@@ -259,11 +276,6 @@ class DraftHeads(nn.Module):
                     f"{which} draft token {largest}, and the model has {vocab_size} tokens: they are another model's"
                 )
 
-    def check_finite(self) -> None:
-        """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
-        for name, tensor in self.named_parameters():
-            refuse_not_finite(name, tensor, self._where)
-
     def save_pretrained(
         self, directory: str | os.PathLike, *, base_model: str | None = None, training: Mapping | None = None
     ) -> None:
@@ -272,8 +284,6 @@ class DraftHeads(nn.Module):
         Parameters are saved in their dtype. ``base_model`` names the model that the heads are for, and ``training``
         says how they were trained (anything JSON can hold). Raises OSError if the folder cannot be written.
         """
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
         config = {
             "architecture": ARCHITECTURE,
             "format_version": FORMAT_VERSION,
@@ -291,12 +301,7 @@ class DraftHeads(nn.Module):
             config["gate_width"] = self.gate_width
         if self.shared:
             config["shared"] = True
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._stored().items()}
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
-            save_file(tensors, Path(scratch, WEIGHTS), metadata={"format": "pt"})
-            Path(scratch, CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for name in (WEIGHTS, CONFIG):
-                os.replace(Path(scratch, name), directory / name)
+        write_checkpoint(directory, WEIGHTS, self._stored(), config)
 
     def _stored(self) -> dict[str, torch.Tensor]:
         """What a file holds: of shared heads the first."""

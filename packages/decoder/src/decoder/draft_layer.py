@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from decoder.backends.base import PassOutput
-from decoder.draft_heads import DRAFT_TO_TARGET, refuse_not_finite
+from decoder.draft_heads import Drafting
 
 
 class EntryShape(NamedTuple):
@@ -24,32 +24,24 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 [n, heads, D], whose products are scaled by the last argument. It is zero for entries that nothing is drafted behind."""
 
 
-class DraftLayer(nn.Module, ABC):
+class DraftLayer(Drafting, ABC):
     """One decoder layer that drafts any number of levels.
 
     The entry of position t + 1 reads the token there and what the model had computed at position t. What comes out
     predicts the token of position t + 2. The next level reads that prediction's token and what came out.
 
     Attributes:
-        source: where it was read from, which errors name.
         sliding_window: how many entries of the text its attention sees; None sees all.
-        draft_to_target: ids of the tokens drafted, int64 [v]; None drafts all.
         embed_tokens: embeddings of its own; None takes the model's.
     """
 
     kind: ClassVar[str]
     config: Any
     conditioned: ClassVar[bool] = True
-    source: str | None = None
     sliding_window: int | None = None
     embed_tokens: nn.Embedding | None
-    draft_to_target: torch.Tensor | None
     fc: nn.Linear
     """The layer that joins what an entry reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer(DRAFT_TO_TARGET, None)
 
     @property
     @abstractmethod
@@ -60,11 +52,6 @@ class DraftLayer(nn.Module, ABC):
     @abstractmethod
     def num_heads(self) -> int:
         """How many levels it was trained for; it serves any number."""
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """How many of the model's tokens it drafts; None means all."""
-        return None if self.draft_to_target is None else len(self.draft_to_target)
 
     def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
         """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless these are ids."""
@@ -121,15 +108,6 @@ class DraftLayer(nn.Module, ABC):
             attend: attention over what is kept, which also keeps these entries.
             last: which of the entries something is drafted behind, int64; None is all.
         """
-
-    @property
-    def _where(self) -> str:
-        return "" if self.source is None else f" in {self.source}"
-
-    def check_finite(self) -> None:
-        """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
-        for name, tensor in self.named_parameters():
-            refuse_not_finite(name, tensor, self._where)
 
 
 def attend(

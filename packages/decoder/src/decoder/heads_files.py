@@ -1,12 +1,16 @@
 """Files of a heads checkpoint, in a folder or a Hugging Face hub repository: finding, fetching and reading them."""
 
+import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from decoder.checks import check, parse_json
 
@@ -80,6 +84,23 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path} holds no JSON object")
     check(content, str(path))
     return content
+
+
+def write_checkpoint(
+    directory: str | os.PathLike, weights: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> None:
+    """Write tensors to the file ``weights`` of a folder and the ``config`` beside it, each whole or not at all.
+
+    Raises OSError if the folder cannot be written.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
+        save_file(whole, Path(scratch, weights), metadata={"format": "pt"})
+        Path(scratch, CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in (weights, CONFIG):
+            os.replace(Path(scratch, name), directory / name)
 
 
 def read_tensors(path: Path, pattern: re.Pattern | None = None) -> dict[str, torch.Tensor]:

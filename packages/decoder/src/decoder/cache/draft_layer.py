@@ -1,4 +1,4 @@
-"""The keys and values that a draft layer has of a text, and behind it of the drafts of one step."""
+"""The keys and values that a draft layer has of a sequence, and behind it of the drafts of one step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,15 +8,15 @@ import torch
 from decoder.backends.transfers import upload
 from decoder.draft_layer import DraftLayer
 
-_ROOM = 256  # slots beyond the window, or by which the cache of a whole text grows at least
+_ROOM = 256  # slots beyond the window, or by which the cache of a whole sequence grows at least
 
 
 class KeptEntries(NamedTuple):
-    """What a draft layer had of the beginning of a text.
+    """What a draft layer had of the beginning of a sequence.
 
     Attributes:
         layer: the draft layer.
-        pairs: keys and values [kv_heads, n, D] of the text's first n entries.
+        pairs: keys and values [kv_heads, n, D] of the sequence's first n entries.
     """
 
     layer: DraftLayer
@@ -32,7 +32,7 @@ class KeptEntries(NamedTuple):
 
 
 class DraftLayerCache:
-    """What a draft layer knows of one text: keys and values [kv_heads, length, D] of its entries.
+    """What a draft layer knows of one sequence: keys and values [kv_heads, length, D] of its entries.
 
     The entry of position t + 1 is made of the token there and the target's features of position t. New ones wait until
     they are taken. With a sliding window only the entries within it are kept, since one layer's keys and values depend
@@ -48,13 +48,13 @@ class DraftLayerCache:
         (kv_heads, *sizes), slots = layer.entry_shape, (self.window or 0) + _ROOM
         self._pairs = [layer.fc.weight.new_empty(kv_heads, slots, size) for size in sizes]
         self.length = 0  # slots that hold entries
-        self.entries = 0  # of the text, those included that have left the window
+        self.entries = 0  # of the sequence, those included that have left the window
         self._features: list[torch.Tensor] = []
         self._tokens: list[int] = []
 
     @staticmethod
     def planned_bytes(layer: DraftLayer, tokens: int) -> int:
-        """What the keys and values of a text of so many tokens take, but for what a growing cache has to spare."""
+        """What the keys and values of a sequence of so many tokens take, but for what a growing cache has to spare."""
         slots = max(tokens, _ROOM) if layer.sliding_window is None else layer.sliding_window + _ROOM
         return slots * DraftLayerCache.entry_bytes(layer)
 
@@ -92,7 +92,7 @@ class DraftLayerCache:
         return features[gone:count], tokens[gone:count], positions[gone:count]
 
     def kept(self, count: int) -> KeptEntries | None:
-        """A copy of the text's first entries, ``count`` at most; None if there are none, or not any more."""
+        """A copy of the sequence's first entries, ``count`` at most; None if there are none, or not any more."""
         count = min(count, self.entries)
         if not count or self.length != self.entries:
             return None
@@ -100,12 +100,12 @@ class DraftLayerCache:
         return KeptEntries(self.layer, (keys, values))
 
     def begin_with(self, kept: KeptEntries, count: int) -> None:
-        """Take over the first ``count`` entries of an earlier text that begins likewise; the cache is empty."""
+        """Take over the first ``count`` entries of an earlier sequence that begins likewise; the cache is empty."""
         keys, values = (one[:, :count].transpose(0, 1) for one in kept.pairs)
         self.write(keys, values)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append the keys and values [n, kv_heads, D] of the text's next entries."""
+        """Append the keys and values [n, kv_heads, D] of the sequence's next entries."""
         self._put(keys, values, self.length)
         self.length += len(keys)
         self.entries += len(keys)
@@ -127,13 +127,13 @@ class DraftLayerCache:
             pairs[:, start : start + len(new)] = new.transpose(0, 1)
 
     def _make_room(self, new: int) -> int:
-        """Make room for ``new`` slots behind the text; returns by how many slots the text has moved to the front."""
+        """Make room for ``new`` slots behind the sequence; returns by how many slots it has moved to the front."""
         kept = self.length if self.window is None else min(self.length, self.window)
         moved, slots, capacity = self.length - kept, kept + new, self._pairs[0].shape[1]
         if slots > capacity:
             capacity = max(slots + _ROOM, 2 * capacity if self.window is None else 0)
         for place, pairs in enumerate(self._pairs):
-            # Drafts of this step stand behind the text and move with it.
+            # Drafts of this step stand behind the sequence and move with it.
             old = pairs[:, moved:]
             self._pairs[place] = made = pairs.new_empty(pairs.shape[0], capacity, pairs.shape[2])
             made[:, : old.shape[1]] = old[:, :capacity]

@@ -41,7 +41,7 @@ TUNED: dict[str, type[Drafter]] = {
 
 
 def reads_text(method: str) -> bool:
-    """Whether a draft model, where there is one, reads the whole text for this method, into a cache of its own."""
+    """Whether a draft model, where there is one, reads the whole sequence for this method, into a cache of its own."""
     return issubclass(METHODS[method], DraftModel) or getattr(METHODS[method], "takes_draft_model", False)
 
 
@@ -50,7 +50,7 @@ FEWEST_TUNED = 16
 
 
 def drafter_class(method: str, options: TokenSwiftOptions, max_new_tokens: int) -> type[Drafter]:
-    """The drafter of a method for a text of so many new tokens.
+    """The drafter of a method for a sequence of so many new tokens.
 
     It is a tuned one where no tree is given, unless the text would follow the clock with it. A text that is too short
     to be worth tuning is decoded plainly.

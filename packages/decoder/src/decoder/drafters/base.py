@@ -36,9 +36,9 @@ class DrafterContext:
         prompt: the prompt's token ids.
         costs: how long verifications take on this machine, measured when first asked for.
         max_new_tokens: how many tokens are generated at most, so that a deeper tree is of no use.
-        tuning_state: a dictionary that is shared by all texts with the same method and sampling, one after another or
-            at once. A drafter finds there, by keys of its own, what it has stored for earlier texts.
-        running: returns how many texts are decoded together at the moment, this one included.
+        tuning_state: a dictionary that is shared by all sequences with the same method and sampling, one after another
+            or at once. A drafter finds there, by keys of its own, what it has stored for earlier sequences.
+        running: returns how many sequences are decoded together at the moment, this one included.
     """
 
     target: Target
@@ -59,7 +59,7 @@ class DrafterContext:
 
     @property
     def budget(self) -> int:
-        """How many slots the partial cache gets: `TokenSwiftOptions.budget`, but no more than the text can fill."""
+        """How many slots the partial cache gets: `TokenSwiftOptions.budget`, but no more than the sequence can fill."""
         return self._usable(self.options.budget_for(len(self.prompt)))
 
     @property
@@ -69,7 +69,7 @@ class DrafterContext:
         return self.budget if wanted is None else self._usable(wanted)
 
     def _usable(self, slots: int) -> int:
-        """No more ``slots`` than the longest text fills, but more than those of the sink."""
+        """No more ``slots`` than the longest sequence fills, but more than those of the sink."""
         return min(slots, max(self.longest_text, self.options.sink + 1))
 
 
@@ -100,7 +100,7 @@ class Drafter(Protocol):
         """Called once, when the prompt except for its last token has been committed to ``cache``.
 
         What takes long, as reading the prompt with a model of its own does, is returned as work: it is done in parts
-        before the first step, while other texts take theirs. The target is patched in each part.
+        before the first step, while other sequences take theirs. The target is patched in each part.
 
         ``queries`` are, by layer, the queries [1, H, T, D] of the last T committed tokens, with T up to
         `observed_queries`; the mapping is empty if no token is committed.
@@ -108,20 +108,20 @@ class Drafter(Protocol):
         return None
 
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        """A tree of candidates for what follows the text.
+        """A tree of candidates for what follows the sequence.
 
-        Its root is the text's newest token, ``sampler.context[-1]``, whose entries are not in ``cache`` yet. The engine
-        removes nodes deeper than ``depth``, and no draft pass may read positions beyond that depth, either.
+        Its root is the sequence's newest token, ``sampler.context[-1]``, whose entries are not in ``cache`` yet. The
+        engine removes nodes deeper than ``depth``, and no draft pass may read positions beyond that depth, either.
         """
 
     def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
-        """Called after each step: ``path`` (root first) is now in ``cache``, and ``tokens`` were added to the text."""
+        """Called after each step: ``path`` (root first) is in ``cache`` now, ``tokens`` were added to the sequence."""
         return
 
     def finish(self, statistics: Statistics) -> None:
-        """Called once, when the text ends or is preempted, which may be before `start`.
+        """Called once, when the sequence ends or is preempted, which may be before `start`.
 
-        Add to the statistics what only the drafter has counted. A preempted text goes on with a new drafter.
+        Add to the statistics what only the drafter has counted. A preempted sequence goes on with a new drafter.
         """
         return
 
@@ -143,16 +143,16 @@ class WorksBetweenSteps(Protocol):
     """A `Drafter` that may have to do between two steps what takes longer than one."""
 
     def long_work(self, cache: FullCache) -> Work[None] | None:
-        """Asked before each step, which waits for this work; other texts take theirs between two parts of it.
+        """Asked before each step, which waits for this work; other sequences take theirs between two parts of it.
 
-        It may be dropped behind any part, where the text is cancelled or preempted, and must leave ``cache`` then as it
-        was. The target is patched in each part.
+        It may be dropped behind any part, where the sequence is cancelled or preempted, and must leave ``cache`` then
+        as it was. The target is patched in each part.
         """
 
 
 @runtime_checkable
 class WantsLevels(Protocol):
-    """A `Drafter` that drafts from levels of heads, which are filled together with those of other texts."""
+    """A `Drafter` that drafts from levels of heads, which are filled together with those of other sequences."""
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Called with the arguments of `propose`, which follows; None where no levels are wanted in this step."""
@@ -169,13 +169,14 @@ class DraftsAhead(Protocol):
         """Launch what the next `propose` needs, behind the end of the walk (``draws``), which only the device knows.
 
         The host must not wait for the device here. The deferred read is received before `commit`, and it may turn out
-        that the text has ended earlier. If this was not called, on a CPU for instance, `propose` must do without it.
+        that the sequence has ended earlier. If this was not called, on a CPU for instance, `propose` must do without
+        it.
         """
 
 
 @runtime_checkable
 class ReadsPrompt(Protocol):
-    """A `Drafter` that reads the prompt by itself, in parts, so that other texts can take a step in between."""
+    """A `Drafter` that reads the prompt by itself, in parts, so that other sequences can take a step in between."""
 
     def prompt_reader(self) -> Callable[[int], None] | None:
         """What is called behind each part of the prompt, before `start`; None where nothing is to be called.

@@ -1,4 +1,4 @@
-"""Levels of candidates from a draft layer, which reads the whole text and not one hidden state."""
+"""Levels of candidates from a draft layer, which reads the whole sequence and not one hidden state."""
 
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
@@ -22,7 +22,7 @@ class _Branches(NamedTuple):
     Attributes:
         hidden: the layer's state at the end of each, [n, d].
         seen: which drafts of this step are on the way to each, bool [n, drafts].
-        depth: how many tokens behind the text's newest one the next draft stands.
+        depth: how many tokens behind the sequence's newest one the next draft stands.
     """
 
     hidden: torch.Tensor
@@ -34,13 +34,14 @@ class _Branches(NamedTuple):
 
 
 class _LayerWork(NamedTuple):
-    """Entries of one text, as `levels.Work`: those of all texts are rows of the same products.
+    """Entries of one sequence, as `levels.Work`: those of all sequences are rows of the same products.
 
     Attributes:
-        levels: of the text.
-        states: what the entries read, [n, c] features of the text's own, or [n, d] states behind drafts.
+        levels: of the sequence.
+        states: what the entries read, [n, c] features of the sequence's own, or [n, d] states behind drafts.
         tokens, positions: int64 [n].
-        seen: of drafts, which ones each sees, bool [n, drafts]; None of the text's own, of which the newest is asked.
+        seen: of drafts, which ones each sees, bool [n, drafts]; None of the sequence's own, of which the newest is
+            asked.
     """
 
     levels: "LayerLevels"
@@ -88,7 +89,7 @@ class _LayerWork(NamedTuple):
 
 
 class LayerLevels(HeadLevels):
-    """`HeadLevels` for a draft layer; `state` is what it knows of the text.
+    """`HeadLevels` for a draft layer; `state` is what it knows of the sequence.
 
     The first level comes with the entries of the tokens accepted in the last step, as one pass. Each further level is a
     pass over the branches that go on.
@@ -148,7 +149,7 @@ class LayerLevels(HeadLevels):
         return self.target.embed(tokens) if self.heads.embed_tokens is None else self.heads.embed_tokens(tokens)
 
     def _advance(self, level: int, state: State, newest: torch.Tensor) -> Advancing:
-        """Behind the text the entries that wait are taken in; behind each of n branches stand ``newest`` [n]."""
+        """Behind the sequence the entries that wait are taken in; behind each of n branches stand ``newest`` [n]."""
         if isinstance(state, DraftLayerCache):
             hidden, logits = yield _LayerWork(self, *self.text.take(), None)
             return _Branches(hidden, torch.empty(1, 0, dtype=torch.bool, device=hidden.device), 1), logits
@@ -160,7 +161,7 @@ class LayerLevels(HeadLevels):
 
 
 def make_levels(context: DrafterContext, width: int, beam: int = 1) -> HeadLevels:
-    """The levels of a text, by the kind of heads that its drafter was given."""
+    """The levels of a sequence, by the kind of heads that its drafter was given."""
     if context.heads is None:
         raise ValueError("there are no heads to make levels from")
     if isinstance(context.heads, DraftLayer):

@@ -1,4 +1,4 @@
-"""From a hidden state to candidate tokens: the levels that draft heads fill, of one text or of many together."""
+"""From a hidden state to candidate tokens: the levels that draft heads fill, of one sequence or of many together."""
 
 import time
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ class Level(NamedTuple):
 
 
 class Work(Protocol):
-    """What a level needs of the weights; the work of texts whose keys are equal is done at once, by `together`."""
+    """What a level needs of the weights; the work of sequences whose keys are equal is done at once, by `together`."""
 
     @property
     def key(self) -> Hashable: ...
@@ -48,12 +48,12 @@ class Work(Protocol):
 
 
 class Product(NamedTuple):
-    """`Work` on rows: texts that need the same send their rows through the weights together.
+    """`Work` on rows: sequences that need the same send their rows through the weights together.
 
     Attributes:
         key: equal where the same is needed.
         run: takes tensors of n rows each and gives such tensors.
-        inputs: what this text gives it.
+        inputs: what this sequence gives it.
     """
 
     key: Hashable
@@ -82,7 +82,7 @@ It has ``index_select(0, rows)`` wherever branches have been drafted.
 
 
 class Levels(ABC):
-    """A source of levels for one text, which may draft together with those of other texts.
+    """A source of levels for one sequence, which may draft together with those of other sequences.
 
     Attributes:
         source: its name, under which drafts are counted.
@@ -97,7 +97,7 @@ class Levels(ABC):
     target: Target
 
     def follow(self, verification: PassOutput, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take in that a step has accepted ``path`` and added ``tokens`` to the text."""
+        """Take in that a step has accepted ``path`` and added ``tokens`` to the sequence."""
         return
 
     def native(self) -> NativeLevels | None:
@@ -110,7 +110,7 @@ class Levels(ABC):
 
     @abstractmethod
     def state_behind(self, sampler: Sampler) -> State | None:
-        """What levels behind the text are drafted from; None where that is not known, or no level can be."""
+        """What levels behind the sequence are drafted from; None where that is not known, or no level can be."""
 
     @abstractmethod
     def filling(self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool) -> Filling:
@@ -279,7 +279,7 @@ class LevelsWanted(NamedTuple):
     """What a drafter needs before it can propose; the arguments of `Levels.filling`.
 
     Attributes:
-        receive: called with the levels, and with this text's share of the seconds that they took.
+        receive: called with the levels, and with this sequence's share of the seconds that they took.
     """
 
     levels: Levels
@@ -291,33 +291,33 @@ class LevelsWanted(NamedTuple):
 
 
 def fill_together(wanted: Sequence[LevelsWanted]) -> None:
-    """Fill the levels that several texts want: the weights are read once for all and not once for each."""
+    """Fill the levels that several sequences want: the weights are read once for all and not once for each."""
     if not wanted:
         return
     start = time.perf_counter()
     numbers = _by_library(wanted)
-    others = [text for text in range(len(wanted)) if text not in numbers]
+    others = [sequence for sequence in range(len(wanted)) if sequence not in numbers]
     if others:
         ranks = wanted[0].levels.target.ranks
-        parts = _by_operators([wanted[text] for text in others])
+        parts = _by_operators([wanted[sequence] for sequence in others])
         numbers |= zip(others, ranks.agree([download(_flat(one)) for one in parts]), strict=True)
-    levels = [one.levels.read(numbers[text]) for text, one in enumerate(wanted)]
+    levels = [one.levels.read(numbers[sequence]) for sequence, one in enumerate(wanted)]
     seconds = time.perf_counter() - start
     for one, own in zip(wanted, levels, strict=True):
         one.receive(own, seconds / len(wanted))
 
 
 def _by_library(wanted: Sequence[LevelsWanted]) -> dict[int, list[float]]:
-    """What `Levels.read` takes of those texts whose levels the native library can fill."""
+    """What `Levels.read` takes of those sequences whose levels the native library can fill."""
     groups: dict[tuple[NativeLevels, bool], list[int]] = {}
-    for text, one in enumerate(wanted):
+    for sequence, one in enumerate(wanted):
         can = one.sampler.native_drafts is not None and one.count <= MOST_LEVELS
         found = one.levels.native() if can else None
         if found is not None:
-            groups.setdefault((found, one.own_level), []).append(text)
+            groups.setdefault((found, one.own_level), []).append(sequence)
     numbers: dict[int, list[float]] = {}
-    for (levels, _), texts in groups.items():
-        numbers |= zip(texts, levels.fill([wanted[text] for text in texts]), strict=True)
+    for (levels, _), sequences in groups.items():
+        numbers |= zip(sequences, levels.fill([wanted[sequence] for sequence in sequences]), strict=True)
     return numbers
 
 
@@ -325,23 +325,23 @@ def _by_operators(wanted: Sequence[LevelsWanted]) -> list[list[torch.Tensor]]:
     """The same by PyTorch's operators, as tensors."""
     running: dict[int, tuple[Filling, Work]] = {}
     parts: dict[int, list[torch.Tensor]] = {}
-    for text, one in enumerate(wanted):
+    for sequence, one in enumerate(wanted):
         filling = one.levels.filling(one.state, one.sampler, one.sampler.draft_context(), one.count, one.own_level)
-        running[text] = filling, next(filling)
+        running[sequence] = filling, next(filling)
     while running:
         groups: dict[Hashable, list[int]] = {}
-        for text, (_, work) in running.items():
-            groups.setdefault(work.key, []).append(text)
+        for sequence, (_, work) in running.items():
+            groups.setdefault(work.key, []).append(sequence)
         for group in groups.values():
-            works = [running[text][1] for text in group]
-            for text, results in zip(group, works[0].together(works), strict=True):
-                filling = running[text][0]
+            works = [running[sequence][1] for sequence in group]
+            for sequence, results in zip(group, works[0].together(works), strict=True):
+                filling = running[sequence][0]
                 try:
-                    running[text] = filling, filling.send(results)
+                    running[sequence] = filling, filling.send(results)
                 except StopIteration as done:
-                    parts[text] = done.value
-                    del running[text]
-    return [parts[text] for text in range(len(wanted))]
+                    parts[sequence] = done.value
+                    del running[sequence]
+    return [parts[sequence] for sequence in range(len(wanted))]
 
 
 def _flat(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Levels of candidates from a draft model: a small model of the same vocabulary that reads the text itself."""
+"""Levels of candidates from a draft model: a small model of the same vocabulary that reads the sequence itself."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from decoder.timings import stage
 
 _GROWTH = 1024  # slots beyond the prompt that the cache has at first
 _PREFILLED = 16  # tokens from which on all but the newest are read without logits
-_MOST_BEHIND = 2048  # tokens of a text that are not caught up with in one step
+_MOST_BEHIND = 2048  # tokens of a sequence that are not caught up with in one step
 
 GoesOn = Callable[[int, list[tuple[int, float]]], bool]
 """Told how many levels there were before this one, and its candidates: whether another level is worth its pass."""
@@ -25,9 +25,9 @@ GoesOn = Callable[[int, list[tuple[int, float]]], bool]
 class DraftModelLevels(Levels):
     """Gives levels of the best tokens of a draft model, each behind the best token of the level before.
 
-    The draft model has a cache of its own with the whole text. It keeps the tokens that it has drafted from; those that
-    the text did not go on with are taken back when the next levels are drafted, and the text's newest tokens are read
-    then, in the pass of the first level. So steps that draft nothing cost nothing.
+    The draft model has a cache of its own with the whole sequence. It keeps the tokens that it has drafted from; those
+    that the sequence did not go on with are taken back when the next levels are drafted, and the sequence's newest
+    tokens are read then, in the pass of the first level. So steps that draft nothing cost nothing.
 
     Args:
         context: the target, the draft model and the prompt.
@@ -54,7 +54,7 @@ class DraftModelLevels(Levels):
         if self.small.has_two_forms:
             self.cache.prompt_tokens = len(context.prompt)
         self._prompt, self._running = context.prompt, context.running
-        self._read = 0  # tokens of the text whose entries are in the cache
+        self._read = 0  # tokens of the sequence whose entries are in the cache
         self._drafted: list[int] = []  # those behind them
         self._token_ids: torch.Tensor | None = None
         if self._shared < self.target.vocab_size:
@@ -68,7 +68,7 @@ class DraftModelLevels(Levels):
     def read_prompt(self, end: int) -> None:
         """Read the prompt up to its token ``end``, as far as it has not been read yet."""
         if not self._read and self._running() == 1:
-            # As the engine does with the target where a text begins: the user may have changed the model.
+            # As the engine does with the target where a sequence begins: the user may have changed the model.
             self.small.refresh_weights()
         if tokens := self._known(self._prompt[self._read : end]):
             with self.small.patched():
@@ -124,20 +124,20 @@ class DraftModelLevels(Levels):
         """The tokens, with another one in place of each that is padding which the draft model has no row for."""
         return [min(token, self.small.vocab_size - 1) for token in tokens]
 
-    def _unread(self, text: Sequence[int]) -> list[int]:
-        """Take back the drafts that the text did not go on with; the tokens of the text that are not in the cache."""
+    def _unread(self, sequence: Sequence[int]) -> list[int]:
+        """Take back the drafts that the sequence did not go on with; its tokens that are not in the cache."""
         for token in self._drafted:
             # The newest token is read in any case, since its logits are wanted.
-            if self._read + 1 >= len(text) or text[self._read] != token:
+            if self._read + 1 >= len(sequence) or sequence[self._read] != token:
                 break
             self._read += 1
-        tokens, self._drafted = self._known(text[self.cache.rewind(self._read) :]), []
-        self._read = len(text)
+        tokens, self._drafted = self._known(sequence[self.cache.rewind(self._read) :]), []
+        self._read = len(sequence)
         return tokens
 
 
 class ModelPass(NamedTuple):
-    """A pass of a draft model over the next ``tokens`` of a text, whose last logits [1, V] are the result."""
+    """A pass of a draft model over the next ``tokens`` of a sequence, whose last logits [1, V] are the result."""
 
     key: Hashable
     levels: DraftModelLevels
@@ -146,7 +146,7 @@ class ModelPass(NamedTuple):
     @staticmethod
     @stage("draft")
     def together(passes: Sequence["ModelPass"]) -> list[tuple[torch.Tensor, ...]]:
-        """The results of several texts, whose tokens are read in one pass."""
+        """The results of several sequences, whose tokens are read in one pass."""
         small: Target = passes[0].levels.small
         caches, trees = [], []
         with small.patched():

@@ -1,4 +1,4 @@
-"""TokenSwift (paper section 3): one draft pass with a partial cache and a few heads, plus n-grams of the text."""
+"""TokenSwift (paper section 3): one draft pass with a partial cache and a few heads, plus n-grams of the sequence."""
 
 import time
 from collections import deque
@@ -26,15 +26,15 @@ _TURN = 64  # steps in which drafting with or without a draft pass is tried, and
 _TURNS = 16  # turns of so many steps, of which each of the two gets one to be tried
 _TIMED = 4  # draft passes from which on their time is known
 _MARGIN = 1.1  # how much better it must look to be tried: neither the pass nor heads behind it are always right
-_FIRST_GUESS = 0.3  # how likely the best of what a text has repeated is right, before any was seen
+_FIRST_GUESS = 0.3  # how likely the best of what a sequence has repeated is right, before any was seen
 
 
 class _Grams:
-    """The n-grams of a text, gamma + 1 tokens each; ``k`` of them are retrieved per step."""
+    """The n-grams of a sequence, gamma + 1 tokens each; ``k`` of them are retrieved per step."""
 
     def __init__(self, context: DrafterContext):
         gram = context.heads.num_heads + 1
-        # A text has no more n-grams than tokens.
+        # A sequence has no more n-grams than tokens.
         self.k = min(context.options.retrieved_ngrams, context.longest_text)
         self.nodes = self.k * gram
         self._table = NgramTable(gram)
@@ -68,7 +68,7 @@ class _DraftPass:
     def hidden(self, cache: FullCache, sampler: Sampler) -> torch.Tensor:
         """The newest token's state before the final norm, [1, d]."""
         attended = cache if self.partial is None else self.partial
-        # The passes of other texts, which come before the heads', may write over it.
+        # The passes of other sequences, which come before the heads', may write over it.
         return self._target.draft([sampler.context[-1]], cache.length, attended).clone()
 
     def commit(self, cache: FullCache, queries: Mapping[int, torch.Tensor], newest: int = -1) -> None:
@@ -77,7 +77,7 @@ class _DraftPass:
             self.partial.append(cache, queries, newest)
 
     def shorter(self, length: int) -> bool:
-        """Whether it attends to less than a text of this ``length``."""
+        """Whether it attends to less than a sequence of this ``length``."""
         return self.partial is not None and length > self.partial.budget
 
     @property
@@ -134,8 +134,8 @@ class TokenSwift(Drafter):
 class TunedTokenSwift(CostTuned):
     """`TokenSwift` where no tree is given: of its candidates those that pay here, and a draft pass only where it pays.
 
-    Without the draft pass the heads draft from the state that the last verification has left. A text that the partial
-    cache could hold as a whole gets none: it would take as long as a plain step.
+    Without the draft pass the heads draft from the state that the last verification has left. A sequence that the
+    partial cache could hold as a whole gets none: it would take as long as a plain step.
     """
 
     heads_kinds: ClassVar[tuple[str, ...]] = TokenSwift.heads_kinds
@@ -164,8 +164,8 @@ class TunedTokenSwift(CostTuned):
 
     def _own_level_pays(self) -> bool:
         """Whether to draft with a draft pass: it is tried behind heads alone at first, and again now and then."""
-        texts = self.context.running()
-        without, with_pass = (self._level_policy(texts, own_level) for own_level in (False, True))
+        sequences = self.context.running()
+        without, with_pass = (self._level_policy(sequences, own_level) for own_level in (False, True))
         turn = (without.steps + with_pass.steps) // _TURN % _TURNS
         if turn == 0:
             self._pass_seconds.forget()  # it is measured anew, since a machine changes its speed

@@ -18,7 +18,7 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
 from decoder.work import Progress, Work
 
-_CHUNK = 64  # tokens of the text that the small model reads in a pass
+_CHUNK = 64  # tokens of the sequence that the small model reads in a pass
 
 
 class TriForce(Drafter):
@@ -26,8 +26,8 @@ class TriForce(Drafter):
 
     That chain is drafted in turn, in rounds. In each round a small model with a StreamingLLM cache guesses the tokens
     that are missing. One pass of the target over the partial cache then accepts the guesses as far as they equal its
-    own choices, and adds one choice more. The partial cache follows the text as TokenSwift's does. The star stands for
-    this: the original selects the cache once.
+    own choices, and adds one choice more. The partial cache follows the sequence as TokenSwift's does. The star stands
+    for this: the original selects the cache once.
     """
 
     heads_kinds: ClassVar[tuple[str, ...]] = ()
@@ -50,7 +50,7 @@ class TriForce(Drafter):
         budget, sink = context.budget, self.options.sink
         self.partial = PartialCache(budget, sink, dynamic=self.options.cache != "static", room=self.count)
         self.recent = RecentCache(context.draft_budget, sink, room=max(_CHUNK, self.count))
-        self.read: list[int] = []  # drafted tokens whose entries are in `recent`, behind those of the text
+        self.read: list[int] = []  # drafted tokens whose entries are in `recent`, behind those of the sequence
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
         if cache.length:

@@ -4,17 +4,14 @@ The layouts differ in the names of tensors and fields, and in how they number th
 layer whose input is a feature, SGLang one whose output is.
 """
 
-import json
 import os
 import pickle
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from decoder.draft_heads import DRAFT_TO_TARGET, refuse_not_finite
 from decoder.eagle3.config import Eagle3Config
@@ -27,6 +24,7 @@ from decoder.heads_files import (
     read_json,
     read_tensors,
     refuse_misfits,
+    write_checkpoint,
 )
 
 LAYOUTS = ("speculators", "eagle3")
@@ -232,14 +230,7 @@ def save_draft_model(
     config = write(model, str(next(model.parameters()).dtype).removeprefix("torch."))
     if training is not None:
         config["training"] = dict(training)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, Path(scratch, MODEL_WEIGHTS), metadata={"format": "pt"})
-        Path(scratch, CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in (MODEL_WEIGHTS, CONFIG):
-            os.replace(Path(scratch, name), directory / name)
+    write_checkpoint(directory, MODEL_WEIGHTS, tensors, config)
 
 
 def _layer_config(model: Eagle3DraftModel, dtype: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from decoder.timings import stage
 from decoder.work import Work, finish
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
-_STATES = 16  # of recurrent layers, that a text has at most times: those behind the nodes of a small tree
+_STATES = 16  # of recurrent layers, that a sequence has at most times: those behind the nodes of a small tree
 _PREFILL_CHUNK = 512
 _PREFILL_CHUNK_ON_CUDA = 2048
 _SHORT_CHUNK = 64
@@ -96,7 +96,7 @@ class Target:
         """By draft heads, their `DraftVocabulary`, which outlives generations."""
         self.feature_layers: tuple[int, ...] = ()
         self.pool = BufferPool(self.device)
-        """Cache buffers of texts that have ended; used only if passes are recorded."""
+        """Cache buffers of sequences that have ended; used only if passes are recorded."""
         self.bitwise = Bitwise(self)
         self._fixed = False  # whether `use` has chosen the backend
         self._take_in()
@@ -107,7 +107,7 @@ class Target:
         self.reference = Reference(self)
         yield from self.reference.renewing()
         self.layout = Layout(layer_kinds(self.model.config), mixers=len(self.mixers))
-        """What its layers see and keep of a text."""
+        """What its layers see and keep of a sequence."""
         probed = probe(self, self.reference)
         self.logit_scale, self.layout = probed.logit_scale, probed.layout
         """What the model multiplies its logits by."""
@@ -196,11 +196,11 @@ class Target:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a token's keys and values in the layers that keep those of the whole text."""
+        """Bytes of a token's keys and values in the layers that keep those of the whole sequence."""
         return len(self.layout.full) * self.attention_shape.entry_bytes
 
     def beside_bytes(self, tokens: int) -> int:
-        """Bytes of what the other layers keep of a text of so many tokens."""
+        """Bytes of what the other layers keep of a sequence of so many tokens."""
         chunk = self.prefill_chunk(False)
         windows = sum(
             len(layers) * self.attention_shapes[kind].entry_bytes * window_slots(kind, min(chunk, tokens), tokens)
@@ -258,7 +258,7 @@ class Target:
 
     @property
     def flattens(self) -> bool:
-        """Whether several texts are verified in one pass."""
+        """Whether several sequences are verified in one pass."""
         return bool(self.backend.flattens) and self.most_nodes is None
 
     def findings(self) -> list[Finding]:
@@ -354,18 +354,19 @@ class Target:
     def forward(
         self, trees: Sequence[TokenTree], caches: Sequence[FullCache], observe: bool = False
     ) -> list[PassOutput]:
-        """Verify: run every node of each text's tree over that text's full cache.
+        """Verify: run every node of each sequence's tree over that sequence's full cache.
 
-        The position of a node is the number of committed tokens plus its depth. The trees of several texts are verified
-        in one flattened pass, with the nodes of all trees in a row; if that cannot be, in a pass each.
+        The position of a node is the number of committed tokens plus its depth. The trees of several sequences are
+        verified in one flattened pass, with the nodes of all trees in a row; if that cannot be, in a pass each.
 
         Args:
-            trees: a tree per text.
-            caches: the full cache of each text. Nodes' entries are written to it, and `FullCache.keep` commits some.
+            trees: a tree per sequence.
+            caches: the full cache of each sequence. Nodes' entries are written to it, and `FullCache.keep` commits
+            some.
             observe: whether to return the queries of all nodes as well.
         """
-        texts = [Tree(*text) for text in zip(trees, caches, strict=True)]
-        output = self.backend.run(PassBatch(texts, True, sum(map(len, trees)) if observe else 0))
+        sequences = [Tree(*sequence) for sequence in zip(trees, caches, strict=True)]
+        output = self.backend.run(PassBatch(sequences, True, sum(map(len, trees)) if observe else 0))
         if len(trees) == 1:
             return [output]
         borders = pairwise(accumulate(map(len, trees), initial=0))
@@ -375,8 +376,8 @@ class Target:
     def draft(self, tokens: Sequence[int] | torch.Tensor, position: int, cache: LayeredCache) -> torch.Tensor:
         """A draft pass: the hidden states h0 [T, d] before the final norm of T tokens in a row, without logits.
 
-        The tokens attend to ``cache``, which usually holds a part of the text, and causally to each other. If passes
-        are recorded, any other pass overwrites the result.
+        The tokens attend to ``cache``, which usually holds a part of the sequence, and causally to each other. If
+        passes are recorded, any other pass overwrites the result.
 
         Args:
             tokens: token ids, or a tensor of them, int64 [T] on the model's device, which the host need not have read.

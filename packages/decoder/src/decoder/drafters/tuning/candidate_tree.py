@@ -1,4 +1,4 @@
-"""The candidates of a step, and how likely the text goes through each, by how often drafts of a kind were accepted."""
+"""The candidates of a step, and how likely each is accepted, by how often drafts of its kind were."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class AcceptanceEstimate:
         return (accepted + _PRIOR_WEIGHT * prior) / (seen + _PRIOR_WEIGHT)
 
     def observe(self, kind: Kind, right: bool) -> None:
-        """A draft of this kind stood where the text has gone on, and was ``right`` or not."""
+        """A draft of this kind stood where the sequence has gone on, and was ``right`` or not."""
         accepted, seen = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = accepted * self._decay + right, seen * self._decay + 1
 
@@ -34,11 +34,11 @@ class CandidateTree:
     """A tree that sources of drafts add candidates to; a token that several of them offer is one node.
 
     They go below the root of ``tree``, up to ``depth``; those less likely than ``floor`` are left out. ``chances`` says
-    how likely the text goes through each node, by the ``estimate`` of how often such candidates are accepted; of
+    how likely the sequence goes through each node, by the ``estimate`` of how often such candidates are accepted; of
     several offers of one token, the surest counts.
 
-    Under a constraint, where the text stands at ``path``, offers that leave it are left out, and behind each node the
-    tokens that it forces are added, as sure as the node itself.
+    Under a constraint, where the sequence stands at ``path``, offers that leave it are left out, and behind each node
+    the tokens that it forces are added, as sure as the node itself.
     """
 
     def __init__(
@@ -113,6 +113,6 @@ class CandidateTree:
         return sorted(range(len(self.chances)), key=self.chances.__getitem__, reverse=True)
 
     def observe(self, node: int, token: int) -> None:
-        """The text went through ``node`` and on with ``token``."""
+        """The sequence went through ``node`` and on with ``token``."""
         for kind, offered in self._offers[node]:
             self._estimate.observe(kind, offered == token)

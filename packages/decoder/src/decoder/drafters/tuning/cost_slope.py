@@ -1,4 +1,4 @@
-"""What a node costs in the steps of a text, beside what was measured when texts began."""
+"""What a node costs in the steps of a sequence, beside what was measured when sequences began."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ _DISTURBED = 1.0  # in plain steps: two steps that are further apart were distur
 
 
 class CostSlope:
-    """By how much to multiply the measured cost of further nodes, 1 at least, for what they cost in a text's steps.
+    """By how much to multiply the measured cost of further nodes, 1 at least, for what they cost in a sequence's steps.
 
     A machine whose memory becomes faster does plain steps faster, and not steps of many nodes, which compute; and the
-    shortest of some passes in a row, which count when costs are measured, are shorter than those of a text. So each
+    shortest of some passes in a row, which count when costs are measured, are shorter than those of a sequence. So each
     step is compared with the one just before it: of both, what they were measured to cost, and what they took. Whatever
     changes slowly is the same in both.
     """

@@ -35,8 +35,8 @@ class CostTuned(Drafter):
     The text does not depend on the drafts, so what counts is how long each part of it takes: a token that is hard to
     draft is worth a step of plain decoding, however fast other parts go by. Candidates come from draft heads or a draft
     model, of which a `LevelPolicy` says how many levels to run, none included; a method may add what it finds without
-    them (`_offer_before_levels`) or behind them (`_offer_level`). The acceptance rates and costs seen in one text serve
-    the next.
+    them (`_offer_before_levels`) or behind them (`_offer_level`). The acceptance rates and costs seen in one sequence
+    serve the next.
 
     Where there are both, one of them drafts in a step. Each has a turn to be tried now and then; between these it is
     the one that gave more tokens per second. Behind each pass of a draft model it is asked whether another one pays.
@@ -46,7 +46,7 @@ class CostTuned(Drafter):
     """Whether it drafts with a draft model where there is one."""
     max_nodes = WIDEST
     keeps_within: ClassVar[bool] = True
-    """Its trees keep within the text's constraint, and have the tokens that it forces where these pay."""
+    """Its trees keep within the sequence's constraint, and have the tokens that it forces where these pay."""
 
     def __init__(self, context: DrafterContext) -> None:
         self.context = context
@@ -87,13 +87,13 @@ class CostTuned(Drafter):
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
         """Begin a step; the policy's levels, where they pay in it and were not drafted ahead."""
-        texts = self.context.running()
-        self._measured = self.context.costs.at(cache, texts)
-        self._costs = costs = self._slope.applied(self._measured) if texts == 1 else self._measured
+        sequences = self.context.running()
+        self._measured = self.context.costs.at(cache, sequences)
+        self._costs = costs = self._slope.applied(self._measured) if sequences == 1 else self._measured
         self._start = time.perf_counter()  # what measuring costs takes is no part of a step
         if self._ahead is None:
-            self._choose_source(texts)
-        self._policy = self._level_policy(texts, self._own_level)
+            self._choose_source(sequences)
+        self._policy = self._level_policy(sequences, self._own_level)
         # Half as likely as pays for a node at the rate of plain decoding.
         floor = 0.5 * (costs[WIDEST] - costs[1]) / (WIDEST - 1) / costs[1]
         self._tree = TokenTree(sampler.context[-1])
@@ -111,27 +111,27 @@ class CostTuned(Drafter):
         self._drafting = time.perf_counter() - self._start
         return wanted
 
-    def _level_policy(self, texts: int, own_level: bool) -> LevelPolicy:
-        """How many levels a step runs in which so many texts are decoded, with or without such a first level."""
-        return self._policy_of(self._source, texts, own_level)
+    def _level_policy(self, sequences: int, own_level: bool) -> LevelPolicy:
+        """How many levels a step runs in which so many sequences are decoded, with or without such a first level."""
+        return self._policy_of(self._source, sequences, own_level)
 
-    def _policy_of(self, source: Levels | None, texts: int, own_level: bool = False) -> LevelPolicy:
+    def _policy_of(self, source: Levels | None, sequences: int, own_level: bool = False) -> LevelPolicy:
         most = 0 if source is None else _or_deepest(source.most(own_level))
-        # Heads that pay for one text may not pay for many, whose verification is one pass. A level of the model's own
-        # takes a pass, whether heads go on from it or not: it is tried together with a head.
-        key = "levels", source and source.source, most, own_level, texts.bit_length()
+        # Heads that pay for one sequence may not pay for many, whose verification is one pass. A level of the model's
+        # own takes a pass, whether heads go on from it or not: it is tried together with a head.
+        key = "levels", source and source.source, most, own_level, sequences.bit_length()
         known = self.context.tuning_state
         if key not in known:
             # A draft model stops by itself where more do not pay.
             first = _FIRST_OF_MODEL if source is not None and source.stops_early else 1 + own_level
-            known[key] = LevelPolicy(most, first, texts)
+            known[key] = LevelPolicy(most, first, sequences)
         return known[key]
 
-    def _choose_source(self, texts: int) -> None:
+    def _choose_source(self, sequences: int) -> None:
         """Whose levels to draft in this step: those that pay more, unless the others have their turn to be tried."""
         if len(self._sources) < 2:
             return
-        policies = [self._policy_of(source, texts) for source in self._sources]
+        policies = [self._policy_of(source, sequences) for source in self._sources]
         turn = sum(policy.steps for policy in policies) // _TURN % _TURNS
         rates = [policy.rate(policy.best) for policy in policies]
         self._source = self._sources[turn if turn < len(policies) else rates.index(max(rates))]
@@ -240,8 +240,6 @@ class CostTuned(Drafter):
         name, head = self._source.source, depth - self._own_level
         if self._source is self._draft_model:
             head = 0  # it reads the drafts before, and is as good behind many of them
-        elif depth:
-            prior = self._estimate.rate((name, head - 1, *shape), prior)
         return (name, head, *shape), prior
 
     def draft_ahead(self, verification: PassOutput, draws: TreeDraws) -> DeferredRead | None:
@@ -265,7 +263,7 @@ class CostTuned(Drafter):
         for node, token in zip(path, tokens, strict=True):
             self._candidates.observe(self._chosen[node], token)
         cost, rest = self._costs[len(self._tree)], 0.0
-        if self.context.running() == 1:  # else the rest of the step is other texts', too
+        if self.context.running() == 1:  # else the rest of the step is other sequences', too
             rest = time.perf_counter() - self._start - cost - self._drafting
         drafting, rest = self.context.target.ranks.agree((self._drafting, rest))
         if self.context.target.draws_whole_trees:
@@ -280,7 +278,7 @@ class CostTuned(Drafter):
     def _learn_slope(self, seconds: float) -> None:
         """Compare this step, which took so many seconds beside its drafts, with the one before."""
         if self.context.running() > 1 or self.context.target.draws_whole_trees:
-            self._before = None  # the time of other texts, or of a device, tells nothing of this one's
+            self._before = None  # the time of other sequences, or of a device, tells nothing of this one's
             return
         cost = self._measured[len(self._tree)]
         if self._before is not None:
@@ -288,7 +286,7 @@ class CostTuned(Drafter):
         self._before = cost, seconds
 
     def _take_in(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
-        """Take in the text's newest ``tokens``."""
+        """Take in the sequence's newest ``tokens``."""
 
 
 def _or_deepest(levels: int | None) -> int:

@@ -44,17 +44,17 @@ class LevelPolicy:
     ``levels`` is how many are to be run now, and ``best`` the number that gives most by all that was seen.
     """
 
-    def __init__(self, most: int, first: int = 1, texts: int = 1):
-        """For steps that about so many ``texts`` take together, each telling of them; ``first`` levels at first."""
+    def __init__(self, most: int, first: int = 1, sequences: int = 1):
+        """For steps that about so many ``sequences`` take together, each telling of them; ``first`` levels at first."""
         self.levels = self.best = min(first, most)
         self._tokens, self._cost, self._drafting = ([Average() for _ in range(most + 1)] for _ in range(3))
         self._rest = Average()  # of all steps
-        self._texts, self._told = texts, 0
+        self._sequences, self._told = sequences, 0
 
     @property
     def steps(self) -> int:
         """How many were observed."""
-        return self._told // self._texts
+        return self._told // self._sequences
 
     def tokens(self, first: int, levels: int) -> float:
         """What the levels from ``first`` to ``levels`` add to a step; level 0 stands for a step without any."""
@@ -100,7 +100,7 @@ class LevelPolicy:
             self._choose()
 
     def _choose(self) -> None:
-        if self._told % (_CHOOSE * self._texts):
+        if self._told % (_CHOOSE * self._sequences):
             self.levels = self.best  # a trial is over
             return
         seen = [number for number, tokens in enumerate(self._tokens) if tokens.seen]

@@ -1,4 +1,4 @@
-"""What a verification costs on this machine, by its number of nodes and the length of the text."""
+"""What a verification costs on this machine, by its number of nodes and the length of the sequence."""
 
 import time
 from collections import Counter
@@ -15,14 +15,14 @@ from decoder.work import Progress, Work, finish
 WIDEST = 64
 _SLOW = 0.01  # seconds of a plain step, from which on two passes of a width tell enough: more delay the first token
 _DEAR = 3.0  # in plain steps; from there on a node costs about as much as any other
-_SHORTEST = 1024  # tokens below which the length of the text hardly matters
+_SHORTEST = 1024  # tokens below which the length of the sequence hardly matters
 
 
 class VerifyCosts:
-    """Seconds per forward pass, measured once whenever the text is twice as long, and kept for all generations.
+    """Seconds per forward pass, measured once whenever the sequence is twice as long, and kept for all generations.
 
     Other work on the machine may have disturbed all passes of one measurement. So they are measured again when the
-    second text begins, the fourth, the eighth, and so on; the shortest times count.
+    second sequence begins, the fourth, the eighth, and so on; the shortest times count.
 
     Measuring writes behind the committed tokens of a full cache and commits nothing.
     """
@@ -31,31 +31,31 @@ class VerifyCosts:
         self.target = target
         self._tables: dict[tuple, list[float]] = {}
         self._seconds: dict[tuple, dict[int, float]] = {}  # by number of nodes, the shortest time seen
-        self._begun: Counter[tuple] = Counter()  # texts
+        self._begun: Counter[tuple] = Counter()  # sequences
 
     def begin(self, cache: FullCache) -> Work[None] | None:
-        """A text begins that is verified alone: the work of measuring, where it is due, for the first time or again."""
+        """A sequence begins, verified alone: the work of measuring, where it is due, for the first time or again."""
         key = self._key(cache, 1)
         self._begun[key] += 1
         return self._filling(key, cache) if key not in self._tables or self._begun[key].bit_count() == 1 else None
 
     def missing(self, cache: FullCache) -> Work[None] | None:
-        """The work of measuring what `at` needs for a text of this length, unless that is there."""
+        """The work of measuring what `at` needs for a sequence of this length, unless that is there."""
         key = self._key(cache, 1)
         return None if key in self._tables else self._filling(key, cache)
 
-    def at(self, cache: FullCache, texts: int = 1) -> list[float]:
+    def at(self, cache: FullCache, sequences: int = 1) -> list[float]:
         """Seconds of verifying n nodes, for n up to the widest tree; entry 0 is unused. The model must be patched.
 
-        Where ``texts`` are verified in one pass, with a tree of n nodes each, it is the share of one of them. What has
-        not been measured yet is measured at once.
+        Where ``sequences`` are verified in one pass, with a tree of n nodes each, it is the share of one of them. What
+        has not been measured yet is measured at once.
         """
         if not self.target.flattens:
-            texts = 1  # each has a pass of its own
-        key = self._key(cache, texts)
+            sequences = 1  # each has a pass of its own
+        key = self._key(cache, sequences)
         if key not in self._tables:
-            if texts > 1:
-                self._tables[key] = _share(self.at(cache), texts)
+            if sequences > 1:
+                self._tables[key] = _share(self.at(cache), sequences)
             else:
                 finish(self._filling(key, cache))
         return self._tables[key]
@@ -63,16 +63,16 @@ class VerifyCosts:
     def _filling(self, key: tuple, cache: FullCache) -> Work[None]:
         """Measure the table ``key``. The model must be patched whenever this goes on."""
         table = yield from self._measure(cache, self._seconds.setdefault(key, {}))
-        # Those of several texts follow from this one.
+        # Those of several sequences follow from this one.
         self._tables = {other: old for other, old in self._tables.items() if other[1:] != key[1:]}
         self._tables[key] = table
 
-    def _key(self, cache: FullCache, texts: int) -> tuple:
+    def _key(self, cache: FullCache, sequences: int) -> tuple:
         """What costs depend on."""
         target = self.target
         # With the root, which is not committed: a prompt of 2,048 tokens is measured once, and not again a step later.
         length = max(cache.length + 1, _SHORTEST).bit_length()
-        return texts, length, target.dtype, target.device, torch.get_num_threads(), target.width(1), cache.form
+        return sequences, length, target.dtype, target.device, torch.get_num_threads(), target.width(1), cache.form
 
     def _measure(self, cache: FullCache, seconds: dict[int, float]) -> Work[list[float]]:
         """Powers of two are measured as far as trees may pay, others interpolated; more nodes never cost less.
@@ -132,8 +132,8 @@ class VerifyCosts:
         return self.target.ranks.agree(time.perf_counter() - start)
 
 
-def _share(measured: list[float], texts: int) -> list[float]:
-    """The cost of each text's tree where ``texts`` have one of n nodes each; wider passes follow the last slope."""
+def _share(measured: list[float], sequences: int) -> list[float]:
+    """The cost of a tree where so many ``sequences`` have one of n nodes each; wider passes follow the last slope."""
     slope = (measured[WIDEST] - measured[WIDEST // 2]) / (WIDEST // 2)
-    totals = (texts * nodes for nodes in range(WIDEST + 1))
-    return [(measured[min(total, WIDEST)] + max(0, total - WIDEST) * slope) / texts for total in totals]
+    totals = (sequences * nodes for nodes in range(WIDEST + 1))
+    return [(measured[min(total, WIDEST)] + max(0, total - WIDEST) * slope) / sequences for total in totals]
