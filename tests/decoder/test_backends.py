@@ -333,7 +333,7 @@ def test_a_preempted_text_leaves_its_buffers_to_nobody(on_cuda, monkeypatch):
     monkeypatch.setattr(Sequence, "preempt", lambda sequence: (preempt(sequence), kept.append(None)))
     sequences = []
     for tokens, new in ((100, 60), (1300, None)):
-        one = check_arguments(dec, GenerationRequest([1] * tokens, new, "ar", None, None, None, True, False, None))
+        one = check_arguments(dec, GenerationRequest([1] * tokens, new, "ar", None, ignore_eos=True))
         sequences.append(dec.sequence(engine, one))
         admission.plan(sequences[-1], partial(dec.cache_bytes, one))
         engine.add(sequences[-1])

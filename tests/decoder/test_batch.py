@@ -112,7 +112,7 @@ def test_chunks_of_a_batch_are_its_texts_in_pieces(dec, texts, alone):
 def test_a_cancelled_text_leaves_and_the_others_go_on(dec, texts, alone):
     engine = Engine(dec.target)
     asked = [
-        check_arguments(dec, GenerationRequest(text, new, "tokenswift", params(index), None, None, False, False, None))
+        check_arguments(dec, GenerationRequest(text, new, "tokenswift", params(index)))
         for index, (text, new) in enumerate(zip(texts, NEW, strict=True))
     ]
     running = [dec.sequence(engine, one) for one in asked]
@@ -139,9 +139,7 @@ def small_chunks(monkeypatch):
 
 
 def added(dec, engine, index, texts, method="ar", **asked):
-    one = check_arguments(
-        dec, GenerationRequest(texts[index], NEW[index], method, params(index), None, None, False, False, None)
-    )
+    one = check_arguments(dec, GenerationRequest(texts[index], NEW[index], method, params(index)))
     sequence = dec.sequence(engine, one)
     engine.add(sequence)
     return sequence
@@ -453,9 +451,7 @@ def test_a_preempted_text_joins_again_only_where_it_can_stay(open_ended, texts, 
     engine = dec.engine(admission)
     sequences = []
     for index in (1, 2):
-        one = check_arguments(
-            dec, GenerationRequest(texts[index], None, method, params(index - 1), None, None, True, False, None)
-        )
+        one = check_arguments(dec, GenerationRequest(texts[index], None, method, params(index - 1), ignore_eos=True))
         sequences.append(dec.sequence(engine, one))
         admission.plan(sequences[-1], partial(dec.cache_bytes, one))
         engine.add(sequences[-1])
@@ -506,7 +502,7 @@ def test_a_text_of_open_length_that_outgrows_the_memory_alone_ends_there(
     assert caplog.text.count("outgrow the memory") == 2
     # What it needed beside others does not count.
     admission = Admission(1, CacheBytes(int(open_ended.target.kv_bytes * (POSITIONS + 128) / 0.6)))
-    one = check_arguments(open_ended, GenerationRequest(texts[1], None, "ar", params(0), None, None, True, False, None))
+    one = check_arguments(open_ended, GenerationRequest(texts[1], None, "ar", params(0), ignore_eos=True))
     engine = open_ended.engine(admission)
     engine.add(sequence := open_ended.sequence(engine, one))
     admission.plan(sequence, lambda sequence: CacheBytes(open_ended.target.kv_bytes * sequence.planned_positions))
@@ -537,9 +533,7 @@ def test_a_preempted_text_can_be_cancelled_and_a_prompt_can_be_preempted(
     engine = Engine(dec.target, fits=lambda running, candidate: not (full[0] and running))
     sequences = []
     for index in (3, 5, 1):
-        one = check_arguments(
-            dec, GenerationRequest(texts[index], None, "tokenswift", params(index), None, None, False, False, None)
-        )
+        one = check_arguments(dec, GenerationRequest(texts[index], None, "tokenswift", params(index)))
         sequences.append(dec.sequence(engine, one))
         engine.add(sequences[-1])
     while not sequences[2].cache.length:
@@ -567,9 +561,7 @@ def test_a_text_whose_drafts_decide_it_is_never_preempted(open_ended, texts, mon
     # Nor by an engine that plans otherwise.
     engine = Engine(open_ended.target, fits=lambda running, candidate: engine.decoding < 2)
     for text in texts[1:3]:
-        one = check_arguments(
-            open_ended, GenerationRequest(text, None, "medusa", GREEDY, options, None, False, False, None)
-        )
+        one = check_arguments(open_ended, GenerationRequest(text, None, "medusa", GREEDY, options))
         engine.add(open_ended.sequence(engine, one))
     for _ in range(5):
         engine.step()
@@ -579,7 +571,7 @@ def test_a_text_whose_drafts_decide_it_is_never_preempted(open_ended, texts, mon
 def test_what_is_planned_for_a_text_of_open_length_is_its_next_growth(open_ended, texts, monkeypatch):
     dec = open_ended
     monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
-    one = check_arguments(dec, GenerationRequest(texts[1], None, "ar", GREEDY, None, None, False, False, None))
+    one = check_arguments(dec, GenerationRequest(texts[1], None, "ar", GREEDY))
     # A partial cache of 64 pairs is planned for every method.
     assert dec.cache_bytes(one).device == dec.target.kv_bytes * (40 + 20 + 64)
     sequence = dec.sequence(engine := dec.engine(), one)
@@ -601,7 +593,7 @@ def test_caches_go_with_the_engine_whose_texts_run(dec, texts, method):
     caches = weakref.WeakSet()
     engine = Engine(dec.target)
     for text in texts[1:4]:
-        one = check_arguments(dec, GenerationRequest(text, 50, method, GREEDY, None, None, True, False, None))
+        one = check_arguments(dec, GenerationRequest(text, 50, method, GREEDY, ignore_eos=True))
         engine.add(sequence := dec.sequence(engine, one))
         caches.add(sequence.cache)
     for _ in range(3):

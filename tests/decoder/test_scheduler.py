@@ -67,7 +67,7 @@ def parts(monkeypatch, small_parts):
 
 
 def added(dec, engine, prompt, new, method="ar"):
-    one = check_arguments(dec, GenerationRequest(prompt, new, method, GREEDY, None, None, True, False, None))
+    one = check_arguments(dec, GenerationRequest(prompt, new, method, GREEDY, ignore_eos=True))
     sequence = dec.sequence(engine, one)
     engine.add(sequence)
     return sequence
