@@ -43,6 +43,8 @@ class LayeredCache(Cache, ABC):
     """
 
     purpose: ClassVar[str] = "text"
+    takes_back = False
+    """Whether tokens are committed that may have to be taken back."""
     prompt_tokens = 0
     """How many of its first tokens recurrent layers know to be a prompt's; see `mixers.has_two_forms`."""
     recordable: ClassVar[bool] = True
@@ -86,9 +88,14 @@ class LayeredCache(Cache, ABC):
 
     def _new_states(self) -> dict[LayerKind, WindowState | RecurrentStates]:
         return {
-            kind: new_states(self.layout, self.prompt_tokens) if kind == RECURRENT else WindowState(kind, len(own))
+            kind: new_states(self.layout, self.prompt_tokens, self.takes_back)
+            if kind == RECURRENT
+            else self._window(kind, len(own))
             for kind, own in self.layout.beside.items()
         }
+
+    def _window(self, kind: LayerKind, layers: int) -> WindowState:
+        return WindowState(kind, layers)
 
     def buffers(self) -> Buffers:
         """The buffers with what was recorded over them; passes that ran once, as those of a prompt do, are left out."""

@@ -9,9 +9,9 @@ from decoder.backends.base import AttentionShape
 from decoder.backends.transfers import upload
 from decoder.cache.base import LayeredCache
 from decoder.cache.form import CacheForm
-from decoder.cache.layout import FULL, RECURRENT, LayerKind
+from decoder.cache.layout import FULL, LayerKind
 from decoder.cache.recurrent import RecurrentCopy, RecurrentStates
-from decoder.cache.replayed import ReplayedCopy, new_states
+from decoder.cache.replayed import ReplayedCopy
 from decoder.cache.window import WindowCopy, WindowState
 from decoder.work import Progress, Work
 
@@ -66,15 +66,9 @@ class FullCache(LayeredCache):
         self.growable, self.takes_back = growable, takes_back
         self.length = 0
 
-    def _new_states(self) -> dict[LayerKind, WindowState | RecurrentStates]:
+    def _window(self, kind: LayerKind, layers: int) -> WindowState:
         most = None if self.growable else self.capacity
-        rounding = self.form.rounded if self.form.kv_dtype else None
-        return {
-            kind: new_states(self.layout, self.prompt_tokens, self.takes_back)
-            if kind == RECURRENT
-            else WindowState(kind, len(own), most, rounding)
-            for kind, own in self.layout.beside.items()
-        }
+        return WindowState(kind, layers, most, self.form.rounded if self.form.kv_dtype else None)
 
     def _make_room(self, count: int) -> None:
         end = self.length + count

@@ -4,15 +4,16 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from decoder.cache.full import FullCache
-from decoder.drafters.base import Drafter, DrafterContext
-from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
+from decoder.drafters.base import DrafterContext
+from decoder.drafters.fixed_tree import FixedTree
+from decoder.drafters.levels import LevelsWanted
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.sampling.sampler import Sampler
-from decoder.sampling.token_tree import TokenTree, rank_paths
+from decoder.sampling.token_tree import rank_paths
 
 
-class DraftModel(Drafter):
+class DraftModel(FixedTree):
     """Drafts a chain of the small model's best tokens, as deep as ``options.tree``, and beside it what the tree allows.
 
     With coupling (arXiv 2408.07978) the small model's tokens are chosen with the noise of the target's own. The
@@ -20,14 +21,13 @@ class DraftModel(Drafter):
     token: of the tree (2, 3) those are 2 and 3 candidates, and not 2 and 6.
     """
 
+    source: ClassVar[str] = DraftModelLevels.source
+
     def __init__(self, context: DrafterContext) -> None:
         _refuse_missing(context)
         paths = rank_paths(context.options.fixed_tree, context.max_new_tokens)
-        self.paths = [path for path in paths if not any(path[:-1])]
-        self.depth = max(map(len, self.paths), default=0)
-        self.levels = DraftModelLevels(context, width=max(map(max, self.paths), default=0) + 1)
-        self.max_nodes = 1 + len(self.paths)
-        self._candidates: list[list[int]] = []  # of this step's tree
+        super().__init__([path for path in paths if not any(path[:-1])])
+        self.levels = DraftModelLevels(context, self.width)
 
     def prompt_reader(self) -> Callable[[int], None]:
         return self.levels.read_prompt
@@ -37,15 +37,6 @@ class DraftModel(Drafter):
         if not count or state is None:
             return None
         return LevelsWanted(self.levels, state, sampler, count, False, self._take_levels)
-
-    def _take_levels(self, levels: list[Level], seconds: float) -> None:
-        self._candidates = ranked_tokens(levels)
-
-    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        tree = TokenTree(sampler.context[-1])
-        candidates, self._candidates = self._candidates, []
-        tree.add_ranked(candidates, self.paths, self.levels.source)
-        return tree
 
 
 class TunedDraftModel(CostTuned):

@@ -5,16 +5,17 @@ from typing import ClassVar
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.draft_layer import DraftLayer
-from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
+from decoder.drafters.base import DeferredRead, DrafterContext
+from decoder.drafters.fixed_tree import FixedTree
 from decoder.drafters.layer_levels import LayerLevels, make_levels
-from decoder.drafters.levels import Level, LevelsWanted, ranked_tokens
+from decoder.drafters.levels import LevelsWanted
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.sampling.sampler import Sampler
-from decoder.sampling.token_tree import TokenTree, rank_paths
+from decoder.sampling.token_tree import rank_paths
 from decoder.sampling.tree_draws import TreeDraws
 
 
-class Medusa(Drafter):
+class Medusa(FixedTree):
     """Drafts from the hidden state of the last accepted node, which the verification has computed anyway.
 
     That node is at the position before the newest token, whose own hidden state is not known yet; it is the root of
@@ -29,11 +30,8 @@ class Medusa(Drafter):
         levels = context.max_new_tokens  # a layer fills any number of them
         if not isinstance(context.heads, DraftLayer):
             levels = min(levels, context.heads.num_heads)
-        paths = rank_paths(context.options.fixed_tree, levels)
-        self.paths, self.depth = paths, max(map(len, paths), default=0)
-        self.heads = make_levels(context, width=max(map(max, paths), default=0) + 1)
-        self.max_nodes = 1 + len(paths)
-        self._candidates: list[list[int]] | None = None  # of the next tree, where they are known already
+        super().__init__(rank_paths(context.options.fixed_tree, levels))
+        self.heads = make_levels(context, self.width)
 
     @property
     def feature_reader(self) -> LayerLevels | None:
@@ -44,24 +42,12 @@ class Medusa(Drafter):
             return None
         return LevelsWanted(self.heads, self.heads.state, sampler, self.depth, False, self._take_levels)
 
-    def _take_levels(self, levels: list[Level], seconds: float) -> None:
-        self._candidates = ranked_tokens(levels)
-
-    def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        tree = TokenTree(sampler.context[-1])
-        candidates, self._candidates = self._candidates, None
-        tree.add_ranked(candidates or (), self.paths, "heads")
-        return tree
-
     def draft_ahead(self, verification: PassOutput, draws: TreeDraws) -> DeferredRead | None:
         if not self.heads.drafts_ahead:
             return None
         hidden = verification.hidden.index_select(0, draws.last_node)
         numbers = self.heads.ask(hidden, draws.sampler, draws.draft_context, self.depth)
-        return DeferredRead(numbers, self._receive)
-
-    def _receive(self, numbers: list[float]) -> None:
-        self._candidates = ranked_tokens(self.heads.read(numbers))
+        return DeferredRead(numbers, lambda read: self._take_levels(self.heads.read(read)))
 
     def commit(self, cache: FullCache, verification: PassOutput, path: list[int], tokens: list[int]) -> None:
         self.heads.follow(verification, path, tokens)

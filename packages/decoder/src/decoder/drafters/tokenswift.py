@@ -10,8 +10,9 @@ import torch
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
-from decoder.drafters.base import Drafter, DrafterContext
-from decoder.drafters.levels import HeadLevels, Level, LevelsWanted, ranked_tokens
+from decoder.drafters.base import DrafterContext
+from decoder.drafters.fixed_tree import FixedTree
+from decoder.drafters.levels import HeadLevels, Level, LevelsWanted
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.taking_in import taking_in
 from decoder.drafters.tuning.cost_tuned import CostTuned
@@ -85,7 +86,7 @@ class _DraftPass:
         return 0 if self.partial is None else self.partial.rebuilds
 
 
-class TokenSwift(Drafter):
+class TokenSwift(FixedTree):
     """Drafts gamma + 1 distributions in one pass of the target itself, and a tree of their best tokens.
 
     The tree is fixed, as the paper has it; `TunedTokenSwift` chooses one in each step.
@@ -97,12 +98,10 @@ class TokenSwift(Drafter):
 
     def __init__(self, context: DrafterContext) -> None:
         options, heads = context.options, context.heads
-        paths = rank_paths(options.fixed_tree, min(heads.num_heads + 1, context.max_new_tokens))
-        self.paths, self.depth = paths, max(map(len, paths), default=0)
-        self.heads = HeadLevels(context.target, heads, options.coupled, width=max(map(max, paths), default=0) + 1)
+        super().__init__(rank_paths(options.fixed_tree, min(heads.num_heads + 1, context.max_new_tokens)))
+        self.heads = HeadLevels(context.target, heads, options.coupled, self.width)
         self.draft_pass, self.grams = _DraftPass(context), _Grams(context)
-        self.max_nodes = 1 + len(paths) + self.grams.nodes
-        self._candidates: list[list[int]] = []  # of this step's tree
+        self.max_nodes += self.grams.nodes
 
     def start(self, cache: FullCache, queries: Mapping[int, torch.Tensor]) -> Work[None]:
         self.draft_pass.commit(cache, queries)
@@ -112,14 +111,11 @@ class TokenSwift(Drafter):
         hidden = self.draft_pass.hidden(cache, sampler)
         return LevelsWanted(self.heads, hidden, sampler, self.depth, True, self._take_levels)
 
-    def _take_levels(self, levels: list[Level], seconds: float) -> None:
-        self._candidates = ranked_tokens(levels)
-
     def propose(self, cache: FullCache, sampler: Sampler, depth: int) -> TokenTree:
-        candidates, self._candidates = self._candidates, []
-        tree = TokenTree(sampler.context[-1])
-        tree.add_ranked(candidates, self.paths, "heads")
-        for gram in self.grams.behind(candidates[0]):
+        assert self._candidates is not None  # levels were wanted
+        grams = self.grams.behind(self._candidates[0])
+        tree = super().propose(cache, sampler, depth)
+        for gram in grams:
             tree.add_path(gram, "ngrams")
         return tree
 

@@ -201,7 +201,11 @@ class Sampler:
 
     @stage("sampling")
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """Choose the token of the next position from the target's logits [V]; the host waits for it."""
+        """Choose the token of the next position from the target's logits [V]; the host waits for it.
+
+        The native library does where it knows all of the parameters. Else operators filter, and the library finds the
+        highest with its noise, if it is there; on a device operators do that, too.
+        """
         position = len(self.context)
         found = None
         if self.native is not None:

@@ -201,6 +201,8 @@ class WholeModel:
     ) -> None:
         """Change the hidden states [1, T, d] of T tokens to those behind ``layers``; queries go to ``kept``.
 
+        The library writes each layer's keys and values to the caches (`write_kv` in layers.c), where `_texts` tells.
+
         Raises:
             MemoryError: there is no memory for partial results of attention.
             ValueError: there is no room in a cache.
@@ -271,7 +273,7 @@ class WholeModel:
         return memories, held
 
     def _texts(self, kind: LayerKind, caches: Sequence[LayeredCache], new: Sequence[NewTokens]) -> Array[SequenceKV]:
-        """What the caches hold in the layers of a kind, with room for the new tokens."""
+        """Where the caches hold keys and values in the layers of a kind, with room for the new tokens' own."""
         structures = (SequenceKV * len(caches))()
         for structure, cache, sequence in zip(structures, caches, new, strict=True):
             held = cache.states.get(kind, cache)
