@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from decoder.cli.completion import candidates, script
@@ -47,59 +48,31 @@ PARSERS: dict[str, tuple[Maker, str]] = {
     "batch": (batch_parser, "answer a file of requests"),
     "doctor": (doctor_parser, "tell what runs a model on this machine, and why not the rest"),
 }
+# Where the functions are that are called as the commands.
+_MODULES = {"chat": "decoder.cli.chat", "doctor": "decoder.cli.doctor"}
+_MODULES |= {"serve": "decoder.serve.command", "batch": "decoder.jobs.command"}
 
 
-def _run(args: argparse.Namespace) -> int:
-    from decoder.cli.run import run
+def _run(name: str, args: argparse.Namespace) -> int:
+    """Run a command, whose module is imported here alone: PyTorch and transformers take seconds."""
+    from decoder.cli import run
 
-    args.prompt = args.text if args.prompt is None else args.prompt
-    return run(args)
-
-
-def _chat(args: argparse.Namespace) -> int:
-    from decoder.cli.chat import chat
-    from decoder.cli.run import in_words
-
-    return in_words(lambda: chat(args))
+    if name == "run":
+        args.prompt = args.text if args.prompt is None else args.prompt
+        return run.run(args)
+    return run.in_words(lambda: _imported(name)(args))
 
 
-def _serve(args: argparse.Namespace) -> int:
-    from decoder.cli.run import in_words
-
-    def serve() -> None:
-        try:
-            from decoder.serve.command import serve
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package not in _SERVE_PACKAGES:
-                raise
-            raise ValueError(
-                f"serving needs {package}, which is not installed: pip install 'tokenswift-decoder[serve]'"
-            ) from None
-        serve(args)
-
-    return in_words(serve)
-
-
-def _batch(args: argparse.Namespace) -> int:
-    from decoder.cli.run import in_words
-
-    def batch() -> None:
-        from decoder.jobs.command import batch
-
-        batch(args)
-
-    return in_words(batch)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from decoder.cli.doctor import doctor
-    from decoder.cli.run import in_words
-
-    return in_words(lambda: doctor(args))
-
-
-_COMMANDS = {"run": _run, "chat": _chat, "serve": _serve, "batch": _batch, "doctor": _doctor}
+def _imported(name: str) -> Callable[[argparse.Namespace], None]:
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _SERVE_PACKAGES:
+            raise
+        raise ValueError(
+            f"serving needs {package}, which is not installed: pip install 'tokenswift-decoder[serve]'"
+        ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,8 +113,7 @@ def _main(arguments: list[str]) -> int:
         meant = f"is {near[0]} meant?" if near else f"use one of {', '.join(PARSERS)}"
         say(f"there is no command {first[:_LONGEST_MESSAGE]}: {meant}")
         return WRONG_INPUT
-    args = PARSERS[name][0](Parser, prog).parse_args(rest)
-    return _COMMANDS[name](args)
+    return _run(name, PARSERS[name][0](Parser, prog).parse_args(rest))
 
 
 def _overview() -> str:
