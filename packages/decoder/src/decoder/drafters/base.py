@@ -191,14 +191,14 @@ class FeatureReader(Protocol):
     heads: DraftLayer
 
     def begin_with(self, kept: KeptEntries | None, count: int) -> None:
-        """Called first where the first ``count`` tokens are taken over from an earlier text, whose entries were kept;
-        None begins anew."""
+        """Called first where the first ``count`` tokens are taken over from an earlier sequence, whose entries were
+        kept; None begins anew."""
 
     def read_features(self, output: PassOutput) -> None:
         """Called before `start` with the output of the pass over each chunk of committed prompt tokens in turn."""
 
     def kept(self, count: int) -> KeptEntries | None:
-        """What `begin_with` takes, of at most the first ``count`` tokens of the text; None if there is nothing."""
+        """What `begin_with` takes, of at most the first ``count`` tokens of the sequence; None if there is nothing."""
 
 
 @runtime_checkable

@@ -113,13 +113,13 @@ class LayerLevels(HeadLevels):
         self._add(features.clone(), self._prompt[first : first + len(features)])
 
     def begin_with(self, kept: KeptEntries | None, count: int) -> None:
-        """Begin with the first ``count`` entries of an earlier text, or with nothing."""
+        """Begin with the first ``count`` entries of an earlier sequence, or with nothing."""
         self.text = DraftLayerCache(self.heads, self.target.device)
         if kept is not None:
             self.text.begin_with(kept, count)
 
     def kept(self, count: int) -> KeptEntries | None:
-        """The text's first entries for another text, ``count`` at most; None if they are not there."""
+        """The first entries for another sequence, ``count`` at most; None if they are not there."""
         if self.text.pending and self.text.entries < count:
             self._compute(*self.text.take())
         return self.text.kept(count)
