@@ -304,7 +304,10 @@ INLINE void paired_value_tile(const int count, const Rows *rows, const int32_t *
     }
 FOR_ROWS(1)
 FOR_ROWS(2)
-FOR_ROWS(3) FOR_ROWS(4) FOR_ROWS(5) FOR_ROWS(6)
+FOR_ROWS(3)
+FOR_ROWS(4)
+FOR_ROWS(5)
+FOR_ROWS(6)
 
 #define BY_COUNT(count, call, ...)                                                                                     \
     switch (count) {                                                                                                   \
@@ -316,9 +319,9 @@ FOR_ROWS(3) FOR_ROWS(4) FOR_ROWS(5) FOR_ROWS(6)
         default: call##6(__VA_ARGS__);                                                                                 \
     }
 
-    // Of up to TILE of `count` queries, in the form in which `gather_queries` leaves them.
-    static void scores_of(const Attention *a, int64_t count, const void *queries, const float *keys, float scaling,
-        const Ahead *ahead, float *scores) {
+// Of up to TILE of `count` queries, in the form in which `gather_queries` leaves them.
+static void scores_of(const Attention *a, int64_t count, const void *queries, const float *keys, float scaling,
+    const Ahead *ahead, float *scores) {
     if (cache_of(a) == PAIRED_CACHE) {
         BY_COUNT(count, paired_scores_of_, queries, a->dim, keys, scaling, ahead, scores)
         return;
