@@ -147,7 +147,8 @@ def test_the_text_is_that_of_plain_decoding(target_model, method, options, windo
     single = [dec.generate(prompt, 30, "ar", sampling).token_ids for prompt in prompts]
     outputs = [dec.generate(prompt, 30, method, sampling, options) for prompt in prompts]
     assert [output.token_ids for output in outputs] == single
-    assert sum(output.stats.drafted for output in outputs) > 0
+    # Without a given tree, costs measured on a busy machine may say that no draft pays.
+    assert options is None or sum(output.stats.drafted for output in outputs) > 0
     batch = dec.generate_batch(prompts, 30, method, sampling, options)
     assert [output.token_ids for output in batch] == single
 
