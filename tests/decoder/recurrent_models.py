@@ -146,6 +146,13 @@ LATENTS = {
     "deepseek_v2": ("deepseek_v2", {**ROUTED, **LATENT}),
     "deepseek_v3": ("deepseek_v3", {**ROUTED, **LATENT, "num_local_experts": 4}),
     "glm4_moe_lite": ("glm4_moe_lite", {**ROUTED, **LATENT}),
+    "axk1": ("axk1", {**ROUTED, **LATENT}),
+    # Its layers attend twice, and some of its experts change nothing.
+    "longcat_flash": (
+        "longcat_flash",
+        dict(LATENT, num_layers=2, num_hidden_layers=4, moe_intermediate_size=16, moe_topk=2, n_routed_experts=4)
+        | dict(zero_expert_num=2),
+    ),
 }
 ALL = {**RECURRENT, **LATENTS}
 # Those that the native library runs as a whole: of ALL or another, with what differs, and the dtype.

@@ -18,6 +18,7 @@ from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.sampling.sampler import Sampler
 
 from .conftest import VOCAB, drafted_levels, random_heads, tiny_llama
+from .recurrent_models import LATENTS
 from .test_families import tiny
 from .test_windows import FAMILIES as WINDOWED
 
@@ -330,9 +331,16 @@ def test_speculators_reads_it_and_computes_the_same(tmp_path, window):
             assert torch.allclose(model.lm_head(ours)[:, :-3], found[:, :-3], atol=1e-5)
 
 
-def test_layers_that_hand_on_several_states_are_told():
-    """Those of Gemma 3n."""
-    model_type, overrides = WINDOWED["gemma3n_text"]
+@pytest.mark.parametrize(
+    "family, words",
+    [
+        (WINDOWED["gemma3n_text"], "hand on 4 states of each token, and EAGLE-3 heads read one"),
+        (LATENTS["longcat_flash"], "counts 4 layers and has 2"),
+    ],
+    ids=["several states", "two layers in one"],
+)
+def test_layers_that_cannot_be_read_are_told(family, words):
+    model_type, overrides = family
     other = tiny(model_type, **overrides)
-    with pytest.raises(ValueError, match="hand on 4 states of each token, and EAGLE-3 heads read one"):
+    with pytest.raises(ValueError, match=words):
         Decoder(other, heads=random_heads(other, kind="eagle3"))

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -499,6 +500,16 @@ def settings(**changes):
         ("config.json", lambda content: b"{", "the model .*edited cannot be read: "),
         ("config.json", settings(num_hidden_layers="x"), "the model .*edited cannot be read: .*num_hidden_layers"),
         ("config.json", settings(model_type="x"), "the model .*edited cannot be read: "),
+        (
+            "config.json",
+            settings(hidden_act="x"),
+            "edited cannot be used: llama has hidden_act='x', which is not known",
+        ),
+        (
+            "config.json",
+            settings(num_experts=8, num_local_experts=4),
+            "edited cannot be used: llama has num_local_experts=4 and num_experts=8: give one",
+        ),
         ("config.json", settings(num_hidden_layers=3), r"lacks tensors .*: model.layers.2.\S+ and 8 more"),
         ("config.json", settings(hidden_size=64), r"tensors of other shapes .*: lm_head.weight and 20 more"),
         ("tokenizer.json", lambda content: b"{}", "the tokenizer .*edited cannot be read: KeyError"),
@@ -513,6 +524,30 @@ def test_a_spoilt_model_folder_is_one_sentence(folders, tmp_path, name, content,
     if name != "tokenizer.json":
         with pytest.raises((ValueError, OSError), match=words):
             decoder.load(folders / "model", draft_model=folder)
+
+
+def test_an_unknown_option_is_told_before_weights_are_read(folders, tmp_path):
+    folder = edited(folders, tmp_path, "config.json", settings(hidden_act="x"))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="hidden_act='x'"):
+        decoder.load(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            dict(num_hidden_layers=1),
+            r"edited has tensors that its llama does not use: model\.layers\.1\.\S+ and 8 more",
+        ),
+        (dict(norm_type="x"), "edited says norm_type='x', which llama models do not look at"),
+    ],
+    ids=["tensors", "a choice"],
+)
+def test_what_a_model_does_not_look_at_is_told(folders, tmp_path, caplog, changes, words):
+    decoder.load(edited(folders, tmp_path, "config.json", settings(**changes)))
+    [told] = [record.getMessage() for record in caplog.records if record.name.startswith("decoder")]
+    assert re.search(words, told)
 
 
 def test_tied_weights_are_not_missing(tmp_path):

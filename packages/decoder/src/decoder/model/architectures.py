@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from decoder.backends.reference.mixers import leaves_state
 from decoder.cache.layout import FULL, NONE, RECURRENT, LayerKind
+from decoder.model.options import refuse_unknown_options, rotary_kinds
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -47,15 +48,13 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
             raise ValueError(f"{name} is no causal language model; only decoder-only causal models can be accelerated")
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
     layer_kinds(config)
-    _refuse_experts(config)
+    refuse_unknown_options(config)
     _refuse_quantised(config)
     # Gemma 4 names the kind of tokens that do, and there are only those of text.
     both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
     if both_ways or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = part.get("rope_type", part.get("type"))
+    for _, kind in rotary_kinds(config):
         if kind in _LENGTH_DEPENDENT_ROPE:
             reason = "which changes with the length of the text, so that cached keys would go stale"
             raise ValueError(f"{name} uses {kind} rotary scaling, {reason}")
@@ -111,16 +110,6 @@ def decoder_of(model: PreTrainedModel) -> Any:
     found = model.get_decoder()
     # transformers does not find that of Llama 4 without its vision.
     return getattr(model, "model", found) if found is model else found
-
-
-def _refuse_experts(config: PreTrainedConfig) -> None:
-    """Raise ValueError for a router that would choose more experts than there are."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((one for name in names if isinstance(one := getattr(config, name, None), int)), None)
-    for name in ("num_experts_per_tok", "top_k_experts"):
-        used = getattr(config, name, None)
-        if count and isinstance(used, int) and used > count:
-            raise ValueError(f"{config.model_type} has a {name} of {used}, and {count} experts")
 
 
 def _refuse_quantised(config: PreTrainedConfig) -> None:

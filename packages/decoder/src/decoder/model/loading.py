@@ -1,8 +1,10 @@
 """Reading models and tokenizers from folders, GGUF files or the hub; every error is one sentence for the user."""
 
+import json
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,17 @@ from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
 from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
 from decoder.model.mxfp4 import has_mxfp4, keeps_mxfp4, read_mxfp4
+from decoder.model.options import passed_over, refuse_two_counts
 from decoder.model.wrapped import language_config, reading_alone, without_report
+
+logger = logging.getLogger(__name__)
 
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token", "trust_remote_code")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # transformers would else ask on standard output, and take what is piped into a command for the answer.
 _NO_CODE = {"trust_remote_code": False}
+# How many multi-token-prediction modules stand behind the layers, in words of configurations.
+_PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers")
 _NO_MEMORY = (
     "can't allocate memory",
     "DefaultCPUAllocator",
@@ -94,10 +101,19 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
     else:
         config = language_config(_own_config(source, **from_hub))
     try:
+        refuse_two_counts(_written(source))
         refuse_unsupported(config)
     except ValueError as error:
         raise ValueError(f"{source} cannot be used: {error}") from error
+    if words := passed_over(config):
+        logger.warning("%s says %s, which %s models do not look at", source, ", ".join(words), config.model_type)
     return config
+
+
+def _written(source: str | os.PathLike) -> dict[str, Any]:
+    """What stands in the configuration of a folder; nothing of other sources."""
+    path = Path(source) / "config.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 def _own_config(source: str | os.PathLike, **from_hub: Any) -> PreTrainedConfig:
@@ -135,8 +151,9 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
             config.quantization_config |= {"dequantize": True}
             own = {"config": config}
         kwargs = {"adapter_kwargs": adapter, **_NO_CODE, **own, **kwargs}
-        with _readable("model", source), without_report(bool(alone)):
+        with _readable("model", source), without_report():
             model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+        _tell_unread(source, model, found["unexpected_keys"], bool(alone))
     # transformers fills missing and mismatched tensors with random numbers.
     for names, fault in (
         (found["missing_keys"], "lacks tensors that its configuration asks for"),
@@ -147,6 +164,20 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"the model {source} {fault}: {names[0]}{more}")
     return model.to(device).eval()
+
+
+def _tell_unread(source: str | os.PathLike, model: PreTrainedModel, unread: Iterable[str], alone: bool) -> None:
+    """Warn of tensors that a model does not use, such as biases or further layers; ``alone`` if others stand around it.
+
+    Multi-token-prediction modules are read by others.
+    """
+    config, layers = model.config, f"{model.base_model_prefix}.layers."
+    predicting = max(getattr(config, name, None) or 0 for name in _PREDICTING)
+    beside = tuple(f"{layers}{config.num_hidden_layers + number}." for number in range(predicting))
+    names = sorted(name for name in unread if name.startswith(layers if alone else "") and not name.startswith(beside))
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        logger.warning("%s has tensors that its %s does not use: %s%s", source, config.model_type, names[0], more)
 
 
 def _from_gguf(source: str | os.PathLike, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -212,6 +243,8 @@ def _first_line(error: Exception) -> str:
     """The first line of an exception's message, or two if that ends with a colon; what to do where code is refused."""
     if "trust_remote_code" in str(error):
         return "it has code of its own: look at that, and give decoder.load trust_remote_code=True to run it"
+    if "automatic conversion of the weights" in str(error):
+        return "its tensors do not fit together: some of an expert may be missing"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):
         return repr(error)

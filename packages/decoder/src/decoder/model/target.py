@@ -289,6 +289,10 @@ class Target:
         """
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise ValueError(f"{self.name} has no list of layers whose inputs could be read")
+        if (count := len(self.decoder.layers)) != self.layers:
+            raise ValueError(
+                f"{self.name} counts {self.layers} layers and has {count}, so EAGLE-3's cannot be told apart"
+            )
         if (states := getattr(self.model.config, "altup_num_inputs", 1)) > 1:
             raise ValueError(f"layers of {self.name} hand on {states} states of each token, and EAGLE-3 heads read one")
         self.feature_layers = tuple(layers)

@@ -57,11 +57,10 @@ def reading_alone(config: PreTrainedConfig, source: str | os.PathLike) -> dict[s
 
 
 @contextmanager
-def without_report(quiet: bool) -> Iterator[None]:
-    """Keep transformers from listing each tensor that is not read, if it is to be ``quiet``."""
+def without_report() -> Iterator[None]:
+    """Keep transformers from listing each tensor that is missing or not read, which is told in a sentence."""
     level = transformers_logging.get_verbosity()
-    if quiet:
-        transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
