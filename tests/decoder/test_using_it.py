@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,10 +22,12 @@ from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
 from decoder.cache.full import FullCache
 from decoder.drafters import METHODS
 from decoder.drafters.tuning.verify_costs import VerifyCosts
+from decoder.model.loading import read_model
 from decoder.options import parse_tree
 from decoder.text.stream import TextStream
 
 from .conftest import VOCAB, all_heads, clocked, finding, random_heads, some, tiny_llama
+from .test_families import EXPERTS, tiny
 
 
 def byte_tokenizer():
@@ -548,6 +550,19 @@ def test_what_a_model_does_not_look_at_is_told(folders, tmp_path, caplog, change
     decoder.load(edited(folders, tmp_path, "config.json", settings(**changes)))
     [told] = [record.getMessage() for record in caplog.records if record.name.startswith("decoder")]
     assert re.search(words, told)
+
+
+@pytest.mark.parametrize(
+    "kind, lost, named", [("mixtral", "w1", "gate_up_proj"), ("qwen3_moe", "down_proj", "down_proj")]
+)
+def test_a_lost_tensor_of_one_expert_is_told_by_name(tmp_path, caplog, kind, lost, named):
+    tiny(kind, torch.float32, **EXPERTS).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if f"experts.3.{lost}" not in name}
+    save_file(kept, path, {"format": "pt"})
+    with pytest.raises((ValueError, OSError), match=rf"mlp\.experts\.{named}") as told:
+        read_model(tmp_path, torch.device("cpu"))
+    assert "\n" not in str(told.value) and "LOAD REPORT" not in caplog.text
 
 
 def test_tied_weights_are_not_missing(tmp_path):

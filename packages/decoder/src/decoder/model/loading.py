@@ -31,7 +31,7 @@ from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
 from decoder.model.mxfp4 import has_mxfp4, keeps_mxfp4, read_mxfp4
 from decoder.model.options import passed_over, refuse_two_counts
-from decoder.model.wrapped import language_config, reading_alone, without_report
+from decoder.model.wrapped import language_config, reading_alone
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
             config.quantization_config |= {"dequantize": True}
             own = {"config": config}
         kwargs = {"adapter_kwargs": adapter, **_NO_CODE, **own, **kwargs}
-        with _readable("model", source), without_report():
+        with _readable("model", source), _without_report():
             model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
         _tell_unread(source, model, found["unexpected_keys"], bool(alone))
     # transformers fills missing and mismatched tensors with random numbers.
@@ -164,6 +164,36 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"the model {source} {fault}: {names[0]}{more}")
     return model.to(device).eval()
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers from listing each tensor that is missing or not read; its errors name one of those listed.
+
+    Raises:
+        ValueError: tensors that are stored apart, such as those of experts, do not make one together.
+    """
+    listed: list[str] = []
+    theirs = logging.getLogger("transformers.modeling_utils")
+    level, shown = theirs.level, theirs.getEffectiveLevel()
+
+    def passes(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        if is_report:
+            listed.append(record.getMessage())
+        return not is_report and record.levelno >= shown
+
+    theirs.setLevel(min(shown, logging.WARNING))
+    theirs.addFilter(passes)
+    try:
+        yield
+    except RuntimeError as error:
+        if name := re.search(r"^(.+?) *\| *CONVERSION", "\n".join(listed), re.MULTILINE):
+            raise ValueError(f"parts of {name[1]} are missing or do not fit together") from error
+        raise
+    finally:
+        theirs.removeFilter(passes)
+        theirs.setLevel(level)
 
 
 def _tell_unread(source: str | os.PathLike, model: PreTrainedModel, unread: Iterable[str], alone: bool) -> None:
@@ -243,8 +273,6 @@ def _first_line(error: Exception) -> str:
     """The first line of an exception's message, or two if that ends with a colon; what to do where code is refused."""
     if "trust_remote_code" in str(error):
         return "it has code of its own: look at that, and give decoder.load trust_remote_code=True to run it"
-    if "automatic conversion of the weights" in str(error):
-        return "its tensors do not fit together: some of an expert may be missing"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):
         return repr(error)

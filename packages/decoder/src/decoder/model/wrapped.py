@@ -2,13 +2,10 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +51,3 @@ def reading_alone(config: PreTrainedConfig, source: str | os.PathLike) -> dict[s
         _told.add(str(source))
         logger.warning("%s is read without its other parts: text only, by its %s alone", source, text.model_type)
     return {"config": text, "key_mapping": NAMES}
-
-
-@contextmanager
-def without_report() -> Iterator[None]:
-    """Keep transformers from listing each tensor that is missing or not read, which is told in a sentence."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
