@@ -263,6 +263,18 @@ REFUSED = {
         {"rope_parameters": {kind: {"rope_type": "magic"} for kind in ("full_attention", "sliding_attention")}},
         "has rope_type='magic'",
     ),
+    "llama, no scaling's name": ("llama", rope(None), "has rope_type=None"),
+    "llama, partly rotated": ("llama", rope("default", partial_rotary_factor=0.5), "has partial_rotary_factor=0.5"),
+    "llama, an unknown quantisation": (
+        "llama",
+        dict(quantization_config=dict(quant_method="magic")),
+        "has quant_method='magic'",
+    ),
+    "llama, hybrid layers": (
+        "llama",
+        dict(num_hidden_layers=2, layer_types=["hybrid", "full_attention"]),
+        "layers with a recurrent state",
+    ),
     "llama, soft caps": ("llama", dict(attn_logit_softcapping=3.0), "has attn_logit_softcapping=3.0"),
     "llama, interleaved": ("llama", dict(rope_interleaved=True), "has rope_interleaved=True"),
     "deepseek_v2, an unknown router": ("deepseek_v2", dict(topk_method="noaux_tc"), "has topk_method='noaux_tc'"),

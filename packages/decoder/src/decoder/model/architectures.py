@@ -1,21 +1,23 @@
 """Which architectures can be decoded exactly, as configuration and model class show before weights are loaded."""
 
+import inspect
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from decoder.backends.reference.mixers import leaves_state
 from decoder.cache.layout import FULL, NONE, RECURRENT, LayerKind
-from decoder.model.options import refuse_unknown_options, rotary_kinds
+from decoder.model.options import partly_rotated, refuse_unknown_options, rotary_kinds
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_ROTATING, _PART = "compute_default_rope_parameters", "partial_rotary_factor"
 # By transformers' name of a layer, the name of its `LayerKind`, and what the configuration calls its size.
 _ATTENTION = {
     "sliding_attention": ("window", "sliding_window"),
@@ -54,21 +56,30 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
     both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
     if both_ways or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
-    for _, kind in rotary_kinds(config):
+    for kind in rotary_kinds(config):
         if kind in _LENGTH_DEPENDENT_ROPE:
             reason = "which changes with the length of the text, so that cached keys would go stale"
             raise ValueError(f"{name} uses {kind} rotary scaling, {reason}")
     if model_class is not None:
-        _refuse_class(name, layer_kinds(config), model_class)
+        _refuse_class(config, model_class)
     if not getattr(config, "max_position_embeddings", None):
         raise ValueError(f"{name} names no max_position_embeddings, so it is not known how long its texts may be")
 
 
-def _refuse_class(name: str, kinds: Sequence[LayerKind], model_class: type[PreTrainedModel]) -> None:
-    """Raise ValueError for a model whose modules neither use the attention interface nor leave states in the cache."""
+def _refuse_class(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raise ValueError for a model whose modules neither use the attention interface nor leave states in the cache.
+
+    So it does for one whose modules rotate whole heads where the configuration names a part.
+    """
+    name, kinds = config.model_type, layer_kinds(config)
     beside = vars(sys.modules[model_class.__module__])
     modules = [one for one in beside.values() if isinstance(one, type) and issubclass(one, nn.Module)]
+    rotating = [getattr(one, _ROTATING) for one in modules if hasattr(one, _ROTATING)]
+    part = partly_rotated(config)
+    if part is not None and rotating and not any(_PART in inspect.unwrap(one).__code__.co_consts for one in rotating):
+        raise ValueError(f"{name} has {_PART}={part!r}, which its layers do not look at")
     recurrent = model_class._is_stateful or RECURRENT in kinds
+    recurrent = recurrent or any("hybrid" in kind for kind in getattr(config, "layer_types", None) or ())
     if recurrent and not any(map(leaves_state, modules)):
         raise ValueError(f"{name} has layers with a recurrent state, which they do not leave in transformers' cache")
     if recurrent and not any(kind.attends for kind in kinds):
@@ -116,6 +127,9 @@ def _refuse_quantised(config: PreTrainedConfig) -> None:
     """Raise ValueError for quantised products of which a row depends on the other rows."""
     found = getattr(config, "quantization_config", None) or {}
     settings = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method")
+    if method is not None and not AutoHfQuantizer.supports_quant_method(dict(settings)):
+        raise ValueError(f"{config.model_type} has quant_method={str(method)!r}, which is not known and cannot be run")
     if settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0):
         raise ValueError(
             f"this {config.model_type} is in bitsandbytes' 8 bits with outliers apart, which all tokens of a pass "

@@ -11,7 +11,6 @@ from transformers.configuration_utils import ALLOWED_MLP_LAYER_TYPES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _ACTIVATION = re.compile(r"(^|_)(act|activation|act_fn|activation_function)$")
-_ROTARY = {"default", "axial", "mrope", *ROPE_INIT_FUNCTIONS}
 _SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 # By model type what its modules know of an option, where they take anything else for one of these.
 _WORDS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -79,21 +78,31 @@ def passed_over(config: PreTrainedConfig) -> list[str]:
     ]
 
 
-def rotary_kinds(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """Where a configuration names a rotary scaling, and its name; there may be one for each kind of layer."""
+def rotary_kinds(config: PreTrainedConfig) -> Iterator[Any]:
+    """The rotary scalings that a configuration names; there may be one for each kind of layer."""
+    for part in _rotary(config):
+        if named := part.keys() & {"rope_type", "type"}:
+            yield part["rope_type" if "rope_type" in named else "type"]
+
+
+def partly_rotated(config: PreTrainedConfig) -> float | None:
+    """The part of a head that is rotated without any scaling, if the configuration names one."""
+    parts = (part for part in _rotary(config) if part.get("rope_type", "default") == "default")
+    return next((named for part in parts if (named := part.get("partial_rotary_factor")) not in (None, 1)), None)
+
+
+def _rotary(config: PreTrainedConfig) -> list[dict[str, Any]]:
     field = "rope_parameters" if getattr(config, "rope_parameters", None) else "rope_scaling"
     rope = getattr(config, field, None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if (kind := part.get("rope_type", part.get("type"))) is not None:
-            yield "rope_type", kind
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def _unknown(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
     """The options whose values are not known, and their values."""
     given = vars(config)
-    for field, kind in rotary_kinds(config):
-        if kind not in _ROTARY:
-            yield field, kind
+    for kind in rotary_kinds(config):
+        if kind not in ROPE_INIT_FUNCTIONS and kind not in ("default", config.default_rope_type):
+            yield "rope_type", kind
     for kind in getattr(config, "mlp_layer_types", None) or ():
         if kind not in ALLOWED_MLP_LAYER_TYPES:
             yield "mlp_layer_types", kind
