@@ -19,6 +19,7 @@ from decoder.cli.doctor import doctor_parser
 from decoder.cli.parsers import chat_parser, run_parser
 from decoder.cli.processes import first_speaks
 from decoder.cli.terminal import WRONG_INPUT, program, say
+from decoder.collecting import uncollected
 from decoder.jobs.flags import batch_parser
 from decoder.serve.flags import serve_parser
 
@@ -55,7 +56,8 @@ _MODULES |= {"serve": "decoder.serve.command", "batch": "decoder.jobs.command"}
 
 def _run(name: str, args: argparse.Namespace) -> int:
     """Run a command, whose module is imported here alone: PyTorch and transformers take seconds."""
-    from decoder.cli import run
+    with uncollected():
+        from decoder.cli import run
 
     if name == "run":
         args.prompt = args.text if args.prompt is None else args.prompt
@@ -65,7 +67,8 @@ def _run(name: str, args: argparse.Namespace) -> int:
 
 def _imported(name: str) -> Callable[[argparse.Namespace], None]:
     try:
-        return getattr(import_module(_MODULES[name]), name)
+        with uncollected():
+            return getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _SERVE_PACKAGES:

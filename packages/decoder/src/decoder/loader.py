@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.backends.native import library as native
@@ -39,6 +39,7 @@ def load(
     model: str | os.PathLike,
     heads: HeadsLike | Mapping[str, HeadsLike] | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     draft_model: str | os.PathLike | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
@@ -54,6 +55,7 @@ def load(
         model: folder, GGUF file or hub id.
         heads: a heads checkpoint folder or hub id, or {kind: checkpoint}; "mtp" is the multi-token-prediction module
             that the model has built in.
+        tokenizer: the one that belongs to the model, where it has been read already; None reads it.
         draft_model: folder, GGUF file or hub id of a small model with the same vocabulary, with its tokenizer.
         device: "auto" takes CUDA if there is a CUDA device.
         dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA, and on a CPU bfloat16 if that is the
@@ -103,7 +105,8 @@ def load(
         around = "bfloat16" if narrow else "float32"
         dtype = around if chosen else dtype
         ranks.refuse_unequal(sources | {"dtype": dtype, "bitwise": bitwise, "other argument": sorted(model_kwargs)})
-        tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
+        if tokenizer is None:
+            tokenizer = read_tokenizer(model, **_for_hub(model_kwargs))
         if draft_model is not None:
             with suppress(OSError):  # a folder of weights alone will do
                 refuse_other_tokens(tokenizer, read_tokenizer(draft_model, **_for_hub(of_draft)))

@@ -6,16 +6,21 @@ from functools import cache as remembered
 from typing import Any
 
 from torch import nn
-from transformers import LlamaModel
 
 CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_named(module: nn.Module, cache: Any) -> dict[str, Any]:
     """The cache as an argument of the module's forward, by the name that causes no warning there."""
-    name = _name(type(module).forward)
-    # What takes any arguments hands them on, such as a model with adapters.
-    return {name or _name(LlamaModel.forward) or CACHE_NAMES[-1]: cache}
+    return {_name(type(module).forward) or _usual_name(): cache}
+
+
+def _usual_name() -> str:
+    """For what takes any arguments and hands them on, such as a model with adapters."""
+    # Slow to import, and needed here alone.
+    from transformers import LlamaModel
+
+    return _name(LlamaModel.forward) or CACHE_NAMES[-1]
 
 
 @remembered

@@ -19,6 +19,8 @@ from decoder.options import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from decoder.constraints import Grammar
     from decoder.decoder import Decoder
 
@@ -114,13 +116,19 @@ def add_sanitize_flag(group: argparse._ActionsContainer) -> None:
     )
 
 
-def load_from_flags(args: argparse.Namespace, tensor_parallel: bool = False) -> "Decoder":
-    """Load what the flags of `add_loading_flags` name. Raises as `decoder.load` does."""
+def load_from_flags(
+    args: argparse.Namespace, tensor_parallel: bool = False, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> "Decoder":
+    """Load what the flags of `add_loading_flags` name; a ``tokenizer`` that was read before is not read again.
+
+    Raises as `decoder.load` does.
+    """
     from decoder.loader import load
 
     return load(
         args.model,
         heads_of(args),
+        tokenizer=tokenizer,
         draft_model=args.draft_model,
         device=args.device,
         dtype=args.dtype,
@@ -192,15 +200,15 @@ def constraint_of(args: argparse.Namespace) -> "Grammar | None":
         ValueError: it cannot be kept, or its file holds no text.
         OSError: its file cannot be read.
     """
-    from decoder import constraints
+    from decoder.constraints import choice, grammar, json_schema, regex
 
     if args.json_schema is not None:
-        return constraints.json_schema(_text_of(args.json_schema))
+        return json_schema(_text_of(args.json_schema))
     if args.regex is not None:
-        return constraints.regex(args.regex)
+        return regex(args.regex)
     if args.grammar is not None:
-        return constraints.grammar(_text_of(args.grammar))
-    return None if args.choice is None else constraints.choice(args.choice)
+        return grammar(_text_of(args.grammar))
+    return None if args.choice is None else choice(args.choice)
 
 
 def _text_of(file: str) -> str:

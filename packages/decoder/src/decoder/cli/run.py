@@ -23,6 +23,7 @@ from decoder.cli.flags import check_flags, check_sources, constraint_of, from_fl
 from decoder.cli.processes import tell
 from decoder.cli.terminal import BROKE_OFF, INTERRUPTED, WRONG_INPUT, BrokeOff, StatusLine, program, rates, say
 from decoder.cli.transcript import Transcript, digest_of, fingerprint
+from decoder.collecting import uncollected
 from decoder.decoder import Decoder
 from decoder.drafters import METHODS
 from decoder.loader import device_named
@@ -82,7 +83,8 @@ def _read(file: str | None) -> str:
     return decoded(data, name)
 
 
-def _prompt_ids(args: argparse.Namespace) -> list[int]:
+def _prompt_ids(args: argparse.Namespace) -> tuple[list[int], transformers.PreTrainedTokenizerBase]:
+    """The prompt's token ids, and the tokenizer."""
     text = "" if args.chat is not None else _prompt_text(args)
     config, tokenizer = read_config(args.model), read_tokenizer(args.model)
     if args.chat is not None:
@@ -97,7 +99,7 @@ def _prompt_ids(args: argparse.Namespace) -> list[int]:
             f"the prompt ({len(ids)} tokens){asked} goes beyond the {limit} positions of the model: shorten "
             + ("one of them" if asked else "it")
         )
-    return ids
+    return ids, tokenizer
 
 
 class Run:
@@ -109,6 +111,7 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.transcript: Transcript | None = None
+        self.tokenizer: transformers.PreTrainedTokenizerBase | None = None  # where the prompt is read
         self.ranks = join(device_named(args.device)) if args.tensor_parallel else ALONE
         self.ranks.first(self._open)
         try:
@@ -127,7 +130,7 @@ class Run:
         args = self.args
         sampling, options = from_flags(SamplingParams, args), from_flags(TokenSwiftOptions, args)
         sampling = replace(sampling, constraint=self.ranks.first(lambda: constraint_of(args)))
-        prompt_ids = self.ranks.first(lambda: _prompt_ids(args))
+        prompt_ids = self.ranks.first(self._read_prompt)
         request: dict[str, Any] = {
             "prompt": {"sha256": digest_of(prompt_ids), "tokens": len(prompt_ids)},
             "stop": args.stop,
@@ -138,7 +141,7 @@ class Run:
             **json.loads(json.dumps(asdict(sampling))),
         }
         self.ranks.first(lambda: self._check_request(request))
-        self.decoder: Decoder = load_from_flags(args, args.tensor_parallel)
+        self.decoder: Decoder = load_from_flags(args, args.tensor_parallel, self.tokenizer)
         model = self.decoder.model
         request |= {"dtype": dtype_name(model), "model": {"sha256": fingerprint(model)}}
         request["bitwise"] = self.decoder.bitwise
@@ -164,6 +167,10 @@ class Run:
         )
         self.first = next(self.chunks)
         self.ranks.first(lambda: self._begin_transcript(request))
+
+    def _read_prompt(self) -> list[int]:
+        prompt_ids, self.tokenizer = _prompt_ids(self.args)
+        return prompt_ids
 
     def _check_request(self, request: dict[str, Any]) -> None:
         if self.transcript is not None:
@@ -289,7 +296,7 @@ def run(args: argparse.Namespace) -> int:
     made: list[Run] = []
 
     def begin() -> None:
-        with linked():
+        with uncollected(), linked():
             made.append(Run(args))
 
     if status := in_words(begin, args):

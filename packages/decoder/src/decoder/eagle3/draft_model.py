@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decoder.backends.base import PassOutput
 from decoder.draft_heads import RMSNorm
@@ -112,6 +111,9 @@ class Eagle3DraftModel(DraftLayer):
         self.lm_head = self.embed_tokens = None
         if own_head:
             self.make_own_head()
+        # Slow to import, and needed here alone.
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
         with torch.device("cpu"):
             self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)

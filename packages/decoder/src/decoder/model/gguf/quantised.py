@@ -6,7 +6,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from decoder.backends.native.experts import are_experts, gating_of
 from decoder.backends.native.quantised import (
@@ -23,7 +22,8 @@ from decoder.model.gguf.sources import Source
 from decoder.model.gguf.weights import check_shapes, parameter, sources
 from decoder.model.quantising import GGUF, note_weights
 
-_KEPT = (nn.Linear, nn.Embedding, Gemma3TextScaledWordEmbedding)
+_KEPT = (nn.Linear, nn.Embedding)
+_SCALED = "Gemma3TextScaledWordEmbedding"  # by its name, as few models have it and its module is slow to import
 
 
 def holds_quantised(file: GgufFile) -> bool:
@@ -107,7 +107,9 @@ def _kind_of(file: GgufFile, name: str) -> WeightFormat | None:
 
 def _kept(file: GgufFile, source: Source, module: nn.Module | None, path: str) -> WeightFormat | None:
     """The format of the matrix of a module that can stay in it."""
-    if len(source.tensors) > 1 or source.number or source.transposed or type(module) not in _KEPT:
+    if len(source.tensors) > 1 or source.number or source.transposed:
+        return None
+    if type(module) not in _KEPT and type(module).__name__ != _SCALED:
         return None
     # Layers that are joined need whole panels; the head is alone.
     if isinstance(module, nn.Linear) and module.out_features % width() and path != "lm_head":
