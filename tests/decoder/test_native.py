@@ -170,6 +170,28 @@ def test_products_are_right_and_each_row_stands_alone(inputs, outputs, short, dt
 
 
 @needs_native
+@pytest.mark.parametrize("place", [0, 6, 7, 8, 255, 256, 32768 + 5])
+def test_one_number_that_is_not_bfloat16_is_seen_wherever_it_stands(place):
+    torch.manual_seed(0)
+    weight = torch.randn(place // 3 + 1, 3).bfloat16().float()
+    assert type(pack([weight], [None])) is NativeWeight
+    weight.flatten()[place] = 1 + 2**-20
+    assert type(pack([weight], [None])) is Fp32Weight
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_may_stand_anywhere_in_memory(dtype):
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 22).bfloat16().to(dtype), torch.randn(3, 22)
+    expected = x.double() @ weight.double().T
+    behind = torch.cat([torch.zeros(1).to(dtype), weight.flatten()])[1:].view(40, 22)
+    for given in (weight.T.contiguous().T, behind, torch.cat([weight, weight], 1)[:, 22:]):
+        assert type(product := pack([given], [None])) is NativeWeight
+        assert near(product(x.to(product.dtype)), expected, torch.bfloat16)
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (7, 33), (64, 96), (129, 200)])
 def test_products_for_drafts_have_weights_of_a_byte(inputs, outputs, dtype):

@@ -47,6 +47,8 @@ class _Size(ctypes.Structure):
 _OF_LIBRARY: dict[str, tuple] = {
     "pack_weights": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "unpack_rows": (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int),
+    "pack_numbers": (c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int),
+    "all_bf16": (c_void_p, c_int64, c_int),
     "weight_format": (c_int,),
     "use_instructions": (c_char_p,),
     **dict.fromkeys(("multiplies_bf16", "panel_width", "quantised_width", "rows_together"), ()),

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from ctypes import byref
 
 import torch
+from torch.nn import functional
 
 from decoder.backends import large_pages
 from decoder.backends.native import library as native
 from decoder.backends.native.structures import BF16, FP32, INT8, PackedWeight
-
-_CHECKED_AT_ONCE = 2**24  # numbers, so that the check takes little memory
 
 
 class NativeWeight:
@@ -66,21 +65,8 @@ class NativeWeight:
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         """In panels of outputs and pairs of inputs, [panels, pairs, 2 x lanes, 2]."""
-        whole = self._in_panels(weight, torch.bfloat16, weight.shape[1] % 2)
-        # Pairs are moved as one number each: in half the time.
-        return large_pages.contiguous(whole.view(torch.int32).transpose(1, 2)).view(torch.bfloat16)
-
-    def _in_panels(self, weight: torch.Tensor, dtype: torch.dtype, padding: int = 0) -> torch.Tensor:
-        """[panels, 2 x lanes, inputs], with zeros for what is missing."""
-        outputs, inputs = weight.shape
-        width = native.library().panel_width()
-        panels = -(-outputs // width)
-        whole_words = weight.storage_offset() % 2 == 0
-        if panels * width == outputs and not padding and weight.dtype == dtype and whole_words:
-            return weight.contiguous().view(panels, width, -1)
-        whole = torch.zeros(panels * width, inputs + padding, dtype=dtype, device="cpu")
-        whole[:outputs, :inputs] = weight
-        return whole.view(panels, width, -1)
+        given = weight if weight.dtype == torch.bfloat16 else weight.float()
+        return _in_panels(given, torch.bfloat16, 2)
 
     def _scales_of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """What the outputs are multiplied by, float32 [out]."""
@@ -103,7 +89,7 @@ class Fp32Weight(NativeWeight):
     _kind = FP32
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return large_pages.contiguous(self._in_panels(weight, torch.float32).transpose(1, 2))
+        return _in_panels(weight.float(), torch.float32)
 
 
 class Int8Weight(NativeWeight):
@@ -120,8 +106,8 @@ class Int8Weight(NativeWeight):
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         """In panels of outputs and fours of inputs, [panels, fours, 2 x lanes, 4], with 128 added."""
         above = self._rounded(weight) + 128
-        whole = self._in_panels(above, torch.uint8, -weight.shape[1] % 4)
-        return large_pages.contiguous(whole.unflatten(2, (-1, 4)).transpose(1, 2))
+        fours = functional.pad(above, (0, -weight.shape[1] % 4)).to(torch.uint8).view(torch.int32)
+        return _in_panels(fours, torch.int32).view(torch.uint8)
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         return (weight.float() / self._scales_of(weight)[:, None]).round_()
@@ -150,5 +136,16 @@ def _bf16_holds(weight: torch.Tensor) -> bool:
     """Whether all numbers of a matrix are bfloat16 numbers."""
     if weight.dtype == torch.bfloat16:
         return True
-    parts = weight.detach().split(max(1, _CHECKED_AT_ONCE // weight.shape[1]))
-    return all(torch.equal(part.bfloat16().float(), part) for part in parts)
+    numbers = weight.detach().float().contiguous()
+    return bool(native.library().all_bf16(numbers.data_ptr(), numbers.numel(), native.threads()))
+
+
+def _in_panels(given: torch.Tensor, dtype: torch.dtype, together: int = 1) -> torch.Tensor:
+    """Numbers [out, in] as ``dtype``, with zeros for what is missing: [panels, words, 2 x lanes, numbers of a word]."""
+    given = given.contiguous()
+    (outputs, inputs), width = given.shape, native.library().panel_width()
+    packed = large_pages.zeros((-(-outputs // width), -(-inputs // together), width, together), dtype)
+    from_bf16, to_bf16 = given.dtype == torch.bfloat16, dtype == torch.bfloat16
+    sizes = outputs, inputs, packed.data_ptr(), to_bf16, native.threads()
+    native.library().pack_numbers(given.data_ptr(), from_bf16, *sizes)
+    return packed

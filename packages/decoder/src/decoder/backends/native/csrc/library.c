@@ -104,6 +104,96 @@ void pack_weights(int format, const uint8_t *from, int64_t outputs, int64_t inpu
     pool_run(share_packing, &p, threads);
 }
 
+// Numbers [outputs, inputs] that become words of 32 bits in panels, see `PackedWeight`.
+typedef struct {
+    const void *from;
+    int64_t outputs, inputs;
+    uint32_t *to;
+    int from_bf16, to_bf16;
+} Numbers;
+
+enum { WORDS_AT_ONCE = 16 }; // of an output: those of a panel then stay in the first cache
+
+#define INLINE static inline __attribute__((always_inline))
+
+// Some words of an output, `width` words from each other.
+INLINE void put_words(const void *from, int64_t inputs, int64_t start, int64_t end, int64_t width, uint32_t *to,
+    const int from_bf16, const int to_bf16) {
+    const uint16_t *halves = from;
+    const uint32_t *whole = from;
+    for (int64_t i = start; i < end; i++) {
+        if (!to_bf16) to[i * width] = whole[i];
+        else if (2 * i + 1 == inputs) to[i * width] = from_bf16 ? halves[2 * i] : whole[2 * i] >> 16;
+        else if (from_bf16) to[i * width] = halves[2 * i] | (uint32_t)halves[2 * i + 1] << 16;
+        else to[i * width] = whole[2 * i] >> 16 | (whole[2 * i + 1] & 0xffff0000);
+    }
+}
+
+INLINE void put_panels(const Numbers *n, Worker *w, const int from_bf16, const int to_bf16) {
+    const int64_t width = in_use->panel_width, words = to_bf16 ? (n->inputs + 1) / 2 : n->inputs;
+    const int64_t row_bytes = n->inputs * (from_bf16 ? 2 : 4);
+    EACH_PIECE(panel, (n->outputs + width - 1) / width, w) {
+        const int64_t first = panel * width, last = first + width < n->outputs ? first + width : n->outputs;
+        for (int64_t start = 0; start < words; start += WORDS_AT_ONCE) {
+            const int64_t end = start + WORDS_AT_ONCE < words ? start + WORDS_AT_ONCE : words;
+            for (int64_t o = first; o < last; o++) {
+                const void *row = (const char *)n->from + o * row_bytes;
+                put_words(row, n->inputs, start, end, width, n->to + first * words + o - first, from_bf16, to_bf16);
+            }
+        }
+    }
+}
+
+static void share_numbers(const void *argument, Worker *w) {
+    const Numbers *n = argument;
+    if (n->from_bf16) put_panels(n, w, 1, 1);
+    else if (n->to_bf16) put_panels(n, w, 0, 1);
+    else put_panels(n, w, 0, 0);
+}
+
+// Weights [outputs, inputs] to panels of bfloat16 or float32 numbers; float32 ones that become bfloat16 lose their lower
+// halves. `to` is zero.
+void pack_numbers(
+    const void *from, int from_bf16, int64_t outputs, int64_t inputs, void *to, int to_bf16, int threads) {
+    const Numbers n = {from, outputs, inputs, to, from_bf16, to_bf16};
+    pool_run(share_numbers, &n, threads);
+}
+
+typedef struct {
+    const uint8_t *numbers;
+    int64_t count;
+    int *other;
+} Checking;
+
+enum { CHECKED_AT_ONCE = 1 << 15 };
+
+static void share_checking(const void *argument, Worker *w) {
+    const Checking *c = argument;
+    EACH_PIECE(piece, (c->count + CHECKED_AT_ONCE - 1) / CHECKED_AT_ONCE, w) {
+        const int64_t start = piece * CHECKED_AT_ONCE;
+        const int64_t end = start + CHECKED_AT_ONCE < c->count ? start + CHECKED_AT_ONCE : c->count;
+        uint64_t seen[4] = {0}, eight[4]; // of eight numbers at a time
+        int64_t i = start;
+        for (; i + 8 <= end; i += 8) {
+            memcpy(eight, c->numbers + 4 * i, sizeof eight);
+            for (int j = 0; j < 4; j++) seen[j] |= eight[j];
+        }
+        memset(eight, 0, sizeof eight);
+        memcpy(eight, c->numbers + 4 * i, 4 * (size_t)(end - i));
+        for (int j = 0; j < 4; j++) seen[j] |= eight[j];
+        const uint64_t lower = (seen[0] | seen[1] | seen[2] | seen[3]) & 0x0000ffff0000ffff;
+        if (lower) __atomic_store_n(c->other, 1, __ATOMIC_RELAXED);
+    }
+}
+
+// Whether all of `count` float32 numbers are bfloat16 numbers.
+int all_bf16(const void *numbers, int64_t count, int threads) {
+    int other = 0;
+    const Checking c = {numbers, count, &other};
+    pool_run(share_checking, &c, threads);
+    return !other;
+}
+
 typedef struct {
     int format;
     const uint8_t *packed;

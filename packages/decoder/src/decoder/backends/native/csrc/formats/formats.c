@@ -78,8 +78,31 @@ static void spread(const uint8_t *from, int run, int inputs, uint8_t *codes) {
         for (int i = 0; i < run / 2; i++) codes[i] = from[i] & 15, codes[i + run / 2] = from[i] >> 4;
 }
 
+// Compilers make no vectors of what follows, so eight codes are one number.
+INLINE void or_eight(uint8_t *codes, uint64_t bits) {
+    uint64_t eight;
+    memcpy(&eight, codes, sizeof eight);
+    eight |= bits;
+    memcpy(codes, &eight, sizeof eight);
+}
+
+// The fifth bits of PART codes, of which a byte has those of eight.
 static void add_high_bits(const uint8_t *high, uint8_t *codes) {
-    for (int i = 0; i < PART; i++) codes[i] |= (uint8_t)((high[i / 8] >> i % 8 & 1) << 4);
+    for (int i = 0; i < PART / 8; i++) {
+        const uint64_t own =
+            (uint64_t)high[i] * 0x0101010101010101 & 0x8040201008040201; // in byte j bit j, where it is set
+        or_eight(codes + 8 * i, ((own + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3);
+    }
+}
+
+// Bits above the fourth of runs of 32 codes: of run r those from bit r * count on of each of 32 bytes.
+INLINE void add_bits_of_runs(const uint8_t *high, const int runs, const int count, uint8_t *codes) {
+    const uint64_t mask = ((1u << count) - 1) * 0x0101010101010101;
+    for (int i = 0; i < 32; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, high + i, sizeof eight);
+        for (int r = 0; r < runs; r++) or_eight(codes + 32 * r + i, (eight >> r * count & mask) << 4);
+    }
 }
 
 // Eight scales and eight minima of six bits each, in twelve bytes.
@@ -130,15 +153,15 @@ static void read_Q5_K(const BlockQ5_K *from, Block *to) {
     to->scale = from->scale, to->minimum = from->minimum ^ SIGN;
     read_scales(from->scales, to);
     spread(from->codes, 64, 256, to->codes);
-    for (int i = 0; i < LONGEST; i++) to->codes[i] |= (uint8_t)((from->high[i % 32] >> i / 32 & 1) << 4);
+    add_bits_of_runs(from->high, 8, 1, to->codes);
 }
 
 static void read_Q6_K(const BlockQ6_K *from, Block *to) {
     to->scale = from->scale;
     memcpy(to->scales, from->scales, sizeof from->scales);
     spread(from->codes, 128, 256, to->codes);
-    for (int i = 0; i < LONGEST; i++)
-        to->codes[i] |= (uint8_t)((from->high[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3) << 4);
+    add_bits_of_runs(from->high, 4, 2, to->codes);
+    add_bits_of_runs(from->high + 32, 4, 2, to->codes + 128);
 }
 
 static void read_IQ4_NL(const BlockIQ4_NL *from, Block *to) {
