@@ -11,6 +11,8 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, load, methods, new_sequence
 from decoder.admission import CacheBytes
 from decoder.backends.base import AttentionShape
+from decoder.backends.native import library as native
+from decoder.backends.native.whole_model import WholeModel
 from decoder.cache import stored
 from decoder.cache.form import CacheForm
 from decoder.cache.full import FullCache
@@ -24,6 +26,7 @@ from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 
 from .conftest import VOCAB, all_heads, random_heads, some, tiny_llama
+from .test_whole_model import some_tree
 
 FORMS = [CacheForm("int8"), CacheForm("fp8"), CacheForm(None, True), CacheForm("int8", True)]
 SAMPLING = SamplingParams(seed=3, min_p=0.05, repetition_penalty=1.1, penalty_window=20)
@@ -229,6 +232,72 @@ def test_bit_for_bit(form, dtype, prompt, monkeypatch, with_native):
         context = prompt + expected.token_ids[:cut]
         rest = dec.generate(context, 70 - cut, "suffix", SAMPLING, options(form), return_logprobs=True)
         assert (rest.token_ids, rest.logprobs) == (expected.token_ids[cut:], expected.logprobs[cut:])
+
+
+@pytest.fixture(params=["float32", "bfloat16", "a file's own"])
+def whole(request, tmp_path, monkeypatch, with_native):
+    """A decoder whose passes go through the library as a whole.
+
+    A file's own formats are multiplied by bfloat16 everywhere, though hidden states are so only where that is fast.
+    """
+    if request.param == "a file's own":
+        pytest.importorskip("gguf")
+        monkeypatch.setattr(native, "multiplies", lambda dtype: True)
+        from .test_quantised_model import write
+
+        dec = load(write(tmp_path / "tiny.gguf", "Q8_0"))
+        assert dec.model.dtype == torch.bfloat16
+        return dec
+    dtype = getattr(torch, request.param)
+    if not native.multiplies(dtype):
+        pytest.skip(f"the library multiplies no {dtype} here")
+    return Decoder(tiny_llama(dtype))
+
+
+def test_the_library_keeps_the_codes_that_pytorch_does_and_no_layer_is_decoded(whole, prompt, monkeypatch):
+    """In a whole pass, where queries are observed, and layer by layer as beside a cache of another form."""
+    dec, form = whole, CacheForm("int8")
+    decode, passes = CacheForm.decode, []
+    monkeypatch.setattr(CacheForm, "decode", lambda *given: (passes.append("decoded"), decode(*given)))
+
+    def codes(apart=False, **how):
+        cache = full_cache(form, 600)
+        with torch.inference_mode(), dec.target.patched(), monkeypatch.context() as patched:
+            if apart:
+                patched.setattr(WholeModel, "writes", lambda *_: False)
+            states = dec.target.prefill(9 * prompt, cache, **how)
+        passes.append("done")
+        return [part[:, :, :, : cache.length] for part in cache.parts], states
+
+    dec.generate(prompt, 2, "ar")
+    passes.clear()
+    kept, _ = codes()
+    observed, queries = codes(observed=4)
+    assert "decoded" not in passes
+    by_layer, queries_by_layer = codes(apart=True, observed=4)
+    assert "decoded" in passes and len(9 * prompt) > 256
+    for mine, beside, alone in zip(kept, observed, by_layer, strict=True):
+        assert torch.equal(mine, beside) and torch.equal(mine, alone)
+    assert all(torch.equal(queries[layer], queries_by_layer[layer]) for layer in (0, 1))
+
+
+def test_beside_caches_of_other_forms_a_pass_has_the_bits_that_it_has_alone(whole, prompt):
+    dec = whole
+    forms = [CacheForm("int8"), CacheForm(), CacheForm("fp8"), CacheForm("int8")]
+
+    def passed(together):
+        caches = [full_cache(form, 100) for form in forms]
+        with torch.inference_mode(), dec.target.patched():
+            dec.target.refresh_weights()
+            for count, cache in enumerate(caches, 10):
+                dec.target.prefill(prompt[:count], cache)
+            tree = some_tree()
+            groups = [range(4)] if together else [[n] for n in range(4)]
+            outs = [dec.target.forward([tree] * len(own), [caches[n] for n in own]) for own in groups]
+        return [one.logits for out in outs for one in out]
+
+    for mine, alone in zip(passed(together=True), passed(together=False), strict=True):
+        assert torch.equal(mine, alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

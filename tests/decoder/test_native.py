@@ -18,6 +18,7 @@ from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_weight import Fp32Weight, Int8Weight, NativeWeight, pack
 from decoder.backends.reference.attention import Masked, masked_softmax
 from decoder.cache import layout
+from decoder.cache.form import CacheForm, Codes
 from decoder.cache.full import FullCache
 from decoder.cache.layout import LayerKind, Layout
 from decoder.sampling.token_tree import TokenTree
@@ -30,6 +31,13 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SPLIT = 256  # keys that are summed together
 SAMPLING = SamplingParams(temperature=0.9, seed=3)
+ROUNDED = CacheForm("int8")
+
+
+@pytest.fixture(params=["numbers", "codes"])
+def coded(request):
+    """Whether the cache keeps keys and values as codes of int8."""
+    return request.param == "codes"
 
 
 def case(length, new, dtype, heads=6, kv_heads=2, dim=16, value_dim=None, spare=3):
@@ -42,58 +50,72 @@ def case(length, new, dtype, heads=6, kv_heads=2, dim=16, value_dim=None, spare=
     return rows, *pairs
 
 
-def attend(rows, key, value, length, mask=None, heads=6, **scores):
+def attend(rows, key, value, length, mask=None, heads=6, coded=False, **scores):
     new = [NewTokens(length, len(rows), mask, length)]
-    return native_attention.native_attention(rows, heads, [key], [value], new, Scores(0.3, **scores))
+    kept = [Codes(*ROUNDED.encode(pairs)) if coded else pairs for pairs in (key, value)]
+    keys, values = ([one] for one in kept)
+    return native_attention.native_attention(rows, heads, keys, values, new, Scores(0.3, **scores))
 
 
-def obvious(rows, key, value, length, mask=None, heads=6):
+def read(pairs, coded):
+    """Keys or values in float64 as attention sees them."""
+    if not coded:
+        return pairs.double()
+    codes, scales = ROUNDED.encode(pairs)
+    return codes.view(torch.int8).double() * scales.double()
+
+
+def obvious(rows, key, value, length, mask=None, heads=6, coded=False):
     """One masked softmax in float64."""
     new = len(rows)
+    key, value = read(key, coded), read(value, coded)
     seen = torch.ones(new, new, dtype=torch.bool).tril() if mask is None else mask
-    wide = (pairs[:, :, : length + new].double() for pairs in (key, value))
+    wide = (pairs[:, :, : length + new] for pairs in (key, value))
     output = masked_softmax(rows[None, :, :heads].transpose(1, 2).double(), *wide, ~seen, Scores(0.3))
     return output[0].transpose(0, 1).flatten(1)
 
 
-def near(found, expected, dtype):
-    return float((found.double() - expected).abs().max()) <= TOLERANCE[dtype] * float(expected.abs().max())
+def near(found, expected, dtype, coded=False):
+    """Codes are multiplied by queries and weights of 16 bits."""
+    allowed = max(TOLERANCE[dtype], 3e-4 * coded)
+    return float((found.double() - expected).abs().max()) <= allowed * float(expected.abs().max())
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [0, 1, 15, 63, 64, SPLIT - 9, SPLIT - 1, SPLIT, 2 * SPLIT + 7, 1500])
-def test_a_node_has_the_bits_it_has_alone_and_those_of_softmax(length, dtype):
+def test_a_node_has_the_bits_it_has_alone_and_those_of_softmax(length, dtype, coded):
     tree = random_tree(length)
     mask = tree.ancestor_mask()
     rows, key, value = case(length, len(tree), dtype)
-    found = attend(rows, key, value, length, mask)
-    assert near(found, obvious(rows, key, value, length, mask), dtype)
+    found = attend(rows, key, value, length, mask, coded=coded)
+    assert near(found, obvious(rows, key, value, length, mask, coded=coded), dtype, coded)
     for node in range(len(tree)):
         path = tree.path(node)
         own = [pairs[:, :, : length + len(path)].clone() for pairs in (key, value)]
         for mine, theirs in zip(own, (key, value), strict=True):
             mine[:, :, length:] = theirs[:, :, [length + at for at in path]]
-        assert torch.equal(attend(rows[node : node + 1], *own, length + len(path) - 1)[0], found[node]), node
+        alone = attend(rows[node : node + 1], *own, length + len(path) - 1, coded=coded)
+        assert torch.equal(alone[0], found[node]), node
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [0, 100, SPLIT - 5, 3000])
-def test_a_prompt_in_pieces_of_any_size_and_on_any_number_of_threads_has_the_same_bits(length, dtype):
+def test_a_prompt_in_pieces_of_any_size_and_on_any_number_of_threads_has_the_same_bits(length, dtype, coded):
     new = 2 * SPLIT + 30
     rows, key, value = case(length, new, dtype)
-    whole = attend(rows, key, value, length)
-    assert near(whole, obvious(rows, key, value, length), dtype)
+    whole = attend(rows, key, value, length, coded=coded)
+    assert near(whole, obvious(rows, key, value, length, coded=coded), dtype, coded)
     for size in (1, 7, 100):
         first = new - 2 * size
         for start in (first, first + size):
-            part = attend(rows[start : start + size], key, value, length + start)
+            part = attend(rows[start : start + size], key, value, length + start, coded=coded)
             assert torch.equal(part, whole[start : start + size])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(attend(rows, key, value, length), whole)
+        assert torch.equal(attend(rows, key, value, length, coded=coded), whole)
     finally:
         torch.set_num_threads(threads)
 
@@ -106,19 +128,19 @@ BOUNDED = [LayerKind("window", 5), LayerKind("window", 100), LayerKind("window",
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*BOUNDED, TWO_CHUNKS], ids="{0.name} {0.size}".format)
 @pytest.mark.parametrize("length", [0, 3, SPLIT - 2, 2 * SPLIT + 95, 1500])
-def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(monkeypatch, length, kind, dtype):
+def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(monkeypatch, length, kind, dtype, coded):
     """In a tree, in a chain and one by one, whatever the cache still holds of what no token sees."""
     monkeypatch.setitem(layout.ATTENDING, TWO_CHUNKS.name, ("two chunks", lambda size: layout.Reach(size, size)))
     tree, sinks = random_tree(length), torch.linspace(-1, 40, 6)
-    more = dict(kind=kind, sinks=sinks, softcap=1.5)
+    more = dict(kind=kind, sinks=sinks, softcap=1.5, coded=coded)
     for mask in (tree.ancestor_mask(), None):
         rows, key, value = case(length, len(tree), dtype, spare=0)
         found = attend(rows, key, value, length, mask, **more)
         depths = tree.depths if mask is not None else range(len(tree))
         text = Masked(len(tree), mask, [length + depth for depth in depths])
-        wide = (rows[None, :, :6].transpose(1, 2).double(), key.double(), value.double())
+        wide = (rows[None, :, :6].transpose(1, 2).double(), read(key, coded), read(value, coded))
         expected = masked_softmax(*wide, text.blocked(kind, key), Scores(0.3, kind, sinks.double(), 1.5))
-        assert near(found, expected[0].transpose(0, 1).flatten(1), dtype)
+        assert near(found, expected[0].transpose(0, 1).flatten(1), dtype, coded)
         for node in range(len(tree)):
             path = tree.path(node) if mask is not None else list(range(node + 1))
             seen = [*range(length), *(length + at for at in path)]
@@ -132,11 +154,11 @@ def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(monkeypatc
     "heads, kv_heads, dim, value_dim", [(4, 4, 8, 8), (8, 1, 40, 24), (48, 1, 64, 64), (3, 3, 256, 96)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_of_all_shapes(heads, kv_heads, dim, value_dim, dtype):
+def test_heads_of_all_shapes(heads, kv_heads, dim, value_dim, dtype, coded):
     tree = random_tree(5)
     rows, key, value = case(300, len(tree), dtype, heads, kv_heads, dim, value_dim)
-    found = attend(rows, key, value, 300, tree.ancestor_mask(), heads)
-    assert near(found, obvious(rows, key, value, 300, tree.ancestor_mask(), heads), dtype)
+    found = attend(rows, key, value, 300, tree.ancestor_mask(), heads, coded)
+    assert near(found, obvious(rows, key, value, 300, tree.ancestor_mask(), heads, coded), dtype, coded)
 
 
 @needs_native
@@ -468,13 +490,13 @@ def test_a_dtype_is_chosen_that_is_fast_and_lossless(tmp_path, monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_token_does_not_see_may_be_no_number(dtype):
+def test_what_a_token_does_not_see_may_be_no_number(dtype, coded):
     """A later token of the same piece of a prompt, whose weight of zero would not hide it."""
     rows, key, value = case(100, 9, dtype)
-    whole = attend(rows, key, value, 100)
+    whole = attend(rows, key, value, 100, coded=coded)
     for number in (torch.nan, torch.inf):
         key[:, :, 105], value[:, :, 105] = number, number
-        found = attend(rows, key, value, 100)
+        found = attend(rows, key, value, 100, coded=coded)
         assert torch.equal(found[:5], whole[:5]) and not found[5:].isfinite().any()
 
 

@@ -51,6 +51,12 @@ static float *floats(int64_t count) {
     return numbers;
 }
 
+static int8_t *codes(int64_t count) {
+    int8_t *found = memory(count);
+    for (int64_t i = 0; i < count; i++) found[i] = (int8_t)(random_bits() % 255 - 127);
+    return found;
+}
+
 static uint16_t *bf16s(int64_t count) {
     uint16_t *numbers = memory(count * 2);
     for (int64_t i = 0; i < count; i++) numbers[i] = random_bf16();
@@ -162,8 +168,8 @@ static PackedWeight random_product(int64_t inputs, int64_t outputs) {
     return (PackedWeight){inputs, outputs, packed, NULL, NULL, BF16};
 }
 
-// A pass over two texts: a tree behind `length` tokens, and a prompt.
-static void passes(int64_t length, int64_t new) {
+// A pass over two texts: a tree behind `length` tokens, whose cache may be quantised, and a prompt.
+static void passes(int64_t length, int64_t new, int coded) {
     enum { SIZE = 48, HEADS = 6, KV_HEADS = 2, DIM = 10, WIDTH = 72, PROMPT = 5 };
     const int64_t all = HEADS + 2 * KV_HEADS, rows = new + PROMPT, together = rows_together();
     Layer layer = {
@@ -184,13 +190,17 @@ static void passes(int64_t length, int64_t new) {
     layer.norm_in = norm_in, layer.norm_before_mlp = norm_before_mlp, layer.head_norm = head_norm;
     const Layer *layers[2] = {&layer, &layer};
     const int64_t slots = length + new, of_layer = KV_HEADS *slots *DIM, of_prompt = KV_HEADS *PROMPT *DIM;
-    float *keys = floats(2 * of_layer), *values = floats(2 * of_layer);
+    void *keys = coded ? (void *)codes(2 * of_layer) : floats(2 * of_layer);
+    void *values = coded ? (void *)codes(2 * of_layer) : floats(2 * of_layer);
+    float *key_scales = floats(2 * KV_HEADS * slots), *value_scales = floats(2 * KV_HEADS * slots);
     float *prompt_keys = floats(2 * of_prompt), *prompt_values = floats(2 * of_prompt);
     uint8_t *mask = memory(new *new);
     for (int64_t i = 0; i < new *new; i++) mask[i] = i / new == i % new || (i % new < i / new &&i % new % 2 == 0);
     const SequenceKV texts[2] = {
-        {keys, values, of_layer, slots * DIM, DIM, of_layer, slots * DIM, DIM, 0, length, new, mask},
-        {prompt_keys, prompt_values, of_prompt, PROMPT * DIM, DIM, of_prompt, PROMPT * DIM, DIM, 0, 0, PROMPT, NULL},
+        {keys, values, of_layer, slots * DIM, DIM, of_layer, slots * DIM, DIM, 0, length, new, mask,
+            coded ? key_scales : NULL, coded ? value_scales : NULL, KV_HEADS *slots, slots},
+        {prompt_keys, prompt_values, of_prompt, PROMPT * DIM, DIM, of_prompt, PROMPT * DIM, DIM, 0, 0, PROMPT, NULL,
+            NULL, NULL, 0, 0},
     };
     float *states = floats(rows * SIZE), *heads = memory(rows * all * DIM * 4),
           *attended = memory(rows * HEADS * DIM * 4);
@@ -212,10 +222,11 @@ static void passes(int64_t length, int64_t new) {
     };
     if (run_layers(&pass, &a, 2, threads)) exit(2);
     print("states", length, states, rows * SIZE * 4);
-    print("keys", length, keys, 2 * of_layer * 4);
+    print("keys", length, keys, 2 * of_layer * (coded ? 1 : 4));
+    print("scales", length, value_scales, 2 * KV_HEADS * slots * 4);
     const void *const held[] = {layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight, norm_in,
-        norm_before_mlp, head_norm, keys, values, prompt_keys, prompt_values, mask, states, heads, attended, cosines,
-        sines, scratch};
+        norm_before_mlp, head_norm, keys, values, key_scales, value_scales, prompt_keys, prompt_values, mask, states,
+        heads, attended, cosines, sines, scratch};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) free((void *)held[i]);
 }
 
@@ -260,17 +271,21 @@ static void experts(int scoring, int groups) {
     free(x), free(correction), free(y), free(alone), free(scratch);
 }
 
-static void attention_of_bf16(int64_t length, int64_t new, int64_t dim) {
+static void attention_of_bf16(int64_t length, int64_t new, int64_t dim, int coded) {
     enum { HEADS = 4, KV_HEADS = 2 };
     seed = (uint64_t)(length * 1000 + dim);
     const int64_t slots = length + new;
-    uint16_t *keys = bf16s(KV_HEADS * slots * dim), *values = bf16s(KV_HEADS * slots * dim);
+    const int64_t numbers = KV_HEADS * slots * dim;
+    void *keys = coded ? (void *)codes(numbers) : bf16s(numbers),
+         *values = coded ? (void *)codes(numbers) : bf16s(numbers);
+    uint16_t *scales = bf16s(KV_HEADS * slots);
     uint16_t *queries = bf16s(new *HEADS *dim), *out = memory(new *HEADS *dim * 2);
-    const SequenceKV text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, 0, length, new, NULL};
+    const SequenceKV text = {keys, values, 0, slots * dim, dim, 0, slots * dim, dim, 0, length, new, NULL,
+        coded ? scales : NULL, coded ? scales : NULL, 0, slots};
     const Attention a = {&text, queries, out, HEADS * dim, HEADS, KV_HEADS, dim, dim, 0.2f, 1, NULL, 0, 0, 0};
     if (attend(&a, 1, threads)) exit(2);
     print("attention", length, out, new *HEADS *dim * 2);
-    free(keys), free(values), free(queries), free(out);
+    free(keys), free(values), free(scales), free(queries), free(out);
 }
 
 // ---------------------------------------------------------------------------------------------------------- tokens
@@ -307,9 +322,10 @@ int main(int count, char **arguments) {
     threads = atoi(arguments[2]);
     quantised_products();
     packed_products();
-    passes(0, 3), passes(40, 9), passes(600, 17);
+    for (int coded = 0; coded < 2; coded++) passes(0, 3, coded), passes(40, 9, coded), passes(600, 17, coded);
     experts(SOFTMAX, 1), experts(SIGMOID, 3);
-    attention_of_bf16(300, 7, 24), attention_of_bf16(5, 1, 64), attention_of_bf16(70, 3, 9);
+    attention_of_bf16(300, 7, 24, 0), attention_of_bf16(5, 1, 64, 0), attention_of_bf16(70, 3, 9, 0);
+    attention_of_bf16(300, 7, 24, 1), attention_of_bf16(5, 1, 64, 1), attention_of_bf16(600, 3, 10, 1);
     tokens(5), tokens(1000);
     return 0;
 }

@@ -24,6 +24,18 @@ _CODES = dict(
 )
 
 
+class Codes(NamedTuple):
+    """Keys or values of a quantised cache.
+
+    Attributes:
+        codes: [..., D] of one byte each, seen as uint8.
+        scales: by which they are multiplied, [..., 1].
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
 @dataclass(frozen=True)
 class CacheForm:
     """The form in which a full cache keeps keys and values.

@@ -6,10 +6,11 @@ from functools import cache
 import torch
 
 from decoder.backends.transfers import copy_vectors
-from decoder.cache.form import CacheForm
+from decoder.cache.form import CacheForm, Codes
 from decoder.cache.full import Copies, FullCache
 from decoder.cache.layout import Layout
 from decoder.cache.pool import BufferPool
+from decoder.cache.window import WindowState
 from decoder.work import Work
 
 
@@ -19,6 +20,8 @@ class StoredCache(FullCache):
     While a layer runs, its entries stand in a working buffer, in the model's dtype and on its device. It is filled when
     the layer hands over its new entries, which the form rounds before anything attends to them. All layers share
     the buffer. An offloaded cache on CUDA has two and fills one while the layer before runs over the other.
+
+    The native library reads and writes codes of int8 where they are kept (`keeps_codes`), and leaves the buffer alone.
 
     Passes over it are not recorded, since the size of what they copy changes.
 
@@ -43,6 +46,24 @@ class StoredCache(FullCache):
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         return tuple(part for kept in self._kept for part in kept)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether it keeps codes of int8 that the native library can attend to; windows hold numbers."""
+        windows = any(isinstance(state, WindowState) for state in self.states.values())
+        return self.form.kv_dtype == "int8" and not self._apart and not windows
+
+    @property
+    def codes(self) -> tuple[Codes, Codes]:
+        """Of keys and of values, all slots in all layers: [layers, B, G, slots, ...]."""
+        keys, values = self._kept
+        return Codes(*keys), Codes(*values)
+
+    def codes_seen_by(self, count: int, layer_idx: int) -> tuple[Codes, Codes]:
+        """What ``count`` new tokens attend to in a layer that attends to the whole sequence, as `seen_by`."""
+        place, end = self.layout.places[layer_idx], self.length + count
+        keys, values = (Codes(*(part[place][:, :, :end] for part in one)) for one in self.codes)
+        return keys, values
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from decoder.backends.attention import Entries, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
 from decoder.backends.native.structures import MOST_DIM, QUERY_HEADS_HELD, Attention, SequenceKV
+from decoder.cache.form import Codes
 from decoder.cache.layout import FULL
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -61,8 +62,8 @@ def unavailable(shape: AttentionShape, device: torch.device) -> str | None:
 def native_attention(
     heads: torch.Tensor,
     query_heads: int,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    keys: Sequence[torch.Tensor | Codes],
+    values: Sequence[torch.Tensor | Codes],
     new: Sequence[NewTokens],
     scores: Scores,
 ) -> torch.Tensor:
@@ -76,6 +77,7 @@ def native_attention(
         query_heads: H.
         keys, values: by sequence [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones.
             In layers that do not attend to the whole sequence those are of the positions just before the first new one.
+            Codes of int8 are read as whole numbers, for which queries and weights are rounded to 16 bits.
         new: by sequence its new tokens.
 
     Returns:
@@ -87,17 +89,21 @@ def native_attention(
     given = heads.dtype
     dtype = given if given in _DTYPES else torch.float32
     heads = heads.to(dtype)
-    keys, values = ([_in_rows(one.to(dtype)) for one in each] for each in (keys, values))
+    entries = [[_readable(one, dtype) for one in each] for each in (keys, values)]
     sequences = (SequenceKV * len(keys))()
-    for sequence, key, value, own in zip(sequences, keys, values, new, strict=True):
+    for sequence, (key, key_scales), (value, value_scales), own in zip(sequences, *entries, new, strict=True):
         _, sequence.key_head, sequence.key_slot, _ = key.stride()
         _, sequence.value_head, sequence.value_slot, _ = value.stride()
         sequence.keys, sequence.values = key.data_ptr(), value.data_ptr()
+        if key_scales is not None and value_scales is not None:
+            sequence.key_scales, sequence.value_scales = key_scales.data_ptr(), value_scales.data_ptr()
+            _, sequence.scale_head, _, _ = key_scales.stride()
         sequence.length, sequence.count = (own.length if scores.kind == FULL else own.position), own.tokens
         sequence.first = 0 if scores.kind == FULL else own.position - key.shape[2] + own.tokens
         sequence.mask = None if own.mask is None else own.mask.data_ptr()
     tokens, _, dim = heads.shape
-    value_dim = values[0].shape[3]
+    (key, _), (value, _) = (each[0] for each in entries)
+    value_dim = value.shape[3]
     out = heads.new_empty(tokens, query_heads * value_dim)
     asked, _held = settings(scores)
     call = Attention(
@@ -106,7 +112,7 @@ def native_attention(
         out.data_ptr(),
         heads.stride(0),
         query_heads,
-        keys[0].shape[1],
+        key.shape[1],
         dim,
         value_dim,
         is_bf16=heads.dtype == torch.bfloat16,
@@ -133,6 +139,7 @@ def not_known(scores: Scores) -> str | None:
     return f"for layers without {min(unknown)}" if unknown else None
 
 
-def _in_rows(entries: torch.Tensor) -> torch.Tensor:
-    """Keys or values with the numbers of each side by side."""
-    return entries if entries.stride(3) == 1 else entries.contiguous()
+def _readable(entries: torch.Tensor | Codes, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys or values with the numbers of each side by side, and their scales if they have any."""
+    numbers, scales = entries if isinstance(entries, Codes) else (entries.to(dtype), None)
+    return numbers if numbers.stride(3) == 1 else numbers.contiguous(), scales

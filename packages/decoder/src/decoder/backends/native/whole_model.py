@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from ctypes import POINTER, Array, byref, c_int32, c_int64, c_void_p, pointer
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -26,6 +26,7 @@ from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.layout import RECURRENT, LayerKind, Layout, StateSizes
 from decoder.cache.replayed import ReplayedStates
+from decoder.cache.stored import StoredCache
 from decoder.cache.window import WindowState
 
 _FEW = 64  # tokens, up to which the queries of all layers may be kept until they are read
@@ -126,22 +127,32 @@ class WholeModel:
         states = self._decoder.embed_tokens(ids[:1])
         angles = self._angles.at(ids[1])
         caches = caches_of(cache)
-        if (observed and states.shape[1] > _FEW) or not all(map(self.writes, caches)):
+        if not all(map(self.writes, caches)):
             return self._layer_by_layer(states, angles, cache, new, observed, wanted)
-        kept = self._room_for_queries(states.shape[1]) if observed else None
         states = states.clone(memory_format=torch.contiguous_format)  # hooks may have kept the embeddings
+        # The queries of many tokens are copied from layer to layer: those of all layers would take too much memory.
+        many = observed and states.shape[1] > _FEW
+        kept = self._room_for_queries(states.shape[1], 1 if many else len(self._held)) if observed else None
+        borders = range(len(self._held) + 1) if many else sorted({0, *wanted, len(self._held)})
         inputs: list[torch.Tensor] = []
-        for first, last in pairwise(sorted({0, *wanted, len(self._held)})):
+        queries: dict[int, torch.Tensor] = {}
+        for first, last in pairwise(borders):
             inputs += [states.clone()] * wanted.count(first)
             self._run_layers(states, angles, caches, new, range(first, last), kept)
+            if many and kept is not None and not self._held[first].layer.mixer:
+                queries[first] = kept[0, -observed:, : self._heads].clone().transpose(0, 1)[None]
         inputs += [states.clone()] * wanted.count(len(self._held))
-        return WholePass(
-            states, inputs, {} if kept is None else KeptQueries(kept, self.layout.attending, self._heads, observed)
-        )
+        if kept is None or many:
+            return WholePass(states, inputs, queries)
+        return WholePass(states, inputs, KeptQueries(kept, self.layout.attending, self._heads, observed))
 
     def writes(self, cache: LayeredCache) -> bool:
-        """Whether the library can write to a cache: to plain buffers of the model's dtype, which may come yet."""
-        if not cache.recordable or cache.kv_length is not None:
+        """Whether the library can write to a cache, whose buffers may come yet: the model's numbers, or codes."""
+        if cache.kv_length is not None:
+            return False
+        if self.reads_codes(cache):
+            return True
+        if not cache.recordable:
             return False
         windows = [one for one in cache.states.values() if isinstance(one, WindowState)]
         if any(one.rounding is not None for one in windows):
@@ -150,8 +161,14 @@ class WholeModel:
         pairs = [pair for one in held for pair in (one.keys, one.values) if len(pair)]
         return all(one.dtype == self._dtype and one.stride(-1) == 1 and one.is_cpu for one in pairs)
 
-    def _room_for_queries(self, tokens: int) -> torch.Tensor:
-        return torch.empty(len(self._held), tokens, self._all_heads, self._dim, dtype=self._dtype, device="cpu")
+    def reads_codes(self, cache: LayeredCache) -> TypeGuard[StoredCache]:
+        """Whether the library attends to a cache's codes, in whatever company the cache is."""
+        return isinstance(cache, StoredCache) and cache.keeps_codes and self._dim % 2 == 0
+
+    def _room_for_queries(self, tokens: int, layers: int) -> torch.Tensor:
+        """For queries, keys, values and gates of all layers, or of one layer after another."""
+        room = torch.empty(layers, tokens, self._all_heads, self._dim, dtype=self._dtype, device="cpu")
+        return room.expand(len(self._held), -1, -1, -1)
 
     def _layer_by_layer(
         self,
@@ -162,7 +179,7 @@ class WholeModel:
         observed: int,
         wanted: Sequence[int],
     ) -> WholePass:
-        """`run`, where caches write by themselves, or all queries of so many tokens would take too much memory."""
+        """`run`, where caches write by themselves."""
         queries: dict[int, torch.Tensor] = {}
         inputs: list[torch.Tensor] = []
         caches = caches_of(cache)
@@ -184,6 +201,11 @@ class WholeModel:
             keys, values = cache.update(key, value, number)
             if not isinstance(keys, tuple):
                 keys, values = (keys,), (values,)
+            seen = [
+                one.codes_seen_by(own.tokens, number) if self.reads_codes(one) else (key, value)
+                for one, own, key, value in zip(caches, new, keys, values, strict=True)
+            ]
+            keys, values = zip(*seen, strict=True)
             sinks = getattr(self._decoder.layers[number].self_attn, "sinks", None)
             scores = self._scores[layer.layer.kind]._replace(sinks=sinks)
             attended = native_attention(heads, self._heads, keys, values, new, scores)
@@ -284,9 +306,14 @@ class WholeModel:
             else:
                 held.make_ready(cache.held + sequence.tokens, self._pair, self._pair)
                 structure.first, structure.length = held.first, sequence.position
-            structure.key_layer, _, structure.key_head, structure.key_slot, _ = held.keys.stride()
-            structure.value_layer, _, structure.value_head, structure.value_slot, _ = held.values.stride()
-            structure.keys, structure.values = held.keys.data_ptr(), held.values.data_ptr()
+            keys, values = held.keys, held.values
+            if isinstance(held, LayeredCache) and self.reads_codes(held):
+                (keys, scales), (values, value_scales) = held.codes
+                structure.key_scales, structure.value_scales = scales.data_ptr(), value_scales.data_ptr()
+                structure.scale_layer, _, structure.scale_head, _, _ = scales.stride()
+            structure.key_layer, _, structure.key_head, structure.key_slot, _ = keys.stride()
+            structure.value_layer, _, structure.value_head, structure.value_slot, _ = values.stride()
+            structure.keys, structure.values = keys.data_ptr(), values.data_ptr()
             structure.count = sequence.tokens
             structure.mask = None if sequence.mask is None else sequence.mask.data_ptr()
         return structures

@@ -23,12 +23,37 @@ typedef struct {
 } Rows;
 
 // How attention reads keys and values: as they are, widened to float32, or in pairs of bfloat16 that the processor
-// multiplies: two numbers of a key, and the same number of the values in two neighbouring positions.
-typedef enum { FLOAT_CACHE, BF16_CACHE, PAIRED_CACHE } Cache;
+// multiplies: two numbers of a key, and the same number of the values in two neighbouring positions. Codes of a quantised
+// cache are read in such pairs, too, as whole numbers of 16 bits. Queries and weights are rounded to such numbers, so that
+// all sums are exact: the largest, 256 x 32,767 x 127, has 30 bits.
+typedef enum { FLOAT_CACHE, BF16_CACHE, PAIRED_CACHE, CODED_CACHE } Cache;
 
-INLINE Cache cache_of(const Attention *a) {
+enum { LARGEST_WORD = 32767 };
+_Static_assert((int64_t)LARGEST_WORD * 127 * MOST_DIM < INT32_MAX && MOST_DIM >= KEYS_TOGETHER, "sums have 31 bits");
+
+INLINE Cache cache_of(const Rows *rows) {
+    const Attention *a = rows->a;
+    if (rows->text->key_scales) return CODED_CACHE;
     if (BF16_PAIRS_MULTIPLY && a->is_bf16 && a->dim % 2 == 0) return PAIRED_CACHE;
     return a->is_bf16 ? BF16_CACHE : FLOAT_CACHE;
+}
+
+INLINE int in_pairs(Cache cache) { return cache == PAIRED_CACHE || cache == CODED_CACHE; }
+
+// 2 LANES codes, or the `count` that there are and zeros.
+INLINE uvec some_code_words(const int8_t *codes, int64_t count) {
+    int8_t some[2 * LANES] = {0};
+    if (count >= 2 * LANES) return code_words(codes);
+    memcpy(some, codes, count);
+    return code_words(some);
+}
+
+// LANES codes of a, each beside one of b, or the `count` that there are and zeros.
+INLINE uvec some_code_pairs(const int8_t *a, const int8_t *b, int64_t count) {
+    int8_t some[2][LANES] = {{0}};
+    if (count >= LANES) return code_pairs(a, b);
+    memcpy(some[0], a, count), memcpy(some[1], b, count);
+    return code_pairs(some[0], some[1]);
 }
 
 // Numbers of LANES keys, or pairs of them, to a column of `out` per key; as many as there are lanes, unless `part`.
@@ -39,6 +64,8 @@ INLINE void transposed_tile(const int part, const Cache cache, const void *from,
     for (int key = 0; key < LANES; key++) {
         const int64_t here = at + slots[part && key >= keys ? 0 : key] * slot;
         if (part && key >= keys) rows[key] = (vec){0};
+        else if (cache == CODED_CACHE)
+            rows[key] = (vec)some_code_words((const int8_t *)from + here, part ? 2 * numbers : 2 * LANES);
         else if (cache == PAIRED_CACHE) rows[key] = load((const uint16_t *)from + here, 0, 0, part ? numbers : LANES);
         else rows[key] = load(from, here, cache == BF16_CACHE, part ? numbers : LANES);
     }
@@ -64,7 +91,7 @@ INLINE void transposed_words(const uint16_t *from, const int32_t *slots, int64_t
 
 // The keys in some slots as [dim, BLOCK], or in pairs as [dim / 2, BLOCK]; there are any numbers behind the last one.
 INLINE void transposed_block(const Cache cache, const Rows *rows, const int32_t *slots, int64_t count, float *out) {
-    const int64_t each = cache == PAIRED_CACHE ? 2 : 1, dim = rows->a->dim / each;
+    const int64_t each = in_pairs(cache) ? 2 : 1, dim = rows->a->dim / each;
     const int64_t slot = rows->text->key_slot, head = rows->kv_head * rows->text->key_head;
     const void *from = rows->text->keys;
     for (int64_t first = 0; first < BLOCK && first < count; first += LANES)
@@ -83,10 +110,11 @@ INLINE void transposed_block(const Cache cache, const Rows *rows, const int32_t 
 }
 
 static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t count, float *out) {
-    switch (cache_of(rows->a)) {
+    switch (cache_of(rows)) {
         case FLOAT_CACHE: transposed_block(FLOAT_CACHE, rows, slots, count, out); break;
         case BF16_CACHE: transposed_block(BF16_CACHE, rows, slots, count, out); break;
-        default: transposed_block(PAIRED_CACHE, rows, slots, count, out);
+        case PAIRED_CACHE: transposed_block(PAIRED_CACHE, rows, slots, count, out); break;
+        default: transposed_block(CODED_CACHE, rows, slots, count, out);
     }
 }
 
@@ -284,6 +312,93 @@ INLINE void paired_value_tile(const int count, const Rows *rows, const int32_t *
     }
 }
 
+// The two numbers from `pair` on, in every word.
+INLINE uvec every_word(const void *pair) {
+    uint32_t word;
+    memcpy(&word, pair, 4);
+    return (uvec){0} + word;
+}
+
+// `single_score_tile` of queries and codes in pairs. A sum is multiplied by its row's factor and its key's scale.
+INLINE void coded_score_tile(const int count, const int16_t *queries, int64_t dim, const float *keys,
+    const float *factors, const float *scales, const Ahead *ahead, float *scores) {
+    for (int first = 0; first < BLOCK; first += WIDE * LANES) {
+        ivec sums[TILE * WIDE];
+        UNROLL(24)
+        for (int i = 0; i < count * WIDE; i++) sums[i] = (ivec){0};
+        for (int64_t k = 0; k < dim / 2; k++) {
+            uvec key[WIDE];
+            if (ahead && !first) fetch(ahead, k, 1);
+            UNROLL(4)
+            for (int i = 0; i < WIDE; i++) key[i] = (uvec)load(keys, k * BLOCK + first + i * LANES, 0, LANES);
+            UNROLL(6)
+            for (int r = 0; r < count; r++) {
+                UNROLL(4)
+                for (int i = 0; i < WIDE; i++)
+                    sums[r * WIDE + i] = dot_words(sums[r * WIDE + i], every_word(queries + r * dim + 2 * k), key[i]);
+            }
+        }
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            UNROLL(4)
+            for (int i = 0; i < WIDE; i++) {
+                const int at = first + i * LANES;
+                const vec score = __builtin_convertvector(sums[r * WIDE + i], vec) * factors[r];
+                store(scores, r * SPLIT + at, 0, score * load(scales, at, 0, LANES), LANES);
+            }
+        }
+    }
+}
+
+// A tile's codes of the values in some slots from number `first` on, in pairs of neighbouring positions, as
+// [pairs, WIDE x LANES]. The last one stands beside itself where it is the first of a pair.
+INLINE void paired_codes(const Rows *rows, const int32_t *slots, int64_t count, int64_t first, float *out) {
+    const int64_t slot = rows->text->value_slot, left = rows->a->value_dim - first;
+    const int8_t *values = (const int8_t *)rows->text->values + rows->kv_head * rows->text->value_head + first;
+    for (int64_t k = 0; k < count; k += 2) {
+        const int8_t *a = values + slots[k] * slot, *b = k + 1 < count ? values + slots[k + 1] * slot : a;
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) {
+            const int64_t numbers = left - i * LANES;
+            const uvec pairs = numbers > 0 ? some_code_pairs(a + i * LANES, b + i * LANES, numbers) : (uvec){0};
+            store(out, (k / 2 * WIDE + i) * LANES, 0, (vec)pairs, LANES);
+        }
+    }
+}
+
+// `single_value_tile` of weights and codes in pairs, of which the weights of those that a row does not see are zero. Sums
+// stay whole numbers, in the places of `out`.
+INLINE void coded_value_tile(const int count, const float *values, int64_t pairs, int64_t dim, int64_t left,
+    const int16_t *weights, int go_on, float *out) {
+    ivec sums[TILE * WIDE];
+    UNROLL(6)
+    for (int r = 0; r < count; r++) {
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) {
+            sums[r * WIDE + i] = (ivec){0};
+            if (go_on && i * LANES < left)
+                sums[r * WIDE + i] = (ivec)load(out, r * dim + i * LANES, 0, left - i * LANES);
+        }
+    }
+    for (int64_t k = 0; k < pairs; k++) {
+        uvec value[WIDE];
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++) value[i] = (uvec)load(values, (k * WIDE + i) * LANES, 0, LANES);
+        UNROLL(6)
+        for (int r = 0; r < count; r++) {
+            const uvec weight = every_word(weights + r * 2 * SPLIT + 2 * k);
+            UNROLL(4)
+            for (int i = 0; i < WIDE; i++) sums[r * WIDE + i] = dot_words(sums[r * WIDE + i], weight, value[i]);
+        }
+    }
+    UNROLL(6)
+    for (int r = 0; r < count; r++) {
+        UNROLL(4)
+        for (int i = 0; i < WIDE; i++)
+            if (i * LANES < left) store(out, r * dim + i * LANES, 0, (vec)sums[r * WIDE + i], left - i * LANES);
+    }
+}
+
 // A function for each number of rows: inlined together they would not keep their sums in registers.
 #define FOR_ROWS(N)                                                                                                    \
     ONCE void single_scores_of_##N(                                                                                    \
@@ -301,6 +416,14 @@ INLINE void paired_value_tile(const int count, const Rows *rows, const int32_t *
     ONCE void paired_values_of_##N(                                                                                    \
         const Rows *rows, const int32_t *slots, const int32_t *seen, const uint16_t *weights, int go_on, float *out) { \
         paired_value_tile(N, rows, slots, seen, weights, go_on, out);                                                  \
+    }                                                                                                                  \
+    ONCE void coded_scores_of_##N(const int16_t *queries, int64_t dim, const float *keys, const float *factors,        \
+        const float *scales, const Ahead *ahead, float *scores) {                                                      \
+        coded_score_tile(N, queries, dim, keys, factors, scales, ahead, scores);                                       \
+    }                                                                                                                  \
+    ONCE void coded_values_of_##N(const float *values, int64_t pairs, int64_t dim, int64_t left,                       \
+        const int16_t *weights, int go_on, float *out) {                                                               \
+        coded_value_tile(N, values, pairs, dim, left, weights, go_on, out);                                            \
     }
 FOR_ROWS(1)
 FOR_ROWS(2)
@@ -308,6 +431,9 @@ FOR_ROWS(3)
 FOR_ROWS(4)
 FOR_ROWS(5)
 FOR_ROWS(6)
+
+// Of so many rows those that the next tile takes: a tile of one row has too few sums to keep a core busy.
+INLINE int64_t tile_of(int64_t count) { return count <= TILE ? count : count < 2 * TILE ? (count + 1) / 2 : TILE; }
 
 #define BY_COUNT(count, call, ...)                                                                                     \
     switch (count) {                                                                                                   \
@@ -319,14 +445,27 @@ FOR_ROWS(6)
         default: call##6(__VA_ARGS__);                                                                                 \
     }
 
-// Of up to TILE of `count` queries, in the form in which `gather_queries` leaves them.
-static void scores_of(const Attention *a, int64_t count, const void *queries, const float *keys, float scaling,
+// Queries side by side, as float32, as they are for pairs, or as whole numbers, by which factor each is then multiplied.
+typedef struct {
+    const void *numbers;
+    const float *factors;
+} Queries;
+
+INLINE Queries queries_from(const Rows *rows, Queries q, int64_t row) {
+    return (Queries){row_of(q.numbers, row * rows->a->dim, in_pairs(cache_of(rows))), q.factors + row};
+}
+
+// Of up to TILE queries; `scales` are those of the keys, if they have any.
+static void scores_of(const Rows *rows, int64_t count, Queries q, const float *keys, const float *scales, float scaling,
     const Ahead *ahead, float *scores) {
-    if (cache_of(a) == PAIRED_CACHE) {
-        BY_COUNT(count, paired_scores_of_, queries, a->dim, keys, scaling, ahead, scores)
-        return;
+    const int64_t dim = rows->a->dim;
+    switch (cache_of(rows)) {
+        case CODED_CACHE:
+            BY_COUNT(count, coded_scores_of_, q.numbers, dim, keys, q.factors, scales, ahead, scores)
+            break;
+        case PAIRED_CACHE: BY_COUNT(count, paired_scores_of_, q.numbers, dim, keys, scaling, ahead, scores) break;
+        default: BY_COUNT(count, single_scores_of_, q.numbers, dim, keys, scaling, ahead, scores)
     }
-    BY_COUNT(count, single_scores_of_, queries, a->dim, keys, scaling, ahead, scores)
 }
 
 // Weighted sums of the values in some slots, `seen` of them for each of `count` rows. Weights stand in rows of SPLIT
@@ -335,10 +474,12 @@ ONCE void add_values(const Rows *rows, int64_t count, const int32_t *slots, cons
     int64_t first, int go_on, float *sums) {
     const Attention *a = rows->a;
     const int64_t dim = a->value_dim;
-    if (cache_of(a) == PAIRED_CACHE) {
-        for (int64_t r = 0; r < count; r += TILE) {
+    const int coded = cache_of(rows) == CODED_CACHE;
+    if (cache_of(rows) == PAIRED_CACHE) {
+        for (int64_t r = 0, tile; r < count; r += tile) {
             const uint16_t *of_rows = (const uint16_t *)(weights + r * SPLIT) + first;
-            BY_COUNT(count - r, paired_values_of_, rows, slots, seen + r, of_rows, go_on, sums + r * dim)
+            tile = tile_of(count - r);
+            BY_COUNT(tile, paired_values_of_, rows, slots, seen + r, of_rows, go_on, sums + r * dim)
         }
         return;
     }
@@ -351,12 +492,19 @@ ONCE void add_values(const Rows *rows, int64_t count, const int32_t *slots, cons
         for (int64_t r = 0; r < count; r++)
             some[r] = seen[r] < at ? 0 : seen[r] - at < here ? seen[r] - (int32_t)at : (int32_t)here;
         for (int64_t i = 0; i < dim; i += WIDE * LANES) {
-            if (a->is_bf16) widened_tile(rows, slots + at, here, i, 1, values);
+            if (coded) paired_codes(rows, slots + at, here, i, values);
+            else if (a->is_bf16) widened_tile(rows, slots + at, here, i, 1, values);
             else widened_tile(rows, slots + at, here, i, 0, values);
-            for (int64_t r = 0; r < count; r += TILE) {
+            for (int64_t r = 0, tile; r < count; r += tile) {
                 const float *of_rows = weights + r * SPLIT + first + at;
+                const int16_t *words = (const int16_t *)(weights + r * SPLIT) + first + at;
                 float *to = sums + r * dim + i;
-                BY_COUNT(count - r, single_values_of_, values, dim, dim - i, some + r, of_rows, go_on || at, to)
+                tile = tile_of(count - r);
+                if (coded) {
+                    BY_COUNT(tile, coded_values_of_, values, (here + 1) / 2, dim, dim - i, words, go_on || at, to)
+                    continue;
+                }
+                BY_COUNT(tile, single_values_of_, values, dim, dim - i, some + r, of_rows, go_on || at, to)
             }
         }
         at += WIDENED;
@@ -406,49 +554,133 @@ INLINE SoftmaxState softmax_block(int paired, float cap, float *scores, int64_t 
     return (SoftmaxState){largest, sum(total)};
 }
 
+// The scales of keys or values in some slots.
+INLINE void gather_scales(const Rows *rows, const void *scales, const int32_t *slots, int64_t count, float *out) {
+    const int64_t head = rows->kv_head * rows->text->scale_head;
+    const int is_bf16 = rows->a->is_bf16;
+    for (int64_t n = 0; n < count; n += LANES) {
+        if (n + LANES <= count && slots[n + LANES - 1] - slots[n] == LANES - 1) {
+            store(out, n, 0, load(scales, head + slots[n], is_bf16, LANES), LANES);
+            continue;
+        }
+        for (int64_t i = n; i < count && i < n + LANES; i++)
+            out[i] = is_bf16 ? widened(((const uint16_t *)scales)[head + slots[i]])
+                             : ((const float *)scales)[head + slots[i]];
+    }
+}
+
+// The whole numbers of 16 bits that are nearest to x times a factor.
+INLINE void store_words(int16_t *to, vec x, float factor, int64_t count) {
+    const halves words = __builtin_convertvector(nearest(x * factor), halves);
+    memcpy(to, &words, count >= LANES ? sizeof words : (size_t)count * 2);
+}
+
+// By what numbers are multiplied to become whole ones of 16 bits, if this is the largest of them, and by what these are
+// multiplied to become the numbers. Where all of them are 0, so is the first; `wrong` is 0, or no number.
+typedef struct {
+    float to_words, step;
+} Words;
+
+INLINE Words words_up_to(float largest, float wrong) {
+    if (wrong == 0 && largest > 1e-30f) return (Words){LARGEST_WORD / largest, largest / LARGEST_WORD};
+    return (Words){0, wrong};
+}
+
+// Turn a query to whole numbers; returns what these are multiplied by.
+INLINE float coded_query(const void *query, int64_t dim, int is_bf16, int16_t *to) {
+    vec top = {0}, wrong = {0};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const vec x = load(query, i, is_bf16, dim - i);
+        top = larger(larger(x, -x), top), wrong += x * 0;
+    }
+    const Words words = words_up_to(largest_of(top), sum(wrong));
+    for (int64_t i = 0; i < dim; i += LANES)
+        store_words(to + i, words.to_words > 0 ? load(query, i, is_bf16, dim - i) : (vec){0}, words.to_words, dim - i);
+    return words.step;
+}
+
+// Turn a row's weights of the values that it sees, times the scales of these, to whole numbers in their place, with zeros
+// for all others of SPLIT. Returns what their sums are multiplied by.
+INLINE float coded_weights(float *weights, const float *scales, int64_t seen) {
+    vec top = {0}, all = {0};
+    int64_t n = 0;
+    for (; n < seen; n += LANES) {
+        const vec weight = load(weights, n, 0, LANES), product = weight * load(scales, n, 0, LANES);
+        const vec own = choose(weight > 0, product, (vec){0}); // the scale of what is not seen may be no number
+        store(weights, n, 0, own, LANES);
+        top = larger(own, top), all += own;
+    }
+    const Words words = words_up_to(largest_of(top), sum(all) * 0);
+    int16_t *to = (int16_t *)weights;
+    for (int64_t i = 0; i < n; i += LANES)
+        store_words(to + i, words.to_words > 0 ? load(weights, i, 0, LANES) : (vec){0}, words.to_words, LANES);
+    memset(to + n, 0, (SPLIT - n) * sizeof *to);
+    return words.step;
+}
+
 // What is wanted behind the block of keys that begins in this slot: the keys behind it, and its own values. Nothing where
 // other numbers stand between them.
 INLINE Ahead ahead_of(const Rows *rows, int64_t slot) {
     const SequenceKV *t = rows->text;
-    const int64_t size = rows->a->is_bf16 ? 2 : 4, dim = rows->a->dim;
+    const int coded = cache_of(rows) == CODED_CACHE;
+    const int64_t size = coded ? 1 : rows->a->is_bf16 ? 2 : 4, dim = rows->a->dim;
     if (t->key_slot != dim || t->value_slot != dim) return (Ahead){0};
     return (Ahead){(const char *)t->keys + (rows->kv_head * t->key_head + (slot + BLOCK) * dim) * size,
-        (const char *)t->values + (rows->kv_head * t->value_head + slot * dim) * size, BLOCK * size};
+        (const char *)t->values + (rows->kv_head * t->value_head + slot * dim) * size,
+        coded ? 2 * BLOCK : BLOCK * size}; // codes are fetched for two numbers at a time
 }
 
 // Rows over the keys of a split. Fills states and sums of values.
 ONCE void over_split(
-    const Rows *rows, const void *queries, int64_t count, const Keys *k, SoftmaxState *states, float *sums) {
+    const Rows *rows, Queries queries, int64_t count, const Keys *k, SoftmaxState *states, float *sums) {
     const Attention *a = rows->a;
-    const int paired = cache_of(a) == PAIRED_CACHE;
+    const SequenceKV *t = rows->text;
+    const Cache cache = cache_of(rows);
+    const int coded = cache == CODED_CACHE;
     const int64_t per_token = a->heads / a->kv_heads;
     const int32_t *slots = k->slots;
     const float scaling = a->scaling * 1.44269504f; // weights are powers of two
     float scores[FEW * SPLIT] __attribute__((aligned(64)));
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
+    float key_scales[SPLIT], value_scales[SPLIT] = {0}, steps[FEW];
+    if (coded) {
+        gather_scales(rows, t->key_scales, slots, k->common, key_scales);
+        gather_scales(rows, t->value_scales, slots, k->common, value_scales);
+    }
     for (int64_t first = k->begin / BLOCK * BLOCK; first < k->common; first += BLOCK) {
         const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
         const Ahead ahead = ahead_of(rows, slots[first]);
         transposed_keys(rows, slots + first, last - first, keys);
-        for (int64_t r = 0; r < count; r += TILE)
-            scores_of(a, count - r, row_of(queries, r * a->dim, paired), keys, scaling,
+        for (int64_t r = 0, tile; r < count; r += tile) {
+            tile = tile_of(count - r);
+            scores_of(rows, tile, queries_from(rows, queries, r), keys, key_scales + first, scaling,
                 r || !ahead.step ? NULL : &ahead, scores + r * SPLIT + first);
+        }
     }
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t first = k->common; first < k->seen[r]; first += BLOCK) {
             const int64_t extra = k->seen[r] - first;
-            float few[TILE * SPLIT];
-            transposed_keys(rows, k->own + r / per_token * SPLIT + first - k->common, extra, keys);
-            for (int64_t h = r; h < r + per_token; h += TILE) {
-                scores_of(a, r + per_token - h, row_of(queries, h * a->dim, paired), keys, scaling, NULL, few);
-                for (int64_t n = 0; n < TILE && h + n < r + per_token; n++)
+            const int32_t *own = k->own + r / per_token * SPLIT + first - k->common;
+            float few[TILE * SPLIT], scales[BLOCK];
+            transposed_keys(rows, own, extra, keys);
+            if (coded) gather_scales(rows, t->key_scales, own, extra < BLOCK ? extra : BLOCK, scales);
+            for (int64_t h = r, tile; h < r + per_token; h += tile) {
+                tile = tile_of(r + per_token - h);
+                scores_of(rows, tile, queries_from(rows, queries, h), keys, scales, scaling, NULL, few);
+                for (int64_t n = 0; n < tile; n++)
                     memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT,
                         (extra < BLOCK ? extra : BLOCK) * sizeof(float));
             }
         }
     const float cap = a->softcap * 1.44269504f;
     for (int64_t r = 0; r < count; r++)
-        states[r] = softmax_block(paired, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
+        states[r] = softmax_block(cache == PAIRED_CACHE, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
+    for (int64_t r = 0; coded && r < count; r++) {
+        const int64_t extra = k->seen[r] - k->common;
+        if (extra > 0 && r % per_token == 0)
+            gather_scales(rows, t->value_scales, k->own + r / per_token * SPLIT, extra, value_scales + k->common);
+        steps[r] = coded_weights(scores + r * SPLIT, value_scales, k->seen[r]);
+    }
     int32_t seen[FEW] = {0};
     const int32_t begin = (int32_t)k->begin;
     for (int64_t r = 0; r < count; r++) seen[r] = (k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common) - begin;
@@ -458,6 +690,11 @@ ONCE void over_split(
         if (k->seen[r] > k->common)
             add_values(rows, per_token, k->own + r / per_token * SPLIT, seen + r, scores + r * SPLIT, k->common, 1,
                 sums + r * a->value_dim);
+    for (int64_t r = 0; coded && r < count; r++)
+        for (int64_t i = r * a->value_dim, end = i + a->value_dim; i < end; i += LANES) {
+            const ivec whole = (ivec)load(sums, i, 0, end - i);
+            store(sums, i, 0, __builtin_convertvector(whole, vec) * steps[r], end - i);
+        }
 }
 
 // The first position that a token at this one sees.
@@ -496,9 +733,9 @@ INLINE void look(const Rows *rows, int64_t token, int64_t start, int64_t text, i
 
 // Tokens over the keys of a split from position `start` on. Rows are ordered by token; those of tokens before the split
 // are left out.
-static void attend_split(const Rows *rows, const void *queries, int64_t start, SoftmaxState *states, float *sums) {
+static void attend_split(const Rows *rows, Queries queries, int64_t start, SoftmaxState *states, float *sums) {
     const SequenceKV *t = rows->text;
-    const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->dim, value_dim = rows->a->value_dim;
+    const int64_t per_token = rows->a->heads / rows->a->kv_heads, value_dim = rows->a->value_dim;
     const int64_t text = t->length - start < 0 ? 0 : t->length - start < SPLIT ? t->length - start : SPLIT;
     const int64_t begin = first_of_rows(rows) - start;
     if (begin >= SPLIT) return;
@@ -521,8 +758,8 @@ static void attend_split(const Rows *rows, const void *queries, int64_t start, S
     for (int64_t token = first; token < rows->tokens; token++)
         look(rows, rows->first_token + token, start, text, token - first, &keys);
     const int64_t skipped = first * per_token;
-    over_split(rows, row_of(queries, skipped * dim, cache_of(rows->a) == PAIRED_CACHE),
-        (rows->tokens - first) * per_token, &keys, states + skipped, sums + skipped * value_dim);
+    over_split(rows, queries_from(rows, queries, skipped), (rows->tokens - first) * per_token, &keys, states + skipped,
+        sums + skipped * value_dim);
 }
 
 // Add what a row saw in a later split.
@@ -544,18 +781,24 @@ ONCE void merge(SoftmaxState *to, float *sums, SoftmaxState other, const float *
     if (i < dim) store(sums, i, 0, load(sums, i, 0, dim - i) * kept + load(others, i, 0, dim - i) * added, dim - i);
 }
 
-// Queries of rows side by side, as float32, or as they are for pairs.
-static void gather_queries(const Rows *rows, void *queries) {
+static void gather_queries(const Rows *rows, void *queries, float *factors) {
     const Attention *a = rows->a;
-    const int paired = cache_of(a) == PAIRED_CACHE;
+    const Cache cache = cache_of(rows);
     const int64_t per_token = a->heads / a->kv_heads;
     for (int64_t token = 0; token < rows->tokens; token++)
         for (int64_t h = 0; h < per_token; h++) {
             const int64_t at = (rows->token_in_pass + rows->first_token + token) * a->query_token +
                                (rows->kv_head * per_token + h) * a->dim;
-            const int64_t to = (token * per_token + h) * a->dim;
+            const int64_t row = token * per_token + h, to = row * a->dim;
+            if (cache == CODED_CACHE) {
+                const void *query = row_of(a->queries, at, a->is_bf16);
+                factors[row] = coded_query(query, a->dim, a->is_bf16, (int16_t *)queries + to);
+                factors[row] *= a->scaling * 1.44269504f;
+                continue;
+            }
             for (int64_t i = 0; i < a->dim; i += LANES)
-                store(queries, to + i, paired, load(a->queries, at + i, a->is_bf16, a->dim - i), a->dim - i);
+                store(queries, to + i, cache == PAIRED_CACHE, load(a->queries, at + i, a->is_bf16, a->dim - i),
+                    a->dim - i);
         }
 }
 
@@ -621,7 +864,7 @@ int make_plan(const Attention *a, int64_t count, int threads, Plan *plan) {
 static void attend_unit(const Attention *a, const Plan *plan, int64_t unit) {
     const int64_t per_token = a->heads / a->kv_heads, dim = a->value_dim;
     float queries[FEW * MOST_DIM] __attribute__((aligned(64)));
-    float own[FEW * MOST_DIM], others[FEW * MOST_DIM];
+    float own[FEW * MOST_DIM], others[FEW * MOST_DIM], factors[FEW];
     SoftmaxState own_states[FEW], other_states[FEW];
     int64_t n = 0;
     while (n + 1 < plan->count && plan->work[n + 1].first_unit <= unit) n++;
@@ -631,12 +874,13 @@ static void attend_unit(const Attention *a, const Plan *plan, int64_t unit) {
     Rows rows = {a, &a->texts[n], place / splits / w->tiles, tile * w->tile, w->tile, w->first_token};
     if (rows.first_token + rows.tokens > rows.text->count) rows.tokens = rows.text->count - rows.first_token;
     const int64_t all = rows.tokens * per_token;
-    gather_queries(&rows, queries);
+    const Queries asking = {queries, factors};
+    gather_queries(&rows, queries, factors);
     if (w->by_split) {
         // Partial results stand by split, KV head and token.
         const int64_t at = split * w->rows + (rows.kv_head * rows.text->count + rows.first_token) * per_token;
         for (int64_t r = 0; r < all; r++) w->states[at + r] = (SoftmaxState){-INFINITY, 0};
-        attend_split(&rows, queries, (w->first_split + split) * SPLIT, w->states + at, w->sums + at * dim);
+        attend_split(&rows, asking, (w->first_split + split) * SPLIT, w->states + at, w->sums + at * dim);
         return;
     }
     const int64_t end = rows.text->length + (rows.text->mask ? rows.text->count : rows.first_token + rows.tokens);
@@ -644,7 +888,7 @@ static void attend_unit(const Attention *a, const Plan *plan, int64_t unit) {
     for (int64_t start = begin; start < end; start += SPLIT) {
         SoftmaxState *to = start > begin ? other_states : own_states;
         for (int64_t r = 0; r < all; r++) to[r] = (SoftmaxState){-INFINITY, 0};
-        attend_split(&rows, queries, start, to, start > begin ? others : own);
+        attend_split(&rows, asking, start, to, start > begin ? others : own);
         if (start > begin)
             for (int64_t r = 0; r < all; r++)
                 merge(&own_states[r], own + r * dim, other_states[r], others + r * dim, dim);

@@ -7,6 +7,8 @@
 #include "experts.h"
 #include "mixers.h"
 
+#include <float.h>
+
 // Which of a product's heads is the one that stands in a place of [queries, keys, values, gates]: a query's gate comes
 // from behind it.
 INLINE int64_t head_at(const Layer *l, int64_t place) {
@@ -35,6 +37,28 @@ ONCE void rotate(
     }
 }
 
+// Write what a quantised cache keeps of a key or a value: codes, and a scale to place `at`. `CacheForm.encode` computes the
+// same.
+static void encode(const void *x, int64_t dim, int is_bf16, int8_t *codes, void *scales, int64_t at) {
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    vec top = {0}, none = {0};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const vec numbers = load(x, i, is_bf16, dim - i);
+        top = larger(larger(numbers, -numbers), top), none += numbers * 0;
+    }
+    store(scales, at, is_bf16, splat(largest_of(top) / 127), 1);
+    float scale = load(scales, at, is_bf16, 1)[0];
+    const int fails = sum(none) != 0; // one of them is no number, or infinite
+    if (scale < FLT_MIN) scale = FLT_MIN;
+    store(scales, at, is_bf16, splat(fails ? NAN : scale), 1);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const vec whole = fails ? (vec){0} : to_whole(load(x, i, is_bf16, dim - i) / scale);
+        const vec code = -larger(splat(-127), -larger(splat(-127), whole));
+        const bytes narrow = __builtin_convertvector(__builtin_convertvector(code, ivec), bytes);
+        memcpy(codes + i, &narrow, dim - i < LANES ? dim - i : LANES);
+    }
+}
+
 // Write the keys and values of a new token, which stand behind its queries, to its text's cache.
 static void write_kv(const Attention *a, int64_t row) {
     const int size = a->is_bf16 ? 2 : 4;
@@ -45,8 +69,15 @@ static void write_kv(const Attention *a, int64_t row) {
     const char *pairs = (const char *)a->queries + (row * a->query_token + a->heads * a->dim) * size;
     for (int64_t g = 0; g < a->kv_heads; g++) {
         const int64_t key = g * t->key_head + slot * t->key_slot, value = g * t->value_head + slot * t->value_slot;
-        memcpy((char *)t->keys + key * size, pairs + g * a->dim * size, a->dim * size);
-        memcpy((char *)t->values + value * size, pairs + (a->kv_heads + g) * a->dim * size, a->dim * size);
+        const char *new_key = pairs + g * a->dim * size, *new_value = new_key + a->kv_heads * a->dim * size;
+        if (t->key_scales) {
+            const int64_t scale = g * t->scale_head + slot;
+            encode(new_key, a->dim, a->is_bf16, (int8_t *)t->keys + key, (void *)t->key_scales, scale);
+            encode(new_value, a->dim, a->is_bf16, (int8_t *)t->values + value, (void *)t->value_scales, scale);
+            continue;
+        }
+        memcpy((char *)t->keys + key * size, new_key, a->dim * size);
+        memcpy((char *)t->values + value * size, new_value, a->dim * size);
     }
 }
 
@@ -257,8 +288,13 @@ static void attention_of_layer(
     own->texts = texts, own->queries = row_of(p->heads, i * p->heads_layer, a->is_bf16), own->sinks = l->sinks;
     for (int64_t n = 0; !l->mixer && n < count; n++) {
         texts[n] = a[l->kind].texts[n];
-        texts[n].keys = row_of(texts[n].keys, l->place * texts[n].key_layer, a->is_bf16);
-        texts[n].values = row_of(texts[n].values, l->place * texts[n].value_layer, a->is_bf16);
+        SequenceKV *t = &texts[n];
+        const int size = t->key_scales ? 1 : a->is_bf16 ? 2 : 4;
+        t->keys = (const char *)t->keys + l->place * t->key_layer * size;
+        t->values = (const char *)t->values + l->place * t->value_layer * size;
+        if (!t->key_scales) continue;
+        t->key_scales = row_of(t->key_scales, l->place * t->scale_layer, a->is_bf16);
+        t->value_scales = row_of(t->value_scales, l->place * t->scale_layer, a->is_bf16);
     }
 }
 

@@ -129,12 +129,15 @@ typedef struct {
 } Layer;
 
 // One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
-// position `first` to `length`; distances are in numbers.
+// position `first` to `length`; distances are in numbers. A quantised cache holds codes of one byte, from -127 to 127, and
+// for each key and value in a slot a scale, float32 or bfloat16 as the pass is, by which its codes are multiplied.
 typedef struct {
     const void *keys, *values;
     int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;
     int64_t first, length, count;
     const uint8_t *mask; // [count, count], which new token sees which; NULL where each sees those before it
+    const void *key_scales, *value_scales; // [kv_heads, slots]; NULL where keys and values are numbers themselves
+    int64_t scale_layer, scale_head;
 } SequenceKV;
 
 typedef struct {
@@ -219,7 +222,7 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 };
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
     X(PackedWeight, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 144) X(Experts, 176) \
-    X(Mixer, 168) X(RecurrentState, 80) X(Layer, 320) X(SequenceKV, 96) X(Attention, 104)  \
+    X(Mixer, 168) X(RecurrentState, 80) X(Layer, 320) X(SequenceKV, 128) X(Attention, 104)  \
     X(Pass, 104) X(Sampling, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
 // clang-format on
 

@@ -81,11 +81,15 @@ EACH_FUNCTION(FUNCTION)
 // load, store    LANES numbers from place `at` on, or the `count` that there are.
 // larger         of two numbers; the second where either is no number.
 // swapped        the lanes that are `step` apart change places.
-// to_whole       the nearest whole number.
+// to_whole       the nearest whole number,
+// nearest        and the same of 32 bits.
 // times_power    x 2^n, for x from 1/2 to 2 and a whole n <= 126; 0 where n is small.
 // fused          a b + c, rounded once.
 // none           whether no lane is set.
 // transpose      LANES vectors.
+// dot_words      sum + products of the pairs of whole numbers of 16 bits in a with those in b; too large ones wrap around.
+// code_words     2 LANES codes of one byte as such numbers.
+// code_pairs     LANES codes of a, each beside one of b.
 //
 // BF16_PAIRS_MULTIPLY says whether there are products of pairs of bfloat16 numbers, and BYTES_MULTIPLY whether there are
 // those of fours of bytes:

@@ -20,6 +20,8 @@ INLINE vec swapped(vec x, int step) {
 
 INLINE vec to_whole(vec x) { return (vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
+INLINE ivec nearest(vec x) { return (ivec)_mm256_cvtps_epi32((__m256)x); }
+
 INLINE vec fused(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 
 INLINE int none(ivec where) { return _mm256_testz_si256((__m256i)where, (__m256i)where); }
@@ -43,6 +45,19 @@ INLINE void transpose(vec *rows) {
         rows[i] = (vec)_mm256_permute2f128_ps(four[i], four[4 + i], 0x20);
         rows[4 + i] = (vec)_mm256_permute2f128_ps(four[i], four[4 + i], 0x31);
     }
+}
+
+INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
+    return (ivec)((uvec)sum + (uvec)_mm256_madd_epi16((__m256i)a, (__m256i)b));
+}
+
+INLINE uvec code_words(const int8_t *codes) {
+    return (uvec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
+}
+
+INLINE uvec code_pairs(const int8_t *a, const int8_t *b) {
+    const __m128i x = _mm_loadl_epi64((const __m128i *)a), y = _mm_loadl_epi64((const __m128i *)b);
+    return (uvec)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
 }
 
 #include "../without_masks.h"

@@ -46,6 +46,8 @@ INLINE vec to_whole(vec x) {
     return (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+INLINE ivec nearest(vec x) { return (ivec)_mm512_cvtps_epi32((__m512)x); }
+
 INLINE vec times_power(vec x, vec n) { return (vec)_mm512_scalef_ps((__m512)x, (__m512)n); }
 
 INLINE vec fused(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -83,6 +85,19 @@ enum { BYTES_MULTIPLY = 1 };
 
 INLINE ivec dot_fours(ivec sum, uvec a, uvec b) {
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+
+INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
+    return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+
+INLINE uvec code_words(const int8_t *codes) {
+    return (uvec)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+}
+
+INLINE uvec code_pairs(const int8_t *a, const int8_t *b) {
+    const __m128i x = _mm_loadu_si128((const __m128i *)a), y = _mm_loadu_si128((const __m128i *)b);
+    return (uvec)_mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
 }
 
 #if defined(__AVX512BF16__)

@@ -22,6 +22,8 @@ INLINE vec to_whole(vec x) {
     return y;
 }
 
+INLINE ivec nearest(vec x) { return __builtin_convertvector(to_whole(x), ivec); }
+
 INLINE vec fused(vec a, vec b, vec c) {
     vec y;
     for (int lane = 0; lane < LANES; lane++) y[lane] = fmaf(a[lane], b[lane], c[lane]);
@@ -40,5 +42,7 @@ INLINE void transpose(vec *rows) {
         for (int lane = 0; lane < LANES; lane++) columns[lane][i] = rows[i][lane];
     memcpy(rows, columns, sizeof columns);
 }
+
+#include "../words.h"
 
 #include "../without_masks.h"

@@ -38,6 +38,8 @@ INLINE vec swapped(vec x, int step) {
 
 INLINE vec to_whole(vec x) { return joined(vrndnq_f32(both_of(x).of[0]), vrndnq_f32(both_of(x).of[1])); }
 
+INLINE ivec nearest(vec x) { return __builtin_convertvector(to_whole(x), ivec); }
+
 INLINE vec fused(vec a, vec b, vec c) {
     const Both x = both_of(a), y = both_of(b), z = both_of(c);
     return joined(vfmaq_f32(z.of[0], x.of[0], y.of[0]), vfmaq_f32(z.of[1], x.of[1], y.of[1]));
@@ -54,6 +56,46 @@ INLINE void transpose(vec *rows) {
     for (int i = 0; i < LANES; i++)
         for (int lane = 0; lane < LANES; lane++) columns[lane][i] = rows[i][lane];
     memcpy(rows, columns, sizeof columns);
+}
+
+// Numbers of 16 bits in pairs: words of 32 bits in two registers.
+typedef struct {
+    int16x8_t of[2];
+} Registers;
+
+INLINE Registers words_in(uvec x) {
+    Registers both;
+    memcpy(&both, &x, sizeof both);
+    return both;
+}
+
+INLINE uvec joined_words(int16x8_t low, int16x8_t high) {
+    const Registers both = {{low, high}};
+    uvec x;
+    memcpy(&x, &both, sizeof x);
+    return x;
+}
+
+INLINE int32x4_t pair_products(int16x8_t a, int16x8_t b) {
+    return vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+}
+
+INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
+    const Registers x = words_in(a), y = words_in(b);
+    const int32x4_t both[2] = {pair_products(x.of[0], y.of[0]), pair_products(x.of[1], y.of[1])};
+    ivec products;
+    memcpy(&products, both, sizeof products);
+    return (ivec)((uvec)sum + (uvec)products);
+}
+
+INLINE uvec code_words(const int8_t *codes) {
+    const int8x16_t x = vld1q_s8(codes);
+    return joined_words(vmovl_s8(vget_low_s8(x)), vmovl_high_s8(x));
+}
+
+INLINE uvec code_pairs(const int8_t *a, const int8_t *b) {
+    const int8x8x2_t x = vzip_s8(vld1_s8(a), vld1_s8(b));
+    return joined_words(vmovl_s8(x.val[0]), vmovl_s8(x.val[1]));
 }
 
 #include "../without_masks.h"
