@@ -170,7 +170,7 @@ static PackedWeight random_product(int64_t inputs, int64_t outputs) {
 
 // A pass over two texts: a tree behind `length` tokens, whose cache may be quantised, and a prompt.
 static void passes(int64_t length, int64_t new, int coded) {
-    enum { SIZE = 48, HEADS = 6, KV_HEADS = 2, DIM = 10, WIDTH = 72, PROMPT = 5 };
+    enum { SIZE = 48, HEADS = 6, KV_HEADS = 2, DIM = 12, WIDTH = 72, PROMPT = 5 };
     const int64_t all = HEADS + 2 * KV_HEADS, rows = new + PROMPT, together = rows_together();
     Layer layer = {
         .qkv = random_product(SIZE, all * DIM),
@@ -325,7 +325,7 @@ int main(int count, char **arguments) {
     for (int coded = 0; coded < 2; coded++) passes(0, 3, coded), passes(40, 9, coded), passes(600, 17, coded);
     experts(SOFTMAX, 1), experts(SIGMOID, 3);
     attention_of_bf16(300, 7, 24, 0), attention_of_bf16(5, 1, 64, 0), attention_of_bf16(70, 3, 9, 0);
-    attention_of_bf16(300, 7, 24, 1), attention_of_bf16(5, 1, 64, 1), attention_of_bf16(600, 3, 10, 1);
+    attention_of_bf16(300, 7, 24, 1), attention_of_bf16(5, 1, 64, 1), attention_of_bf16(600, 3, 36, 1);
     tokens(5), tokens(1000);
     return 0;
 }

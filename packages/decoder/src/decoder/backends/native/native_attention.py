@@ -77,7 +77,8 @@ def native_attention(
         query_heads: H.
         keys, values: by sequence [1, G, slots, D] and [1, G, slots, Dv], the new ones behind the cached ones.
             In layers that do not attend to the whole sequence those are of the positions just before the first new one.
-            Codes of int8 are read as whole numbers, for which queries and weights are rounded to 16 bits.
+            Codes of int8, for which D is a multiple of four, are read as whole numbers; queries and weights are rounded
+            to 16 bits for them.
         new: by sequence its new tokens.
 
     Returns:

@@ -163,7 +163,7 @@ class WholeModel:
 
     def reads_codes(self, cache: LayeredCache) -> TypeGuard[StoredCache]:
         """Whether the library attends to a cache's codes, in whatever company the cache is."""
-        return isinstance(cache, StoredCache) and cache.keeps_codes and self._dim % 2 == 0
+        return isinstance(cache, StoredCache) and cache.keeps_codes and self._dim % 4 == 0
 
     def _room_for_queries(self, tokens: int, layers: int) -> torch.Tensor:
         """For queries, keys, values and gates of all layers, or of one layer after another."""

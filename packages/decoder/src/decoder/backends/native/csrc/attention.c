@@ -40,22 +40,6 @@ INLINE Cache cache_of(const Rows *rows) {
 
 INLINE int in_pairs(Cache cache) { return cache == PAIRED_CACHE || cache == CODED_CACHE; }
 
-// 2 LANES codes, or the `count` that there are and zeros.
-INLINE uvec some_code_words(const int8_t *codes, int64_t count) {
-    int8_t some[2 * LANES] = {0};
-    if (count >= 2 * LANES) return code_words(codes);
-    memcpy(some, codes, count);
-    return code_words(some);
-}
-
-// LANES codes of a, each beside one of b, or the `count` that there are and zeros.
-INLINE uvec some_code_pairs(const int8_t *a, const int8_t *b, int64_t count) {
-    int8_t some[2][LANES] = {{0}};
-    if (count >= LANES) return code_pairs(a, b);
-    memcpy(some[0], a, count), memcpy(some[1], b, count);
-    return code_pairs(some[0], some[1]);
-}
-
 // Numbers of LANES keys, or pairs of them, to a column of `out` per key; as many as there are lanes, unless `part`.
 INLINE void transposed_tile(const int part, const Cache cache, const void *from, const int32_t *slots, int64_t slot,
     int64_t at, int64_t keys, int64_t numbers, float *out) {
@@ -64,8 +48,6 @@ INLINE void transposed_tile(const int part, const Cache cache, const void *from,
     for (int key = 0; key < LANES; key++) {
         const int64_t here = at + slots[part && key >= keys ? 0 : key] * slot;
         if (part && key >= keys) rows[key] = (vec){0};
-        else if (cache == CODED_CACHE)
-            rows[key] = (vec)some_code_words((const int8_t *)from + here, part ? 2 * numbers : 2 * LANES);
         else if (cache == PAIRED_CACHE) rows[key] = load((const uint16_t *)from + here, 0, 0, part ? numbers : LANES);
         else rows[key] = load(from, here, cache == BF16_CACHE, part ? numbers : LANES);
     }
@@ -89,9 +71,39 @@ INLINE void transposed_words(const uint16_t *from, const int32_t *slots, int64_t
     }
 }
 
+// Fours of codes of LANES keys, or of the `keys` and `fours` that there are, in pairs to two columns each.
+INLINE void transposed_codes(
+    const int part, const int8_t *from, const int32_t *slots, int64_t slot, int64_t keys, int64_t fours, float *out) {
+    vec rows[LANES];
+    UNROLL(16)
+    for (int key = 0; key < LANES; key++)
+        rows[key] = part && key >= keys ? (vec){0} : load(from + slots[key] * slot, 0, 0, part ? fours : LANES);
+    transpose(rows);
+    UNROLL(16)
+    for (int n = 0; n < LANES; n++) {
+        if (part && n >= fours) continue;
+        store(out, 2 * n * BLOCK, 0, (vec)odd_codes((uvec)rows[n]), LANES);
+        store(out, (2 * n + 1) * BLOCK, 0, (vec)even_codes((uvec)rows[n]), LANES);
+    }
+}
+
+// The keys of codes in some slots as [dim / 2, BLOCK]: of each four, the first and the third are a pair.
+INLINE void coded_block(const Rows *rows, const int32_t *slots, int64_t count, float *out) {
+    const int64_t slot = rows->text->key_slot, fours = rows->a->dim / 4;
+    const int8_t *from = (const int8_t *)rows->text->keys + rows->kv_head * rows->text->key_head;
+    for (int64_t first = 0; first < BLOCK && first < count; first += LANES)
+        for (int64_t i = 0; i < fours; i += LANES) {
+            float *to = out + 2 * i * BLOCK + first;
+            const int64_t keys = count - first, left = fours - i;
+            if (keys >= LANES && left >= LANES)
+                transposed_codes(0, from + 4 * i, slots + first, slot, LANES, LANES, to);
+            else transposed_codes(1, from + 4 * i, slots + first, slot, keys, left, to);
+        }
+}
+
 // The keys in some slots as [dim, BLOCK], or in pairs as [dim / 2, BLOCK]; there are any numbers behind the last one.
 INLINE void transposed_block(const Cache cache, const Rows *rows, const int32_t *slots, int64_t count, float *out) {
-    const int64_t each = in_pairs(cache) ? 2 : 1, dim = rows->a->dim / each;
+    const int64_t each = cache == PAIRED_CACHE ? 2 : 1, dim = rows->a->dim / each;
     const int64_t slot = rows->text->key_slot, head = rows->kv_head * rows->text->key_head;
     const void *from = rows->text->keys;
     for (int64_t first = 0; first < BLOCK && first < count; first += LANES)
@@ -114,7 +126,7 @@ static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t coun
         case FLOAT_CACHE: transposed_block(FLOAT_CACHE, rows, slots, count, out); break;
         case BF16_CACHE: transposed_block(BF16_CACHE, rows, slots, count, out); break;
         case PAIRED_CACHE: transposed_block(PAIRED_CACHE, rows, slots, count, out); break;
-        default: transposed_block(CODED_CACHE, rows, slots, count, out);
+        default: coded_block(rows, slots, count, out);
     }
 }
 
@@ -351,17 +363,24 @@ INLINE void coded_score_tile(const int count, const int16_t *queries, int64_t di
 }
 
 // A tile's codes of the values in some slots from number `first` on, in pairs of neighbouring positions, as
-// [pairs, WIDE x LANES]. The last one stands beside itself where it is the first of a pair.
+// [pairs, WIDE x LANES]. The last one stands in the places of those that are missing in its four, which nobody reads or whose
+// weights are zero.
 INLINE void paired_codes(const Rows *rows, const int32_t *slots, int64_t count, int64_t first, float *out) {
-    const int64_t slot = rows->text->value_slot, left = rows->a->value_dim - first;
+    const int64_t left = rows->a->value_dim - first;
     const int8_t *values = (const int8_t *)rows->text->values + rows->kv_head * rows->text->value_head + first;
-    for (int64_t k = 0; k < count; k += 2) {
-        const int8_t *a = values + slots[k] * slot, *b = k + 1 < count ? values + slots[k + 1] * slot : a;
+    int8_t some[4][WIDE * LANES] = {{0}};
+    for (int64_t k = 0; k < count; k += 4) {
+        const int8_t *of[4];
+        for (int64_t i = 0; i < 4; i++) {
+            of[i] = values + slots[k + i < count ? k + i : count - 1] * rows->text->value_slot;
+            if (left < WIDE * LANES) of[i] = memcpy(some[i], of[i], left);
+        }
+        uvec fours[WIDE];
+        code_quads(of[0], of[2], of[1], of[3], fours);
         UNROLL(4)
         for (int i = 0; i < WIDE; i++) {
-            const int64_t numbers = left - i * LANES;
-            const uvec pairs = numbers > 0 ? some_code_pairs(a + i * LANES, b + i * LANES, numbers) : (uvec){0};
-            store(out, (k / 2 * WIDE + i) * LANES, 0, (vec)pairs, LANES);
+            store(out, (k / 2 * WIDE + i) * LANES, 0, (vec)odd_codes(fours[i]), LANES);
+            store(out, ((k / 2 + 1) * WIDE + i) * LANES, 0, (vec)even_codes(fours[i]), LANES);
         }
     }
 }
@@ -586,7 +605,7 @@ INLINE Words words_up_to(float largest, float wrong) {
     return (Words){0, wrong};
 }
 
-// Turn a query to whole numbers; returns what these are multiplied by.
+// Turn a query to whole numbers, in the order in which codes make pairs; returns what these are multiplied by.
 INLINE float coded_query(const void *query, int64_t dim, int is_bf16, int16_t *to) {
     vec top = {0}, wrong = {0};
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -596,6 +615,10 @@ INLINE float coded_query(const void *query, int64_t dim, int is_bf16, int16_t *t
     const Words words = words_up_to(largest_of(top), sum(wrong));
     for (int64_t i = 0; i < dim; i += LANES)
         store_words(to + i, words.to_words > 0 ? load(query, i, is_bf16, dim - i) : (vec){0}, words.to_words, dim - i);
+    for (int64_t i = 0; i < dim; i += 4) {
+        const int16_t second = to[i + 1];
+        to[i + 1] = to[i + 2], to[i + 2] = second;
+    }
     return words.step;
 }
 

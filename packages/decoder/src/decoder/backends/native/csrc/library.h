@@ -130,7 +130,8 @@ typedef struct {
 
 // One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
 // position `first` to `length`; distances are in numbers. A quantised cache holds codes of one byte, from -127 to 127, and
-// for each key and value in a slot a scale, float32 or bfloat16 as the pass is, by which its codes are multiplied.
+// for each key and value in a slot a scale, float32 or bfloat16 as the pass is, by which its codes are
+// multiplied; `dim` is then a multiple of four.
 typedef struct {
     const void *keys, *values;
     int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;

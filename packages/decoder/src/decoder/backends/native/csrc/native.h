@@ -88,8 +88,7 @@ EACH_FUNCTION(FUNCTION)
 // none           whether no lane is set.
 // transpose      LANES vectors.
 // dot_words      sum + products of the pairs of whole numbers of 16 bits in a with those in b; too large ones wrap around.
-// code_words     2 LANES codes of one byte as such numbers.
-// code_pairs     LANES codes of a, each beside one of b.
+// code_quads     WIDE LANES codes of one byte of a, each with those of b, c and d behind it.
 //
 // BF16_PAIRS_MULTIPLY says whether there are products of pairs of bfloat16 numbers, and BYTES_MULTIPLY whether there are
 // those of fours of bytes:

@@ -51,13 +51,13 @@ INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
     return (ivec)((uvec)sum + (uvec)_mm256_madd_epi16((__m256i)a, (__m256i)b));
 }
 
-INLINE uvec code_words(const int8_t *codes) {
-    return (uvec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
-}
-
-INLINE uvec code_pairs(const int8_t *a, const int8_t *b) {
-    const __m128i x = _mm_loadl_epi64((const __m128i *)a), y = _mm_loadl_epi64((const __m128i *)b);
-    return (uvec)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
+INLINE void code_quads(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d, uvec *out) {
+    const __m128i first = _mm_loadu_si128((const __m128i *)a), second = _mm_loadu_si128((const __m128i *)b);
+    const __m128i third = _mm_loadu_si128((const __m128i *)c), fourth = _mm_loadu_si128((const __m128i *)d);
+    const __m128i ab = _mm_unpacklo_epi8(first, second), cd = _mm_unpacklo_epi8(third, fourth);
+    const __m128i ab2 = _mm_unpackhi_epi8(first, second), cd2 = _mm_unpackhi_epi8(third, fourth);
+    out[0] = (uvec)_mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
+    out[1] = (uvec)_mm256_set_m128i(_mm_unpackhi_epi16(ab2, cd2), _mm_unpacklo_epi16(ab2, cd2));
 }
 
 #include "../without_masks.h"

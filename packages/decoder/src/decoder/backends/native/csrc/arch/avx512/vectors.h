@@ -91,13 +91,18 @@ INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
     return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 }
 
-INLINE uvec code_words(const int8_t *codes) {
-    return (uvec)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
-}
-
-INLINE uvec code_pairs(const int8_t *a, const int8_t *b) {
-    const __m128i x = _mm_loadu_si128((const __m128i *)a), y = _mm_loadu_si128((const __m128i *)b);
-    return (uvec)_mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
+INLINE void code_quads(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d, uvec *out) {
+    const __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
+    const __m512i third = _mm512_loadu_si512(c), fourth = _mm512_loadu_si512(d);
+    const __m512i ab = _mm512_unpacklo_epi8(first, second), cd = _mm512_unpacklo_epi8(third, fourth);
+    const __m512i ab2 = _mm512_unpackhi_epi8(first, second), cd2 = _mm512_unpackhi_epi8(third, fourth);
+    // Of each quarter of the numbers four, the next four, and so on: quarters then change places with fours.
+    const __m512i q0 = _mm512_unpacklo_epi16(ab, cd), q1 = _mm512_unpackhi_epi16(ab, cd);
+    const __m512i q2 = _mm512_unpacklo_epi16(ab2, cd2), q3 = _mm512_unpackhi_epi16(ab2, cd2);
+    const __m512i low = _mm512_shuffle_i32x4(q0, q1, 0x44), low2 = _mm512_shuffle_i32x4(q2, q3, 0x44);
+    const __m512i high = _mm512_shuffle_i32x4(q0, q1, 0xee), high2 = _mm512_shuffle_i32x4(q2, q3, 0xee);
+    out[0] = (uvec)_mm512_shuffle_i32x4(low, low2, 0x88), out[1] = (uvec)_mm512_shuffle_i32x4(low, low2, 0xdd);
+    out[2] = (uvec)_mm512_shuffle_i32x4(high, high2, 0x88), out[3] = (uvec)_mm512_shuffle_i32x4(high, high2, 0xdd);
 }
 
 #if defined(__AVX512BF16__)

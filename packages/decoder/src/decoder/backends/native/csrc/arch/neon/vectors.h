@@ -69,13 +69,6 @@ INLINE Registers words_in(uvec x) {
     return both;
 }
 
-INLINE uvec joined_words(int16x8_t low, int16x8_t high) {
-    const Registers both = {{low, high}};
-    uvec x;
-    memcpy(&x, &both, sizeof x);
-    return x;
-}
-
 INLINE int32x4_t pair_products(int16x8_t a, int16x8_t b) {
     return vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
 }
@@ -88,14 +81,12 @@ INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
     return (ivec)((uvec)sum + (uvec)products);
 }
 
-INLINE uvec code_words(const int8_t *codes) {
-    const int8x16_t x = vld1q_s8(codes);
-    return joined_words(vmovl_s8(vget_low_s8(x)), vmovl_high_s8(x));
-}
-
-INLINE uvec code_pairs(const int8_t *a, const int8_t *b) {
-    const int8x8x2_t x = vzip_s8(vld1_s8(a), vld1_s8(b));
-    return joined_words(vmovl_s8(x.val[0]), vmovl_s8(x.val[1]));
+INLINE void code_quads(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d, uvec *out) {
+    const int8x16x2_t ab = vzipq_s8(vld1q_s8(a), vld1q_s8(b)), cd = vzipq_s8(vld1q_s8(c), vld1q_s8(d));
+    for (int half = 0; half < 2; half++) {
+        const int16x8x2_t quads = vzipq_s16(vreinterpretq_s16_s8(ab.val[half]), vreinterpretq_s16_s8(cd.val[half]));
+        memcpy(out + half, &quads, sizeof quads);
+    }
 }
 
 #include "../without_masks.h"
