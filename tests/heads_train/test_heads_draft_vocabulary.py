@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 import heads_train.module
+import heads_train.progress
 from decoder.draft_heads import DraftHeads
 from heads_train.cli import main
+from heads_train.draft_vocabulary import READ_TOKENS, expected_counts
 from heads_train.module import HeadsModule
 
 
@@ -51,6 +53,37 @@ def test_what_a_checkpoint_brings_is_not_computed_before_it_is_read(flags, monke
     assert sorted(computed) == ["expected_counts", "fit_heads"]
     run(flags, "--trainer.max_steps=6")
     assert len(computed) == 2
+
+
+@pytest.mark.parametrize(("count", "length"), [(5, 20), (1000, 512), (9, 8192), (200, 1024)])
+def test_a_bounded_part_of_all_the_text_is_read_for_a_draft_vocabulary(count, length):
+    """The model takes minutes for more on two cores, and longer places tell less than many."""
+    chunks = np.repeat(np.arange(count, dtype=np.uint32)[:, None], length, axis=1)
+    read = []
+
+    def states_of(ids):
+        read.append(ids)
+        return ids[..., None].float()
+
+    counts = expected_counts(
+        chunks, states_of, lambda states: 1e4 * torch.eye(count)[states[:, 0].long()], torch.device("cpu")
+    )
+    tokens = sum(ids.numel() for ids in read)
+    assert tokens == counts.sum() and tokens <= max(READ_TOKENS, 1024)
+    assert tokens == min(count, READ_TOKENS // min(length, 1024)) * min(length, 1024)
+    assert counts[0] and counts[-1]
+
+
+def test_where_nobody_watches_a_bar_lines_tell_how_long_it_takes(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr(heads_train.progress.time, "monotonic", lambda: next(clock))
+    assert list(heads_train.progress.progress(list("abcdef"), "reading")) == list("abcdef")
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: the model reads 6 chunks",
+        "reading: 1 of 6 chunks, 0:03:20 left",
+        "reading: 3 of 6 chunks, 0:01:20 left",
+        "reading: 5 of 6 chunks, 0:00:24 left",
+    ]
 
 
 def test_a_draft_vocabulary_of_all_tokens_changes_no_loss(model):

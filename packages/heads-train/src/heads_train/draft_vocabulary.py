@@ -8,9 +8,11 @@ from torch import Tensor
 
 from heads_train.progress import progress
 
-# Text that the model reads for it, and positions of it whose distributions are added up.
-READ_TOKENS = 2**17
-SUMMED_POSITIONS = 2**15
+# Text that the model reads for it, and how much of a chunk at most: many places of the text tell more than long ones.
+# The 8,192 most expected on so many tokens of books hold 90.9 % of SmolLM2's probability on other books, and 90.6 % on
+# half as many. Reading four times as many and adding up every fourth, which was done before, is no better.
+READ_TOKENS = 2**15
+READ_OF_CHUNK = 1024
 
 
 @torch.no_grad()
@@ -22,20 +24,21 @@ def expected_counts(
 ) -> Tensor:
     """How often the model expects each token on some of ``chunks`` [n, chunk_tokens]: its probabilities' sums [tokens].
 
+    `READ_TOKENS` at most are read, from all over the text, and the distributions of all of them added up.
+
     They tell rare tokens apart of which no training text has enough: on 65,000 tokens of SmolLM2's own text the 8,192
     most counted hold 87 % of its probability on other chats, the 8,192 most expected 90 %.
 
     Args:
-        states_of: token ids [1, chunk_tokens] -> the model's normalised last states [1, chunk_tokens, d].
+        states_of: token ids [1, length] -> the model's normalised last states [1, length, d].
         logits_of: states [positions, d] -> logits [positions, tokens].
     """
-    length = chunks.shape[1]
+    length = min(chunks.shape[1], READ_OF_CHUNK)
     rows = np.linspace(0, len(chunks) - 1, min(len(chunks), max(1, READ_TOKENS // length))).round().astype(int)
-    step = max(1, len(rows) * length // SUMMED_POSITIONS)
     counts = torch.zeros((), dtype=torch.float64, device=device)
     for row in progress(rows.tolist(), "choosing the tokens that heads draft"):
-        ids = torch.from_numpy(chunks[row].astype(np.int64))[None].to(device)
-        counts = counts + logits_of(states_of(ids)[0, ::step]).softmax(-1, dtype=torch.float32).sum(0).double()
+        ids = torch.from_numpy(chunks[row, :length].astype(np.int64))[None].to(device)
+        counts = counts + logits_of(states_of(ids)[0]).softmax(-1, dtype=torch.float32).sum(0).double()
     return counts
 
 
