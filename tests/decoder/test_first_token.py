@@ -3,12 +3,16 @@
 import json
 import subprocess
 import sys
+import time
 
 import gguf
 import pytest
+import torch
 
 import decoder
+from decoder.backends.native import library as native
 from decoder.model import loading
+from decoder.model.gguf import ahead, open_checked
 
 from .test_gguf import hf_model, write_gguf  # noqa: F401 (a fixture)
 
@@ -56,3 +60,38 @@ def test_a_tokenizer_that_was_read_before_is_the_decoders(file):
     assert decoder.load(file, tokenizer=tokenizer).tokenizer is tokenizer
     with pytest.raises(ValueError, match="the tokenizer must be one of transformers"):
         decoder.load(file, tokenizer="a")
+
+
+@pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
+def test_matrices_that_were_packed_ahead_are_the_models(file):
+    config = loading.read_config(file)
+    with ahead.packing_ahead(file):
+        opened = open_checked(file)
+        packed = {name: future.result() for name, future in opened.packing.items()}
+        model = loading.read_quantised(file, config, torch.float32)
+        assert not opened.packing
+    # Rows of queries are in another order in files of this architecture.
+    assert {"token_embd.weight", "blk.1.ffn_up.weight"} < packed.keys() and "blk.1.attn_q.weight" not in packed
+    assert model.model.layers[1].mlp.up_proj.matrix is packed["blk.1.ffn_up.weight"]
+    plain = loading.read_quantised(file, config, torch.float32)
+    assert plain.model.layers[1].mlp.up_proj.matrix is not packed["blk.1.ffn_up.weight"]
+    for one, other in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not native.available(), reason="there is no C compiler here")
+def test_a_block_that_ends_has_nothing_more_packed_and_its_error_is_told(file, monkeypatch):
+    monkeypatch.setattr(ahead, "QuantisedMatrix", lambda *given, **named: time.sleep(0.1))
+    with pytest.raises(FileNotFoundError, match="a prompt"), ahead.packing_ahead(file):
+        futures = list(open_checked(file).packing.values())
+        raise FileNotFoundError("there is no file with a prompt")
+    assert futures[-1].cancelled() and not open_checked(file).packing
+
+
+def test_of_a_file_that_cannot_be_read_nothing_is_told_ahead(file, tmp_path):
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    for source in ("nowhere.gguf", tmp_path / "b.gguf", tmp_path):
+        done = False
+        with ahead.packing_ahead(source):
+            done = True
+        assert done

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import NoReturn
 
@@ -56,13 +57,24 @@ _MODULES |= {"serve": "decoder.serve.command", "batch": "decoder.jobs.command"}
 
 def _run(name: str, args: argparse.Namespace) -> int:
     """Run a command, whose module is imported here alone: PyTorch and transformers take seconds."""
-    with uncollected():
-        from decoder.cli import run
+    with _ahead(args):
+        with uncollected():
+            from decoder.cli import run
 
-    if name == "run":
-        args.prompt = args.text if args.prompt is None else args.prompt
-        return run.run(args)
-    return run.in_words(lambda: _imported(name)(args))
+        if name == "run":
+            args.prompt = args.text if args.prompt is None else args.prompt
+            return run.run(args)
+        return run.in_words(lambda: _imported(name)(args))
+
+
+def _ahead(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """A block that begins with packing a file's weights, where they will stay in its formats."""
+    model, *asked = (str(getattr(args, name, "")) for name in ("model", "dtype", "device"))
+    if not model.lower().endswith(".gguf") or asked not in (["auto", "auto"], ["auto", "cpu"]):
+        return nullcontext()
+    with uncollected():
+        from decoder.model.gguf.ahead import packing_ahead
+    return packing_ahead(model)
 
 
 def _imported(name: str) -> Callable[[argparse.Namespace], None]:

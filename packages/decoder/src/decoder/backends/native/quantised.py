@@ -68,13 +68,14 @@ class QuantisedMatrix:
         kind: the format.
         blocks: the blocks of a file, row by row, uint8 [out, bytes]; a multiple of the block's inputs. An array may be
             one that cannot be written to, such as a file's own bytes.
+        threads: how many pack it; None takes as many as a product.
 
     Attributes:
         shape: (out, in).
         weight: the packed matrix, uint8 [panels, bytes].
     """
 
-    def __init__(self, kind: WeightFormat, blocks: torch.Tensor | np.ndarray):
+    def __init__(self, kind: WeightFormat, blocks: torch.Tensor | np.ndarray, threads: int | None = None):
         given_blocks = np.ascontiguousarray(blocks.numpy() if isinstance(blocks, torch.Tensor) else blocks)
         outputs, row_bytes = given_blocks.shape
         count, rest = divmod(row_bytes, kind.bytes_of_block)
@@ -83,7 +84,7 @@ class QuantisedMatrix:
         self.kind, self.shape = kind, (outputs, count * kind.inputs)
         packed = large_pages.zeros((-(-outputs // width()), count * kind.packed_bytes), torch.uint8)
         given = kind.place, given_blocks.ctypes.data, *self.shape, packed.data_ptr()
-        native.library().pack_weights(*given, native.threads())
+        native.library().pack_weights(*given, threads or native.threads())
         self.weight = nn.Parameter(packed, requires_grad=False)
 
     @property

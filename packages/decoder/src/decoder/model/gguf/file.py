@@ -9,7 +9,8 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -92,6 +93,7 @@ class GgufFile:
         tensors: its tensors by llama.cpp's names, in the order of the header.
         data_start: the offset in the file at which the data begins.
         buffer: the mapped file.
+        packing: matrices that are packed already, or will be, by the names of their tensors (`gguf.ahead`).
     """
 
     path: Path
@@ -99,6 +101,7 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     data_start: int
     buffer: mmap.mmap
+    packing: dict[str, Future[Any]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
@@ -116,6 +119,16 @@ class GgufFile:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         metadata, tensors, data_start = _Parser(path, buffer).parse()
         return cls(path, metadata, tensors, data_start, buffer)
+
+    def packed(self, name: str) -> Any:
+        """The matrix of a tensor that was packed ahead; None if nobody has begun with it."""
+        future = self.packing.pop(name, None)
+        return None if future is None or future.cancel() else future.result()
+
+    def stop_packing(self) -> None:
+        """Pack no more ahead, and drop what nobody has taken."""
+        while self.packing:
+            self.packing.popitem()[1].cancel()
 
     def release(self, name: str) -> None:
         """Give back the memory in which a tensor's bytes lie, until somebody looks at them again."""

@@ -59,6 +59,7 @@ def quantised_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
         else:
             scale = getattr(module, "scalar_embed_scale", 1.0)
             model.set_submodule(path, QuantisedEmbedding(_matrix(file, source, kind), dtype, scale))
+    file.stop_packing()
     _tie(model, config, dtype)
     _fill(model, plain)
     model.generation_config = GenerationConfig.from_model_config(config)
@@ -132,12 +133,13 @@ def _blocks_in_order(file: GgufFile, source: Source, kind: WeightFormat) -> np.n
 def _matrix(file: GgufFile, source: Source, kind: WeightFormat) -> QuantisedMatrix:
     name = source.tensors[0]
     blocks = file.tensors[name].blocks
+    matrix = file.packed(name) if source.rows is None and source.columns is None else None
     if source.rows is not None:
         blocks = blocks[source.rows(len(blocks))]
     if source.columns is not None:
         blocks = blocks.reshape(len(blocks), -1, kind.bytes_of_block)[:, _blocks_in_order(file, source, kind)]
         blocks = blocks.reshape(len(blocks), -1)
-    matrix = QuantisedMatrix(kind, blocks)
+    matrix = QuantisedMatrix(kind, blocks) if matrix is None else matrix
     if not matrix.finite:
         raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}")
     return matrix
