@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import time
+import weakref
 from pathlib import Path
 
 import datasets
@@ -920,3 +921,23 @@ def test_results_say_where_they_come_from(data, tmp_path):
     assert run["memory_loaded_bytes"] > run["memory_before_bytes"]
     above = max(0, run["peak_memory_bytes"] - run["memory_loaded_bytes"])
     assert results["methods"]["ar"]["memory_above_model_bytes"] == above
+
+
+def test_what_turns_leave_is_looked_for_without_all_that_was_there_before():
+    class Held:
+        pass
+
+    def cycle():
+        one = Held()
+        one.itself = one
+        return weakref.ref(one)
+
+    before = cycle()
+    with pytest.raises(OSError), rounds.settled():
+        assert before() is None and gc.get_freeze_count() > 10_000
+        left = cycle()
+        assert left() is not None
+        gc.collect()
+        assert left() is None
+        raise OSError
+    assert gc.get_freeze_count() == 0

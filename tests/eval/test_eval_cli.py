@@ -95,6 +95,42 @@ def test_demo_shows_what_the_chat_model_answers(data, tmp_path, monkeypatch, cap
         assert len(flags) == len(set(flags)) and "--model data/smollm2 " in command
 
 
+def of_rows(*runs):
+    """Results of rows whose texts took so many seconds for so many tokens."""
+    rows = zip(("ar", "auto", "tokenswift"), runs, strict=False)
+    return {
+        "methods": {
+            name: {"runs": [{"decode_seconds": took, "new_tokens": tokens} for took, tokens in texts]}
+            for name, texts in rows
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "took", "left", "length"),
+    [
+        (4, 20, 26, 96),  # 2 rows of 2 texts at 1/24 s a token, and 8 s around them
+        (2, 14, 20, 128),
+        (1, 11, 100, 192),
+        (4, 20, 8, 48),
+        (40, 200, 60, 48),
+        (4, 0.1, 17, 96),  # what was taken over took no time
+    ],
+)
+def test_demo_gives_a_slow_machine_shorter_texts(seconds, took, left, length):
+    results = of_rows(*[[(seconds / 2, 48), (seconds / 2, 48)]] * 3)
+    assert demo.affordable(results, took, left) == length
+
+
+def test_demo_takes_over_the_length_of_the_one_before(tmp_path):
+    assert demo.length_before(str(tmp_path)) is None
+    for found, expected in ((64, 64), (12, None), (None, None)):
+        (tmp_path / "results.json").write_text(json.dumps({"settings": {"max_new_tokens": found}}))
+        assert demo.length_before(str(tmp_path)) == expected
+    (tmp_path / "results.json").write_text("{")
+    assert demo.length_before(str(tmp_path)) is None
+
+
 def test_demo_finds_the_data_folder_as_compare_does(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert demo.main([f"--data-dir={tmp_path / 'nowhere'}"]) == 2

@@ -10,7 +10,8 @@ import heads_train
 import ts_eval
 from decoder import parts
 
-PUBLIC = {"decoder"} | {f"decoder.{name}" for name in ("auditing", "drafters", "heads", "options", "parts", "timings")}
+OPEN = ("auditing", "collecting", "drafters", "heads", "options", "parts", "timings")
+PUBLIC = {"decoder"} | {f"decoder.{name}" for name in OPEN}
 PARTS = {name for name in vars(parts) if not name.startswith("_")}
 
 

@@ -1,8 +1,8 @@
 """What programs beside the decoder build on, as `ts_eval` and `heads_train` do: names that stay when files inside move.
 
-Those that users need are in `decoder` itself. Public, too, are `decoder.auditing`, `decoder.drafters`, `decoder.heads`,
-`decoder.options` and `decoder.timings`; all other modules are the decoder's own. What a name is stands where it is
-defined.
+Those that users need are in `decoder` itself. Public, too, are `decoder.auditing`, `decoder.collecting`,
+`decoder.drafters`, `decoder.heads`, `decoder.options` and `decoder.timings`; all other modules are the decoder's own.
+What a name is stands where it is defined.
 """
 
 # ruff: noqa: F401

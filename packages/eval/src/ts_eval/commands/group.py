@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import click
 
+from decoder.collecting import uncollected
+
 WRONG_INPUT = 2
 INTERRUPTED = 130
 
@@ -46,7 +48,8 @@ def told_in_a_sentence(kept_in: str | None = None) -> Iterator[None]:
         kept_in: the folder of a command that goes on where it was interrupted, which it then tells.
     """
     # Imported here because it brings torch, which --help and wrong usage should not cost.
-    from decoder.parts import check, is_first_to_tell
+    with uncollected():
+        from decoder.parts import check, is_first_to_tell
 
     context = click.get_current_context()
     flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
