@@ -1,5 +1,7 @@
 """A GGUF file's model in the file's own formats: its numbers, its bits, and its texts."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
@@ -13,6 +15,8 @@ if not native.available():
 import decoder  # noqa: E402
 from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight  # noqa: E402
 from decoder.cache.full import FullCache  # noqa: E402
+from decoder.model.gguf.ahead import packing_ahead  # noqa: E402
+from decoder.model.gguf.file import GgufFile  # noqa: E402
 from decoder.sampling.token_tree import TokenTree  # noqa: E402
 from tests.decoder.test_quantised import NAMES, blocks_of, dequantised  # noqa: E402
 
@@ -94,6 +98,15 @@ def test_matrices_stay_in_the_formats_of_the_file(loaded):
     assert backend.whole is not None  # all layers in one call
     assert set(backend._kinds()) == {QuantisedWeight.__name__.removesuffix("Weight")}
     assert "in gguf" in dec.report()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_pages_of_the_file_are_given_back_as_its_matrices_are_packed(tmp_path, monkeypatch, ahead):
+    path, released, release = write(tmp_path / "tiny.gguf", "Q4_K"), set(), GgufFile.release
+    monkeypatch.setattr(GgufFile, "release", lambda file, name: (released.add(name), release(file, name)))
+    with packing_ahead(path) if ahead else nullcontext():
+        decoder.load(path)
+    assert released == set(GgufFile.read(path).tensors)
 
 
 def test_embeddings_are_scaled_as_gemma_scales_them(loaded):

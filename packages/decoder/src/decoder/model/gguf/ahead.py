@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from decoder.backends.native.quantised import QuantisedMatrix, weight_formats
+from decoder.backends.native.quantised import QuantisedMatrix, WeightFormat, weight_formats
 from decoder.model.gguf import is_gguf, open_checked
+from decoder.model.gguf.file import GgufFile
 
 # Matrices that nearly all models have in the file's order; others are packed when it is known.
 _IN_ORDER = re.compile(r"(token_embd|output|blk\.\d+\.(attn_v|attn_output|ffn_gate|ffn_up|ffn_down))\.weight")
@@ -35,8 +36,14 @@ def packing_ahead(source: str | os.PathLike) -> Iterator[None]:
         for name, tensor in file.tensors.items():
             kind = weight_formats().get(tensor.format.number)
             if kind is not None and len(tensor.shape) == 2 and _IN_ORDER.fullmatch(name):
-                file.packing[name] = thread.submit(QuantisedMatrix, kind, tensor.blocks, threads=1)
+                file.packing[name] = thread.submit(_packed, file, name, kind)
         try:
             yield
         finally:
             file.stop_packing()
+
+
+def _packed(file: GgufFile, name: str, kind: WeightFormat) -> QuantisedMatrix:
+    matrix = QuantisedMatrix(kind, file.tensors[name].blocks, threads=1)
+    file.release(name)
+    return matrix

@@ -139,7 +139,9 @@ def _matrix(file: GgufFile, source: Source, kind: WeightFormat) -> QuantisedMatr
     if source.columns is not None:
         blocks = blocks.reshape(len(blocks), -1, kind.bytes_of_block)[:, _blocks_in_order(file, source, kind)]
         blocks = blocks.reshape(len(blocks), -1)
-    matrix = QuantisedMatrix(kind, blocks) if matrix is None else matrix
+    if matrix is None:
+        matrix = QuantisedMatrix(kind, blocks)
+        file.release(name)
     if not matrix.finite:
         raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}")
     return matrix
