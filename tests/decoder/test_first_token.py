@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import gguf
 import pytest
 import torch
 
 import decoder
+import decoder.__main__ as command
 from decoder.backends.native import library as native
 from decoder.model import loading
 from decoder.model.gguf import ahead, open_checked
@@ -95,3 +97,21 @@ def test_of_a_file_that_cannot_be_read_nothing_is_told_ahead(file, tmp_path):
         with ahead.packing_ahead(source):
             done = True
         assert done
+
+
+@pytest.mark.parametrize(
+    ("flags", "packs"),
+    [
+        (["run"], True),
+        (["run", "--device", "cpu"], True),
+        (["serve"], True),
+        (["run", "--dtype", "float32"], False),  # for which weights are unpacked
+        (["batch", "a", "b", "--ray", "auto"], False),  # whose processes load the model
+    ],
+)
+def test_matrices_are_packed_ahead_where_they_stay_as_they_are(flags, packs, file, monkeypatch):
+    begun = []
+    monkeypatch.setattr(ahead, "packing_ahead", lambda source: begun.append(source) or nullcontext())
+    args = command.PARSERS[flags[0]][0](command.Parser, "decoder").parse_args([*flags[1:], "--model", file])
+    with command._ahead(args):
+        assert begun == ([file] if packs else [])

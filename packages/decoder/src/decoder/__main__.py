@@ -70,7 +70,8 @@ def _run(name: str, args: argparse.Namespace) -> int:
 def _ahead(args: argparse.Namespace) -> AbstractContextManager[None]:
     """A block that begins with packing a file's weights, where they will stay in its formats."""
     model, *asked = (str(getattr(args, name, "")) for name in ("model", "dtype", "device"))
-    if not model.lower().endswith(".gguf") or asked not in (["auto", "auto"], ["auto", "cpu"]):
+    elsewhere = getattr(args, "ray", None) is not None
+    if elsewhere or not model.lower().endswith(".gguf") or asked not in (["auto", "auto"], ["auto", "cpu"]):
         return nullcontext()
     with uncollected():
         from decoder.model.gguf.ahead import packing_ahead
