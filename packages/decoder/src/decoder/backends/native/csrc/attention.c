@@ -653,68 +653,80 @@ INLINE Ahead ahead_of(const Rows *rows, int64_t slot) {
         coded ? 2 * BLOCK : BLOCK * size}; // codes are fetched for two numbers at a time
 }
 
-// Rows over the keys of a split. Fills states and sums of values.
-ONCE void over_split(
-    const Rows *rows, Queries queries, int64_t count, const Keys *k, SoftmaxState *states, float *sums) {
-    const Attention *a = rows->a;
-    const SequenceKV *t = rows->text;
-    const Cache cache = cache_of(rows);
-    const int coded = cache == CODED_CACHE;
-    const int64_t per_token = a->heads / a->kv_heads;
-    const int32_t *slots = k->slots;
-    const float scaling = a->scaling * 1.44269504f; // weights are powers of two
-    float scores[FEW * SPLIT] __attribute__((aligned(64)));
-    float keys[MOST_DIM * BLOCK] __attribute__((aligned(64)));
-    float key_scales[SPLIT], value_scales[SPLIT] = {0}, steps[FEW];
-    if (coded) {
-        gather_scales(rows, t->key_scales, slots, k->common, key_scales);
-        gather_scales(rows, t->value_scales, slots, k->common, value_scales);
-    }
+// Scores of the keys that are common to rows.
+INLINE void score_common(
+    const Rows *rows, Queries queries, int64_t count, const Keys *k, float scaling, float *scores) {
+    float keys[MOST_DIM * BLOCK] __attribute__((aligned(64))), scales[SPLIT];
+    if (cache_of(rows) == CODED_CACHE) gather_scales(rows, rows->text->key_scales, k->slots, k->common, scales);
     for (int64_t first = k->begin / BLOCK * BLOCK; first < k->common; first += BLOCK) {
         const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
-        const Ahead ahead = ahead_of(rows, slots[first]);
-        transposed_keys(rows, slots + first, last - first, keys);
+        const Ahead ahead = ahead_of(rows, k->slots[first]);
+        transposed_keys(rows, k->slots + first, last - first, keys);
         for (int64_t r = 0, tile; r < count; r += tile) {
             tile = tile_of(count - r);
-            scores_of(rows, tile, queries_from(rows, queries, r), keys, key_scales + first, scaling,
+            scores_of(rows, tile, queries_from(rows, queries, r), keys, scales + first, scaling,
                 r || !ahead.step ? NULL : &ahead, scores + r * SPLIT + first);
         }
     }
+}
+
+// Scores of the keys of each token's own.
+INLINE void score_own(const Rows *rows, Queries queries, int64_t count, const Keys *k, float scaling, float *scores) {
+    const int64_t per_token = rows->a->heads / rows->a->kv_heads;
+    float keys[MOST_DIM * BLOCK] __attribute__((aligned(64))), few[TILE * SPLIT], scales[BLOCK];
     for (int64_t r = 0; r < count; r += per_token)
         for (int64_t first = k->common; first < k->seen[r]; first += BLOCK) {
-            const int64_t extra = k->seen[r] - first;
+            const int64_t extra = k->seen[r] - first < BLOCK ? k->seen[r] - first : BLOCK;
             const int32_t *own = k->own + r / per_token * SPLIT + first - k->common;
-            float few[TILE * SPLIT], scales[BLOCK];
             transposed_keys(rows, own, extra, keys);
-            if (coded) gather_scales(rows, t->key_scales, own, extra < BLOCK ? extra : BLOCK, scales);
+            if (cache_of(rows) == CODED_CACHE) gather_scales(rows, rows->text->key_scales, own, extra, scales);
             for (int64_t h = r, tile; h < r + per_token; h += tile) {
                 tile = tile_of(r + per_token - h);
                 scores_of(rows, tile, queries_from(rows, queries, h), keys, scales, scaling, NULL, few);
                 for (int64_t n = 0; n < tile; n++)
-                    memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT,
-                        (extra < BLOCK ? extra : BLOCK) * sizeof(float));
+                    memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT, extra * sizeof(float));
             }
         }
-    const float cap = a->softcap * 1.44269504f;
+}
+
+// Turn scores to weights. Those of codes become whole numbers; `steps` gets what sums of their products are multiplied by.
+INLINE void weigh(const Rows *rows, int64_t count, const Keys *k, float *scores, SoftmaxState *states, float *steps) {
+    const int64_t per_token = rows->a->heads / rows->a->kv_heads;
+    const float cap = rows->a->softcap * 1.44269504f;
+    const void *of_values = rows->text->value_scales;
+    float scales[SPLIT] = {0};
     for (int64_t r = 0; r < count; r++)
-        states[r] = softmax_block(cache == PAIRED_CACHE, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
-    for (int64_t r = 0; coded && r < count; r++) {
+        states[r] = softmax_block(cache_of(rows) == PAIRED_CACHE, cap, scores + r * SPLIT, k->from[r], k->seen[r]);
+    if (cache_of(rows) != CODED_CACHE) return;
+    gather_scales(rows, of_values, k->slots, k->common, scales);
+    for (int64_t r = 0; r < count; r++) {
         const int64_t extra = k->seen[r] - k->common;
         if (extra > 0 && r % per_token == 0)
-            gather_scales(rows, t->value_scales, k->own + r / per_token * SPLIT, extra, value_scales + k->common);
-        steps[r] = coded_weights(scores + r * SPLIT, value_scales, k->seen[r]);
+            gather_scales(rows, of_values, k->own + r / per_token * SPLIT, extra, scales + k->common);
+        steps[r] = coded_weights(scores + r * SPLIT, scales, k->seen[r]);
     }
+}
+
+// Rows over the keys of a split. Fills states and sums of values.
+ONCE void over_split(
+    const Rows *rows, Queries queries, int64_t count, const Keys *k, SoftmaxState *states, float *sums) {
+    const int64_t per_token = rows->a->heads / rows->a->kv_heads, dim = rows->a->value_dim;
+    const float scaling = rows->a->scaling * 1.44269504f; // weights are powers of two
+    float scores[FEW * SPLIT] __attribute__((aligned(64))), steps[FEW];
+    score_common(rows, queries, count, k, scaling, scores);
+    score_own(rows, queries, count, k, scaling, scores);
+    weigh(rows, count, k, scores, states, steps);
     int32_t seen[FEW] = {0};
     const int32_t begin = (int32_t)k->begin;
     for (int64_t r = 0; r < count; r++) seen[r] = (k->seen[r] < k->common ? k->seen[r] : (int32_t)k->common) - begin;
-    add_values(rows, count, slots + begin, seen, scores, begin, 0, sums);
+    add_values(rows, count, k->slots + begin, seen, scores, begin, 0, sums);
     for (int64_t r = 0; r < count; r++) seen[r] = k->seen[r] - seen[r] - begin;
     for (int64_t r = 0; r < count; r += per_token)
         if (k->seen[r] > k->common)
             add_values(rows, per_token, k->own + r / per_token * SPLIT, seen + r, scores + r * SPLIT, k->common, 1,
-                sums + r * a->value_dim);
-    for (int64_t r = 0; coded && r < count; r++)
-        for (int64_t i = r * a->value_dim, end = i + a->value_dim; i < end; i += LANES) {
+                sums + r * dim);
+    for (int64_t r = 0; cache_of(rows) == CODED_CACHE && r < count; r++)
+        for (int64_t i = r * dim, end = i + dim; i < end; i += LANES) {
             const ivec whole = (ivec)load(sums, i, 0, end - i);
             store(sums, i, 0, __builtin_convertvector(whole, vec) * steps[r], end - i);
         }
