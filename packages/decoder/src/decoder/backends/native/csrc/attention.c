@@ -137,12 +137,13 @@ typedef struct {
     int64_t step;
 } Ahead;
 
-INLINE void fetch(const Ahead *ahead, int64_t number, const int numbers) {
+// For `numbers` of a head from this one on; `nearest` to the cache that is nearest to the core, where float32 takes a tenth
+// less time.
+INLINE void fetch(const Ahead *ahead, int64_t number, const int numbers, const int nearest) {
     UNROLL(4)
-    for (int i = 0; i < 2 * numbers; i++) {
-        const int64_t at = number * ahead->step + i * ahead->step / 2;
-        __builtin_prefetch(ahead->keys + at, 0, 2);
-        __builtin_prefetch(ahead->values + at, 0, 2);
+    for (int64_t at = number * ahead->step; at < (number + numbers) * ahead->step; at += 64) {
+        if (nearest) __builtin_prefetch(ahead->keys + at, 0, 3), __builtin_prefetch(ahead->values + at, 0, 3);
+        else __builtin_prefetch(ahead->keys + at, 0, 2), __builtin_prefetch(ahead->values + at, 0, 2);
     }
 }
 
@@ -155,7 +156,7 @@ INLINE void single_score_tile(const int count, const float *queries, int64_t dim
         for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
         for (int64_t k = 0; k < dim; k++) {
             vec key[WIDE];
-            if (ahead && !first) fetch(ahead, k, 1);
+            if (ahead && !first) fetch(ahead, k, 1, 1);
             UNROLL(4)
             for (int i = 0; i < WIDE; i++) key[i] = load(keys, k * BLOCK + first + i * LANES, 0, LANES);
             UNROLL(6)
@@ -201,10 +202,11 @@ INLINE void widened_tile(
     }
 }
 
-// Add to up to a tile's numbers [count, `left`] of rows the weighted sums of widened values, `seen` of them for each row;
-// `out` has rows of `dim` numbers, weights have rows of SPLIT. They begin with zeros unless `go_on`.
-INLINE void single_value_tile(const int count, const float *values, int64_t dim, int64_t left, const int32_t *seen,
-    const float *weights, int go_on, float *out) {
+// Add to up to a tile's numbers [count, `left`] of rows the weighted sums of values in float32, `stride` numbers from one to
+// the next, `seen` of them for each row; `out` has rows of `dim` numbers, weights have rows of SPLIT. They begin with zeros
+// unless `go_on`.
+INLINE void single_value_tile(const int count, const float *values, int64_t stride, int64_t dim, int64_t left,
+    const int32_t *seen, const float *weights, int go_on, float *out) {
     int64_t least, most, k = 0;
     fewest_and_most(count, seen, &least, &most);
     vec sums[TILE * WIDE];
@@ -219,7 +221,7 @@ INLINE void single_value_tile(const int count, const float *values, int64_t dim,
     for (; k < least; k++) {
         vec value[WIDE];
         UNROLL(4)
-        for (int i = 0; i < WIDE; i++) value[i] = load(values, (k * WIDE + i) * LANES, 0, LANES);
+        for (int i = 0; i < WIDE; i++) value[i] = load(values, k * stride + i * LANES, 0, LANES);
         UNROLL(6)
         for (int r = 0; r < count; r++) {
             UNROLL(4)
@@ -235,7 +237,7 @@ INLINE void single_value_tile(const int count, const float *values, int64_t dim,
             const vec weight = splat(weights[r * SPLIT + k]);
             UNROLL(4)
             for (int i = 0; i < WIDE; i++)
-                sums[r * WIDE + i] = fused(weight, load(values, (k * WIDE + i) * LANES, 0, LANES), sums[r * WIDE + i]);
+                sums[r * WIDE + i] = fused(weight, load(values, k * stride + i * LANES, 0, LANES), sums[r * WIDE + i]);
         }
     }
     UNROLL(6)
@@ -266,7 +268,7 @@ INLINE void paired_score_tile(const int count, const uint16_t *queries, int64_t 
     for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
     for (int64_t k = 0; k < dim; k += 2) {
         uvec key[WIDE];
-        if (ahead) fetch(ahead, k, 2);
+        if (ahead) fetch(ahead, k, 2, 0);
         UNROLL(4)
         for (int i = 0; i < WIDE; i++) key[i] = (uvec)load(keys, k / 2 * BLOCK + i * LANES, 0, LANES);
         add_pairs(count, queries + k, dim, key, sums);
@@ -340,7 +342,7 @@ INLINE void coded_score_tile(const int count, const int16_t *queries, int64_t di
         for (int i = 0; i < count * WIDE; i++) sums[i] = (ivec){0};
         for (int64_t k = 0; k < dim / 2; k++) {
             uvec key[WIDE];
-            if (ahead && !first) fetch(ahead, k, 1);
+            if (ahead && !first) fetch(ahead, k, 1, 0);
             UNROLL(4)
             for (int i = 0; i < WIDE; i++) key[i] = (uvec)load(keys, k * BLOCK + first + i * LANES, 0, LANES);
             UNROLL(6)
@@ -428,9 +430,9 @@ INLINE void coded_value_tile(const int count, const float *values, int64_t pairs
         const uint16_t *queries, int64_t dim, const float *keys, float scaling, const Ahead *ahead, float *scores) {   \
         paired_score_tile(N, queries, dim, keys, scaling, ahead, scores);                                              \
     }                                                                                                                  \
-    ONCE void single_values_of_##N(const float *values, int64_t dim, int64_t left, const int32_t *seen,                \
-        const float *weights, int go_on, float *out) {                                                                 \
-        single_value_tile(N, values, dim, left, seen, weights, go_on, out);                                            \
+    ONCE void single_values_of_##N(const float *values, int64_t stride, int64_t dim, int64_t left,                     \
+        const int32_t *seen, const float *weights, int go_on, float *out) {                                            \
+        single_value_tile(N, values, stride, dim, left, seen, weights, go_on, out);                                    \
     }                                                                                                                  \
     ONCE void paired_values_of_##N(                                                                                    \
         const Rows *rows, const int32_t *slots, const int32_t *seen, const uint16_t *weights, int go_on, float *out) { \
@@ -502,18 +504,24 @@ ONCE void add_values(const Rows *rows, int64_t count, const int32_t *slots, cons
         }
         return;
     }
-    float values[WIDENED * WIDE * LANES] __attribute__((aligned(64)));
+    float widened[WIDENED * WIDE * LANES] __attribute__((aligned(64)));
     int64_t most = 0, at = 0;
     for (int64_t r = 0; r < count; r++) most = seen[r] > most ? seen[r] : most;
+    // Numbers in float32 that stand one behind the other are read where they are.
+    const int in_place = cache_of(rows) == FLOAT_CACHE && most && slots[most - 1] - slots[0] == most - 1;
+    const float *in_cache = (const float *)rows->text->values + rows->kv_head * rows->text->value_head;
     do {
         const int64_t here = most - at < WIDENED ? most - at : WIDENED;
         int32_t some[FEW];
         for (int64_t r = 0; r < count; r++)
             some[r] = seen[r] < at ? 0 : seen[r] - at < here ? seen[r] - (int32_t)at : (int32_t)here;
         for (int64_t i = 0; i < dim; i += WIDE * LANES) {
-            if (coded) paired_codes(rows, slots + at, here, i, values);
-            else if (a->is_bf16) widened_tile(rows, slots + at, here, i, 1, values);
-            else widened_tile(rows, slots + at, here, i, 0, values);
+            const int as_they_are = in_place && dim - i >= WIDE * LANES;
+            const int64_t stride = as_they_are ? rows->text->value_slot : WIDE * LANES;
+            const float *values = as_they_are ? in_cache + slots[at] * stride + i : widened;
+            if (coded) paired_codes(rows, slots + at, here, i, widened);
+            else if (a->is_bf16) widened_tile(rows, slots + at, here, i, 1, widened);
+            else if (!as_they_are) widened_tile(rows, slots + at, here, i, 0, widened);
             for (int64_t r = 0, tile; r < count; r += tile) {
                 const float *of_rows = weights + r * SPLIT + first + at;
                 const int16_t *words = (const int16_t *)(weights + r * SPLIT) + first + at;
@@ -523,7 +531,7 @@ ONCE void add_values(const Rows *rows, int64_t count, const int32_t *slots, cons
                     BY_COUNT(tile, coded_values_of_, values, (here + 1) / 2, dim, dim - i, words, go_on || at, to)
                     continue;
                 }
-                BY_COUNT(tile, single_values_of_, values, dim, dim - i, some + r, of_rows, go_on || at, to)
+                BY_COUNT(tile, single_values_of_, values, stride, dim, dim - i, some + r, of_rows, go_on || at, to)
             }
         }
         at += WIDENED;
