@@ -100,9 +100,15 @@ class QuantisedMatrix:
 
 
 def unpacked_rows(
-    kind: WeightFormat, packed: torch.Tensor, shape: tuple[int, int], numbers: torch.Tensor
+    kind: WeightFormat,
+    packed: torch.Tensor,
+    shape: tuple[int, int],
+    numbers: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weights float32 [..., in] of the outputs of these ``numbers`` [...], of a matrix of this ``shape``.
+
+    They are written to ``out``, of that form and contiguous, if it is given.
 
     Raises:
         IndexError: there is no such output.
@@ -110,7 +116,8 @@ def unpacked_rows(
     numbers = numbers.contiguous().long()
     if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < shape[0]:
         raise IndexError(f"rows from {int(numbers.min())} to {int(numbers.max())} of {shape[0]}")
-    out = floats(*numbers.shape, shape[1])
+    if out is None:
+        out = floats(*numbers.shape, shape[1])
     given = kind.place, packed.data_ptr(), shape[1], numbers.data_ptr(), numbers.numel(), out.data_ptr()
     native.library().unpack_rows(*given, native.threads() if numbers.numel() > 1 else 1)
     return out
@@ -139,9 +146,9 @@ class QuantisedMatrixModule(nn.Module):
         """Of inputs and outputs."""
         return self.like.dtype
 
-    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The weights float32 [..., in] of the outputs of these numbers [...]."""
-        return unpacked_rows(self.kind, self.weight.data, self.shape, numbers)
+    def rows(self, numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The weights float32 [..., in] of the outputs of these numbers [...], in ``out`` if it is given."""
+        return unpacked_rows(self.kind, self.weight.data, self.shape, numbers, out)
 
 
 class QuantisedLinear(QuantisedMatrixModule):

@@ -9,6 +9,7 @@ from torch import nn
 from decoder.backends.attention import Scores
 from decoder.backends.base import Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.forwards import under_autocast
+from decoder.backends.memory import floats
 from decoder.backends.modules import ModulePass, one_sequence_at_a_time
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.reference.attention import Masked
@@ -109,7 +110,10 @@ def _restored(layer: QuantisedLinear, x: torch.Tensor) -> torch.Tensor:
     parts = x.float().unflatten(-1, (-1, _PART))
     steps = parts.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / _MOST
     rounded = ((parts / steps).round() * steps).flatten(-2)
-    # Some outputs at a time, whose weights stay in the processor's cache.
+    # Some outputs at a time, whose weights stay in the processor's cache. They are restored in one place: parts of a
+    # large matrix, if they came and went one by one, could take as much memory as the whole.
     some = torch.arange(layer.out_features).split(max(1, _AT_ONCE // layer.in_features))
-    out = torch.cat([nn.functional.linear(rounded, layer.rows(part)) for part in some], -1)
+    room, out = floats(len(some[0]), layer.in_features), rounded.new_empty(*x.shape[:-1], layer.out_features)
+    for part in some:
+        out[..., part[0] : part[-1] + 1] = nn.functional.linear(rounded, layer.rows(part, room[: len(part)]))
     return (out if layer.bias is None else out + layer.bias.float()).to(x.dtype)
