@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import math
 import re
 import shutil
@@ -550,6 +551,17 @@ def test_what_a_model_does_not_look_at_is_told(folders, tmp_path, caplog, change
     decoder.load(edited(folders, tmp_path, "config.json", settings(**changes)))
     [told] = [record.getMessage() for record in caplog.records if record.name.startswith("decoder")]
     assert re.search(words, told)
+
+
+def test_nothing_is_told_of_a_folder_that_is_as_it_should_be(folders):
+    told, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        decoder.load(folders / "model")
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert not told
 
 
 @pytest.mark.parametrize(

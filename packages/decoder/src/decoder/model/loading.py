@@ -183,7 +183,8 @@ def _without_report() -> Iterator[None]:
             listed.append(record.getMessage())
         return not is_report and record.levelno >= shown
 
-    theirs.setLevel(min(shown, logging.WARNING))
+    # At the level of warnings transformers would also tell which layers are not sharded.
+    theirs.setLevel(min(shown, logging.INFO))
     theirs.addFilter(passes)
     try:
         yield
