@@ -100,8 +100,13 @@ def test_resumed_texts_and_reused_beginnings_are_fresh_ones(dec, sampled):
     reusing, prompt = Decoder(dec.model, heads=dec.heads, prefix_cache_bytes=2**26), tokens(30, 2)
     for cut, method in zip((0, 87, 200, 333, 450), ("ar", "tokenswift", "medusa", "auto", "suffix"), strict=True):
         # The penalty's window reaches behind the prompt.
-        out = reusing.generate(prompt + sampled[:cut], min(150, LENGTH - cut), method, SAMPLED, TREES[0])
-        assert out.token_ids == sampled[cut : cut + 150], (cut, method)
+        given = prompt + sampled[:cut], min(150, LENGTH - cut)
+        expected = sampled[cut : cut + 150]
+        if dec.target.has_two_forms:
+            # What the text has added to its prompt is another text's prompt, and computed otherwise there.
+            expected = dec.generate(*given, "ar", SAMPLED).token_ids
+        out = reusing.generate(*given, method, SAMPLED, TREES[0])
+        assert out.token_ids == expected, (cut, method)
     for other in (prompt + sampled[:300] + tokens(9, 6), prompt[:20] + tokens(20, 7), prompt + sampled[:40]):
         expected = dec.generate(other, 40, "ar", SAMPLED).token_ids
         assert reusing.generate(other, 40, "tokenswift", SAMPLED, TREES[0]).token_ids == expected
