@@ -281,6 +281,14 @@ def test_the_library_keeps_the_codes_that_pytorch_does_and_no_layer_is_decoded(w
     assert all(torch.equal(queries[layer], queries_by_layer[layer]) for layer in (0, 1))
 
 
+def test_codes_in_host_memory_have_the_bits_of_those_that_are_not(whole, prompt):
+    texts = [
+        whole.generate(prompt, 20, method, SAMPLING, options(CacheForm("int8", offload)), return_logprobs=True)
+        for method, offload in (("ar", False), ("ar", True), ("suffix", True))
+    ]
+    assert len({(tuple(text.token_ids), tuple(text.logprobs)) for text in texts}) == 1
+
+
 def test_beside_caches_of_other_forms_a_pass_has_the_bits_that_it_has_alone(whole, prompt):
     dec = whole
     forms = [CacheForm("int8"), CacheForm(), CacheForm("fp8"), CacheForm("int8")]
