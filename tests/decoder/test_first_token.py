@@ -13,6 +13,7 @@ import torch
 import decoder
 import decoder.__main__ as command
 from decoder.backends.native import library as native
+from decoder.cli.importing import import_transformers
 from decoder.model import loading
 from decoder.model.gguf import ahead, open_checked
 
@@ -22,6 +23,7 @@ from .test_gguf import hf_model, write_gguf  # noqa: F401 (a fixture)
 ELSEWHERE = (
     *("transformers.models.gemma3.modeling_gemma3", "transformers.models.qwen2.modeling_qwen2"),
     *("decoder.hf", "decoder.serve.app", "decoder.backends.cuda", "uvicorn", "starlette", "llguidance"),
+    *("sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton"),
     *("datasets", "lightning", "matplotlib", "pandas", "peft", "pyarrow", "scipy", "sklearn", "torchmetrics"),
 )
 
@@ -46,6 +48,74 @@ print(json.dumps(told | dict(searches=gc.get_stats()[2]["collections"])), file=s
     assert (told["status"], told["imported"]) == (0, []), done.stderr
     # Of all objects. While PyTorch and transformers are imported there would be half a dozen.
     assert told["searches"] <= 2
+
+
+def _told(code: str) -> dict:
+    """What a program prints as JSON."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+_LEFT_OUT = """
+import json, sys
+from decoder.cli.importing import import_transformers
+import_transformers()
+missing = not {"torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys()
+import torch, transformers
+from transformers import masking_utils
+from transformers.utils import import_utils
+
+models = transformers.models.__path__[0] + "/__init__.py"
+read = type(transformers.models)("models", models, import_utils.define_import_structure(models))
+ids = torch.arange(8)[None]
+sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+asked = dict(mask_function=lambda b, h, q, k: k <= q, use_vmap=True, allow_is_causal_skip=False)
+mask = masking_utils.sdpa_mask(1, 8, 8, **asked)
+print(json.dumps(dict(
+    missing=missing,
+    models=set(read.__all__) == set(transformers.models.__all__),
+    logits=bool(torch.allclose(model(ids).logits[:, :4], model(ids[:, :4]).logits, atol=1e-5)),
+    mask=bool((mask == torch.ones(8, 8).tril().bool()).all()),
+    index=type(masking_utils.TransformGetItemToIndex()).__module__,
+    compiler=torch._dynamo.disable.__module__,
+    alone=not torch.distributed.is_available() and not import_utils.is_torch_distributed_available(),
+)))
+"""
+_OTHERWISE = """
+import json
+from decoder.cli import importing
+importing._MODELLING = (*importing._MODELLING, "torch._dynamo.of_another_version")
+importing.import_transformers()
+import torch, transformers.masking_utils as masks
+print(json.dumps(dict(usual=masks.TransformGetItemToIndex.__module__, alone=not torch.distributed.is_available())))
+"""
+
+
+def _told(code: str) -> dict:
+    """What a program prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is left out beside a CUDA device")
+def test_what_is_left_out_of_transformers_is_there_when_it_is_asked_for():
+    assert _told(_LEFT_OUT) == dict(
+        **dict.fromkeys(("missing", "models", "logits", "mask", "alone"), True),
+        index="torch._dynamo._trace_wrapped_higher_order_op",
+        compiler="torch._dynamo.decorators",
+    )
+
+
+def test_if_transformers_asks_for_more_it_is_imported_as_always():
+    assert _told(_OTHERWISE) == dict(usual="torch._dynamo._trace_wrapped_higher_order_op", alone=False)
+
+
+def test_where_transformers_is_imported_already_nothing_is_left_out():
+    import_transformers()
+    assert torch.distributed.is_available()
 
 
 def test_the_tokenizer_is_read_once(file, monkeypatch, capsys):

@@ -59,6 +59,10 @@ def _run(name: str, args: argparse.Namespace) -> int:
     """Run a command, whose module is imported here alone: PyTorch and transformers take seconds."""
     with _ahead(args):
         with uncollected():
+            if not _beside_others(args):
+                from decoder.cli.importing import import_transformers
+
+                import_transformers()
             from decoder.cli import run
 
         if name == "run":
@@ -70,12 +74,16 @@ def _run(name: str, args: argparse.Namespace) -> int:
 def _ahead(args: argparse.Namespace) -> AbstractContextManager[None]:
     """A block that begins with packing a file's weights, where they will stay in its formats."""
     model, *asked = (str(getattr(args, name, "")) for name in ("model", "dtype", "device"))
-    elsewhere = getattr(args, "ray", None) is not None
-    if elsewhere or not model.lower().endswith(".gguf") or asked not in (["auto", "auto"], ["auto", "cpu"]):
+    if _beside_others(args) or not model.lower().endswith(".gguf") or asked not in (["auto", "auto"], ["auto", "cpu"]):
         return nullcontext()
     with uncollected():
         from decoder.model.gguf.ahead import packing_ahead
     return packing_ahead(model)
+
+
+def _beside_others(args: argparse.Namespace) -> bool:
+    """Whether the work is that of several processes."""
+    return getattr(args, "ray", None) is not None or bool(getattr(args, "tensor_parallel", False))
 
 
 def _imported(name: str) -> Callable[[argparse.Namespace], None]:
