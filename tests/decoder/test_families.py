@@ -296,6 +296,51 @@ REFUSED = {
     ),
     "phimoe, more experts than two": ("phimoe", dict(num_experts_per_tok=3), "has num_experts_per_tok=3"),
     "qwen3_5_text, no gate": ("qwen3_5_text", dict(attn_output_gate=False), "has attn_output_gate=False"),
+    # Kinds of layers that some family has, but not this one.
+    "gemma3_text, chunks": (
+        "gemma3_text",
+        dict(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"], attention_chunk_size=64),
+        "has (layer_types='chunked_attention'|attention_chunk_size=64)",
+    ),
+    "gemma3_text, experts alone": (
+        "gemma3_text",
+        dict(num_hidden_layers=2, layer_types=["full_attention", "moe"]),
+        "has layer_types='moe'",
+    ),
+    "qwen3_next, windows": (
+        "qwen3_next",
+        dict(num_hidden_layers=2, layer_types=["linear_attention", "sliding_attention"], sliding_window=64),
+        "has layer_types='sliding_attention'",
+    ),
+    "lfm2, other states": (
+        "lfm2",
+        dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+        "has layer_types='linear_attention'",
+    ),
+    "lfm2, hybrids": ("lfm2", dict(num_hidden_layers=2, layer_types=["conv", "hybrid"]), "has layer_types='hybrid'"),
+    "mistral, windows by layer": (
+        "mistral",
+        dict(num_hidden_layers=2, sliding_window=64, layer_types=["full_attention", "sliding_attention"]),
+        r"do not look at layer_types=\['full_attention', 'sliding_attention'\]",
+    ),
+    # Options that the family's configuration has, or any could have, and its modules do not look at.
+    "deepseek_v2, weights of experts to one": ("deepseek_v2", dict(norm_topk_prob=True), "has norm_topk_prob=True"),
+    "nemotron_h, windows": ("nemotron_h", dict(sliding_window=64), "has sliding_window=64"),
+    "nemotron_h, biases": ("nemotron_h", dict(attention_bias=True), "has attention_bias=True"),
+    "llama, windows": ("llama", dict(sliding_window=64), "has sliding_window=64"),
+    "deepseek_v3, windows": ("deepseek_v3", dict(sliding_window=64), "has sliding_window=64"),
+    "deepseek_v2, chunks": ("deepseek_v2", dict(attention_chunk_size=64), "has attention_chunk_size=64"),
+    "qwen3_moe, scaled experts": ("qwen3_moe", dict(routed_scaling_factor=2.5), "has routed_scaling_factor=2.5"),
+    "llama, experts by layer": ("llama", dict(mlp_layer_types=["dense", "sparse"]), "has mlp_layer_types="),
+    "qwen3, layers without positions": ("qwen3", dict(no_rope_layers=[1, 0]), "has no_rope_layers="),
+    # Sizes.
+    "olmo3, half a dimension": ("olmo3", dict(head_dim=8.5), "a head_dim of 8.5"),
+    "qwen3, less than no heads": ("qwen3", dict(num_key_value_heads=-1), "a num_key_value_heads of -1"),
+    "qwen3, no heads": ("qwen3", dict(num_key_value_heads=0), "a num_key_value_heads of 0"),
+    "llama, negative lengths": ("llama", dict(max_position_embeddings=-1), "a max_position_embeddings of -1"),
+    "deepseek_v2, less than no ranks": ("deepseek_v2", dict(kv_lora_rank=-1), "a kv_lora_rank of -1"),
+    "nemotron_h, nothing at a time": ("nemotron_h", dict(chunk_size=0), "a chunk_size of 0"),
+    "gpt_oss, no experts used": ("gpt_oss", dict(num_experts_per_tok=0), "a num_experts_per_tok of 0"),
     "deepseek_v3, fewer KV heads": (
         "deepseek_v3",
         dict(num_attention_heads=4, num_key_value_heads=2),
@@ -327,6 +372,15 @@ def test_what_cannot_be_exact_is_told_from_the_configuration(model_type, overrid
     with pytest.raises(ValueError, match=f"^{model_type} .*({reason})") as refusal:
         refuse_unsupported(config)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_looks_at_is_not_refused(name):
+    """Every field of its configuration, but for those that change nothing."""
+    model_type, overrides = FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **overrides})
+    config.unsloth_version, config.initializer_range, config.pretraining_tp = "1", 0.1, 2
+    refuse_unsupported(config)
 
 
 def test_a_configuration_without_a_length_is_refused():

@@ -529,10 +529,27 @@ def test_a_spoilt_model_folder_is_one_sentence(folders, tmp_path, name, content,
             decoder.load(folders / "model", draft_model=folder)
 
 
-def test_an_unknown_option_is_told_before_weights_are_read(folders, tmp_path):
-    folder = edited(folders, tmp_path, "config.json", settings(hidden_act="x"))
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(hidden_act="x"), "llama has hidden_act='x', which is not known"),
+        (dict(layer_types=["magic"] * 2), "llama has layer_types='magic', which is not known"),
+        (
+            dict(layer_types=["full_attention", "moe"]),
+            r"llama .* do not look at layer_types=\['full_attention', 'moe'\]",
+        ),
+        (dict(layer_types=3), "llama has layer_types=3, which is no list"),
+        (dict(mlp_layer_types=[0.5, 1]), r"llama has mlp_layer_types=\[0.5, 1\], which is no list"),
+        (dict(num_experts=4.5, num_local_experts=4), "llama has num_local_experts=4 and num_experts=4.5: give one"),
+        # Gemma 4 replaces its last layer by one that attends to everything.
+        (dict(model_type="gemma4_text", layer_types=["full_attention", "magic"]), "has layer_types='magic'"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_an_unknown_option_is_told_before_weights_are_read(folders, tmp_path, changes, words):
+    folder = edited(folders, tmp_path, "config.json", settings(**changes))
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="hidden_act='x'"):
+    with pytest.raises(ValueError, match=f"edited cannot be used: .*{words}"):
         decoder.load(folder)
 
 

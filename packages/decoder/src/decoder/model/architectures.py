@@ -3,6 +3,7 @@
 import inspect
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from decoder.backends.reference.mixers import leaves_state
 from decoder.cache.layout import FULL, NONE, RECURRENT, LayerKind
-from decoder.model.options import partly_rotated, refuse_unknown_options, rotary_kinds
+from decoder.model.looked_at import looked_at
+from decoder.model.options import is_read, partly_rotated, refuse_passed_over, refuse_unknown_options, rotary_kinds
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -62,6 +64,7 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
             raise ValueError(f"{name} uses {kind} rotary scaling, {reason}")
     if model_class is not None:
         _refuse_class(config, model_class)
+        refuse_passed_over(config, model_class)
     if not getattr(config, "max_position_embeddings", None):
         raise ValueError(f"{name} names no max_position_embeddings, so it is not known how long its texts may be")
 
@@ -79,9 +82,13 @@ def _refuse_class(config: PreTrainedConfig, model_class: type[PreTrainedModel]) 
     if part is not None and rotating and not any(_PART in inspect.unwrap(one).__code__.co_consts for one in rotating):
         raise ValueError(f"{name} has {_PART}={part!r}, which its layers do not look at")
     recurrent = model_class._is_stateful or RECURRENT in kinds
-    recurrent = recurrent or any("hybrid" in kind for kind in getattr(config, "layer_types", None) or ())
+    named = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    with_state = [kind for kind in named if "hybrid" in kind or _WITHOUT_ATTENTION.get(kind) == RECURRENT]
+    recurrent = recurrent or bool(with_state)
     if recurrent and not any(map(leaves_state, modules)):
-        raise ValueError(f"{name} has layers with a recurrent state, which they do not leave in transformers' cache")
+        those = f" ({', '.join(with_state)})" if with_state else ""
+        state = f"a recurrent state{those}"
+        raise ValueError(f"{name} has layers with {state}, which they do not leave in transformers' cache")
     if recurrent and not any(kind.attends for kind in kinds):
         raise ValueError(f"{name} has layers with a recurrent state alone, and none that attends to the text")
     # Classes of hybrid models do not say that they use it.
@@ -89,27 +96,36 @@ def _refuse_class(config: PreTrainedConfig, model_class: type[PreTrainedModel]) 
         raise ValueError(
             f"{name} does not use transformers' attention interface, so its attention cannot be given a token tree"
         )
+    if not is_read(config, "layer_types", looked_at(model_class)) and kinds != _kinds_without(config):
+        told = f"its layers do not look at layer_types={config.layer_types!r}"
+        raise ValueError(f"{name} has another mask in a layer than its configuration says: {told}")
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     """What tokens see in each layer. Raises ValueError if a layer is of another kind than those that are known."""
     named = getattr(config, "layer_types", None)
-    if not named:
-        # Without layer types, as in Mistral, a window applies to every layer; Qwen2 has a switch for it.
-        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        named = ["sliding_attention" if windowed else "full_attention"] * getattr(config, "num_hidden_layers", 0)
+    return _kinds(config, named) if named else _kinds_without(config)
+
+
+def _kinds_without(config: PreTrainedConfig) -> list[LayerKind]:
+    """What tokens see in layers without types, as in Mistral: a window applies to all; Qwen2 has a switch for it."""
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    name = "sliding_attention" if windowed else "full_attention"
+    return _kinds(config, [name] * getattr(config, "num_hidden_layers", 0))
+
+
+def _kinds(config: PreTrainedConfig, names: Iterable[str]) -> list[LayerKind]:
     kinds = []
-    for name in named:
+    for name in names:
         if name in _WITHOUT_ATTENTION:
             kinds.append(_WITHOUT_ATTENTION[name])
             continue
         kind, setting = _ATTENTION.get(name, ("full", ""))
         size = getattr(config, setting, None)
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"{config.model_type} has {name.replace('_', ' ')} layers with a {setting} of {size}")
-        if name not in _WHOLE and not isinstance(size, int):
-            words = f"{name.replace('_', ' ')} layers"
-            raise ValueError(f"{config.model_type} has {words}, which are not known and cannot be accelerated")
+        if size is not None and not (isinstance(size, int) and size > 0):
+            raise ValueError(f"{config.model_type} has {name.replace('_', ' ')} layers with a {setting} of {size!r}")
+        if name not in _WHOLE and size is None:
+            raise ValueError(f"{config.model_type} has {name} layers, which are not known and cannot be accelerated")
         # A window that no text fills is none.
         longest = getattr(config, "max_position_embeddings", None) or math.inf
         kinds.append(LayerKind(kind, size) if size is not None and size < longest else FULL)

@@ -30,7 +30,7 @@ from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
 from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
 from decoder.model.mxfp4 import has_mxfp4, keeps_mxfp4, read_mxfp4
-from decoder.model.options import passed_over, refuse_two_counts
+from decoder.model.options import passed_over, refuse_written
 from decoder.model.wrapped import language_config, reading_alone
 
 logger = logging.getLogger(__name__)
@@ -96,24 +96,36 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
         OSError: it cannot be read.
         ValueError: the architecture is not supported.
     """
+    with _usable(source):
+        refuse_written(_written(source))
     if gguf.is_gguf(source):
         config = gguf_config(gguf.open_checked(source))
     else:
         config = language_config(_own_config(source, **from_hub))
-    try:
-        refuse_two_counts(_written(source))
+    with _usable(source):
         refuse_unsupported(config)
-    except ValueError as error:
-        raise ValueError(f"{source} cannot be used: {error}") from error
     if words := passed_over(config):
         logger.warning("%s says %s, which %s models do not look at", source, ", ".join(words), config.model_type)
     return config
 
 
+@contextmanager
+def _usable(source: str | os.PathLike) -> Iterator[None]:
+    """Say of what is refused in this block where it was read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{source} cannot be used: {error}") from error
+
+
 def _written(source: str | os.PathLike) -> dict[str, Any]:
-    """What stands in the configuration of a folder; nothing of other sources."""
+    """What stands in the configuration of a folder; nothing of other sources, or where transformers cannot read it."""
     path = Path(source) / "config.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _own_config(source: str | os.PathLike, **from_hub: Any) -> PreTrainedConfig:

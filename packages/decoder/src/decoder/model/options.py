@@ -1,14 +1,17 @@
-"""Options of a configuration that transformers' modules do not know, or pass over: each is refused by name."""
+"""Options and kinds of layers that transformers' modules do not know, or pass over: each is refused by name."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import ALLOWED_MLP_LAYER_TYPES
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from decoder.model.looked_at import LookedAt, looked_at
 
 _ACTIVATION = re.compile(r"(^|_)(act|activation|act_fn|activation_function)$")
 _SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
@@ -29,6 +32,7 @@ _WORDS: dict[str, dict[str, tuple[Any, ...]]] = {
 # What changes nothing of options that some families have, beside None; modules of the others do not look at them.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
+    "attention_chunk_size": (),
     "attention_multiplier": (),
     "attn_logit_softcapping": (0,),
     "clip_qkv": (),
@@ -36,9 +40,33 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
+    "mlp_layer_types": (),
+    "no_rope_layers": (),
+    "partial_rotary_factor": (1,),
     "residual_multiplier": (1,),
     "rope_interleaved": (False,),
+    "routed_scaling_factor": (1,),
+    "sliding_window": (),
 }
+# Fields that change no pass: of training, tokens, caches, kernels and rounding, and of what stands beside.
+_PASSIVE = re.compile(
+    r"initializer|init_std|dropout|pdrop|aux_loss|jitter|pretraining_tp|^output_|token_id|tie_word|cache|overlap"
+    r"|mtp|nextn|mem_eff_path|in_fp32|is_decoder|max_position_embeddings|num_hidden_layers"
+)
+# Layers of this kind are those of any other text.
+_PLAIN = "full_attention"
+# For which kind of layers transformers' masks look at a field; models need not.
+_READ_FOR = {"attention_chunk_size": "chunked_attention", "sliding_window": "sliding_attention"}
+_OF_ALL = frozenset(field.name for field in dataclasses.fields(PreTrainedConfig))
+_SIZE = re.compile(r"(^|_)(size|dim|rank|heads|layers|experts|group|groups|window|tok|embeddings)$")
+# Sizes that are more than zero where they are given.
+_SOME = re.compile(
+    r"(^|_)(hidden_size|vocab_size|head_dim|attention_heads|(key|value|mamba)_heads|hidden_layers|chunk_size|block_size"
+    r"|n_group|state_size|d_state|d_conv|conv_kernel|conv_kernel_dim)$"
+)
+# Lists of the kinds of layers, and all kinds that there are.
+_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
+_KNOWN_KINDS = {*ALLOWED_LAYER_TYPES, *"attention", "mamba", "mlp"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHOICE = re.compile(r"_(type|kind|method|func|function|mode)$")
 
@@ -48,10 +76,12 @@ def refuse_unknown_options(config: PreTrainedConfig) -> None:
     name = config.model_type
     for field, value in _unknown(config):
         raise ValueError(f"{name} has {field}={value!r}, which is not known and cannot be run")
+    for field, value in _sizes(config):
+        raise ValueError(f"{name} has a {field} of {value!r}, of which there must be a whole number above zero")
     count = next((one for field in _EXPERTS if isinstance(one := getattr(config, field, None), int)), None)
     for field in ("num_experts_per_tok", "top_k_experts"):
         used = getattr(config, field, None)
-        if count and isinstance(used, int) and used > count:
+        if count and isinstance(used, int) and not 0 < used <= count:
             raise ValueError(f"{name} has a {field} of {used}, and {count} experts")
     heads, latent = getattr(config, "num_key_value_heads", None), getattr(config, "kv_lora_rank", None)
     if latent and heads not in (None, config.num_attention_heads):
@@ -59,13 +89,40 @@ def refuse_unknown_options(config: PreTrainedConfig) -> None:
         raise ValueError(f"{name} has a num_key_value_heads of {heads}, and compressed keys, {all_heads}")
 
 
-def refuse_two_counts(written: Mapping[str, Any]) -> None:
-    """Raise ValueError if what stands in a file names two numbers of experts, of which one would be passed over."""
-    for part in (written, written.get("text_config") or {}):
-        counts = {field: part[field] for field in _EXPERTS if isinstance(part.get(field), int)}
-        if len(set(counts.values())) > 1:
+def refuse_passed_over(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raise ValueError, with the field and its value, for what the modules of a class of models would pass over."""
+    for field, value in _passed_over(config, looked_at(model_class, type(config))):
+        raise ValueError(f"{config.model_type} has {field}={value!r}, which its layers do not know")
+
+
+def is_read(config: PreTrainedConfig, field: str, looked: LookedAt) -> bool:
+    """Whether code looks at a field, by any of its names, or has the kind of layers that transformers reads it for.
+
+    Code that is not transformers' own may do so in any other file.
+    """
+    others = {name for name, meant in config.attribute_map.items() if meant == field}
+    return not _is_theirs(config) or looked.at_any({field, *others}) or _READ_FOR.get(field) in looked.strings
+
+
+def refuse_written(written: Mapping[str, Any]) -> None:
+    """Raise ValueError for what stands in a file and a configuration made of it would not show, or not be made of.
+
+    That is two numbers of experts, of which one would be passed over, and kinds of layers that are none.
+    """
+    inside = written.get("text_config")
+    for part in (written, inside if isinstance(inside, Mapping) else {}):
+        name = part.get("model_type", "it")
+        counts = {field: part[field] for field in _EXPERTS if part.get(field) is not None}
+        if len({repr(count) for count in counts.values()}) > 1:
             words = " and ".join(f"{field}={count!r}" for field, count in counts.items())
-            raise ValueError(f"{part.get('model_type', 'it')} has {words}: give one")
+            raise ValueError(f"{name} has {words}: give one")
+        for field in _KINDS:
+            kinds = part.get(field)
+            if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+                raise ValueError(f"{name} has {field}={kinds!r}, which is no list of kinds of layers")
+            for kind in kinds or ():
+                if kind not in _KNOWN_KINDS and "auto_map" not in written:
+                    raise ValueError(f"{name} has {field}={kind!r}, which is not known and cannot be run")
 
 
 def passed_over(config: PreTrainedConfig) -> list[str]:
@@ -115,9 +172,44 @@ def _unknown(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
     for field, value in given.items():
         if field in declared and isinstance(value, str) and _ACTIVATION.search(field) and value not in ACT2FN:
             yield field, value
+
+
+def _passed_over(config: PreTrainedConfig, looked: LookedAt) -> Iterator[tuple[str, Any]]:
+    """The kinds of layers and the options that code does not look at, with their values, if they change anything."""
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind != _PLAIN and kind not in looked.strings and _is_theirs(config):
+            yield "layer_types", kind
+    given, declared = vars(config), _declared(config)
     for field, nothing in _NOTHING.items():
-        if field not in declared and given.get(field) not in (None, *nothing):
-            yield field, given[field]
+        value = given.get(field)
+        if field in declared or value in (None, *nothing) or is_read(config, field, looked):
+            continue
+        if field != "sliding_window" or _binds(config, value):
+            yield field, value
+    for option in dataclasses.fields(type(config)):
+        field, value = option.name, given.get(option.name)
+        if field in _OF_ALL or field in _known(config) or _PASSIVE.search(field) or is_read(config, field, looked):
+            continue
+        if option.default is not dataclasses.MISSING and value not in (None, option.default):
+            yield field, value
+
+
+def _binds(config: PreTrainedConfig, window: Any) -> bool:
+    """Whether a window is not switched off and is shorter than texts may be."""
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    return getattr(config, "use_sliding_window", True) and not (isinstance(window, int) and window >= longest)
+
+
+def _sizes(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The sizes of which there cannot be so many, or not a part of one, and their values."""
+    declared = _declared(config)
+    for field, value in vars(config).items():
+        if isinstance(value, int) and not isinstance(value, bool) and "token_id" not in field:
+            if (value < 0 and _SIZE.search(field)) or (value == 0 and _SOME.search(field)):
+                yield field, value
+        # Those that are declared have been checked by transformers.
+        elif isinstance(value, float) and field not in declared and _SIZE.search(field):
+            yield field, value
 
 
 def _known(config: PreTrainedConfig) -> dict[str, tuple[Any, ...]]:
