@@ -11,6 +11,7 @@ there (give another --seed for other text), and ship_heads.py stores it in bfloa
 """
 
 import argparse
+import math
 import random
 import time
 
@@ -40,6 +41,8 @@ FITTED_TOKENS = 2**19
 LOSS_CHUNK_TOKENS = 8_192
 # Of the sum of the heads' losses.
 MOST_GRADIENT = 3.0
+WARMUP_STEPS = 50
+STEPS_BETWEEN_LINES = 100
 
 
 class StatesInMemory:
@@ -59,8 +62,11 @@ class StatesInMemory:
         self.rows[self._key(token_ids)] = states
 
 
-def write_text(args: argparse.Namespace, module: HeadsModule) -> dict[str, np.ndarray]:
-    """The ids [rows, tokens] of each split; their states are kept where the heads look for them."""
+def write_text(args: argparse.Namespace, module: HeadsModule, began: float) -> dict[str, np.ndarray]:
+    """The ids [rows, tokens] of each split; their states are kept where the heads look for them.
+
+    It ends when half of ``args.minutes`` after ``began`` is over, so that the heads have the other half to learn in.
+    """
     read, tokenizer = read_sources(args), read_chat_tokenizer(args)
     stops, kept = ends_of_turns(module.backbone, tokenizer), StatesInMemory()
 
@@ -76,6 +82,9 @@ def write_text(args: argparse.Namespace, module: HeadsModule) -> dict[str, np.nd
     for split, count in (("validation", args.held_out), ("train", args.rows)):
         parts = []
         for begin in range(0, count, args.together):
+            if begin and args.minutes is not None and time.monotonic() - began > 30 * args.minutes:
+                print(f"half of the time is over: {begin} rows are enough", flush=True)
+                break
             part = argparse.Namespace(**vars(args) | {"rows": min(args.together, count - begin)})
             parts.append(file_of(part, tokenizer, read[split], split, len(parts), write))
             print(f"{split} text: {sum(each.size for each in parts)} tokens", flush=True)
@@ -118,28 +127,46 @@ def _ids(module: HeadsModule, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(rows.astype(np.int64)).to(module.states.device)
 
 
-def train(module: HeadsModule, text: np.ndarray, args: argparse.Namespace) -> None:
-    """Let the heads learn from ``text`` [n, tokens], ``args.batch`` rows a step."""
-    optimizer, schedule = module.optimizer(args.steps)
-    order, began = np.random.default_rng(args.seed), time.monotonic()
+def train(module: HeadsModule, text: np.ndarray, args: argparse.Namespace, began: float) -> tuple[int, int]:
+    """Let the heads learn from ``text`` [n, tokens], ``args.batch`` rows a step.
+
+    They learn for ``args.steps``, or until ``args.minutes`` after ``began``. Returns the steps taken, and how many of
+    them were of cross entropy.
+    """
+    optimizer, _ = module.optimizer(args.steps)
+    order, start = np.random.default_rng(args.seed), time.monotonic()
     left: list[int] = []
-    for step in range(args.steps):
+    step = of_cross_entropy = 0
+    # How much of the training is done, 0 to 1.
+    while (done := _share(step, start, args, began)) < 1:
         # Rows left over at the end of a round are for another one.
         if len(left) < args.batch:
             left = order.permutation(len(text)).tolist()
         batch, left = left[: args.batch], left[args.batch :]
-        module.distill_loss = "cross_entropy" if step < args.steps // 2 else "overlap"
+        module.distill_loss = "cross_entropy" if done < 0.5 else "overlap"
+        of_cross_entropy += done < 0.5
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * min(1.0, step / WARMUP_STEPS) * (1 + math.cos(math.pi * done)) / 2
         losses, _, _ = module.losses(_ids(module, text[batch]), with_ranks=False)
         loss = sum(losses)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.heads.parameters(), MOST_GRADIENT)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
-        if (step + 1) % max(1, args.steps // 20) == 0:
+        step += 1
+        if step % STEPS_BETWEEN_LINES == 0:
             if not loss.isfinite():
-                raise ValueError(f"the loss is {loss.item()} after {step + 1} steps: lower --learning-rate")
-            print(f"step {step + 1}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True)
+                raise ValueError(f"the loss is {loss.item()} after {step} steps: lower --learning-rate")
+            print(f"step {step}: loss {loss.item():.3f}, {time.monotonic() - start:.0f} s", flush=True)
+    return step, of_cross_entropy
+
+
+def _share(step: int, start: float, args: argparse.Namespace, began: float) -> float:
+    if args.minutes is None:
+        return step / args.steps
+    # One step at least, however long the text took.
+    left = 60 * args.minutes - (start - began)
+    return 0.0 if step == 0 else 1.0 if left <= 0 else (time.monotonic() - start) / left
 
 
 def load(args: argparse.Namespace, device: torch.device, dtype: str) -> HeadsModule:
@@ -155,7 +182,7 @@ def load(args: argparse.Namespace, device: torch.device, dtype: str) -> HeadsMod
         learning_rate=args.learning_rate,
         weight_decay=0.01,
         beta2=0.98,
-        warmup_steps=min(50, args.steps // 10),
+        warmup_steps=WARMUP_STEPS,
         distill=True,
         distill_loss="overlap",
         loss_chunk_tokens=LOSS_CHUNK_TOKENS,
@@ -171,20 +198,25 @@ def make_heads(args: argparse.Namespace) -> None:
     precision = chosen_precision("cuda") if device.type == "cuda" else "32-true"
     mixed = precision == "bf16-mixed"
     torch.manual_seed(args.seed)
+    began = time.monotonic()
     module = load(args, device, "bfloat16" if mixed else "float32")
+    if args.heads is None and args.draft_vocab_size > (vocabulary := module.states.vocabulary):
+        raise ValueError(f"the model has {vocabulary} tokens: give --draft-vocab-size {vocabulary} or less")
     check_memory(args, module)
-    text = write_text(args, module)
+    text = write_text(args, module, began)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # others may share the device, and caches of keys and values are many gigabytes
     if args.heads is None:
         module.draft_vocab_size = args.draft_vocab_size
         module.heads.set_draft_vocabulary(module.most_expected(text["train"], args.draft_vocab_size))
         module.fit(text["train"], FITTED_TOKENS)
     with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
         before = validate(module, text["validation"])
-        train(module, text["train"], args)
-        after = validate(module, text["validation"])
+        steps, of_cross_entropy = train(module, text["train"], args, began)
+    module.heads.check_finite()
     training = {
-        "steps": args.steps,
-        "steps_of_cross_entropy": args.steps // 2,
+        "steps": steps,
+        "steps_of_cross_entropy": of_cross_entropy,
         "source": "its own text, written in step on the device",
         "prompts": [str(folder) for folder in args.prompts],
         "book_share": args.book_share,
@@ -203,14 +235,14 @@ def make_heads(args: argparse.Namespace) -> None:
         "draft_vocab_size": module.draft_vocab_size,
         "precision": precision,
         "untrained": before,
-        "validation": after,
-        "validated_at_step": args.steps,
         "versions": versions(),
     }
-    heads = module.heads.cpu()
-    heads.check_finite()
-    heads.save_pretrained(args.output, base_model=args.model, training=training)
-    write_model_card(args.output, heads, args.model, training)
+    # Whatever comes afterwards, what was learnt is kept.
+    module.heads.save_pretrained(args.output, base_model=args.model, training=training)
+    with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+        training |= {"validation": validate(module, text["validation"]), "validated_at_step": steps}
+    module.heads.save_pretrained(args.output, base_model=args.model, training=training)
+    write_model_card(args.output, module.heads, args.model, training)
 
 
 def main() -> None:
@@ -223,11 +255,16 @@ def main() -> None:
     parser.add_argument("--gate-width", type=int, help="numbers in the gated unit of new heads; twice the hidden size")
     parser.add_argument("--draft-vocab-size", type=int, default=16_384, help="tokens that new heads draft")
     parser.add_argument("--steps", type=int, default=2_400)
+    parser.add_argument(
+        "--minutes", type=float, help="end after so long, at most half of it for the text, and not after --steps"
+    )
     parser.add_argument("--batch", type=int, default=16, help="texts of a step")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW at its peak")
     parser.add_argument("--device", help="cuda where there is a GPU, else cpu")
     args = parser.parse_args()
     check_flags(parser, args)
+    if args.minutes is not None and not args.minutes > 0:
+        parser.error("--minutes must be above 0")
     if min(args.held_out, args.steps, args.batch) < 1 or args.batch > args.rows:
         parser.error("--held-out, --steps and --batch must be at least 1, and --batch at most --rows")
     try:

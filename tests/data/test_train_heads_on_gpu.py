@@ -80,9 +80,38 @@ def test_heads_are_nearer_to_the_model_fitted_than_new_and_trained_than_before(f
     assert "| steps of cross entropy | 20 |" in (folders / "out" / "README.md").read_text()
 
 
+def test_half_of_the_minutes_is_for_the_text_and_heads_are_kept_whatever_comes_behind_training(
+    folders, monkeypatch, capsys
+):
+    monkeypatch.setattr("heads_train.callbacks.VERSIONS", ("no-such-package", "torch"))
+    seen = []
+
+    def stopped(module, rows):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(rows)
+        return {}
+
+    monkeypatch.setattr(training, "validate", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(folders, monkeypatch, "--rows", "4000", "--together", "4", "--minutes", "0.1", "--draft-vocab-size", "200")
+    assert "half of the time is over" in capsys.readouterr().out
+    told = json.loads((folders / "out" / "config.json").read_text())["training"]
+    assert 4 <= told["train_chunks"] < 4000 and told["steps"] > 1 and told["steps_of_cross_entropy"] < told["steps"]
+    assert told["versions"]["no-such-package"] == "not installed"
+    assert DraftHeads.from_pretrained(folders / "out").num_heads == 3
+
+
+def test_more_draft_tokens_than_the_model_has_are_refused_before_text_is_written(folders, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(folders, monkeypatch)
+    told = capsys.readouterr()
+    assert "the model has 257 tokens: give --draft-vocab-size 257 or less" in told.err and "text" not in told.out
+
+
 def test_rows_that_do_not_fit_are_refused_before_they_are_written(folders, monkeypatch, capsys):
     monkeypatch.setattr(training, "available_memory", lambda device: 2**20)
     with pytest.raises(SystemExit):
-        run(folders, monkeypatch)
+        run(folders, monkeypatch, "--draft-vocab-size", "200")
     assert "24 rows, 10 of them together, need about 0.0 GiB" in capsys.readouterr().err
     assert not (folders / "out").exists()

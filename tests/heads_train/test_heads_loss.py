@@ -9,7 +9,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from heads_train import chunked_loss, loss
 from heads_train.draft_vocabulary import expected_counts, most_expected
-from heads_train.loss import over_vocabulary
+from heads_train.loss import over_vocabulary, soft_terms
 from heads_train.metrics import TokensPerStep, TopKAccuracy, top_k_accuracy
 
 
@@ -82,6 +82,37 @@ def test_overlap_loss_and_gradient_equal_autograds(case, chunk_tokens):
     assert torch.allclose(loss, naive, rtol=0, atol=1e-9)
     assert torch.allclose(grad, naive_grad, rtol=0, atol=1e-9)
     assert torch.allclose(overlap, common, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("objective", ["distribution", "overlap"])
+def test_the_expression_for_a_compiler_is_what_the_chunks_compute(case, objective):
+    """On a GPU the whole chunk is one compiled expression; here the same expression beside the steps in place."""
+    hidden, weight, bias, targets = case
+    teacher = torch.randn(37, 16, dtype=torch.float64)
+    loss, _, overlap = chunked_loss(hidden, weight, targets, bias, teacher=teacher, objective=objective)
+    (grad,) = torch.autograd.grad(loss, hidden)
+    logits, wanted = F.linear(hidden.detach(), weight, bias), F.linear(teacher, weight, bias)
+    losses, overlaps, error = soft_terms(logits, wanted, objective, torch.float64)
+    torch.testing.assert_close(losses.mean(), loss.detach())
+    torch.testing.assert_close(overlaps, overlap)
+    torch.testing.assert_close(error @ weight / 37, grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", ["distribution", "overlap"])
+def test_on_a_gpu_the_compiled_expression_gives_the_chunks_losses(objective):
+    torch.manual_seed(0)
+    hidden, teacher, weight = torch.randn(600, 64), torch.randn(600, 64), torch.randn(3000, 64) / 4
+    found = []
+    for device in ("cpu", "cuda"):
+        own = hidden.to(device).requires_grad_()
+        loss, _, overlap = chunked_loss(
+            own, weight.to(device), torch.zeros(600, dtype=torch.long, device=device), None, 256, None,
+            teacher.to(device), objective,
+        )  # fmt: skip
+        loss.backward()
+        found.append((loss.detach().cpu(), overlap.cpu(), own.grad.cpu()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("apart", [1, 9, 15, 200])

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,14 @@ VERSIONS = ("tokenswift-heads-train", "torch", "transformers", "lightning")
 
 def versions() -> dict[str, str]:
     """What made the heads; of PyTorch the build as well, which its package need not tell."""
-    return {package: version(package) for package in VERSIONS} | {"torch": torch.__version__}
+    return {package: _version(package) for package in VERSIONS} | {"torch": torch.__version__}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its sources
+        return "not installed"
 
 
 class ExportHeads(L.Callback):

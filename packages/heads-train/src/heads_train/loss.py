@@ -1,5 +1,6 @@
 """Losses behind a frozen language-model head, without the [tokens, vocabulary] matrix of a whole sequence."""
 
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -25,6 +26,12 @@ class _ChunkedLoss(torch.autograd.Function):
             known = targets[part, None] >= 0
             target = targets[part, None].clamp_min(0)
             logits = linear(hidden[part].to(weight.dtype), weight, bias)
+            if soft and grad is not None and ranked is None and log_sums is None and logits.is_cuda:
+                wanted = linear(teacher[part].to(weight.dtype), weight, bias)
+                losses, overlap[part], error = _in_one_kernel()(logits, wanted, objective, total.dtype)
+                total += losses.sum()
+                grad[part] = error @ weight
+                continue
             log_probs = logits.log_softmax(-1, dtype=total.dtype)
             own = log_probs.gather(-1, target)
             for row, tokens in enumerate(() if ranked is None else ranked[:, part]):
@@ -41,8 +48,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if teacher is not None:
                 overlap[part] = torch.minimum(wanted if p is None else p, probs).sum(-1)
             if objective == "overlap":
-                common = torch.minimum(wanted, probs).sum(-1, keepdim=True)
-                common.clamp_min_(torch.finfo(common.dtype).tiny)  # where they have nothing at all in common
+                common = overlap[part, None] if p is None else torch.minimum(wanted, probs).sum(-1, keepdim=True)
+                common = common.clamp_min(torch.finfo(common.dtype).tiny)  # where they have nothing at all in common
                 total -= common.log().sum()
             if grad is not None:
                 if objective == "overlap":
@@ -62,6 +69,30 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         grad, counted = ctx.saved_tensors
         return grad * (grad_loss / counted.to(grad_loss.device)).to(grad.dtype), *[None] * 8
+
+
+def soft_terms(
+    logits: Tensor, wanted: Tensor, objective: Objective, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``logits`` [n, v] and the teacher's, ``wanted``: losses [n], overlaps [n], gradients of the losses [n, v].
+
+    What `chunked_loss` computes of each chunk for its two soft objectives, in one expression for a compiler.
+    """
+    log_probs, p = logits.log_softmax(-1, dtype=dtype), wanted.softmax(-1, dtype=dtype)
+    probs = log_probs.exp()
+    overlap = torch.minimum(p, probs).sum(-1)
+    if objective == "distribution":
+        return -(p * log_probs).sum(-1), overlap, (probs - p).to(logits.dtype)
+    common = overlap.clamp_min(torch.finfo(dtype).tiny)
+    rising = torch.where(probs < p, probs, 0)
+    error = (probs * rising.sum(-1, keepdim=True) - rising) / common[:, None]
+    return -common.log(), overlap, error.to(logits.dtype)
+
+
+@cache
+def _in_one_kernel():
+    # A GPU reads and writes the logits some thirty times else, which takes it longer than the products.
+    return torch.compile(soft_terms, dynamic=True)
 
 
 def chunked_loss(
