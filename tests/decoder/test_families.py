@@ -340,6 +340,21 @@ REFUSED = {
     "llama, negative lengths": ("llama", dict(max_position_embeddings=-1), "a max_position_embeddings of -1"),
     "deepseek_v2, less than no ranks": ("deepseek_v2", dict(kv_lora_rank=-1), "a kv_lora_rank of -1"),
     "nemotron_h, nothing at a time": ("nemotron_h", dict(chunk_size=0), "a chunk_size of 0"),
+    "qwen3, heads that are left over": (
+        "qwen3",
+        dict(num_attention_heads=5, num_key_value_heads=2),
+        "num_attention_heads of 5, no multiple of its num_key_value_heads of 2",
+    ),
+    "qwen3_next, heads that are left over": (
+        "qwen3_next",
+        dict(linear_num_key_heads=3, linear_num_value_heads=4),
+        "linear_num_value_heads of 4, no multiple of its linear_num_key_heads of 3",
+    ),
+    "nemotron_h, heads that are left over": (
+        "nemotron_h",
+        dict(mamba_num_heads=8, n_groups=3),
+        "mamba_num_heads of 8, no multiple of its n_groups of 3",
+    ),
     "gpt_oss, no experts used": ("gpt_oss", dict(num_experts_per_tok=0), "a num_experts_per_tok of 0"),
     "deepseek_v3, fewer KV heads": (
         "deepseek_v3",

@@ -68,6 +68,14 @@ _SOME = re.compile(
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
 _KNOWN_KINDS = {*ALLOWED_LAYER_TYPES, *"attention", "mamba", "mlp"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# Heads that share keys, or states, with as many others each.
+_SHARING = {
+    "num_attention_heads": "num_key_value_heads",
+    "linear_num_value_heads": "linear_num_key_heads",
+    "mamba_n_heads": "mamba_n_groups",
+    "mamba_num_heads": "n_groups",
+    "n_mamba_heads": "mamba_ngroups",
+}
 _CHOICE = re.compile(r"_(type|kind|method|func|function|mode)$")
 
 
@@ -78,6 +86,10 @@ def refuse_unknown_options(config: PreTrainedConfig) -> None:
         raise ValueError(f"{name} has {field}={value!r}, which is not known and cannot be run")
     for field, value in _sizes(config):
         raise ValueError(f"{name} has a {field} of {value!r}, of which there must be a whole number above zero")
+    for field, other in _SHARING.items():
+        heads, groups = getattr(config, field, None), getattr(config, other, None)
+        if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
+            raise ValueError(f"{name} has a {field} of {heads}, no multiple of its {other} of {groups}")
     count = next((one for field in _EXPERTS if isinstance(one := getattr(config, field, None), int)), None)
     for field in ("num_experts_per_tok", "top_k_experts"):
         used = getattr(config, field, None)
