@@ -6,6 +6,7 @@ import torch
 
 from decoder.cache.full import FullCache
 from decoder.sampling.token_tree import TokenTree
+from decoder.work import finish
 
 if TYPE_CHECKING:
     from decoder.model.target import Target
@@ -26,6 +27,13 @@ def model_fault(target: "Target") -> str | None:
     with target.patched():
         plain = _cache(target)
         target.prefill(text[:start], plain)
+        verified = _cache(target)
+        if plain.states:
+            target.prefill(text[:start], verified)
+        else:
+            # That prefill gives the same a second time is shown below.
+            copies = finish(plain.copying(start))
+            finish(target.beginning_with(verified, copies, start, target.attention_shape_now.dtype))
         steps = []
         for token in text[start:]:
             [seen] = target.forward([TokenTree(token)], [plain])
@@ -37,8 +45,6 @@ def model_fault(target: "Target") -> str | None:
             for other in range(2):
                 tree.add(path[-1], (token + 1 + other) % target.vocab_size, "test")
             path.append(tree.add(path[-1], token, "test"))
-        verified = _cache(target)
-        target.prefill(text[:start], verified)
         [seen] = target.forward([tree], [verified])
         for alone, node in zip(steps, path, strict=True):
             of_node = seen.hidden[node], seen.logits[node]
