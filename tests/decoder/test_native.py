@@ -281,7 +281,7 @@ def kept(monkeypatch):
     """The library of this machine, as the user's cache folder has it."""
     monkeypatch.delenv("TOKENSWIFT_INSTRUCTIONS", raising=False)  # these tests force sets of their own
     native.library()
-    file = native._folder() / f"native-{native._key(None)}.so"
+    file = native.cache_folder() / f"native-{native._key(None)}.so"
     if not file.exists():
         pytest.skip("the library is not kept here")
     return file.read_bytes()
@@ -357,7 +357,7 @@ def test_the_second_compiler_is_tried_where_the_first_fails(uncompiled, monkeypa
     monkeypatch.setattr(native.shutil, "which", found.get)
     assert native.available()
     found["cc"] = None
-    (native._folder() / f"native-{native._key(None)}.so").unlink()
+    (native.cache_folder() / f"native-{native._key(None)}.so").unlink()
     assert "broken-cc failed: error: " in native._loaded()
 
 

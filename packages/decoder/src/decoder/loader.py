@@ -3,11 +3,13 @@
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from decoder.backends import kept_tests
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.backends.native import library as native
 from decoder.checks import meant
@@ -33,6 +35,8 @@ from decoder.parallel.sharding import digest_of, refuse_unshareable, refuse_with
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *QUANTISED_DTYPES)
 """The names of dtypes that `load` takes."""
 
+Tests = Literal["always", "kept", "anew"]
+
 
 @uncollected()
 def load(
@@ -47,6 +51,7 @@ def load(
     prefix_cache_bytes: int = 0,
     tensor_parallel: bool = False,
     sanitize_control_tokens: bool = False,
+    tests: Tests = "always",
     **model_kwargs: Any,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
@@ -69,6 +74,11 @@ def load(
         prefix_cache_bytes: see `Decoder`.
         tensor_parallel: whether the processes that torchrun has started share the model: each holds a part of the
             weights and some of the KV heads, on a device of its own, and all run the same program.
+        tests: whether the tests at load run "always", or their outcome is "kept" in the user's cache folder and relied
+            on while neither the model's files nor code, libraries, processor, threads and environment change; "anew"
+            runs them and keeps it. This is for programs that replace nothing of PyTorch's, transformers' or this
+            package's, and for models on a CPU that are loaded from a folder or file without ``model_kwargs``; all
+            others are always tested.
         **model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also
             used for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and
             its tokenizer alone.
@@ -81,6 +91,8 @@ def load(
         ConnectionError: another process of the run has ended.
     """
     device = device_named(device)
+    if tests not in get_args(Tests):
+        raise ValueError(f"unknown tests {tests!r}{meant(tests, get_args(Tests))}: use one of always, kept, anew")
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -122,6 +134,9 @@ def load(
         of_draft["dtype"] = around if rounded else dtype
         small = None if draft_model is None else read_model(draft_model, device, **of_draft)
         more = bitwise, prefix_cache_bytes, sanitize_control_tokens
+        if tests != "always" and device.type == "cpu" and ranks.size == 1 and bitwise and not model_kwargs:
+            asked = {"dtype": [dtype, rounded, around], "bitwise": bitwise, "config": config.to_json_string()}
+            kept_tests.note(target, Path(model).resolve(), asked, tests == "anew")
         made = Decoder(target, tokenizer, own_heads, small, *more)
         if narrow and not made.bitwise:
             # Widening changes no weight.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FLATTENED = "texts in one pass"
 BITWISE = "bit for bit"
+TESTS = "tests at load"
 # A relative error of logits above that of half precision and below that of another function of them.
 _TOLERANCE = 0.02
 
@@ -50,8 +51,11 @@ def on_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def choosing(target: "Target", expected: Expected) -> Work[Chosen]:
-    """Find the backend of a model; ``expected`` is what the reference gives. A fault is told in a warning."""
+def choosing(target: "Target", expected: Expected | None) -> Work[Chosen]:
+    """Find the backend of a model. A fault is told in a warning.
+
+    ``expected`` is what the reference gives; None if it is known already that the backend gives the same.
+    """
     kind: type
     if on_cuda(target.device):
         from decoder.backends.cuda.backend import CudaBackend
@@ -64,7 +68,8 @@ def choosing(target: "Target", expected: Expected) -> Work[Chosen]:
         try:
             backend: PassBackend = kind(target)
             yield from backend.renewing()
-            why_not = backend_fault(target, backend, expected) or backend.fault
+            why_not = None if expected is None else backend_fault(target, backend, expected)
+            why_not = why_not or backend.fault
         except torch.OutOfMemoryError:
             raise
         except BackendFault as error:

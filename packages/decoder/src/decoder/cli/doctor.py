@@ -12,7 +12,7 @@ def doctor_parser(parser: type[argparse.ArgumentParser], prog: str) -> argparse.
         description="Tell what runs a model on this machine, and why not the rest: put it into an issue.",
         allow_abbrev=False,
     )
-    add_loading_flags(asked)
+    add_loading_flags(asked, "anew")
     return asked
 
 

@@ -61,8 +61,8 @@ _REPEATED = {"bad_words": "TEXT"}
 _WITHOUT = {"constraint", "continued_tokens"}  # fields that have flags of their own, or follow from others
 
 
-def add_loading_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for what is loaded, and how."""
+def add_loading_flags(parser: argparse.ArgumentParser, tests: str = "kept") -> None:
+    """Add the flags for what is loaded, and how; ``tests`` is the default of theirs."""
     parser.add_argument("--model", required=True, metavar="M", help="model folder or hub id")
     parser.add_argument(
         "--heads",
@@ -83,6 +83,13 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default="auto",
         help="the same bits for a token's logits whatever shares its pass (default: where a test shows that it holds)",
+    )
+    parser.add_argument(
+        "--tests",
+        choices=("kept", "always", "anew"),
+        default=tests,
+        help="those at load: kept relies on their last outcome while nothing has changed that they depend on, always "
+        f"runs them, anew runs them and keeps the outcome (default: {tests})",
     )
 
 
@@ -135,6 +142,7 @@ def load_from_flags(
         bitwise=args.bitwise,
         tensor_parallel=tensor_parallel,
         sanitize_control_tokens=getattr(args, "sanitize_control_tokens", False),
+        tests=args.tests,
     )
 
 

@@ -21,8 +21,9 @@ from decoder.backends.base import (
     Tree,
 )
 from decoder.backends.bitwise import Bitwise, BitwiseSetting
-from decoder.backends.choose import BITWISE, FLATTENED, Chosen, Finding, choosing
+from decoder.backends.choose import BITWISE, FLATTENED, TESTS, Chosen, Finding, choosing
 from decoder.backends.forwards import replaced, structure_of, under_autocast
+from decoder.backends.kept_tests import take
 from decoder.backends.modules import standing_for, tempered
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.probe import probe
@@ -99,12 +100,19 @@ class Target:
         """Cache buffers of sequences that have ended; used only if passes are recorded."""
         self.bitwise = Bitwise(self)
         self._fixed = False  # whether `use` has chosen the backend
+        self._tests, self._told_of_tests = take(model), ""
         self._take_in()
-        finish(self._choosing())
+        finish(self._choosing(self.has_passed))
 
-    def _choosing(self) -> Work[None]:
-        """Look at the model anew, and choose the backend by what is found."""
-        self.reference = Reference(self)
+    @property
+    def has_passed(self) -> bool:
+        """Whether the tests at load have passed in another process, and nothing has changed since then."""
+        return self._tests is not None and self._tests.passed is not None
+
+    def _choosing(self, has_passed: bool = False) -> Work[None]:
+        """Look at the model anew, and choose the backend by what is found; it is not tested if it has passed."""
+        # What the model is made of shows with the backend's products, too.
+        self.reference = Reference(self, restores=not has_passed)
         yield from self.reference.renewing()
         self.layout = Layout(layer_kinds(self.model.config), mixers=len(self.mixers))
         """What its layers see and keep of a sequence."""
@@ -122,7 +130,10 @@ class Target:
         self.more_than_causal = next((words for words in asked if words), None)
         """In words, what a layer does beside plain attention to the whole text; None if no layer does."""
         structure = self.structure
-        self._chosen: Chosen = yield from choosing(self, probed.expected)
+        if has_passed:
+            self.reference = Reference(self)
+            yield from self.reference.renewing()
+        self._chosen: Chosen = yield from choosing(self, None if has_passed else probed.expected)
         self.backend: PassBackend = self._chosen.backend
         self._structure: object = structure
 
@@ -222,6 +233,14 @@ class Target:
         """
         self.bitwise = Bitwise(self, wanted)
         self.bitwise.refresh()
+        tests, all_pass = self._tests, self._chosen.why_not is None and self.bitwise.holds
+        if tests is not None and all_pass:
+            if tests.passed is None and tests.keep():
+                self._told_of_tests = f"passed now; the next load relies on it, by {tests.file}"
+            elif tests.passed is not None:
+                self._told_of_tests = f"passed on {tests.passed}, and nothing has changed since, by {tests.file}"
+        # What changes from now on is tested.
+        self._tests = None
 
     @property
     def _rule(self) -> PassRule:
@@ -269,6 +288,7 @@ class Target:
             Finding(chosen.of_device, chosen.why_not is None, chosen.why_not or backend.covers),
             Finding(FLATTENED, bool(backend.flattens), flattened[not backend.flattens]),
             Finding(BITWISE, self.bitwise.holds, self.bitwise.reason),
+            *([Finding(TESTS, True, self._told_of_tests)] if self._told_of_tests else []),
         ]
 
     @contextmanager

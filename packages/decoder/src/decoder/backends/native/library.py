@@ -67,8 +67,8 @@ def _loaded_for(forced: str | None) -> ctypes.CDLL | str:
         key = _key(forced)
         if (shipped := _shipped(forced)) is not None:
             return shipped
-        folder = _folder()
-        if folder is not None and _trusted(folder) and (file := folder / f"native-{key}.so").exists():
+        folder = cache_folder()
+        if folder is not None and trusted(folder) and (file := folder / f"native-{key}.so").exists():
             with suppress(OSError):  # cut short, say, when the machine went down
                 return _opened(file)
         return _compiled(key, _instruction_sets(forced))
@@ -192,7 +192,7 @@ def _processor() -> set[str]:
     return set(found.get("flags", found.get("Features", "")).split())
 
 
-def _folder() -> Path | None:
+def cache_folder() -> Path | None:
     """Where compiled libraries are kept: in the user's cache folder, if there is one."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenswift-decoder"
@@ -200,10 +200,10 @@ def _folder() -> Path | None:
         return None
 
 
-def _trusted(folder: Path) -> bool:
+def trusted(path: Path) -> bool:
     """Whether nobody but this user can have put anything there."""
     try:
-        status = folder.stat()
+        status = path.stat()
     except OSError:
         return False
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -237,11 +237,11 @@ def _compiled(key: str, sets: list[str]) -> ctypes.CDLL:
 
 def _keep(made: Path, key: str) -> None:
     """Put a copy of the library where the next process finds it, whole: several may do so at once."""
-    folder = _folder()
+    folder = cache_folder()
     if folder is None:
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if _trusted(folder):
+    if trusted(folder):
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             copy = Path(shutil.copy(made, temporary))
             copy.replace(folder / f"native-{key}.so")

@@ -31,20 +31,20 @@ class Reference(PassBackend):
     Args:
         target: the model.
         why: why no other backend runs it, in words.
+        restores: whether weights in formats of their own are restored, so that nothing is multiplied by what is to be
+            compared with it.
     """
 
     name = "reference"
     covers = "transformers' own modules"
 
-    def __init__(self, target: "Target", why: str = ""):
-        self._target, self._pass, self._why = target, ModulePass(target), why
+    def __init__(self, target: "Target", why: str = "", restores: bool = True):
+        self._target, self._pass, self._why, self._restores = target, ModulePass(target), why, restores
         self.called: Forwards = {}
 
     def renewing(self) -> Work[None]:
-        # Weights in formats of their own are restored, so that nothing is multiplied by what is to be compared.
-        restored: Forwards = {
-            one: partial(_restored, one) for one in self._target.modules if isinstance(one, QuantisedLinear)
-        }
+        quantised = [one for one in self._target.modules if isinstance(one, QuantisedLinear) and self._restores]
+        restored: Forwards = {one: partial(_restored, one) for one in quantised}
         casting = self._casting()
         self.called = {layer: one for layer, one in casting.items() if layer is self._target.lm_head}
         self._forwards = {

@@ -1,0 +1,166 @@
+"""That the tests at load have passed, kept on disk for a process that would only repeat them.
+
+The tests (`backends.check`, `backends.bitwise_check`) run one program on one model and one processor, and their numbers
+do not change from one process to the next. So their outcome is the same wherever all is the same that they depend on:
+`circumstances` lists it. Whatever is new there, or cannot be read, has the tests run. Nothing is kept of tests that
+fail.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from decoder.backends.native import library as native
+
+_PACKAGE = Path(__file__).parent.parent
+_DAYS = 30  # after which they run again, for what nobody has thought of
+_MOST_FILES = 32
+_MOST_BYTES = 1 << 20  # of one
+_BEGINNING, _SAMPLES, _SAMPLE = 1 << 23, 256, 1 << 12  # bytes of a file that are looked at: the header, and some more
+_OF_MODEL = ("*.json", "*.safetensors", "*.bin", "*.py")
+_PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags", "CPU implementer",
+              "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features")  # fmt: skip
+_VARIABLES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TOKENSWIFT_", "TORCH_",
+              "TRANSFORMERS_")  # fmt: skip
+
+
+@dataclass
+class KeptTests:
+    """The tests of a model under some circumstances.
+
+    Attributes:
+        circumstances: what they depend on.
+        file: where their outcome is kept.
+        passed: on which day they have passed in another process; None if they must run.
+    """
+
+    circumstances: dict[str, Any]
+    file: Path
+    passed: str | None = None
+
+    def keep(self) -> bool:
+        """Note that they have passed now, where there is a place for it."""
+        folder = self.file.parent
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not native.trusted(folder):
+                return False
+            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as new:
+                json.dump({"passed": time.time(), "circumstances": self.circumstances}, new)
+            os.replace(new.name, self.file)
+            for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST_FILES]:
+                old.unlink()
+            return True
+        return False
+
+    def _find(self) -> None:
+        """See whether they have passed; a file that is damaged, or that somebody else can have written, is none."""
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            if not (native.trusted(self.file.parent) and native.trusted(self.file)):
+                return
+            with open(self.file, "rb") as opened:
+                found = json.loads(opened.read(_MOST_BYTES))
+            if found["circumstances"] == self.circumstances and 0 <= time.time() - found["passed"] < _DAYS * 86400:
+                self.passed = time.strftime("%d %B %Y", time.localtime(found["passed"]))
+
+
+_of_models: WeakKeyDictionary[nn.Module, KeptTests] = WeakKeyDictionary()
+
+
+def note(model: nn.Module, source: Path, asked: dict[str, Any], anew: bool) -> None:
+    """Have the tests of a model that was read from ``source`` kept, for `take`.
+
+    Args:
+        asked: in what form it was asked for.
+        anew: whether they run whatever is kept.
+    """
+    folder = native.cache_folder()
+    if folder is None or not native.available():
+        return
+    with suppress(OSError):
+        found = circumstances(source) | {"asked": asked}
+        name = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:32]
+        tests = KeptTests(found, folder / "tests" / f"{name}.json")
+        if not anew:
+            tests._find()
+        _of_models[model] = tests
+
+
+def take(model: nn.Module) -> KeptTests | None:
+    """The tests of a model, for the first who asks: somebody may change it afterwards."""
+    return _of_models.pop(model, None)
+
+
+def circumstances(source: Path) -> dict[str, Any]:
+    """All that the tests of a model depend on, as JSON has it.
+
+    Raises OSError if something of it cannot be read.
+    """
+    of_model = sorted(file for kind in _OF_MODEL for file in source.glob(kind)) if source.is_dir() else [source]
+    # What a model's modules are made of has been imported when it is there.
+    imported = {getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if _tells(name)}
+    files = sorted(file for file in map(Path, filter(None, imported)) if file.is_absolute())  # others are made up
+    libraries = Path(torch.__file__).parent.glob("lib/*.so*")
+    return {
+        "model": {str(file): _contents(file) for file in of_model},
+        "code": _digest(file.read_bytes() for file in sorted(_PACKAGE.rglob("*.py"))),
+        "library": _digest([Path(native.library()._name).read_bytes()]),
+        "instructions": native.library_name(),
+        "packages": {name: version(name) for name in ("numpy", "torch", "transformers")},
+        "python": sys.version,
+        "imported": _digest(map(_state, files)),
+        "torch": [torch.version.git_version, torch.__config__.show(), _digest(map(_state, sorted(libraries)))],
+        "processor": _processor(),
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+    }
+
+
+def _tells(name: str) -> bool:
+    return name.partition(".")[0] in ("numpy", "torch", "transformers")
+
+
+def _state(file: Path) -> bytes:
+    status = file.stat()
+    return f"{file} {status.st_size} {status.st_mtime_ns}".encode()
+
+
+def _contents(file: Path) -> list[Any]:
+    """The state of a file, and a hash of its beginning and of parts from all over it."""
+    status = file.stat()
+    with open(file, "rb") as opened:
+        parts = [opened.read(_BEGINNING)]
+        for number in range(_SAMPLES):
+            opened.seek(max(_BEGINNING, status.st_size * number // _SAMPLES))
+            parts.append(opened.read(_SAMPLE))
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, _digest(parts)]
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _processor() -> dict[str, str]:
+    """What Linux tells of the first processor, less what changes while it runs."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs if name.strip() in _PROCESSOR}
