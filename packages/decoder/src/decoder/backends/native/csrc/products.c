@@ -73,14 +73,14 @@ static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fou
     }
 }
 
-// The words of some panels from `weight` on, one vector for each LANES outputs, and fetch those that come later.
-INLINE void words_at(
-    const uint32_t *weight, const int again, const int panels, int64_t words, const Ahead *ahead, uvec *both) {
+// The words of some panels from `weight` on, one vector for each LANES outputs, and fetch those that come later. They are
+// fetched to the second cache: it has many more misses under way than the first, past which the hint for what is read
+// once (NTA) goes. A step of a Xeon took 1.5 times as long with that hint.
+INLINE void words_at(const uint32_t *weight, const int panels, int64_t words, const Ahead *ahead, uvec *both) {
     UNROLL(8)
     for (int i = 0; i < panels * 2; i++) {
         const uint32_t *at = weight + (i >> 1) * words * PANEL + (i & 1) * LANES;
-        if (again) __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
-        else __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 0);
+        __builtin_prefetch(at + ahead->words[i & 1] / panels, 0, 2);
         memcpy(&both[i], at, sizeof(uvec));
     }
 }
@@ -129,8 +129,8 @@ INLINE void add_word(const Kind kind, const int rows, const int panels, const fl
 }
 
 // `tile` of words whose numbers are multiplied one by one, in float32.
-INLINE void single_tile(const Kind kind, const int again, const int rows, const int panels, const PackedWeight *p,
-    const float *x, int64_t panel, const Ahead *ahead, vec *sums) {
+INLINE void single_tile(const Kind kind, const int rows, const int panels, const PackedWeight *p, const float *x,
+    int64_t panel, const Ahead *ahead, vec *sums) {
     enum { EACH_OF_FLOATS = 1, EACH_OF_HALVES = 2, EACH_OF_BYTES = 4 };
     const int each = kind == FLOAT_WEIGHTS ? EACH_OF_FLOATS : kind == BF16_WEIGHTS ? EACH_OF_HALVES : EACH_OF_BYTES;
     const int64_t inputs = p->inputs, words = words_of_row(kind, inputs);
@@ -138,11 +138,11 @@ INLINE void single_tile(const Kind kind, const int again, const int rows, const 
     uvec both[8];
     int64_t k = 0;
     for (; k + each <= inputs; k += each, weight += PANEL) {
-        words_at(weight, again, panels, words, ahead, both);
+        words_at(weight, panels, words, ahead, both);
         add_word(kind, rows, panels, x + k, inputs, each, both, sums);
     }
     if (k == inputs) return;
-    words_at(weight, again, panels, words, ahead, both);
+    words_at(weight, panels, words, ahead, both);
     for (int n = 0; k < inputs; n++, k++) {
         vec weights[8];
         UNROLL(8)
@@ -153,17 +153,17 @@ INLINE void single_tile(const Kind kind, const int again, const int rows, const 
 }
 
 // `tile` of pairs of bfloat16 numbers, which are multiplied as they are.
-INLINE void paired_tile(const int again, const int rows, const int panels, const PackedWeight *p, const uint16_t *x,
-    int64_t panel, const Ahead *ahead, vec *sums) {
+INLINE void paired_tile(const int rows, const int panels, const PackedWeight *p, const uint16_t *x, int64_t panel,
+    const Ahead *ahead, vec *sums) {
     const int64_t inputs = p->inputs, words = words_of_row(BF16_PAIRS, inputs);
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
     uvec both[8];
     for (int64_t k = 0; k + 2 <= inputs; k += 2, weight += PANEL) {
-        words_at(weight, again, panels, words, ahead, both);
+        words_at(weight, panels, words, ahead, both);
         add_pairs(rows, panels, x + k, inputs, both, sums);
     }
     if (inputs % 2 == 0) return;
-    words_at(weight, again, panels, words, ahead, both);
+    words_at(weight, panels, words, ahead, both);
     UNROLL(14)
     for (int r = 0; r < rows; r++) {
         UNROLL(8)
@@ -182,7 +182,7 @@ INLINE void tile_of_fours(const int rows, const int panels, const PackedWeight *
     x += row * stride;
     for (int64_t k = 0; k < words; k++, weight += PANEL) {
         uvec both[8];
-        words_at(weight, 1, panels, words, ahead, both);
+        words_at(weight, panels, words, ahead, both);
         UNROLL(14)
         for (int r = 0; r < rows; r++) {
             const uvec four = (uvec){0} + x[r * stride + k];
@@ -207,18 +207,17 @@ INLINE void tile_of_fours(const int rows, const int panels, const PackedWeight *
 }
 
 // Rows [row, row + rows] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, with BYTE_FOURS what
-// `to_fours` makes, otherwise float32. Weights that are read again soon are fetched to a cache where they stay; others
-// would only drive out what each step needs: states, caches of texts, draft heads.
-INLINE void tile(const Kind kind, const int again, const int rows, const int panels, const PackedWeight *p,
-    const void *x, int64_t row, int64_t panel, const Ahead *ahead, const Out *out) {
+// `to_fours` makes, otherwise float32.
+INLINE void tile(const Kind kind, const int rows, const int panels, const PackedWeight *p, const void *x, int64_t row,
+    int64_t panel, const Ahead *ahead, const Out *out) {
     vec sums[MOST_ROWS * 2];
     const float *wide = (const float *)x + row * p->inputs;
     UNROLL(28)
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
     if (kind == BYTE_FOURS) tile_of_fours(rows, panels, p, x, row, panel, ahead, sums);
     else if (kind == BF16_PAIRS)
-        paired_tile(again, rows, panels, p, (const uint16_t *)x + row * p->inputs, panel, ahead, sums);
-    else single_tile(kind, again, rows, panels, p, wide, panel, ahead, sums);
+        paired_tile(rows, panels, p, (const uint16_t *)x + row * p->inputs, panel, ahead, sums);
+    else single_tile(kind, rows, panels, p, wide, panel, ahead, sums);
     if (!p->scales && !p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
         float *y = (float *)out->y + row * p->outputs + panel * PANEL;
         UNROLL(14)
@@ -241,41 +240,26 @@ typedef void (*Tiles)(
 
 // A function for each number of rows. With few registers, few rows take `together` panels at once, so that sums need not
 // wait for each other. With many, reading one panel after the other was measured to be the faster, by up to a tenth.
-#define TILES(kind, again, rows, together)                                                                             \
-    static void kind##_##again##_##rows(const PackedWeight *p, const void *x, int64_t row, int64_t panel, int64_t end, \
+#define TILES(kind, rows, together)                                                                                    \
+    static void kind##_##rows(const PackedWeight *p, const void *x, int64_t row, int64_t panel, int64_t end,           \
         const Ahead *ahead, const Out *out) {                                                                          \
-        for (; panel + together <= end; panel += together)                                                             \
-            tile(kind, again, rows, together, p, x, row, panel, ahead, out);                                           \
-        for (; together > 1 && panel < end; panel++) tile(kind, again, rows, 1, p, x, row, panel, ahead, out);         \
+        for (; panel + together <= end; panel += together) tile(kind, rows, together, p, x, row, panel, ahead, out);   \
+        for (; together > 1 && panel < end; panel++) tile(kind, rows, 1, p, x, row, panel, ahead, out);                \
     }
 
-// By number of rows, of weights that are read once, fetched as for `once`, and of those that are read again by other
-// groups of rows. Groups are as even as can be, so that where there are several none is of FEW_ROWS.
-#define ENTRY(kind, again, rows, together) [rows] = kind##_##again##_##rows,
-#define READ_AGAIN(kind)                                                                                               \
-    FEW_ROWS(TILES, kind, 1)                                                                                           \
-    MANY_ROWS(TILES, kind, 1)                                                                                          \
-    static const Tiles kind##_tiles[2][MOST_ROWS + 1] = {                                                              \
-        {FEW_ROWS(ENTRY, kind, 1) MANY_ROWS(ENTRY, kind, 1)},                                                          \
-        {MANY_ROWS(ENTRY, kind, 1)},                                                                                   \
-    };
-#define READ_ONCE(kind)                                                                                                \
-    FEW_ROWS(TILES, kind, 0)                                                                                           \
-    MANY_ROWS(TILES, kind, 0)                                                                                          \
-    MANY_ROWS(TILES, kind, 1)                                                                                          \
-    static const Tiles kind##_tiles[2][MOST_ROWS + 1] = {                                                              \
-        {FEW_ROWS(ENTRY, kind, 0) MANY_ROWS(ENTRY, kind, 0)},                                                          \
-        {MANY_ROWS(ENTRY, kind, 1)},                                                                                   \
-    };
-READ_ONCE(FLOAT_WEIGHTS)
-READ_ONCE(BF16_WEIGHTS)
-READ_ONCE(BF16_PAIRS)
-READ_AGAIN(BYTE_WEIGHTS)
-READ_AGAIN(BYTE_FOURS)
+#define ENTRY(kind, rows, together) [rows] = kind##_##rows,
+#define TABLE(kind)                                                                                                    \
+    EACH_NUMBER_OF_ROWS(TILES, kind)                                                                                   \
+    static const Tiles kind##_tiles[MOST_ROWS + 1] = {EACH_NUMBER_OF_ROWS(ENTRY, kind)};
+TABLE(FLOAT_WEIGHTS)
+TABLE(BF16_WEIGHTS)
+TABLE(BF16_PAIRS)
+TABLE(BYTE_WEIGHTS)
+TABLE(BYTE_FOURS)
 
 // Panels [first, last) with inputs as the kind of weights takes them.
-static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], const PackedWeight *p, const void *x,
-    int64_t rows, const Out *out, int64_t first, int64_t last) {
+static void panels_of(const Kind kind, const Tiles *tiles, const PackedWeight *p, const void *x, int64_t rows,
+    const Out *out, int64_t first, int64_t last) {
     const int64_t panel = words_of_row(kind, p->inputs) * PANEL, fit = PANELS_HELD / (panel * 4);
     const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
     // For many rows as many panels as stay in a core's cache. For a few groups of rows one: the first two groups fetch
@@ -288,7 +272,7 @@ static void panels_of(const Kind kind, const Tiles (*tiles)[MOST_ROWS + 1], cons
             const int64_t row = rows * group / groups, count = rows * (group + 1) / groups - row;
             Ahead ahead = {{AHEAD * LANES, AHEAD * LANES}};
             if (next) ahead = (Ahead){{group == 0 ? panel : 0, group == 1 ? panel : 0}};
-            tiles[groups > 1][count](p, x, row, begin, end, &ahead, out);
+            tiles[count](p, x, row, begin, end, &ahead, out);
         }
     }
 }

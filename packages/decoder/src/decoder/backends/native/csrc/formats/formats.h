@@ -23,6 +23,7 @@ enum {
     WORDS = 8,      // of four inputs, in a part
     LONGEST = 256,  // inputs of a block
     ROWS_HELD = 16, // of a tile
+    FETCHED = 4096, // bytes of weights ahead that a tile fetches to the second cache, as `words_at` does
 };
 
 // PART inputs: `step` times whole numbers from -127 to 127, and their sums, for what all codes of a weight share.

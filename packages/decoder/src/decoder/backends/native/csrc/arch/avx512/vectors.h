@@ -4,14 +4,14 @@
 #include <immintrin.h>
 
 enum { LANES = 16, MOST_ROWS = 14, WIDE = 4 };
-#define FEW_ROWS(X, kind, again)                                                                                       \
-    X(kind, again, 1, 1)                                                                                               \
-    X(kind, again, 2, 1) X(kind, again, 3, 1) X(kind, again, 4, 1) X(kind, again, 5, 1) X(kind, again, 6, 1)
-#define MANY_ROWS(X, kind, again)                                                                                      \
-    X(kind, again, 7, 1)                                                                                               \
-    X(kind, again, 8, 1)                                                                                               \
-    X(kind, again, 9, 1)                                                                                               \
-    X(kind, again, 10, 1) X(kind, again, 11, 1) X(kind, again, 12, 1) X(kind, again, 13, 1) X(kind, again, 14, 1)
+#define EACH_NUMBER_OF_ROWS(X, kind)                                                                                   \
+    X(kind, 1, 1)                                                                                                      \
+    X(kind, 2, 1)                                                                                                      \
+    X(kind, 3, 1)                                                                                                      \
+    X(kind, 4, 1)                                                                                                      \
+    X(kind, 5, 1)                                                                                                      \
+    X(kind, 6, 1)                                                                                                      \
+    X(kind, 7, 1) X(kind, 8, 1) X(kind, 9, 1) X(kind, 10, 1) X(kind, 11, 1) X(kind, 12, 1) X(kind, 13, 1) X(kind, 14, 1)
 
 #include "../types.h"
 

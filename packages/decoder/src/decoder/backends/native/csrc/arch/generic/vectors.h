@@ -1,8 +1,7 @@
 // Vectors of the compiler, for any processor: the reference for other sets of 8 lanes, whose bits are these.
 
 enum { LANES = 8, MOST_ROWS = 4, WIDE = 2 };
-#define FEW_ROWS(X, kind, again) X(kind, again, 1, 2)
-#define MANY_ROWS(X, kind, again) X(kind, again, 2, 1) X(kind, again, 3, 1) X(kind, again, 4, 1)
+#define EACH_NUMBER_OF_ROWS(X, kind) X(kind, 1, 2) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1)
 
 #include "../types.h"
 

@@ -3,8 +3,7 @@
 #include <arm_neon.h>
 
 enum { LANES = 8, MOST_ROWS = 6, WIDE = 2 };
-#define FEW_ROWS(X, kind, again) X(kind, again, 1, 4) X(kind, again, 2, 2)
-#define MANY_ROWS(X, kind, again) X(kind, again, 3, 1) X(kind, again, 4, 1) X(kind, again, 5, 1) X(kind, again, 6, 1)
+#define EACH_NUMBER_OF_ROWS(X, kind) X(kind, 1, 4) X(kind, 2, 2) X(kind, 3, 1) X(kind, 4, 1) X(kind, 5, 1) X(kind, 6, 1)
 
 #include "../types.h"
 
