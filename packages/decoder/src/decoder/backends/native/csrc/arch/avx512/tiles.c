@@ -5,8 +5,8 @@
 
 typedef struct {
     __m512i words[WORDS]; // unsigned codes of SIDE outputs, plus the centre
-    __m512i scales[2];    // whole numbers
     __m512 scale, minimum;
+    __m512 scales[2]; // whole numbers
 } Weights;
 
 INLINE __m512 halves_at(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
@@ -15,7 +15,9 @@ INLINE __m512 bytes_at(const uint8_t *at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
 
-INLINE __m512i whole_at(const uint8_t *at) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)); }
+INLINE __m512 whole_at(const uint8_t *at) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+}
 
 INLINE __m512i low_bits(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 
@@ -65,25 +67,27 @@ INLINE __m512i broadcast(const void *at) {
     return _mm512_set1_epi32(word);
 }
 
-// Words [first, last) less their centre, of which the inputs' `sum` has as many.
+// The exact sum of words [first, last), less their centre: `pairs` are sums of the inputs. Two sums wait less for their
+// products than one would.
 INLINE __m512i sum_of(
-    const Layout l, const Weights *w, const Input *x, const int first, const int last, const int32_t *sum) {
+    const Layout l, const Weights *w, const Input *x, const int first, const int last, const int16_t *pairs) {
     __m512i even = _mm512_setzero_si512(), odd = even;
+    if (l.shift != NONE) odd = _mm512_dpwssd_epi32(odd, _mm512_set1_epi16((short)-(1 << l.shift)), broadcast(pairs));
     UNROLL(8)
     for (int i = first; i < last; i += 2) {
         even = _mm512_dpbusd_epi32(even, w->words[i], broadcast(x->codes + 4 * i));
         odd = _mm512_dpbusd_epi32(odd, w->words[i + 1], broadcast(x->codes + 4 * i + 4));
     }
-    if (l.shift != NONE) odd = _mm512_sub_epi32(odd, _mm512_slli_epi32(broadcast(sum), l.shift));
     return _mm512_add_epi32(even, odd);
 }
 
-// The exact sums of a part.
-INLINE __m512i whole_sum(const Layout l, const Weights *w, const Input *x) {
-    if (l.scales < 2) return sum_of(l, w, x, 0, WORDS, &x->sum);
-    const __m512i first = sum_of(l, w, x, 0, WORDS / 2, &x->halves[0]);
-    const __m512i second = sum_of(l, w, x, WORDS / 2, WORDS, &x->halves[1]);
-    return _mm512_add_epi32(_mm512_mullo_epi32(first, w->scales[0]), _mm512_mullo_epi32(second, w->scales[1]));
+// The exact sum of a part, rounded once: halves, and their products with a scale of a byte, are below 2^24.
+INLINE __m512 whole_sum(const Layout l, const Weights *w, const Input *x) {
+    if (l.scales < 2) return _mm512_cvtepi32_ps(sum_of(l, w, x, 0, WORDS, x->pairs[2]));
+    const __m512i first = sum_of(l, w, x, 0, WORDS / 2, x->pairs[0]);
+    const __m512i second = sum_of(l, w, x, WORDS / 2, WORDS, x->pairs[1]);
+    const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(first), w->scales[0]);
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), w->scales[1], scaled);
 }
 
 INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, const int rows,
@@ -99,7 +103,7 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
             read_weights(l, panel, part, &w);
             for (int r = 0; r < rows; r++) {
                 const Input *in = x + r;
-                const __m512 whole = _mm512_cvtepi32_ps(whole_sum(l, &w, in));
+                const __m512 whole = whole_sum(l, &w, in);
                 held[r] = _mm512_fmadd_ps(whole, _mm512_mul_ps(w.scale, _mm512_set1_ps(in->step)), held[r]);
                 if (l.minimum) held[r] = _mm512_fmadd_ps(w.minimum, _mm512_set1_ps(in->total), held[r]);
             }
