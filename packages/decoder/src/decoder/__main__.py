@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import NoReturn
 
+from decoder.allocating import give_back
 from decoder.cli.completion import candidates, script
 from decoder.cli.doctor import doctor_parser
 from decoder.cli.parsers import chat_parser, run_parser
@@ -57,6 +58,7 @@ _MODULES |= {"serve": "decoder.serve.command", "batch": "decoder.jobs.command"}
 
 def _run(name: str, args: argparse.Namespace) -> int:
     """Run a command, whose module is imported here alone: PyTorch and transformers take seconds."""
+    give_back()
     with _ahead(args):
         with uncollected():
             if not _beside_others(args):

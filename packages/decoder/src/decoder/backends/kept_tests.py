@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary
 
 import torch
@@ -144,18 +144,22 @@ def _state(file: Path) -> bytes:
 def _contents(file: Path) -> list[Any]:
     """The state of a file, and a hash of its beginning and of parts from all over it."""
     status = file.stat()
+    samples = ((max(_BEGINNING, status.st_size * number // _SAMPLES), _SAMPLE) for number in range(_SAMPLES))
     with open(file, "rb") as opened:
-        parts = [opened.read(_BEGINNING)]
-        for number in range(_SAMPLES):
-            opened.seek(max(_BEGINNING, status.st_size * number // _SAMPLES))
-            parts.append(opened.read(_SAMPLE))
-    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, _digest(parts)]
+        digest = _digest(_read(opened, *part) for part in ((0, _BEGINNING), *samples))
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, digest]
+
+
+def _read(opened: BinaryIO, start: int, size: int) -> bytes:
+    opened.seek(start)
+    return opened.read(size)
 
 
 def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
     return digest.hexdigest()
 
 

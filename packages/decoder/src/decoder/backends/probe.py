@@ -1,5 +1,6 @@
 """Properties of a model that are found by running it on a few tokens."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ def probe(target: "Target", reference: Reference) -> Probed:
     try:
         cache, seen = _run(reference, tree, asked)
         with replaced(reference.called):
-            raw, logits = target.lm_head(target.norm(seen.hidden)).double(), seen.logits.double()
+            raw = target.lm_head(target.norm(seen.hidden))
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -100,7 +101,7 @@ def probe(target: "Target", reference: Reference) -> Probed:
     expected = Expected(seen, cache.beginning(len(tree), cache.written))
     states = 0 if cache.recurrent is None else cache.recurrent.nbytes // len(tree)
     latent = any(map(is_latent, target.modules))
-    return Probed(_logit_scale(target, raw, logits), shapes, layout, asked, expected, states, latent)
+    return Probed(_logit_scale(target, raw, seen.logits), shapes, layout, asked, expected, states, latent)
 
 
 def _run(reference: Reference, tree: TokenTree, asked: dict[int, Scores]) -> tuple[ProbedCache, PassOutput]:
@@ -130,11 +131,18 @@ def _shape(cache: FullCache, kind: LayerKind, heads: int) -> AttentionShape:
 
 def _logit_scale(target: "Target", raw: torch.Tensor, logits: torch.Tensor) -> float:
     """What the model multiplies its head's outputs by, before it caps them."""
-    if target.logit_cap is not None:
-        scale, made = 1.0, (raw / target.logit_cap).tanh() * target.logit_cap
-    else:
-        scale = float((raw * logits).sum() / raw.square().sum()) if raw.any() else 1.0
-        made = raw * scale
-    if (made - logits).norm() > _LOGITS_TOLERANCE * logits.norm():
+    # A row at a time: in double precision those of a large vocabulary take much memory.
+    cap, scale, errors, size = target.logit_cap, 1.0, 0.0, 0.0
+    if cap is None and raw.any():
+        products = [(float(own @ made), float(own @ own)) for own, made in _in_double(raw, logits)]
+        scale = sum(product for product, _ in products) / sum(square for _, square in products)
+    for own, made in _in_double(raw, logits):
+        expected = own * scale if cap is None else (own / cap).tanh() * cap
+        errors, size = errors + float((expected - made).square().sum()), size + float(made.square().sum())
+    if errors > _LOGITS_TOLERANCE**2 * size:
         raise ValueError(f"{target.name} changes its logits behind its language-model head; that cannot be drafted for")
     return scale if abs(scale - 1) > _LOGITS_TOLERANCE else 1.0
+
+
+def _in_double(raw: torch.Tensor, logits: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return ((own.double(), made.double()) for own, made in zip(raw, logits, strict=True))

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
+from decoder.allocating import keep
 from decoder.checks import check, shown
 from decoder.options import (
     CACHES,
@@ -132,7 +133,7 @@ def load_from_flags(
     """
     from decoder.loader import load
 
-    return load(
+    loaded = load(
         args.model,
         heads_of(args),
         tokenizer=tokenizer,
@@ -144,6 +145,8 @@ def load_from_flags(
         sanitize_control_tokens=getattr(args, "sanitize_control_tokens", False),
         tests=args.tests,
     )
+    keep()
+    return loaded
 
 
 def add_flags(group: argparse._ArgumentGroup, settings: type) -> None:

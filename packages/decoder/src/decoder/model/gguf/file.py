@@ -130,12 +130,15 @@ class GgufFile:
         while self.packing:
             self.packing.popitem()[1].cancel()
 
-    def release(self, name: str) -> None:
-        """Give back the memory in which a tensor's bytes lie, until somebody looks at them again."""
-        tensor = self.tensors[name]
-        start = (self.data_start + tensor.offset) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    def release(self, name: str | None = None) -> None:
+        """Give back the memory in which a tensor's bytes lie, or all of them, until somebody looks at them again."""
+        start, end = 0, len(self.buffer)
+        if name is not None:
+            tensor = self.tensors[name]
+            start = (self.data_start + tensor.offset) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            end = self.data_start + tensor.offset + tensor.blocks.size
         if hasattr(mmap, "MADV_DONTNEED"):
-            self.buffer.madvise(mmap.MADV_DONTNEED, start, self.data_start + tensor.offset + tensor.blocks.size - start)
+            self.buffer.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def get(self, key: str, kind: type[Wanted], default: Wanted | None = None) -> Wanted | None:
         """The value of a key, or ``default`` where the file has none.

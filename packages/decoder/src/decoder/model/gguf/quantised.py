@@ -62,6 +62,7 @@ def quantised_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
     file.stop_packing()
     _tie(model, config, dtype)
     _fill(model, plain)
+    file.release()
     model.generation_config = GenerationConfig.from_model_config(config)
     note_weights(model, GGUF)
     return model.eval()

@@ -1,0 +1,52 @@
+"""Memory that is freed while a model is loaded goes back to the system."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoder import allocating
+from decoder.__main__ import main
+
+from .conftest import tiny_llama
+
+
+def held() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+def test_what_is_freed_goes_back_until_it_is_to_be_kept():
+    allocating.give_back()
+    try:
+        before = held()
+        pieces = [torch.ones(1 << 20) for _ in range(16)]
+        assert held() - before > 15 << 22
+        # What stands behind them would hold the memory of all.
+        last = torch.ones(1 << 10)
+        del pieces
+        assert held() - before < 8 << 20 and last.all()
+    finally:
+        allocating.keep()
+
+
+@pytest.mark.parametrize("system", ["another", "without glibc"])
+def test_elsewhere_nothing_is_set(system, monkeypatch):
+    if system == "another":
+        monkeypatch.setattr(allocating.sys, "platform", "darwin")
+    monkeypatch.setattr(allocating.ctypes, "CDLL", lambda name: object())
+    allocating.give_back()
+    allocating.keep()
+
+
+def test_the_command_gives_back_until_its_model_is_there(monkeypatch, tmp_path, capsys):
+    tiny_llama(torch.float32).save_pretrained(tmp_path)
+    done = []
+    monkeypatch.setattr("decoder.__main__.give_back", lambda: done.append("gives back"))
+    monkeypatch.setattr("decoder.cli.flags.keep", lambda: done.append("keeps"))
+    monkeypatch.setattr("decoder.loader.load", lambda *given, **named: done.append("loads"))
+    with pytest.raises(AttributeError):
+        main(["doctor", "--model", str(tmp_path)])
+    assert done == ["gives back", "loads", "keeps"]
