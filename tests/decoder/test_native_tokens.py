@@ -10,9 +10,11 @@ import torch
 from decoder import Decoder, SamplingParams
 from decoder.backends.native import library as native
 from decoder.backends.native.levels import NativeLevels
+from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedMatrix, weight_formats
 from decoder.constraints import Vocabulary
 from decoder.drafters import levels as levels_module
 from decoder.drafters.levels import HeadLevels, LevelsWanted, fill_together
+from decoder.model.rounding import rounded
 from decoder.sampling.native_choice import IMPLEMENTED, NativeChoice, native_choice, no_choice
 from decoder.sampling.noise import gumbel
 from decoder.sampling.sampler import Sampler
@@ -232,6 +234,31 @@ def texts_of(dec, heads, params, counts, beam, coupled, own_level):
         levels = HeadLevels(dec.target, heads, coupled, width=6, beam=beam)
         wanted.append(LevelsWanted(levels, hidden, sampler, count, own_level, lambda own, _: found.append(own)))
     return wanted, found
+
+
+@pytest.mark.parametrize("heads_kind", ["gated", "conditioned"])
+@pytest.mark.parametrize("scale", [1.0, 5.5])
+def test_levels_over_quantised_embeddings_are_those_of_pytorchs_operators(scale, heads_kind, monkeypatch):
+    """A GGUF file's, with the scale that Gemma's have."""
+    model = tiny_llama(torch.float32)
+    kind = next(one for one in weight_formats().values() if one.name == "Q8_0")
+    blocks = rounded(model.get_input_embeddings().weight.data, "Q8_0")
+    model.set_input_embeddings(QuantisedEmbedding(QuantisedMatrix(kind, blocks), torch.float32, scale))
+    dec = Decoder(model, heads=random_heads(model, kind=heads_kind))
+    heads, calls, fill = dec.heads[heads_kind], [], NativeLevels.fill
+    monkeypatch.setattr(NativeLevels, "fill", lambda self, texts: calls.append(len(texts)) or fill(self, texts))
+    with torch.inference_mode(), dec.target.patched():
+        for params in SAMPLINGS:
+            given = dec, heads, params, (4, 1, 2), 4, True, False
+            wanted, found = texts_of(*given)
+            fill_together(wanted)
+            again, expected = texts_of(*given)
+            with monkeypatch.context() as patch:
+                patch.setattr(levels_module, "_by_library", lambda wanted: {})
+                fill_together(again)
+            for mine, theirs in zip(found, expected, strict=True):
+                compare(mine, theirs, torch.float32)
+    assert calls == [3] * len(SAMPLINGS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,8 @@ from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.packed_linear import PackedHead, PackedLinears, packed_by
 from decoder.backends.native.packed_weight import NativeWeight
-from decoder.backends.native.structures import Drafter, Drafts, Head, PackedWeight
+from decoder.backends.native.quantised import QuantisedEmbedding
+from decoder.backends.native.structures import BF16, FP32, QUANTISED, Drafter, Drafts, Head, PackedWeight
 from decoder.draft_heads import DraftHead, DraftHeads
 from decoder.timings import stage
 
@@ -31,7 +32,9 @@ class NativeLevels:
         packed: the heads in order, each with its module.
         vocabulary: the packed rows of the language-model head.
         ids: the tokens that these are for, int64 [v]; None is all.
-        embeddings: of the model, [V, d].
+        embeddings: of the model, [V, d], or packed as `embeddings_are` tells.
+        embeddings_are: FP32, BF16, or QUANTISED and more by the place of their format.
+        embedding_eps: of their norm.
         logit_scale: what logits are multiplied by.
     """
 
@@ -42,6 +45,8 @@ class NativeLevels:
         vocabulary: NativeWeight,
         ids: torch.Tensor | None,
         embeddings: torch.Tensor,
+        embeddings_are: int,
+        embedding_eps: float,
         logit_scale: float,
     ):
         self._conditioned = heads.conditioned
@@ -68,10 +73,10 @@ class NativeLevels:
             conditioned=heads.conditioned,
             chained=heads.chained,
             vocabulary_is_bf16=vocabulary.dtype == torch.bfloat16,
-            embeddings_are_bf16=embeddings.dtype == torch.bfloat16,
+            embeddings_are=embeddings_are,
             embeddings=embeddings.data_ptr(),
             ones=ones.data_ptr(),
-            embedding_eps=torch.finfo(torch.float32).eps,
+            embedding_eps=embedding_eps,
             logit_scale=logit_scale,
             vocabulary=vocabulary.product,
             ids=None if ids is None else ids.data_ptr(),
@@ -163,10 +168,21 @@ def native_levels(
     if len(packed) < len(modules):
         return None
     rows = packed_by(forwards.get(vocabulary.rows))
-    embeddings = target.model.get_input_embeddings()
-    plain = type(embeddings) is nn.Embedding and type(embeddings.weight.data) is torch.Tensor
-    plain = plain and embeddings.weight.dtype in _DTYPES and embeddings.weight.is_contiguous()
-    if not isinstance(rows, PackedLinears) or not plain:
+    embeddings = _embeddings_of(target.model.get_input_embeddings())
+    if not isinstance(rows, PackedLinears) or embeddings is None:
         return None
-    table = embeddings.weight.detach()
-    return NativeLevels(heads, packed, rows.held, vocabulary.ids, table, target.logit_scale)
+    return NativeLevels(heads, packed, rows.held, vocabulary.ids, *embeddings, target.logit_scale)
+
+
+def _embeddings_of(module: nn.Module) -> tuple[torch.Tensor, int, float] | None:
+    """The embeddings, what they are and the epsilon of their norm, for `NativeLevels`; None for others."""
+    eps = torch.finfo(torch.float32).eps
+    if isinstance(module, QuantisedEmbedding):
+        # The norm of what is multiplied by a scale is that of what is not, with another epsilon.
+        return module.weight.data, QUANTISED + module.kind.place, eps / module.scale**2
+    if type(module) is not nn.Embedding or type(module.weight.data) is not torch.Tensor:
+        return None
+    table = module.weight.detach()
+    if table.dtype not in _DTYPES or not table.is_contiguous():
+        return None
+    return table, BF16 if table.dtype == torch.bfloat16 else FP32, eps

@@ -177,12 +177,12 @@ class QuantisedEmbedding(QuantisedMatrixModule):
     def __init__(self, matrix: QuantisedMatrix, dtype: torch.dtype, scale: float = 1.0):
         super().__init__(matrix, dtype)
         self.num_embeddings, self.embedding_dim = matrix.shape
-        self._scale = scale
+        self.scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [..., in] of the ids [...]."""
         rows = self.rows(ids).to(self.dtype)
-        return rows if self._scale == 1 else rows * torch.tensor(self._scale, dtype=self.dtype)
+        return rows if self.scale == 1 else rows * torch.tensor(self.scale, dtype=self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.kind.name}, {self.num_embeddings}, {self.embedding_dim}"

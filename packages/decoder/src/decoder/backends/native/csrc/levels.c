@@ -4,6 +4,7 @@
 // draft may be off by a rounding.
 
 #include "native.h"
+#include "formats/formats.h"
 
 // As glibc has had them from the beginning, so that a library that is compiled on a new system loads on an old one.
 #if defined(__GLIBC__) && defined(__x86_64__)
@@ -114,8 +115,12 @@ static void read_branch(const Level *l, const Head *head, int64_t row) {
     norm(state_of(l, row), 0, head->norm_in, head->eps, d->size, l->features + row * inputs, 0);
     if (!d->conditioned) return;
     const int64_t newest = b->depth ? b->tokens[b->depth - 1] : l->texts[b->text].newest;
-    norm(row_of(d->embeddings, newest * d->size, d->embeddings_are_bf16), d->embeddings_are_bf16, d->ones,
-        d->embedding_eps, d->size, l->features + row * inputs + d->size, 0);
+    float *to = l->features + row * inputs + d->size;
+    const int is_bf16 = d->embeddings_are == BF16;
+    const void *embedding = to;
+    if (d->embeddings_are >= QUANTISED) unpack_row(d->embeddings_are - QUANTISED, d->embeddings, d->size, newest, to);
+    else embedding = row_of(d->embeddings, newest * d->size, is_bf16);
+    norm(embedding, is_bf16, d->ones, d->embedding_eps, d->size, to, 0);
 }
 
 // State and change of a branch to its next state, gate and up to what is gated.

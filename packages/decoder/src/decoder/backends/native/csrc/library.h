@@ -189,10 +189,11 @@ typedef struct {
 
 typedef struct {
     const Head *heads;
-    int64_t count, size;                             // of heads, and of a state
-    int32_t conditioned;                             // whether they also read the token before
-    int32_t chained;                                 // whether a head goes on from the state of the one before
-    int32_t vocabulary_is_bf16, embeddings_are_bf16; // what the product with its rows takes, and what embeddings are
+    int64_t count, size;        // of heads, and of a state
+    int32_t conditioned;        // whether they also read the token before
+    int32_t chained;            // whether a head goes on from the state of the one before
+    int32_t vocabulary_is_bf16; // what the product with its rows takes
+    int32_t embeddings_are;     // FP32, BF16, or QUANTISED and more by the place of their format
     const void *embeddings;
     const float *ones; // [size]
     float embedding_eps, logit_scale;
