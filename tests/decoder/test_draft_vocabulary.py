@@ -10,6 +10,7 @@ from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
 from decoder.draft_heads import KINDS
 from decoder.drafters import METHODS
 from decoder.drafters.draft_vocabulary import DraftVocabulary
+from decoder.model.target import Target
 from decoder.sampling.sampler import Sampler
 
 from .conftest import VOCAB, random_heads, some, tiny_llama
@@ -32,6 +33,22 @@ def restricted_heads(model, kind, drafted=DRAFTED):
 @pytest.fixture(scope="module", params=KINDS)
 def drafting(request, model):
     return Decoder(model, heads=restricted_heads(model, request.param))
+
+
+def test_all_heads_with_their_rows_cost_one_look_at_the_weights(model, monkeypatch):
+    looks, refresh = [], Target.refresh_weights
+    monkeypatch.setattr(Target, "refresh_weights", lambda target: (looks.append(target), refresh(target)))
+    heads = {kind: restricted_heads(model, kind) for kind in ("chained", "gated")}
+    dec = Decoder(model, heads=heads)
+    rows = [dec.target.draft_vocabularies[one].rows for one in dec.heads.values()]
+    assert len(looks) == 1 and {*dec.heads.values(), *rows} <= set(dec.target.helper_modules())
+    looks.clear()
+    Decoder(model)
+    assert not looks
+    with pytest.raises(ValueError, match="hidden"):
+        Decoder(model, heads=DraftHeads(model.config.hidden_size + 8))
+    dec.target.speed_up(random_heads(model))
+    assert len(looks) == 1
 
 
 @pytest.mark.parametrize("method", WITH_HEADS)

@@ -99,24 +99,25 @@ class Decoder:
         self._tuning_states: dict[tuple, dict[Hashable, Any]] = {}
         self.heads: dict[str, Heads] = {}
         given = heads.values() if isinstance(heads, Mapping) else [] if heads is None else [heads]
-        for one in given:
-            # A module of the user's own is copied: moving it in place would change it under them.
-            if isinstance(one, Heads):
-                module: Heads = deepcopy(one)
-            else:
-                module = load_built_in(model.name_or_path) if one == MTP else load_heads(one)
-            if isinstance(module, DraftLayer):
-                module.check_fits(self.target.hidden_size, self.target.vocab_size, self.target.layers)
-            else:
-                module.check_fits(self.target.hidden_size, self.target.vocab_size)
-            if isinstance(module, Eagle3DraftModel):
-                assert module.target_layers is not None  # `check_fits` has named them
-                self.target.read_features(module.target_layers)
-            self.heads[module.kind] = module.to(self.target.device, self.target.dtype).eval()
-            module.check_finite()
-            self.target.speed_up(module)
-            # Its copy of rows of the language-model head is made now, and not in the first step.
-            DraftVocabulary.of(self.target, module)
+        with self.target.gathering():
+            for one in given:
+                # A module of the user's own is copied: moving it in place would change it under them.
+                if isinstance(one, Heads):
+                    module: Heads = deepcopy(one)
+                else:
+                    module = load_built_in(model.name_or_path) if one == MTP else load_heads(one)
+                if isinstance(module, DraftLayer):
+                    module.check_fits(self.target.hidden_size, self.target.vocab_size, self.target.layers)
+                else:
+                    module.check_fits(self.target.hidden_size, self.target.vocab_size)
+                if isinstance(module, Eagle3DraftModel):
+                    assert module.target_layers is not None  # `check_fits` has named them
+                    self.target.read_features(module.target_layers)
+                self.heads[module.kind] = module.to(self.target.device, self.target.dtype).eval()
+                module.check_finite()
+                self.target.speed_up(module)
+                # Its copy of rows of the language-model head is made now, and not in the first step.
+                DraftVocabulary.of(self.target, module)
         if isinstance(heads, Mapping) and set(heads) != set(self.heads):
             raise ValueError(
                 f"heads were given as {', '.join(map(str, heads))} but are of kind {', '.join(self.heads)}"

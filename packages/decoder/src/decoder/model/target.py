@@ -93,6 +93,7 @@ class Target:
         refuse_unshareable(model.config, self.ranks.size)
         self._shared = SharedLayers(model, self.ranks)
         self._helpers: list[nn.Module] = []
+        self._gathers = False
         self.draft_vocabularies: dict[nn.Module, Any] = {}  # `drafters.draft_vocabulary.DraftVocabulary`
         """By draft heads, their `DraftVocabulary`, which outlives generations."""
         self.feature_layers: tuple[int, ...] = ()
@@ -146,7 +147,20 @@ class Target:
     def speed_up(self, module: nn.Module) -> None:
         """Replace the layers of ``module`` (draft heads, for example) by faster functions, too, in `patched` blocks."""
         self._helpers.append(module)
-        self.refresh_weights()
+        if not self._gathers:
+            self.refresh_weights()
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """A block at whose end all are sped up together that `speed_up` is called for: each time costs a look at all
+        weights."""
+        self._gathers, before = True, len(self._helpers)
+        try:
+            yield
+        finally:
+            self._gathers = False
+        if len(self._helpers) > before:
+            self.refresh_weights()
 
     def helper_modules(self) -> list[nn.Module]:
         """The modules of those that `speed_up` was called for."""
