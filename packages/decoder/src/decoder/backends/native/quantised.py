@@ -7,7 +7,7 @@ so the bits of an output depend on its own row of inputs alone.
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -87,9 +87,9 @@ class QuantisedMatrix:
         native.library().pack_weights(*given, threads or native.threads())
         self.weight = nn.Parameter(packed, requires_grad=False)
 
-    @property
+    @cached_property
     def finite(self) -> bool:
-        """Whether all scales are numbers."""
+        """Whether all scales are numbers, as they were when somebody asked first."""
         blocks, infinite = self.weight.data.view(-1, self.kind.packed_bytes), self.kind.infinite
         scales = blocks[:, : self.kind.head_bytes].contiguous().view(torch.int16)
         return not bool(((scales & infinite) == infinite).any())

@@ -46,4 +46,5 @@ def packing_ahead(source: str | os.PathLike) -> Iterator[None]:
 def _packed(file: GgufFile, name: str, kind: WeightFormat) -> QuantisedMatrix:
     matrix = QuantisedMatrix(kind, file.tensors[name].blocks, threads=1)
     file.release(name)
+    _ = matrix.finite  # which is asked for when it is taken
     return matrix
