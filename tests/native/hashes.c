@@ -99,7 +99,7 @@ static void quantised_products(void) {
         print("unpacked", number, unpacked, 3 * INPUTS * 4);
         Quantised all = {1, {{number, OUTPUTS, packed}}};
         float *bias = floats(OUTPUTS);
-        const PackedWeight p = {INPUTS, OUTPUTS, &all, bias, NULL, QUANTISED};
+        const PackedWeight p = {INPUTS, OUTPUTS, &all, bias, QUANTISED};
         for (int64_t count = 1; count <= 37; count = count * 3 / 2 + 1) {
             float *x = floats(count * INPUTS), *y = memory(count * OUTPUTS * 4);
             x[0] = 50, x[1] = 0;
@@ -113,10 +113,7 @@ static void quantised_products(void) {
 
 // ------------------------------------------------------------------------------------------------- packed products
 
-static int64_t words_of(int kind, int64_t inputs) {
-    const int64_t each = kind == FP32 ? 1 : kind == BF16 ? 2 : 4;
-    return (inputs + each - 1) / each;
-}
+static int64_t words_of(int kind, int64_t inputs) { return kind == FP32 ? inputs : (inputs + 1) / 2; }
 
 // The same weights for any width of panels: word `word` of output `output`.
 static uint32_t word_of(int kind, int64_t inputs, int64_t output, int64_t word) {
@@ -128,17 +125,14 @@ static uint32_t word_of(int kind, int64_t inputs, int64_t output, int64_t word) 
         memcpy(&bits, &x, 4);
         return bits;
     }
-    if (kind == BF16) {
-        const uint32_t low = random_bf16();
-        return low | (2 * word + 1 >= inputs ? 0 : (uint32_t)random_bf16() << 16);
-    }
-    return random_bits() ^ random_bits() << 16;
+    const uint32_t low = random_bf16();
+    return low | (2 * word + 1 >= inputs ? 0 : (uint32_t)random_bf16() << 16);
 }
 
 static void packed_products(void) {
-    static const char *const names[] = {"float32", "bfloat16", "bytes"};
+    static const char *const names[] = {"float32", "bfloat16"};
     static const int64_t sizes[][2] = {{64, 75}, {129, 40}, {7, 3}, {320, 64}};
-    for (int kind = FP32; kind <= INT8; kind++)
+    for (int kind = FP32; kind <= BF16; kind++)
         for (int size = 0; size < 4; size++) {
             const int64_t inputs = sizes[size][0], outputs = sizes[size][1], width = panel_width();
             const int64_t panels = (outputs + width - 1) / width, words = words_of(kind, inputs);
@@ -146,15 +140,15 @@ static void packed_products(void) {
             for (int64_t i = 0; i < panels * width * words; i++)
                 packed[i] = word_of(kind, inputs, i / width / words * width + i % width, i / width % words);
             seed = (uint64_t)(kind * 10 + size);
-            float *scales = floats(outputs), *bias = floats(outputs);
-            const PackedWeight p = {inputs, outputs, packed, bias, kind == INT8 ? scales : NULL, kind};
+            float *bias = floats(outputs);
+            const PackedWeight p = {inputs, outputs, packed, bias, kind};
             for (int64_t rows = 1; rows <= 61; rows = rows * 3 / 2 + 1) {
                 float *x = floats(rows * inputs), *y = memory(rows * outputs * 4);
                 linear(&p, x, rows, 0, y, threads);
                 print(names[kind], rows, y, rows * outputs * 4);
                 free(x), free(y);
             }
-            free(packed), free(scales), free(bias);
+            free(packed), free(bias);
         }
 }
 
@@ -165,7 +159,7 @@ static PackedWeight random_product(int64_t inputs, int64_t outputs) {
     uint32_t *packed = memory(panels * width * words * 4);
     for (int64_t i = 0; i < panels * width * words; i++)
         packed[i] = word_of(BF16, inputs, i / width / words * width + i % width, i / width % words);
-    return (PackedWeight){inputs, outputs, packed, NULL, NULL, BF16};
+    return (PackedWeight){inputs, outputs, packed, NULL, BF16};
 }
 
 // A pass over two texts: a tree behind `length` tokens, whose cache may be quantised, and a prompt.

@@ -4,6 +4,8 @@ A block has 32 weights of a row. In Q8_0 each is a whole number from -127 to 127
 from 0 to 15 times its scale, plus its minimum. Scales and minima are half precision numbers.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import torch
@@ -19,11 +21,14 @@ _SAME = 0.01  # an error, as a share of the weights' norm, with which they have 
 _AT_ONCE = 2**19  # numbers, so that a search stays in the processor's cache: a third of the time of 2**22
 
 
-def rounded(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Weights [out, in] in blocks of the format of this ``name``, uint8 [out, bytes]."""
+def rounded(weight: torch.Tensor, name: str, search: bool = True) -> torch.Tensor:
+    """Weights [out, in] in blocks of the format of this ``name``, uint8 [out, bytes].
+
+    Without a ``search`` a block of four bits takes its ends as they are, in a fifth of the time.
+    """
     parts = weight.detach().reshape(-1, BLOCK).split(_AT_ONCE // BLOCK)
-    each = {"Q4_1": _four_bits, "Q8_0": _eight_bits}[name]
-    return torch.cat([each(part.float()) for part in parts]).view(len(weight), -1)
+    formats: dict[str, Callable] = {"Q4_1": partial(_four_bits, search=search), "Q8_0": _eight_bits}
+    return torch.cat([formats[name](part.float()) for part in parts]).view(len(weight), -1)
 
 
 def _eight_bits(blocks: torch.Tensor) -> torch.Tensor:
@@ -33,7 +38,7 @@ def _eight_bits(blocks: torch.Tensor) -> torch.Tensor:
     return torch.cat((scale.view(torch.uint8), codes.view(torch.uint8)), 1)
 
 
-def _four_bits(blocks: torch.Tensor) -> torch.Tensor:
+def _four_bits(blocks: torch.Tensor, search: bool) -> torch.Tensor:
     """Blocks [n, 32] -> uint8 [n, 20].
 
     A block's ends become the codes 0 and 15, or lie outside of them if the squared error is smaller so. Weights that
@@ -45,7 +50,7 @@ def _four_bits(blocks: torch.Tensor) -> torch.Tensor:
     shrunk = [(low * below, high * above) for below, above in product(_SHRUNK, _SHRUNK)]
     small = _SAME * torch.linalg.vector_norm(blocks, dim=1, keepdim=True)
     scale, minimum = _grid(low, high)
-    error = _error(blocks, scale, minimum)
+    error = _error(blocks, scale, minimum) if search else small
     for ends in (from_zero, *shrunk):
         if bool((error <= small).all()):
             break

@@ -16,7 +16,7 @@ from decoder.backends.base import BackendFault
 from decoder.backends.forwards import is_changed
 from decoder.backends.memory import available_memory
 from decoder.backends.native.packed_weight import NativeWeight, pack
-from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight
+from decoder.backends.native.quantised import QuantisedLinear, QuantisedWeight, pack_for_drafts
 from decoder.backends.norms import FusedNorm
 from decoder.draft_heads import DraftHead, RMSNorm
 from decoder.work import Progress, Work
@@ -80,8 +80,8 @@ class PackedLinears(PackedCopy):
         if quantised := [layer for layer in given if isinstance(layer, QuantisedLinear)]:
             self.held = QuantisedWeight(quantised)
         else:
-            exact = not any(isinstance(layer, DraftRows) for layer in given)
-            self.held = pack([layer.weight for layer in given], [layer.bias for layer in given], exact)
+            held_as = pack_for_drafts if any(isinstance(layer, DraftRows) for layer in given) else pack
+            self.held = held_as([layer.weight for layer in given], [layer.bias for layer in given])
         self.kind = type(self.held)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,8 +111,8 @@ class PackedHead(PackedCopy):
         self._unit_norm = FusedNorm(torch.ones_like(norm.weight), _DEFAULT_EPS)
         readers = [given.linear, given.gate, given.up] if given.gated else [given.linear]
         self._sizes = [layer.out_features for layer in readers]
-        down = pack([given.down.weight], [None], exact=False) if given.gated else None
-        self.held = pack([layer.weight for layer in readers], [None], exact=False), down
+        down = pack_for_drafts([given.down.weight], [None]) if given.gated else None
+        self.held = pack_for_drafts([layer.weight for layer in readers], [None]), down
         self.kind = type(self.held[0])
 
     def __call__(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:

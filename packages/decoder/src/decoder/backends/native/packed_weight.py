@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from ctypes import byref
 
 import torch
-from torch.nn import functional
 
 from decoder.backends import large_pages
 from decoder.backends.native import library as native
-from decoder.backends.native.structures import BF16, FP32, INT8, PackedWeight
+from decoder.backends.native.structures import BF16, FP32, PackedWeight
 
 
 class NativeWeight:
@@ -35,7 +34,8 @@ class NativeWeight:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         weight = weight.detach()
-        self._hold(weight.shape, self._input_dtype(weight), self._pack(weight), bias, self._scales_of(weight))
+        dtype = weight.dtype if native.multiplies(weight.dtype) else torch.float32
+        self._hold(weight.shape, dtype, self._pack(weight), bias)
 
     def _hold(
         self,
@@ -43,7 +43,6 @@ class NativeWeight:
         dtype: torch.dtype,
         packed: torch.Tensor | int,
         bias: torch.Tensor | None,
-        scales: torch.Tensor | None = None,
     ) -> None:
         """What the library reads for weights [out, in] of this ``shape`` and inputs of this ``dtype``.
 
@@ -53,24 +52,17 @@ class NativeWeight:
         self._outputs, inputs = shape
         self.dtype, self._is_bf16 = dtype, dtype == torch.bfloat16
         # The library reads their memory.
-        self._packed, self._scales = packed, scales
+        self._packed = packed
         self._bias = None if bias is None else bias.float().contiguous()
-        bias_at, scales_at = (None if one is None else one.data_ptr() for one in (self._bias, self._scales))
+        bias_at = None if self._bias is None else self._bias.data_ptr()
         packed_at = packed if isinstance(packed, int) else packed.data_ptr()
-        self.product = PackedWeight(inputs, self._outputs, packed_at, bias_at, scales_at, self._kind)
+        self.product = PackedWeight(inputs, self._outputs, packed_at, bias_at, self._kind)
         self._given, self._multiply = byref(self.product), native.library().linear
-
-    def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
-        return weight.dtype if native.multiplies(weight.dtype) else torch.float32
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         """In panels of outputs and pairs of inputs, [panels, pairs, 2 x lanes, 2]."""
         given = weight if weight.dtype == torch.bfloat16 else weight.float()
         return _in_panels(given, torch.bfloat16, 2)
-
-    def _scales_of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """What the outputs are multiplied by, float32 [out]."""
-        return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.product.inputs or not x.is_cpu:
@@ -92,41 +84,11 @@ class Fp32Weight(NativeWeight):
         return _in_panels(weight.float(), torch.float32)
 
 
-class Int8Weight(NativeWeight):
-    """The same, of weights in a byte each, times a scale for each output: for drafts, which need not be exact.
-
-    Processors that multiply bytes (AVX512-VNNI) get inputs in a byte each, too, in parts of the largest of their row.
-    """
-
-    _kind = INT8
-
-    def _input_dtype(self, weight: torch.Tensor) -> torch.dtype:
-        return torch.float32
-
-    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """In panels of outputs and fours of inputs, [panels, fours, 2 x lanes, 4], with 128 added."""
-        above = self._rounded(weight) + 128
-        fours = functional.pad(above, (0, -weight.shape[1] % 4)).to(torch.uint8).view(torch.int32)
-        return _in_panels(fours, torch.int32).view(torch.uint8)
-
-    def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        return (weight.float() / self._scales_of(weight)[:, None]).round_()
-
-    def _scales_of(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.abs().amax(1).float().clamp_min_(torch.finfo(torch.float32).tiny) / 127
-
-
-def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], exact: bool = True) -> NativeWeight:
-    """One product for several weights [out_i, in] of float32 or bfloat16, with biases [out_i] for all or none of them.
-
-    Args:
-        exact: whether the weights must be held so exactly that sums in float32 are off by more; not those of drafts.
-    """
+def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> NativeWeight:
+    """One product for several weights [out_i, in] of float32 or bfloat16, with biases [out_i] for all or for none."""
     weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     given = [bias.detach() for bias in biases if bias is not None]
     bias = torch.cat(given) if given else None
-    if not exact:
-        return Int8Weight(weight, bias)
     if not _bf16_holds(weight):
         return Fp32Weight(weight, bias)
     return NativeWeight(weight, bias)

@@ -17,8 +17,12 @@ from torch import nn
 from decoder.backends import large_pages
 from decoder.backends.memory import floats
 from decoder.backends.native import library as native
-from decoder.backends.native.packed_weight import NativeWeight
+from decoder.backends.native.packed_weight import NativeWeight, pack
 from decoder.backends.native.structures import MOST_PARTS, QUANTISED, Quantised, QuantisedPart
+from decoder.model.rounding import rounded
+
+DRAFTED_AS = "Q4_1"
+"""How weights are held of which drafts are made. With eight bits drafts are accepted no more often."""
 
 
 class WeightFormat(NamedTuple):
@@ -231,3 +235,19 @@ class QuantisedWeight(NativeWeight):
         self._structure = Quantised(len(parts), (QuantisedPart * MOST_PARTS)(*parts))
         self._weights = held
         self._hold((outputs, inputs), layers[0].dtype, ctypes.addressof(self._structure), bias)
+
+
+def pack_for_drafts(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> NativeWeight:
+    """As `pack`, of weights that need not be exact, since what they compute is verified: rounded to `DRAFTED_AS`.
+
+    Inputs are float32. Weights that are no whole blocks are held as `pack` holds them.
+    """
+    kind = next(one for one in weight_formats().values() if one.name == DRAFTED_AS)
+    inputs = weights[0].shape[1]
+    if inputs % kind.inputs:
+        return pack(weights, biases)
+    weight = torch.cat([one.detach() for one in weights])
+    matrix = QuantisedMatrix(kind, rounded(weight, kind.name, search=False))
+    given = [one.detach().float() for one in biases if one is not None]
+    rows = QuantisedRows(kind, len(weight), inputs, matrix.weight, torch.cat(given) if given else None, torch.float32)
+    return QuantisedWeight([rows])

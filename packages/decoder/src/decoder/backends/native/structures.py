@@ -83,7 +83,7 @@ def _numbers(names: str) -> list[int]:
     return [_CONSTANTS[name] for name in names.split()]
 
 
-FP32, BF16, INT8, QUANTISED = _numbers("FP32 BF16 INT8 QUANTISED")  # kinds of weights
+FP32, BF16, QUANTISED = _numbers("FP32 BF16 QUANTISED")  # kinds of weights
 SILU, GELU, CLAMPED = _numbers("SILU GELU CLAMPED")  # how experts are gated
 SOFTMAX, SIGMOID = _numbers("SOFTMAX SIGMOID")  # how their weights are made
 MOST_EXPERTS, MOST_GROUPS = _numbers("MOST_EXPERTS MOST_GROUPS")

@@ -16,19 +16,18 @@
 
 // x W^T, and b if there is one. Weights are packed in panels of `panel_width` outputs, in words of 32 bits:
 //
-// FP32    float32, input after input.
-// BF16    bfloat16 in pairs of inputs, of which the lower half of a word is the first.
-// INT8     fours of inputs, the lowest byte first, each 128 more than its weight, with a scale per output.
+// FP32      float32, input after input.
+// BF16      bfloat16 in pairs of inputs, of which the lower half of a word is the first.
 // QUANTISED weights of GGUF files, which `formats/formats.h` describes; `weight` points to a `Quantised`. x may always be
 //           bfloat16.
 typedef struct {
     int64_t inputs, outputs;
     const void *weight;
-    const float *bias, *scales;
+    const float *bias;
     int32_t kind;
 } PackedWeight;
 
-enum { FP32, BF16, INT8, QUANTISED };
+enum { FP32, BF16, QUANTISED };
 
 // Some outputs of a QUANTISED product: a format of `formats/` and its packed weights. All parts but the last have whole
 // panels, of `quantised_width` outputs.
@@ -223,16 +222,16 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 };
 // name, bytes: callers compare these with their own, see `structures`.
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
-    X(PackedWeight, 48) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 144) X(Experts, 176) \
-    X(Mixer, 168) X(RecurrentState, 80) X(Layer, 320) X(SequenceKV, 128) X(Attention, 104)  \
-    X(Pass, 104) X(Sampling, 48) X(Head, 120) X(Drafter, 120) X(Drafts, 112)
+    X(PackedWeight, 40) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 120) X(Experts, 160) \
+    X(Mixer, 160) X(RecurrentState, 80) X(Layer, 288) X(SequenceKV, 128) X(Attention, 104)  \
+    X(Pass, 104) X(Sampling, 48) X(Head, 104) X(Drafter, 112) X(Drafts, 112)
 // clang-format on
 
 #define HAS_SIZE(name, bytes) _Static_assert(sizeof(name) == (bytes), "the size of " #name);
 EACH_STRUCTURE(HAS_SIZE)
 _Static_assert(
-    offsetof(PackedWeight, kind) == 40 && offsetof(Quantised, parts) == 8 && offsetof(Format, number) == 8, "offsets");
-_Static_assert(offsetof(Layer, norm_in) == 4 * sizeof(PackedWeight) && offsetof(Layer, eps) == 248, "offsets");
+    offsetof(PackedWeight, kind) == 32 && offsetof(Quantised, parts) == 8 && offsetof(Format, number) == 8, "offsets");
+_Static_assert(offsetof(Layer, norm_in) == 4 * sizeof(PackedWeight) && offsetof(Layer, eps) == 216, "offsets");
 _Static_assert(
     offsetof(SequenceKV, mask) == 88 && offsetof(Attention, scaling) == 64 && offsetof(Pass, scratch) == 72, "offsets");
 _Static_assert(offsetof(Drafter, embeddings) == 40 && offsetof(Drafter, vocabulary) == 64, "offsets");

@@ -90,13 +90,11 @@ EACH_FUNCTION(FUNCTION)
 // dot_words      sum + products of the pairs of whole numbers of 16 bits in a with those in b; too large ones wrap around.
 // code_quads     WIDE LANES codes of one byte of a, each with those of b, c and d behind it.
 //
-// BF16_PAIRS_MULTIPLY says whether there are products of pairs of bfloat16 numbers, and BYTES_MULTIPLY whether there are
-// those of fours of bytes:
+// BF16_PAIRS_MULTIPLY says whether there are products of pairs of bfloat16 numbers:
 //
 // dot_pairs      sum + products of the pairs of a with those of b.
 // narrowed_both  two vectors to bfloat16, the first one's numbers in front.
 // pairs_of       WIDE vectors of bfloat16 numbers, one of a beside one of b in each word; zeros behind those that there are.
-// dot_fours      sum + products of unsigned bytes with signed ones.
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 

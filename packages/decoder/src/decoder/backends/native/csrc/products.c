@@ -10,8 +10,8 @@ enum { PANELS_HELD = 1 << 19 }; // bytes of weights that a core holds
 enum { AHEAD = 128 };           // vectors of weights that are fetched ahead
 enum { FEW_GROUPS = 4 };        // of rows, up to which a panel is read once for all of them
 
-// A word of weights has one number, two of bfloat16, or four bytes. BF16_PAIRS and BYTE_FOURS are multiplied as they are, with inputs that stand in words like theirs.
-typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS, BYTE_WEIGHTS, BYTE_FOURS } Kind;
+// A word of weights has one number, or two of bfloat16. BF16_PAIRS are multiplied as they are, with inputs of bfloat16.
+typedef enum { FLOAT_WEIGHTS, BF16_WEIGHTS, BF16_PAIRS } Kind;
 
 // How many words of weights ahead a tile fetches, for the even vectors of a step and for the odd ones.
 typedef struct {
@@ -27,7 +27,6 @@ ONCE void finish(
             if (left <= 0) break;
             vec y = sums[r * panels * 2 + i];
             const int64_t at = (row + r) * p->outputs + column;
-            if (p->scales) y *= load(p->scales, column, 0, left);
             if (p->bias) y += load(p->bias, column, 0, left);
             if (out->add) y += load(out->add, at, out->add_is_bf16, left);
             store(out->y, at, out->y_is_bf16, y, left);
@@ -35,42 +34,7 @@ ONCE void finish(
 }
 
 INLINE int64_t words_of_row(const Kind kind, int64_t inputs) {
-    const int64_t each = kind == FLOAT_WEIGHTS ? 1 : kind == BF16_WEIGHTS || kind == BF16_PAIRS ? 2 : 4;
-    return (inputs + each - 1) / each;
-}
-
-enum { ABOVE = 128 }; // by which a byte is more than the weight that it stands for
-
-INLINE vec byte_of(uvec words, int number) {
-    return __builtin_convertvector((ivec)(words >> 8 * number & 0xff) - ABOVE, vec);
-}
-
-// Inputs that are rounded to bytes: words of four, their sum, and what one stands for.
-enum { BEHIND_FOURS = 2 };
-
-// Rows of `inputs` numbers in such words; there are zeros behind the last input.
-static void to_fours(const float *x, int64_t rows, int64_t inputs, uint32_t *fours) {
-    typedef int8_t bytes __attribute__((vector_size(LANES)));
-    const int64_t words = words_of_row(BYTE_FOURS, inputs);
-    for (int64_t r = 0; r < rows; r++, x += inputs, fours += words + BEHIND_FOURS) {
-        vec most = {0};
-        for (int64_t i = 0; i < inputs; i += LANES) {
-            const vec part = load(x, i, 0, inputs - i);
-            most = larger(larger(part, -part), most);
-        }
-        const float step = largest_of(most) / 127, rate = step > 0 ? 1 / step : 0;
-        ivec total = {0};
-        for (int64_t i = 0; i < words * 4; i += LANES) {
-            const int64_t left = words * 4 - i;
-            const ivec number = __builtin_convertvector(to_whole(load(x, i, 0, inputs - i) * rate), ivec);
-            const bytes narrow = __builtin_convertvector(number, bytes);
-            total += number;
-            memcpy((int8_t *)fours + i, &narrow, left < LANES ? (size_t)left : sizeof narrow);
-        }
-        int32_t sum = 0;
-        for (int lane = 0; lane < LANES; lane++) sum += total[lane];
-        memcpy(fours + words, &sum, 4), memcpy(fours + words + 1, &step, 4);
-    }
+    return kind == FLOAT_WEIGHTS ? inputs : (inputs + 1) / 2;
 }
 
 // The words of some panels from `weight` on, one vector for each LANES outputs, and fetch those that come later. They are
@@ -112,18 +76,15 @@ INLINE void add_pairs(
     }
 }
 
-// Words that have several numbers, or parts of them: numbers of x from `k` on with the weights of one word per output.
+// Numbers of x from `k` on with the weights of one word per output.
 INLINE void add_word(const Kind kind, const int rows, const int panels, const float *x, int64_t inputs,
     const int numbers, const uvec *words, vec *sums) {
-    UNROLL(4)
+    UNROLL(2)
     for (int n = 0; n < numbers; n++) {
         vec weights[8];
         UNROLL(8)
-        for (int i = 0; i < panels * 2; i++) {
-            if (kind == FLOAT_WEIGHTS) weights[i] = (vec)words[i];
-            else if (kind == BF16_WEIGHTS) weights[i] = (vec)(n ? words[i] & 0xffff0000u : words[i] << 16);
-            else weights[i] = byte_of(words[i], n);
-        }
+        for (int i = 0; i < panels * 2; i++)
+            weights[i] = kind == FLOAT_WEIGHTS ? (vec)words[i] : (vec)(n ? words[i] & 0xffff0000u : words[i] << 16);
         add_products(rows, panels, x + n, inputs, weights, sums);
     }
 }
@@ -131,8 +92,8 @@ INLINE void add_word(const Kind kind, const int rows, const int panels, const fl
 // `tile` of words whose numbers are multiplied one by one, in float32.
 INLINE void single_tile(const Kind kind, const int rows, const int panels, const PackedWeight *p, const float *x,
     int64_t panel, const Ahead *ahead, vec *sums) {
-    enum { EACH_OF_FLOATS = 1, EACH_OF_HALVES = 2, EACH_OF_BYTES = 4 };
-    const int each = kind == FLOAT_WEIGHTS ? EACH_OF_FLOATS : kind == BF16_WEIGHTS ? EACH_OF_HALVES : EACH_OF_BYTES;
+    enum { EACH_OF_FLOATS = 1, EACH_OF_HALVES = 2 };
+    const int each = kind == FLOAT_WEIGHTS ? EACH_OF_FLOATS : EACH_OF_HALVES;
     const int64_t inputs = p->inputs, words = words_of_row(kind, inputs);
     const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
     uvec both[8];
@@ -143,13 +104,10 @@ INLINE void single_tile(const Kind kind, const int rows, const int panels, const
     }
     if (k == inputs) return;
     words_at(weight, panels, words, ahead, both);
-    for (int n = 0; k < inputs; n++, k++) {
-        vec weights[8];
-        UNROLL(8)
-        for (int i = 0; i < panels * 2; i++)
-            weights[i] = kind == BF16_WEIGHTS ? (vec)(both[i] << 16) : byte_of(both[i], n);
-        add_products(rows, panels, x + k, inputs, weights, sums);
-    }
+    vec weights[8];
+    UNROLL(8)
+    for (int i = 0; i < panels * 2; i++) weights[i] = (vec)(both[i] << 16);
+    add_products(rows, panels, x + k, inputs, weights, sums);
 }
 
 // `tile` of pairs of bfloat16 numbers, which are multiplied as they are.
@@ -174,51 +132,17 @@ INLINE void paired_tile(const int rows, const int panels, const PackedWeight *p,
     }
 }
 
-// `tile` of fours of bytes with those that `to_fours` makes.
-INLINE void tile_of_fours(const int rows, const int panels, const PackedWeight *p, const uint32_t *x, int64_t row,
-    int64_t panel, const Ahead *ahead, vec *sums) {
-    const int64_t words = words_of_row(BYTE_FOURS, p->inputs), stride = words + BEHIND_FOURS;
-    const uint32_t *weight = (const uint32_t *)p->weight + panel * words * PANEL;
-    x += row * stride;
-    for (int64_t k = 0; k < words; k++, weight += PANEL) {
-        uvec both[8];
-        words_at(weight, panels, words, ahead, both);
-        UNROLL(14)
-        for (int r = 0; r < rows; r++) {
-            const uvec four = (uvec){0} + x[r * stride + k];
-            UNROLL(8)
-            for (int i = 0; i < panels * 2; i++) {
-                vec *to = &sums[r * panels * 2 + i];
-                *to = (vec)dot_fours((ivec)*to, both[i], four);
-            }
-        }
-    }
-    UNROLL(14)
-    for (int r = 0; r < rows; r++) {
-        int32_t total;
-        float step;
-        memcpy(&total, x + r * stride + words, 4), memcpy(&step, x + r * stride + words + 1, 4);
-        UNROLL(8)
-        for (int i = 0; i < panels * 2; i++) {
-            vec *to = &sums[r * panels * 2 + i];
-            *to = __builtin_convertvector((ivec)*to - total * ABOVE, vec) * step;
-        }
-    }
-}
-
-// Rows [row, row + rows] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16, with BYTE_FOURS what
-// `to_fours` makes, otherwise float32.
+// Rows [row, row + rows] of x with `panels` panels from `panel` on. With BF16_PAIRS x is bfloat16,
+// otherwise float32.
 INLINE void tile(const Kind kind, const int rows, const int panels, const PackedWeight *p, const void *x, int64_t row,
     int64_t panel, const Ahead *ahead, const Out *out) {
     vec sums[MOST_ROWS * 2];
     const float *wide = (const float *)x + row * p->inputs;
     UNROLL(28)
     for (int i = 0; i < rows * panels * 2; i++) sums[i] = (vec){0};
-    if (kind == BYTE_FOURS) tile_of_fours(rows, panels, p, x, row, panel, ahead, sums);
-    else if (kind == BF16_PAIRS)
-        paired_tile(rows, panels, p, (const uint16_t *)x + row * p->inputs, panel, ahead, sums);
+    if (kind == BF16_PAIRS) paired_tile(rows, panels, p, (const uint16_t *)x + row * p->inputs, panel, ahead, sums);
     else single_tile(kind, rows, panels, p, wide, panel, ahead, sums);
-    if (!p->scales && !p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
+    if (!p->bias && !out->add && !out->y_is_bf16 && (panel + panels) * PANEL <= p->outputs) {
         float *y = (float *)out->y + row * p->outputs + panel * PANEL;
         UNROLL(14)
         for (int r = 0; r < rows; r++) {
@@ -254,8 +178,6 @@ typedef void (*Tiles)(
 TABLE(FLOAT_WEIGHTS)
 TABLE(BF16_WEIGHTS)
 TABLE(BF16_PAIRS)
-TABLE(BYTE_WEIGHTS)
-TABLE(BYTE_FOURS)
 
 // Panels [first, last) with inputs as the kind of weights takes them.
 static void panels_of(const Kind kind, const Tiles *tiles, const PackedWeight *p, const void *x, int64_t rows,
@@ -277,39 +199,28 @@ static void panels_of(const Kind kind, const Tiles *tiles, const PackedWeight *p
     }
 }
 
-// ------------------------------------------------------------------------------------------- inputs in other words
+// ----------------------------------------------------------------------------------------------------- rounded inputs
 
-enum { IN_OTHER_WORDS = 1 << 18 }; // words of inputs on a thread's stack, about
+enum { ROUNDED = 1 << 14 }; // parts of inputs on a thread's stack, about
 
 int64_t width_of(const PackedWeight *p) { return p->kind == QUANTISED ? SIDE : PANEL; }
 
 int64_t panels_in(const PackedWeight *p) { return (p->outputs + width_of(p) - 1) / width_of(p); }
 
-// Words of a row of inputs where products read others than those of x, 0 where they read x.
-static int64_t other_words(const PackedWeight *p) {
-    if (p->kind == QUANTISED) return p->inputs / PART * (int64_t)(sizeof(Input) / 4);
-    return p->kind == INT8 && BYTES_MULTIPLY ? words_of_row(BYTE_FOURS, p->inputs) + BEHIND_FOURS : 0;
-}
+// Parts of a row of inputs where products read rounded ones, 0 where they read x.
+static int64_t rounded_parts(const PackedWeight *p) { return p->kind == QUANTISED ? p->inputs / PART : 0; }
 
-// How many rows are multiplied before the next ones are made into other words.
+// How many rows are multiplied before the next ones are rounded.
 static int64_t rows_at_once(const PackedWeight *p, int64_t rows) {
-    const int64_t words = other_words(p), room = words ? IN_OTHER_WORDS / words : rows, fit = room > 1 ? room : 1;
-    const int64_t most = words && p->kind != QUANTISED && FEW_GROUPS * MOST_ROWS < fit ? FEW_GROUPS * MOST_ROWS : fit;
-    return rows < most ? rows : most;
+    const int64_t parts = rounded_parts(p), room = parts ? ROUNDED / parts : rows, fit = room > 1 ? room : 1;
+    return rows < fit ? rows : fit;
 }
 
-static void to_other_words(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, uint32_t *words) {
-    if (p->kind == QUANTISED) round_inputs(x, x_is_bf16, rows, p->inputs, (Input *)words);
-    else to_fours(x, rows, p->inputs, words);
-}
-
-// Panels [first, last) of a product; x is in other words if there are any for it.
+// Panels [first, last) of a product; x is rounded where the product takes it so.
 static void some_panels(
     const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
     if (p->kind == QUANTISED) quantised_panels(p, x, rows, out, first, last);
     else if (p->kind == FP32) panels_of(FLOAT_WEIGHTS, FLOAT_WEIGHTS_tiles, p, x, rows, out, first, last);
-    else if (p->kind == INT8 && BYTES_MULTIPLY) panels_of(BYTE_FOURS, BYTE_FOURS_tiles, p, x, rows, out, first, last);
-    else if (p->kind == INT8) panels_of(BYTE_WEIGHTS, BYTE_WEIGHTS_tiles, p, x, rows, out, first, last);
     else if (BF16_PAIRS_MULTIPLY && x_is_bf16) panels_of(BF16_PAIRS, BF16_PAIRS_tiles, p, x, rows, out, first, last);
     else panels_of(BF16_WEIGHTS, BF16_WEIGHTS_tiles, p, x, rows, out, first, last);
 }
@@ -322,14 +233,14 @@ static Out out_from(const PackedWeight *p, const Out *out, int64_t row) {
 
 void multiply_panels(
     const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int64_t first, int64_t last) {
-    const int64_t together = rows_at_once(p, rows), each = other_words(p);
-    uint32_t words[together * each + 1];
+    const int64_t together = rows_at_once(p, rows), each = rounded_parts(p);
+    Input rounded[together * each + 1];
     for (int64_t row = 0; row < rows; row += together) {
         const int64_t count = rows - row < together ? rows - row : together;
         const Out here = out_from(p, out, row);
         const void *from = row_of(x, row * p->inputs, x_is_bf16);
-        if (each) to_other_words(p, from, x_is_bf16, count, words);
-        some_panels(p, each ? words : from, x_is_bf16, count, &here, first, last);
+        if (each) round_inputs(from, x_is_bf16, count, p->inputs, rounded);
+        some_panels(p, each ? (const void *)rounded : from, x_is_bf16, count, &here, first, last);
     }
 }
 
@@ -348,8 +259,8 @@ int64_t pieces_of(const PackedWeight *p, int64_t rows, int64_t units, int panels
 // A product whose outputs are one part or two, and what is done `behind` the panels of a piece, if anything is.
 static void share_parts(const PackedWeight *p, const void *x, int x_is_bf16, int64_t rows, const Out *out, int parts,
     const Behind *behind, Worker *w) {
-    const int64_t together = rows_at_once(p, rows), each = other_words(p), units = panels_in(p) / parts;
-    uint32_t words[together * each + 1];
+    const int64_t together = rows_at_once(p, rows), each = rounded_parts(p), units = panels_in(p) / parts;
+    Input rounded[together * each + 1];
     for (int64_t row = 0; row < rows; row += together) {
         const int64_t count = rows - row < together ? rows - row : together;
         const int64_t pieces = pieces_of(p, count, units, parts, w->threads);
@@ -357,10 +268,11 @@ static void share_parts(const PackedWeight *p, const void *x, int x_is_bf16, int
         const void *from = row_of(x, row * p->inputs, x_is_bf16);
         int64_t made = 0;
         EACH_PIECE(piece, pieces, w) {
-            if (each && !made++) to_other_words(p, from, x_is_bf16, count, words);
+            if (each && !made++) round_inputs(from, x_is_bf16, count, p->inputs, rounded);
             const int64_t first = units * piece / pieces, last = units * (piece + 1) / pieces;
             for (int part = 0; part < parts; part++)
-                some_panels(p, each ? words : from, x_is_bf16, count, &here, part * units + first, part * units + last);
+                some_panels(p, each ? (const void *)rounded : from, x_is_bf16, count, &here, part * units + first,
+                    part * units + last);
             if (behind)
                 behind->run(behind->argument, row, row + count, (Columns){first * width_of(p), last * width_of(p)});
         }

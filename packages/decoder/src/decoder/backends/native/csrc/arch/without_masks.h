@@ -32,11 +32,4 @@ INLINE vec times_power(vec x, vec n) {
 
 #include "without_bf16.h"
 
-enum { BYTES_MULTIPLY = 0 };
-
-INLINE ivec dot_fours(ivec sum, uvec a, uvec b) {
-    (void)a, (void)b;
-    return sum;
-}
-
 #endif

@@ -81,12 +81,6 @@ INLINE void transpose(vec *rows) {
     }
 }
 
-enum { BYTES_MULTIPLY = 1 };
-
-INLINE ivec dot_fours(ivec sum, uvec a, uvec b) {
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-}
-
 INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
     return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 }
