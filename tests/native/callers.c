@@ -15,7 +15,7 @@ enum { INPUTS = 64, OUTPUTS = 640, ROWS = 3, CALLERS = 4, TIMES = 300 };
 
 static void (*multiply)(const PackedWeight *p, const void *x, int64_t rows, int is_bf16, void *y, int threads);
 static float weights[INPUTS * OUTPUTS], x[CALLERS][ROWS * INPUTS], expected[CALLERS][ROWS * OUTPUTS];
-static const PackedWeight product = {INPUTS, OUTPUTS, weights, NULL, NULL, FP32};
+static const PackedWeight product = {INPUTS, OUTPUTS, weights, NULL, FP32};
 
 // Returns whether a product is not what one thread makes of it.
 static int differs(int number, int threads) {
