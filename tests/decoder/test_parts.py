@@ -24,6 +24,8 @@ from decoder.cache.streaming import RecentCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.retrieval.ngram_table import NgramTable
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
+from decoder.model.gguf import formats as gguf_formats
+from decoder.model.rounding import rounded
 from decoder.sampling.token_tree import TokenTree, rank_paths
 from decoder.work import finish
 
@@ -248,8 +250,10 @@ def test_packed_heads_are_the_heads_and_no_layer_within_is_packed_beside_them(wi
     heads = DraftHeads(32, num_heads=2, kind=kind)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    # Weights are packed in 8 bits. Where inputs are rounded to 8 bits, too, these small heads are off by up to 0.023
-    # (150 random ones of each kind).
+        # Weights are packed in four bits, which hold these. Inputs are rounded to eight.
+        if parameter.ndim == 2:
+            blocks = rounded(parameter, "Q4_1", search=False)
+            parameter.data = gguf_formats.unpacked(blocks.numpy(), gguf_formats.FORMATS[3], torch.float32)
     heads, tolerance = heads.to(dtype), 0.03
     hidden = torch.randn(4, 32)
     embedding = torch.randn(4, 32) if heads.conditioned else None
