@@ -93,13 +93,6 @@ print(json.dumps(dict(usual=masks.TransformGetItemToIndex.__module__, alone=not 
 """
 
 
-def _told(code: str) -> dict:
-    """What a program prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is left out beside a CUDA device")
 def test_what_is_left_out_of_transformers_is_there_when_it_is_asked_for():
     assert _told(_LEFT_OUT) == dict(
