@@ -8,7 +8,6 @@ For models of the Llama and Qwen2 architectures. Eight bits and `write_texts` ar
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from decoder import SamplingParams
+from heads_train.loss import compiled
 
 # Tokens less likely than this share of the most likely one are not drawn.
 LEAST_LOG_SHARE = -12.0
@@ -262,7 +262,7 @@ def draw_on_device(logits: Tensor, settings: Tensor, seen: Tensor, rng: torch.Ge
     The penalty is for the tokens that ``seen`` [n, vocabulary] tells.
     """
     noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=rng)
-    choose = _in_one_kernel() if logits.is_cuda else chosen
+    choose = _in_one_kernel if logits.is_cuda else chosen
     return choose(logits, settings, seen, noise)
 
 
@@ -278,7 +278,5 @@ def chosen(logits: Tensor, settings: Tensor, seen: Tensor, noise: Tensor) -> Ten
     return torch.where(temperature[:, 0] > 0, drawn, likeliest)
 
 
-@cache
-def _in_one_kernel():
-    # A GPU reads and writes the logits some twenty times else, a third of the time of writing.
-    return torch.compile(chosen)
+# A GPU reads and writes the logits some twenty times else, a third of the time of writing.
+_in_one_kernel = compiled(chosen)

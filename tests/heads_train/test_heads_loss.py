@@ -98,6 +98,19 @@ def test_the_expression_for_a_compiler_is_what_the_chunks_compute(case, objectiv
     torch.testing.assert_close(error @ weight / 37, grad)
 
 
+def test_what_cannot_be_compiled_runs_as_it_is_after_one_warning(monkeypatch):
+    def refuse(*given):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: refuse)
+    run = loss.compiled(lambda x: x / (x - 2))
+    with pytest.warns(UserWarning, match="slower without PyTorch's compiler: RuntimeError"):
+        assert run(4) == 2
+    assert run(3) == 3
+    with pytest.raises(ZeroDivisionError):
+        run(2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", ["distribution", "overlap"])
 def test_on_a_gpu_the_compiled_expression_gives_the_chunks_losses(objective):

@@ -1,6 +1,7 @@
 """Losses behind a frozen language-model head, without the [tokens, vocabulary] matrix of a whole sequence."""
 
-from functools import cache
+import warnings
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -28,7 +29,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = linear(hidden[part].to(weight.dtype), weight, bias)
             if soft and grad is not None and ranked is None and log_sums is None and logits.is_cuda:
                 wanted = linear(teacher[part].to(weight.dtype), weight, bias)
-                losses, overlap[part], error = _in_one_kernel()(logits, wanted, objective, total.dtype)
+                losses, overlap[part], error = _in_one_kernel(logits, wanted, objective, total.dtype)
                 total += losses.sum()
                 grad[part] = error @ weight
                 continue
@@ -89,10 +90,31 @@ def soft_terms(
     return -common.log(), overlap, error.to(logits.dtype)
 
 
-@cache
-def _in_one_kernel():
-    # A GPU reads and writes the logits some thirty times else, which takes it longer than the products.
-    return torch.compile(soft_terms, dynamic=True)
+def compiled(function: Callable) -> Callable:
+    """``function`` by PyTorch's compiler, and as it is from the first call on that this cannot compile.
+
+    It needs a C compiler, and nothing else of training does.
+    """
+    run: Callable | None = None
+
+    def call(*given):
+        nonlocal run
+        if run is None:
+            run = torch.compile(function, dynamic=True)  # whose import takes a second
+        try:
+            return run(*given)
+        except Exception as error:
+            if run is function or isinstance(error, torch.OutOfMemoryError):
+                raise
+            warnings.warn(f"slower without PyTorch's compiler: {type(error).__name__}", stacklevel=2)
+            run = function
+            return run(*given)
+
+    return call
+
+
+# A GPU reads and writes the logits some thirty times else, which takes it longer than the products.
+_in_one_kernel = compiled(soft_terms)
 
 
 def chunked_loss(
