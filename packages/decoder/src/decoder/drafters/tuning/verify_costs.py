@@ -13,16 +13,18 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.work import Progress, Work, finish
 
 WIDEST = 64
-_SLOW = 0.01  # seconds of a plain step, from which on two passes of a width tell enough: more delay the first token
-_DEAR = 3.0  # in plain steps; from there on a node costs about as much as any other
+_SLOW = 0.01  # seconds of a plain step, from which on few passes of a width tell enough: more delay the first token
+_DEAR = 2.0  # in plain steps; from there on a node costs about as much as any other
+_AGAIN = 0.05  # seconds by which the first token of a sequence is delayed for measuring again
+_SEQUENCES = 16  # that do so
 _SHORTEST = 1024  # tokens below which the length of the sequence hardly matters
 
 
 class VerifyCosts:
     """Seconds per forward pass, measured once whenever the sequence is twice as long, and kept for all generations.
 
-    Other work on the machine may have disturbed all passes of one measurement. So they are measured again when the
-    second sequence begins, the fourth, the eighth, and so on; the shortest times count.
+    Other work on the machine may have disturbed all passes of one measurement. So some numbers of nodes are measured
+    again when the next sequences begin, in turn; the shortest times count.
 
     Measuring writes behind the committed tokens of a full cache and commits nothing.
     """
@@ -37,7 +39,7 @@ class VerifyCosts:
         """A sequence begins, verified alone: the work of measuring, where it is due, for the first time or again."""
         key = self._key(cache, 1)
         self._begun[key] += 1
-        return self._filling(key, cache) if key not in self._tables or self._begun[key].bit_count() == 1 else None
+        return self._filling(key, cache) if key not in self._tables or self._begun[key] <= _SEQUENCES else None
 
     def missing(self, cache: FullCache) -> Work[None] | None:
         """The work of measuring what `at` needs for a sequence of this length, unless that is there."""
@@ -77,27 +79,31 @@ class VerifyCosts:
     def _measure(self, cache: FullCache, seconds: dict[int, float]) -> Work[list[float]]:
         """Powers of two are measured as far as trees may pay, others interpolated; more nodes never cost less.
 
-        ``seconds``, by number of nodes, keeps the shortest. Those that it holds are measured once more. Each pass is a
+        ``seconds``, by number of nodes, keeps the shortest, the one that was measured last at the end. Where there are
+        some, those come first that have waited longest, for as long as one sequence is to be delayed. Each pass is a
         part of the work, behind which the cache is as it was.
         """
         target = self.target
         narrowest, most = target.width(1), target.most_nodes or WIDEST
         wanted = sorted({min(nodes, most) for nodes in (1, 2, 4, 8, 16, 32, WIDEST, narrowest)})
         # The first pass of a width prepares it, and on CUDA the second is recorded.
-        first = 5 if target.backend.warm_up_runs > 1 and cache.recordable else 3
+        prepares = target.backend.warm_up_runs > 1
+        fast, slow = (5 if prepares and cache.recordable else 3), (2 if prepares else 1)
 
         def measure(widths: list[int]) -> Work[None]:
             """A pass of each width."""
             for nodes in widths:
-                seconds[nodes] = min(seconds.get(nodes, float("inf")), self._time(nodes, cache))
+                seconds[nodes] = min(seconds.pop(nodes, float("inf")), self._time(nodes, cache))
                 yield Progress(nodes, sum(wanted))
 
-        again = bool(seconds)
-        if again:
-            yield from measure(list(seconds))
+        if again := bool(seconds):
+            spent = zip(seconds, accumulate(seconds.values()), strict=True)
+            yield from measure(
+                [nodes for number, (nodes, so_far) in enumerate(spent) if so_far <= _AGAIN or not number]
+            )
         for nodes in wanted:
             if nodes not in seconds:
-                yield from measure([nodes] * (first if seconds.get(1, 0) < _SLOW else 2))
+                yield from measure([nodes] * (fast if seconds.get(1, 0) < _SLOW else slow))
             if nodes > max(4, narrowest) and seconds[nodes] > _DEAR * seconds[1]:
                 break
         # A machine that is slow for a moment would else be slow at one width.
