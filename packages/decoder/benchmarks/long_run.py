@@ -57,10 +57,15 @@ def tiny_decoder() -> decoder.Decoder:
     return decoder.Decoder(model, heads=heads)
 
 
-def prompt_of(dec: decoder.Decoder, tokens: int) -> list[int]:
-    """The first tokens of the shipped books; of random ones where there is no tokenizer."""
+def prompt_of(dec: decoder.Decoder, tokens: int, text: Path | None = None) -> list[int]:
+    """The first tokens of the text, or of the shipped books; of random ones where there is no tokenizer."""
     if dec.tokenizer is None:
         return torch.randint(512, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+    if text is not None:
+        ids = dec.tokenizer(text.read_text("utf-8"), verbose=False)["input_ids"]
+        if len(ids) < tokens:
+            raise SystemExit(f"{text} has {len(ids)} tokens: ask for lengths up to that")
+        return ids[:tokens]
     with gzip.open(DATA / "pg19" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
         ids = list(chain.from_iterable(dec.tokenizer(json.loads(x)["text"], verbose=False)["input_ids"] for x in lines))
     if len(ids) < tokens:
@@ -89,21 +94,24 @@ def timed_steps(stream: Iterator[decoder.Chunk]) -> Iterator[tuple[float, decode
 def planned_bytes(dec: decoder.Decoder, arguments: argparse.Namespace, method: str) -> int:
     """Bytes of the KV caches: 2 x layers x KV heads x head size numbers a position, full and partial."""
     config = dec.model.config
-    number = next(dec.model.parameters()).element_size()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Codes of eight bits have a scale of four bytes for each head.
+    each = size + 4 if arguments.kv_dtype == "int8" else size * dec.target.dtype.itemsize
     positions = arguments.prompt_tokens + arguments.new_tokens
     if method == "tokenswift":
         positions += min(arguments.budget, positions)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * number * positions
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * each * positions
 
 
 def take_turns(arguments: argparse.Namespace, spec: str, already: list[int], pipe: Connection) -> None:
     """One generation in this process, as far as the other end of ``pipe`` asks for at a time."""
     torch.set_num_threads(1)
     method, _, heads = spec.partition("=")
-    dtype = getattr(torch, arguments.dtype)
-    dec = tiny_decoder() if arguments.tiny else decoder.load(arguments.model, heads or None, dtype=dtype)
-    prompt = prompt_of(dec, arguments.prompt_tokens)
-    options = decoder.TokenSwiftOptions(budget=arguments.budget) if method == "tokenswift" else None
+    how = {"dtype": arguments.dtype, "yarn": arguments.yarn}
+    dec = tiny_decoder() if arguments.tiny else decoder.load(arguments.model, heads or None, **how)
+    prompt = prompt_of(dec, arguments.prompt_tokens, arguments.prompt_file)
+    budget = {"budget": arguments.budget} if method == "tokenswift" else {}
+    options = decoder.TokenSwiftOptions(kv_dtype=arguments.kv_dtype, **budget)
     dec.generate(prompt[:64], 16, method, sampling(), options, ignore_eos=True)
     before = memory()
     # Noise is keyed by position and the penalty reaches over the prompt, so what is there counts as prompt.
@@ -239,6 +247,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a random model of two layers")
     parser.add_argument("--model", default=DATA / "reference-model")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--yarn", type=float, help="see decoder.load")
+    parser.add_argument("--kv-dtype", help="int8: the caches' codes (default: as computed)")
+    parser.add_argument("--prompt-file", type=Path, help="a text whose first tokens go before (default: shipped books)")
     parser.add_argument("--prompt-tokens", type=int, default=8192)
     parser.add_argument("--new-tokens", type=int, default=100_000)
     methods = ["ar", f"auto={DATA / 'heads-gated'}", f"tokenswift={DATA / 'heads-chained'}"]

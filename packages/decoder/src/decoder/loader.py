@@ -52,6 +52,7 @@ def load(
     tensor_parallel: bool = False,
     sanitize_control_tokens: bool = False,
     tests: Tests = "always",
+    yarn: float | None = None,
     **model_kwargs: Any,
 ) -> Decoder:
     """Load a model folder or hub id with its tokenizer, and heads, as a `Decoder`.
@@ -79,6 +80,8 @@ def load(
             runs them and keeps it. This is for programs that replace nothing of PyTorch's, transformers' or this
             package's, and for models on a CPU that are loaded from a folder or file without ``model_kwargs``; all
             others are always tested.
+        yarn: by which factor the length that the model, and the draft model, was trained for is stretched with YaRN
+            (arXiv:2309.00071), where its rotary embeddings are not scaled already. All logits change.
         **model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also
             used for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and
             its tokenizer alone.
@@ -109,7 +112,9 @@ def load(
     with linked():
         # Refuse what can be refused before gigabytes of weights are read.
         own_heads = ranks.together(lambda: _read_heads(model, heads, draft_model, model_kwargs))
-        config, sources = ranks.together(lambda: _checked(model, heads, draft_model, model_kwargs, rounded, ranks))
+        config, sources = ranks.together(
+            lambda: _checked(model, heads, draft_model, model_kwargs, rounded, ranks, yarn)
+        )
         chosen = dtype == "auto" and device.type == "cpu"
         kept = chosen and ranks.size == 1 and keeps_formats(model, config, **model_kwargs)
         narrow = bool(rounded or chosen) and bitwise is not False and ranks.size == 1
@@ -128,11 +133,11 @@ def load(
         if kept:
             target = read_quantised(model, config, getattr(torch, dtype), **model_kwargs)
         else:
-            target = read_model(model, device, dtype=read_as, **model_kwargs, **sharding(ranks))
+            target = read_model(model, device, yarn, dtype=read_as, **model_kwargs, **sharding(ranks))
         if rounded:
             quantise(target, rounded, getattr(torch, around))
         of_draft["dtype"] = around if rounded else dtype
-        small = None if draft_model is None else read_model(draft_model, device, **of_draft)
+        small = None if draft_model is None else read_model(draft_model, device, yarn, **of_draft)
         more = bitwise, prefix_cache_bytes, sanitize_control_tokens
         if tests != "always" and device.type == "cpu" and ranks.size == 1 and bitwise and not model_kwargs:
             asked = {"dtype": [dtype, rounded, around], "bitwise": bitwise, "config": config.to_json_string()}
@@ -164,17 +169,18 @@ def _checked(
     model_kwargs: Mapping[str, Any],
     rounded: str | None,
     ranks: Ranks,
+    yarn: float | None,
 ) -> tuple[PreTrainedConfig, dict[str, str]]:
     """Check what can be checked without reading weights; the configuration, and what tells checkpoints from others."""
     from_hub = _for_hub(model_kwargs)
     if ranks.size > 1 and is_gguf(model):
         raise ValueError("a GGUF file cannot be shared among processes: give a model folder or hub id")
-    config = read_config(model, **from_hub)
+    config = read_config(model, yarn, **from_hub)
     # Code of a model's own is fetched and run only once, with the weights.
     if rounded and not getattr(config, "auto_map", None):
         quantised_layers(empty_model(config, model), rounded)
     if draft_model is not None:
-        read_config(draft_model, **{name: value for name, value in from_hub.items() if name != "revision"})
+        read_config(draft_model, yarn, **{name: value for name, value in from_hub.items() if name != "revision"})
     if ranks.size == 1:
         return config, {}
     refuse_unshareable(config, ranks.size)

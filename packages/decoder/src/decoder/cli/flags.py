@@ -92,6 +92,12 @@ def add_loading_flags(parser: argparse.ArgumentParser, tests: str = "kept") -> N
         help="those at load: kept relies on their last outcome while nothing has changed that they depend on, always "
         f"runs them, anew runs them and keeps the outcome (default: {tests})",
     )
+    parser.add_argument(
+        "--yarn",
+        type=float,
+        metavar="FACTOR",
+        help="stretch the length that the model was trained for by this factor, with YaRN (changes all logits)",
+    )
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -144,6 +150,7 @@ def load_from_flags(
         tensor_parallel=tensor_parallel,
         sanitize_control_tokens=getattr(args, "sanitize_control_tokens", False),
         tests=args.tests,
+        yarn=args.yarn,
     )
     keep()
     return loaded

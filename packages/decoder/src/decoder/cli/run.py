@@ -86,7 +86,7 @@ def _read(file: str | None) -> str:
 def _prompt_ids(args: argparse.Namespace) -> tuple[list[int], transformers.PreTrainedTokenizerBase]:
     """The prompt's token ids, and the tokenizer."""
     text = "" if args.chat is not None else _prompt_text(args)
-    config, tokenizer = read_config(args.model), read_tokenizer(args.model)
+    config, tokenizer = read_config(args.model, args.yarn), read_tokenizer(args.model)
     if args.chat is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         ids = chat_ids([*system, {"role": "user", "content": args.chat}], tokenizer, args.sanitize_control_tokens)

@@ -32,6 +32,7 @@ from decoder.model.gguf.weights import state_dict as gguf_weights
 from decoder.model.mxfp4 import has_mxfp4, keeps_mxfp4, read_mxfp4
 from decoder.model.options import passed_over, refuse_written
 from decoder.model.wrapped import language_config, reading_alone
+from decoder.model.yarn import stretch
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +90,12 @@ def read_tokenizer(source: str | os.PathLike, **from_hub: Any) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(source, **_NO_CODE | from_hub)
 
 
-def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
+def read_config(source: str | os.PathLike, yarn: float | None = None, **from_hub: Any) -> Any:
     """The configuration of a model, or of the language model inside; ``from_hub`` are `HUB_ARGUMENTS`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: the architecture is not supported.
+        ValueError: the architecture is not supported, or see `stretch`, to which ``yarn`` is given.
     """
     with _usable(source):
         refuse_written(_written(source))
@@ -104,6 +105,7 @@ def read_config(source: str | os.PathLike, **from_hub: Any) -> Any:
         config = language_config(_own_config(source, **from_hub))
     with _usable(source):
         refuse_unsupported(config)
+        stretch(config, yarn)
     if words := passed_over(config):
         logger.warning("%s says %s, which %s models do not look at", source, ", ".join(words), config.model_type)
     return config
@@ -142,17 +144,19 @@ def empty_model(config: PreTrainedConfig, source: str | os.PathLike) -> PreTrain
         return AutoModelForCausalLM.from_config(config, **_NO_CODE)
 
 
-def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -> PreTrainedModel:
+def read_model(
+    source: str | os.PathLike, device: torch.device, yarn: float | None = None, **kwargs: Any
+) -> PreTrainedModel:
     """A model in eval mode on ``device``; ``kwargs`` are those of ``AutoModelForCausalLM.from_pretrained``.
 
     Raises:
-        ValueError: the checkpoint lacks tensors of the model it describes.
+        ValueError: the checkpoint lacks tensors of the model it describes, or see `stretch`.
         OSError: it cannot be read.
     """
     # Tensors that do not fit are named below; transformers' own error only points to its log.
     kwargs |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
     if gguf.is_gguf(source):
-        model, found = _from_gguf(source, **kwargs)
+        model, found = _from_gguf(source, yarn, **kwargs)
     else:
         # transformers looks for an adapter beside the model, too, and would ask the hub for it.
         adapter = {name: kwargs[name] for name in ("cache_dir", "local_files_only") if name in kwargs}
@@ -162,6 +166,10 @@ def read_model(source: str | os.PathLike, device: torch.device, **kwargs: Any) -
             # transformers would do so anyway, once it has looked for packages that it needs on other devices.
             config.quantization_config |= {"dequantize": True}
             own = {"config": config}
+        if yarn is not None:
+            own = {"config": own.get("config", config)}
+            with _usable(source):
+                stretch(own["config"], yarn)
         kwargs = {"adapter_kwargs": adapter, **_NO_CODE, **own, **kwargs}
         with _readable("model", source), _without_report():
             model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)
@@ -223,10 +231,10 @@ def _tell_unread(source: str | os.PathLike, model: PreTrainedModel, unread: Iter
         logger.warning("%s has tensors that its %s does not use: %s%s", source, config.model_type, names[0], more)
 
 
-def _from_gguf(source: str | os.PathLike, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_gguf(source: str | os.PathLike, yarn: float | None, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a GGUF file and what transformers tells of its loading. Raises OSError if it cannot be made."""
     file = gguf.open_checked(source)
-    config = read_config(source)
+    config = read_config(source, yarn)
     kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
     dtype = kwargs.pop("dtype", "auto")
     # The file has blocks, which are unpacked, and so no dtype that "auto" could take.
