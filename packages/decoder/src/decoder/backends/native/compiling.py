@@ -27,7 +27,7 @@ _SECONDS = 600  # in which a file must be compiled; a busy machine may take long
 _OF_LIBRARY = ("library.c", "pool.c", "formats/formats.c")
 _OF_SET = (
     *("products.c", "attention.c", "mixers.c", "experts.c", "layers.c"),
-    *("tokens.c", "levels.c", "quantised.c", "set.c"),
+    *("tokens.c", "levels.c", "quantised.c", "formats/unpack.c", "set.c"),
 )
 
 

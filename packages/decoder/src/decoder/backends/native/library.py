@@ -46,7 +46,6 @@ class _Size(ctypes.Structure):
 # Those that are the same for every instruction set; all others are `FUNCTIONS`.
 _OF_LIBRARY: dict[str, tuple] = {
     "pack_weights": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int),
-    "unpack_rows": (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int),
     "pack_numbers": (c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int),
     "all_bf16": (c_void_p, c_int64, c_int),
     "weight_format": (c_int,),

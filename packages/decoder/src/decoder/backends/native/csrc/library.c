@@ -193,24 +193,3 @@ int all_bf16(const void *numbers, int64_t count, int threads) {
     pool_run(share_checking, &c, threads);
     return !other;
 }
-
-typedef struct {
-    int format;
-    const uint8_t *packed;
-    int64_t inputs;
-    const int64_t *rows;
-    int64_t count;
-    float *to;
-} Unpacking;
-
-static void share_unpacking(const void *argument, Worker *w) {
-    const Unpacking *u = argument;
-    EACH_PIECE(r, u->count, w) unpack_row(u->format, u->packed, u->inputs, u->rows[r], u->to + r * u->inputs);
-}
-
-// Rows of packed weights, by their numbers, to `to` [count, inputs].
-void unpack_rows(
-    int format, const uint8_t *packed, int64_t inputs, const int64_t *rows, int64_t count, float *to, int threads) {
-    const Unpacking u = {format, packed, inputs, rows, count, to};
-    pool_run(share_unpacking, &u, threads);
-}

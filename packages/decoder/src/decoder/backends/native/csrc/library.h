@@ -269,6 +269,7 @@ typedef struct {
 // rank_drafts       the `width` best of `vocab` drafts at a position, the best first.
 // draft_numbers     numbers of memory that `draft_levels` needs for so many branches at a time.
 // draft_levels      `room` has `draft_numbers` for the branches of all texts. Returns 0, or 1 where there was no memory.
+// unpack_rows       rows of packed weights, by their numbers, to `to` [count, inputs].
 #define EACH_FUNCTION(X)                                                                                               \
     X(void, linear, (const PackedWeight *p, const void *x, int64_t rows, int is_bf16, void *y, int threads),           \
         (p, x, rows, is_bf16, y, threads))                                                                             \
@@ -308,7 +309,11 @@ typedef struct {
         (c, position, logits, vocab, width, scores, tokens))                                                           \
     X(int64_t, draft_numbers, (const Drafter *d, int64_t branches, int64_t width), (d, branches, width))               \
     X(int, draft_levels, (const Drafter *d, const Drafts *texts, int64_t count, float *room, int threads),             \
-        (d, texts, count, room, threads))
+        (d, texts, count, room, threads))                                                                              \
+    X(void, unpack_rows,                                                                                               \
+        (int format, const uint8_t *packed, int64_t inputs, const int64_t *rows, int64_t count, float *to,             \
+            int threads),                                                                                              \
+        (format, packed, inputs, rows, count, to, threads))
 
 #define MEMBER(result, name, parameters, arguments) result(*name) parameters;
 

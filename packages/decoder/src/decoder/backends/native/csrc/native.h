@@ -44,6 +44,8 @@
 #define share_experts IN_SET(share_experts)
 #define quantised_panels IN_SET(quantised_panels)
 #define round_inputs IN_SET(round_inputs)
+#define unpack_row IN_SET(unpack_row)
+#define unpack_rows IN_SET(unpack_rows)
 #define norm IN_SET(norm)
 #define make_plan IN_SET(make_plan)
 #define drop_plan IN_SET(drop_plan)

@@ -1,8 +1,6 @@
-// The table of weight formats: reading the blocks of a file, packing them, and unpacking rows.
+// The table of weight formats: reading the blocks of a file, and packing them.
 
 #include "formats.h"
-
-#include <math.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -226,66 +224,13 @@ void pack_panel(int format, const uint8_t *from, int64_t outputs, int64_t inputs
     packs[format](from, outputs, inputs, panel, to);
 }
 
-static float half(uint16_t x) {
-    const int exponent = x >> 10 & 31, digits = x & 1023;
-    const float size = exponent == 31 ? (digits ? NAN : INFINITY)
-                       : exponent     ? ldexpf((float)(1024 + digits), exponent - 25)
-                                      : ldexpf((float)digits, -24);
-    return x & SIGN ? -size : size;
-}
-
-float scale_at(const Layout *l, const uint8_t *at) {
-    uint16_t bits;
-    memcpy(&bits, at, 2);
-    if (l->values != FLOATS_OF_FOUR_BITS) return half(bits);
-    const uint32_t wide = (uint32_t)bits << 16;
-    float scale;
-    memcpy(&scale, &wide, 4);
-    return scale;
-}
-
-INLINE int code_of(const Layout l, const uint8_t *codes, int w, int j, int o) {
+int code_at(const Layout *l, const uint8_t *codes, int w, int j, int o) {
     const int at = 4 * o + j;
-    if (l.bits == 8) return (int8_t)codes[64 * w + at];
-    const uint8_t *high = codes + CODE_BYTES(l.bits);
+    if (l->bits == 8) return (int8_t)codes[64 * w + at];
+    const uint8_t *high = codes + CODE_BYTES(l->bits);
     int code = codes[64 * (w / 2) + at] >> w % 2 * 4 & 15;
-    if (l.bits == 5) code |= (high[at] >> w & 1) << 4;
-    if (l.bits == 6) code |= (high[64 * (w / 4) + at] >> w % 4 * 2 & 3) << 4;
-    if (l.values) code = (l.values == NONLINEAR ? nonlinear_values : values_of_four_bits)[code];
-    return l.shift == NONE ? code : code - (1 << l.shift);
-}
-
-int code_at(const Layout *l, const uint8_t *codes, int w, int j, int o) { return code_of(*l, codes, w, j, o); }
-
-// The weights of output o of SIDE in a block of `inputs`. In double precision products are exact, and so are nearly all
-// sums: a weight is rounded once, as by a fused multiply-add, which not every processor that this is compiled for has.
-INLINE void unpack_block(const Layout l, const int inputs, const uint8_t *at, int o, float *to) {
-    const float scale = scale_at(&l, at + 2 * o), minimum = l.minimum ? scale_at(&l, at + 2 * SIDE + 2 * o) : 0;
-    const uint8_t *part = at + HEAD_BYTES(l.minimum);
-    for (int p = 0; p < inputs / PART; p++, part += PART_BYTES(l.bits, l.scales, l.minima)) {
-        const uint8_t *codes = part + SIDE * (l.scales + l.minima);
-        const double least = l.minima ? minimum * part[SIDE * l.scales + o] : minimum;
-        double own[2] = {scale, scale}; // of either half
-        if (l.scales == 1) own[0] = own[1] = scale * part[o];
-        for (int i = 0; i < 2 && l.scales == 2; i++) own[i] = scale * (int8_t)part[SIDE * i + o];
-#pragma GCC unroll 8
-        for (int w = 0; w < WORDS; w++)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) *to++ = (float)(code_of(l, codes, w, j, o) * own[2 * w / WORDS] + least);
-    }
-}
-
-#define UNPACK(name, number, count, ...)                                                                               \
-    static void unpack_##name(const uint8_t *at, int64_t inputs, int o, float *to) {                                   \
-        for (int64_t i = 0; i < inputs; i += count, at += weight_formats[AT_##name].packed_bytes)                      \
-            unpack_block(LAYOUT_##name, count, at, o, to + i);                                                         \
-    }
-EACH_FORMAT(UNPACK)
-
-void unpack_row(int format, const uint8_t *packed, int64_t inputs, int64_t output, float *to) {
-    typedef void (*Unpack)(const uint8_t *, int64_t, int, float *);
-#define UNPACK_ENTRY(name, ...) unpack_##name,
-    static const Unpack unpacks[FORMATS] = {EACH_FORMAT(UNPACK_ENTRY)};
-    const Format *f = &weight_formats[format];
-    unpacks[format](packed + output / SIDE * (inputs / f->inputs) * f->packed_bytes, inputs, (int)(output % SIDE), to);
+    if (l->bits == 5) code |= (high[at] >> w & 1) << 4;
+    if (l->bits == 6) code |= (high[64 * (w / 4) + at] >> w % 4 * 2 & 3) << 4;
+    if (l->values) code = (l->values == NONLINEAR ? nonlinear_values : values_of_four_bits)[code];
+    return l->shift == NONE ? code : code - (1 << l->shift);
 }

@@ -94,25 +94,46 @@ extern PRIVATE const Format weight_formats[FORMATS];
 
 extern PRIVATE const Layout *const layouts[FORMATS];
 
-// An instruction set's tiles, rows of `size` numbers as inputs, in groups of rows as `quantised_panels` takes them, and
+// An instruction set's tiles, the weights [inputs] of one output, rows of `size` numbers as inputs, in groups of rows as `quantised_panels` takes them, and
 // panels [first, last), of SIDE outputs, of a product.
 #if defined(IN_SET)
 extern PRIVATE const Tile tile_table[FORMATS];
+PRIVATE void unpack_row(int format, const uint8_t *packed, int64_t inputs, int64_t output, float *to);
 PRIVATE void round_inputs(const void *x, int x_is_bf16, int64_t rows, int64_t size, Input *inputs);
 PRIVATE void quantised_panels(
     const PackedWeight *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last);
 #endif
 
+// A number of half precision. The exponent's bias is 112 less than in single precision, which a product with 2^112 adds,
+// to numbers too small for an exponent as well.
+static inline float half(uint16_t x) {
+    const uint32_t size = (uint32_t)(x & 0x7fff) << 13;
+    float number;
+    uint32_t bits;
+    memcpy(&number, &size, 4);
+    number *= 0x1p112f;
+    memcpy(&bits, &number, 4);
+    if ((x & 0x7c00) == 0x7c00) bits = 0x7f800000 | (size & 0x7fffff); // infinite, or no number
+    bits |= (uint32_t)(x & 0x8000) << 16;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
 // A scale or a minimum.
-PRIVATE float scale_at(const Layout *l, const uint8_t *at);
+static inline float scale_at(const Layout *l, const uint8_t *at) {
+    uint16_t bits;
+    memcpy(&bits, at, 2);
+    if (l->values != FLOATS_OF_FOUR_BITS) return half(bits);
+    const uint32_t wide = (uint32_t)bits << 16;
+    float scale;
+    memcpy(&scale, &wide, 4);
+    return scale;
+}
 
 // Less its centre, what the code of word w, place j and output o of a part stands for.
 PRIVATE int code_at(const Layout *l, const uint8_t *codes, int w, int j, int o);
 
 // Panel `panel` of weights [outputs, inputs] as a file has them to where all panels stand, `to`, which is zero.
 PRIVATE void pack_panel(int format, const uint8_t *from, int64_t outputs, int64_t inputs, int64_t panel, uint8_t *to);
-
-// The weights [inputs] of one output.
-PRIVATE void unpack_row(int format, const uint8_t *packed, int64_t inputs, int64_t output, float *to);
 
 #endif
