@@ -10,8 +10,10 @@ import re
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -74,7 +76,11 @@ class Texts:
 
     def __iter__(self) -> Iterator[str]:
         starts = self._starts.tolist()
-        return map(self._text, starts[:-1], starts[1:])
+        # One copy of all, of which parts are taken more quickly than of a mapped file.
+        copied, first = self._buffer[starts[0] : starts[-1]], starts[0]
+        with suppress(UnicodeDecodeError):
+            return iter([copied[at - first : end - first - 8].decode() for at, end in pairwise(starts)])
+        return map(self._text, starts[:-1], starts[1:])  # which tells where it is
 
     def _text(self, start: int, following: int) -> str:
         try:

@@ -6,6 +6,8 @@ key of ``tokenizer.ggml`` is honoured or refused, as one that is skipped makes o
 
 import re
 from collections import Counter
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -192,22 +194,32 @@ def _byte_level(file: GgufFile, tokens: list[str], splitting: Splitting) -> Toke
     if texts is None:
         raise ValueError(f"{file.path} has no {PREFIX}merges, which its byte-level tokenizer needs: {ELSE}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = []
-    for text in texts:
-        # As in llama.cpp, a space at the beginning belongs to the first part.
-        cut = text.find(" ", 1)
-        pair = text[:cut], text[cut + 1 :]
-        if cut < 0 or pair[0] not in vocabulary or pair[1] not in vocabulary or "".join(pair) not in vocabulary:
-            raise ValueError(
-                f"{file.path} merges {named(text)} ({PREFIX}merges), which is not in its vocabulary: {ELSE}"
-            )
-        merges.append(pair)
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
+    backend = Tokenizer(models.BPE(vocabulary, _pairs(file, texts, vocabulary), ignore_merges=splitting.whole_words))
     if splitting.composed:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splitting.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _pairs(file: GgufFile, texts: Texts, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The two parts of each merge."""
+    # There are more than a hundred thousand: no line of Python's for each.
+    pairs: list[Any] = [tuple(text.split(" ", 1)) for text in texts]
+    parts = chain(chain.from_iterable(pairs), map("".join, pairs))
+    if set(map(len, pairs)) <= {2} and all(map(vocabulary.__contains__, parts)):
+        return pairs
+    pairs = []
+    for text in texts:
+        # As in llama.cpp, a space at the beginning belongs to the first part.
+        cut = text.find(" ", 1)
+        pair = text[:cut], text[cut + 1 :]
+        if cut < 0 or not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise ValueError(
+                f"{file.path} merges {named(text)} ({PREFIX}merges), which is not in its vocabulary: {ELSE}"
+            )
+        pairs.append(pair)
+    return pairs
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: np.ndarray) -> Tokenizer:
