@@ -13,6 +13,7 @@ import torch
 import decoder
 import decoder.__main__ as command
 from decoder.backends.native import library as native
+from decoder.cli import importing
 from decoder.cli.importing import import_transformers
 from decoder.model import loading
 from decoder.model.gguf import ahead, open_checked
@@ -100,6 +101,37 @@ def test_what_is_left_out_of_transformers_is_there_when_it_is_asked_for():
         index="torch._dynamo._trace_wrapped_higher_order_op",
         compiler="torch._dynamo.decorators",
     )
+
+
+def test_what_is_in_transformers_models_is_looked_for_once(tmp_path, monkeypatch):
+    """By all processes, until a file changes."""
+    (tmp_path / "models" / "one").mkdir(parents=True)
+    file, looked = tmp_path / "models" / "one" / "modeling_one.py", []
+    file.write_text("class One: ...")
+    there = {
+        frozenset(): {"models.one.modeling_one": {"One", "Two"}},
+        frozenset({"torch", "timm"}): {"models.b": {"B"}},
+    }
+    monkeypatch.setattr("decoder.backends.native.library.cache_folder", lambda: tmp_path / "cache")
+
+    def found():
+        looked.clear()
+        importing._models_in.cache_clear()
+        assert importing._models_in(tmp_path / "models", lambda *given, **named: looked.append(named) or there) == there
+        return len(looked)
+
+    try:
+        assert [found(), found()] == [1, 0]
+        (kept,) = (tmp_path / "cache" / "transformers").iterdir()
+        kept.write_text(kept.read_text()[:-9])  # cut short
+        assert [found(), found()] == [1, 0]
+        file.write_text("class Another: ...")
+        assert [found(), found()] == [1, 0]
+        for kept in (tmp_path / "cache" / "transformers").iterdir():
+            kept.chmod(0o666)  # anybody could have written it
+        assert found() == 1
+    finally:
+        importing._models_in.cache_clear()
 
 
 def test_if_transformers_asks_for_more_it_is_imported_as_always():

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import decoder
 from decoder.__main__ import main
-from decoder.backends import bitwise_check, choose, kept_tests
+from decoder.backends import bitwise_check, choose, kept, kept_tests
 from decoder.backends.kept_tests import note
 from decoder.backends.native import library as native
 
@@ -124,7 +124,7 @@ CHANGES = {
     "threads": lambda file, patch: patch.setattr(torch, "get_num_threads", lambda: 3),
     "days": lambda file, patch: later(patch, 31 * 86400),
     "a clock set back": lambda file, patch: later(patch, -60),
-    "unreadable": lambda file, patch: patch.setattr(kept_tests, "_state", lambda file: os.stat("/nowhere")),
+    "unreadable": lambda file, patch: patch.setattr(kept_tests, "state", lambda file: os.stat("/nowhere")),
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_what_is_changed_behind_the_load_is_tested(file, folder, run):
 
 
 def test_old_outcomes_go(file, folder, monkeypatch):
-    monkeypatch.setattr(kept_tests, "_MOST_FILES", 2)
+    monkeypatch.setattr(kept, "_MOST_FILES", 2)
     for number in range(4):
         monkeypatch.setenv("OMP_NOTHING", str(number))
         decoder.load(file, tests="kept")

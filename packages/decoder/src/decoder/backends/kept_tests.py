@@ -6,14 +6,11 @@ do not change from one process to the next. So their outcome is the same whereve
 fail.
 """
 
-import hashlib
 import json
 import os
 import platform
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,12 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from decoder.backends.kept import digest, keep, read_kept, state
 from decoder.backends.native import library as native
 
 _PACKAGE = Path(__file__).parent.parent
 _DAYS = 30  # after which they run again, for what nobody has thought of
-_MOST_FILES = 32
-_MOST_BYTES = 1 << 20  # of one
 _BEGINNING, _SAMPLES, _SAMPLE = 1 << 23, 256, 1 << 12  # bytes of a file that are looked at: the header, and some more
 _OF_MODEL = ("*.json", "*.safetensors", "*.bin", "*.py")
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags", "CPU implementer",
@@ -54,26 +50,12 @@ class KeptTests:
 
     def keep(self) -> bool:
         """Note that they have passed now, where there is a place for it."""
-        folder = self.file.parent
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not native.trusted(folder):
-                return False
-            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as new:
-                json.dump({"passed": time.time(), "circumstances": self.circumstances}, new)
-            os.replace(new.name, self.file)
-            for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST_FILES]:
-                old.unlink()
-            return True
-        return False
+        return keep(self.file, {"passed": time.time(), "circumstances": self.circumstances})
 
     def _find(self) -> None:
-        """See whether they have passed; a file that is damaged, or that somebody else can have written, is none."""
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            if not (native.trusted(self.file.parent) and native.trusted(self.file)):
-                return
-            with open(self.file, "rb") as opened:
-                found = json.loads(opened.read(_MOST_BYTES))
+        """See whether they have passed."""
+        found = read_kept(self.file)
+        with suppress(TypeError, KeyError):
             if found["circumstances"] == self.circumstances and 0 <= time.time() - found["passed"] < _DAYS * 86400:
                 self.passed = time.strftime("%d %B %Y", time.localtime(found["passed"]))
 
@@ -93,7 +75,7 @@ def note(model: nn.Module, source: Path, asked: dict[str, Any], anew: bool) -> N
         return
     with suppress(OSError):
         found = circumstances(source) | {"asked": asked}
-        name = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:32]
+        name = digest([json.dumps(found, sort_keys=True).encode()])[:32]
         tests = KeptTests(found, folder / "tests" / f"{name}.json")
         if not anew:
             tests._find()
@@ -117,13 +99,13 @@ def circumstances(source: Path) -> dict[str, Any]:
     libraries = Path(torch.__file__).parent.glob("lib/*.so*")
     return {
         "model": {str(file): _contents(file) for file in of_model},
-        "code": _digest(file.read_bytes() for file in sorted(_PACKAGE.rglob("*.py"))),
-        "library": _digest([Path(native.library()._name).read_bytes()]),
+        "code": digest(file.read_bytes() for file in sorted(_PACKAGE.rglob("*.py"))),
+        "library": digest([Path(native.library()._name).read_bytes()]),
         "instructions": native.library_name(),
         "packages": {name: version(name) for name in ("numpy", "torch", "transformers")},
         "python": sys.version,
-        "imported": _digest(map(_state, files)),
-        "torch": [torch.version.git_version, torch.__config__.show(), _digest(map(_state, sorted(libraries)))],
+        "imported": digest(map(state, files)),
+        "torch": [torch.version.git_version, torch.__config__.show(), digest(map(state, sorted(libraries)))],
         "processor": _processor(),
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
@@ -136,31 +118,18 @@ def _tells(name: str) -> bool:
     return name.partition(".")[0] in ("numpy", "torch", "transformers")
 
 
-def _state(file: Path) -> bytes:
-    status = file.stat()
-    return f"{file} {status.st_size} {status.st_mtime_ns}".encode()
-
-
 def _contents(file: Path) -> list[Any]:
     """The state of a file, and a hash of its beginning and of parts from all over it."""
     status = file.stat()
     samples = ((max(_BEGINNING, status.st_size * number // _SAMPLES), _SAMPLE) for number in range(_SAMPLES))
     with open(file, "rb") as opened:
-        digest = _digest(_read(opened, *part) for part in ((0, _BEGINNING), *samples))
-    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, digest]
+        sampled = digest(_read(opened, *part) for part in ((0, _BEGINNING), *samples))
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, sampled]
 
 
 def _read(opened: BinaryIO, start: int, size: int) -> bytes:
     opened.seek(start)
     return opened.read(size)
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _processor() -> dict[str, str]:

@@ -5,9 +5,12 @@ processes for models that processes share: a thousand modules, of 1.5 seconds an
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +18,9 @@ from typing import Any
 _MODELLING = ("transformers.masking_utils", "transformers.modeling_utils")
 _COMPILER = "torch._dynamo"
 _WRAPPED = f"{_COMPILER}._trace_wrapped_higher_order_op"
+_UTILS, _STRUCTURE = "transformers.utils.import_utils", "define_import_structure"
+# Of modules that need some packages, the names in them.
+_Names = dict[frozenset[str], dict[str, set[str]]]
 
 
 def import_transformers() -> None:
@@ -68,22 +74,72 @@ def _index_by_tensors() -> Any:
 
 
 def _know_models() -> None:
-    """Import the package of all models, which would read its two thousand files a second time, by what is known."""
-    utils: Any = importlib.import_module("transformers.utils.import_utils")
-    own = utils.define_import_structure
-    folder = Path(utils.__file__).parent.parent / "models"
+    """Import the package of all models, whose two thousand files it would read to see what is in them."""
+    with _replaced_when_run(_UTILS, _STRUCTURE, _known):
+        importlib.import_module("transformers.models")
 
-    def known(path: str, *given: Any, **named: Any) -> Any:
-        if Path(path) != folder / "__init__.py" or given or named:
-            return own(path, *given, **named)
+
+@contextmanager
+def _replaced_when_run(name: str, function: str, by: Callable[[Callable], Callable]) -> Iterator[None]:
+    """A block in which a function of a module is another one, made of it, from when the module has run."""
+    modules: list[tuple[ModuleType, Callable]] = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(found: str, path: Any = None, _target: Any = None) -> ModuleSpec | None:
+            spec = PathFinder.find_spec(found, path) if found == name else None
+            if spec is None or spec.loader is None:
+                return None
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                modules.append((module, vars(module)[function]))
+                vars(module)[function] = by(vars(module)[function])
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    finder: Any = Finder
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for module, own in modules:
+            vars(module)[function] = own
+
+
+def _known(own: Callable[..., _Names]) -> Callable[..., _Names]:
+    """transformers' function that tells what is in the modules of a folder, which knows of the folder of all models."""
+
+    def known(path: str | Path, prefix: str | None = None) -> _Names:
+        folder = Path(vars(sys.modules[_UTILS])["__file__"]).parent.parent / "models"
+        if (Path(path), prefix) == (folder, "models"):
+            return _models_in(folder, own)
+        if (Path(path), prefix) != (folder / "__init__.py", None):
+            return own(path, prefix)
         found = {
             needs: {name.removeprefix("models."): of for name, of in modules.items() if name.startswith("models.")}
-            for needs, modules in own(folder, prefix="models").items()
+            for needs, modules in _models_in(folder, own).items()
         }
         return {needs: modules for needs, modules in found.items() if modules}
 
-    utils.define_import_structure = known
-    try:
-        importlib.import_module("transformers.models")
-    finally:
-        utils.define_import_structure = own
+    return known
+
+
+@cache
+def _models_in(folder: Path, own: Callable[..., _Names]) -> _Names:
+    """What transformers' ``own`` function finds there, or found in another process while no file has changed since."""
+    from decoder.backends.kept import digest, keep, read_kept, state
+    from decoder.backends.native.library import cache_folder
+
+    if (kept := cache_folder()) is None:
+        return own(folder, prefix="models")
+    files = sorted(os.path.join(at, one) for at, _, names in os.walk(folder) for one in names if one.endswith(".py"))
+    file = kept / "transformers" / f"{digest([sys.version.encode(), *map(state, files)])[:32]}.json"
+    if (found := read_kept(file)) is None:
+        made = own(folder, prefix="models")
+        keep(file, [[sorted(needs), {name: sorted(of) for name, of in names.items()}] for needs, names in made.items()])
+        return made
+    return {frozenset(needs): {name: set(of) for name, of in names.items()} for needs, names in found}
